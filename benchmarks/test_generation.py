@@ -1,0 +1,172 @@
+"""Is the embedded engine faster than `model.generate` on ragged lengths, same model, same threads, same prompts?
+
+`generate` pads every prompt to the longest and runs until the longest response is done; what it makes beyond a
+response's own length is thrown away. Both rates count only the tokens that were asked for.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from tandem.common.messages import SamplingParameters
+from tandem.rollout.engine import Request
+from tandem.rollout.engines.transformers import TransformersEngine
+
+NUM_PROMPTS = 16
+NUM_SAMPLES = 8
+VOCABULARY = 512
+NUM_THREADS = 1
+
+
+class CopyFromModel:
+    """Fills the engine from a model of this process; moving weights is another benchmark's question."""
+
+    num_copies = 0
+    num_bytes = 0
+
+    def __init__(self, model: Any, engine: TransformersEngine) -> None:
+        self._model = model
+        self._engine = engine
+
+    def run(self) -> int:
+        wanted = self._engine.parameters()
+        with torch.no_grad():
+            for name, parameter in self._model.named_parameters():
+                wanted[name].copy_(parameter)
+        return 0
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        hidden_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        intermediate_size=768,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model.folder = tmp_path_factory.mktemp("model")
+    config.save_pretrained(model.folder)
+    return model
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(NUM_THREADS)
+    yield
+    torch.set_num_threads(before)
+
+
+def make_requests(max_new_tokens_R: list[int]) -> list[Request]:
+    """One prompt group after the other; prompts of 16 to 30 tokens."""
+    generator = np.random.default_rng(0)
+    prompts = [tuple(generator.integers(1, VOCABULARY, length).tolist()) for length in range(16, 32)][:NUM_PROMPTS]
+    return [
+        Request(
+            request_id=index,
+            prompt_ids=prompts[index // NUM_SAMPLES],
+            sampling=SamplingParameters(
+                temperature=1.0,
+                top_p=1.0,
+                top_k=0,
+                max_new_tokens=max_new_tokens,
+                stop_token_ids=(),
+                stop_strings=(),
+            ),
+            seed=index,
+        )
+        for index, max_new_tokens in enumerate(max_new_tokens_R)
+    ]
+
+
+def make_engine(model: Any) -> TransformersEngine:
+    folder: Path = model.folder
+    engine = TransformersEngine(
+        folder, num_slots=NUM_PROMPTS * NUM_SAMPLES, max_total_sequence_length=128, dtype="float32"
+    )
+    engine.use(CopyFromModel(model, engine))
+    engine.apply(0)
+    return engine
+
+
+def run_engine(engine: TransformersEngine, requests: list[Request]) -> int:
+    for request in requests:
+        engine.add_request(request)
+    num_tokens = 0
+    while engine.num_unfinished:
+        num_tokens += sum(len(completion.token_ids_T) for completion in engine.step())
+    return num_tokens
+
+
+def run_generate(model: Any, requests: list[Request]) -> None:
+    longest_prompt = max(len(request.prompt_ids) for request in requests)
+    rows = [[0] * (longest_prompt - len(request.prompt_ids)) + list(request.prompt_ids) for request in requests]
+    inputs = torch.tensor(rows)
+    longest = max(request.sampling.max_new_tokens for request in requests)
+    with torch.inference_mode():
+        made = model.generate(
+            inputs,
+            attention_mask=(inputs != 0).long(),
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=longest,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_logits=True,  # what a trainer needs beside the tokens, as the engine returns log-probabilities
+        )
+    assert made.sequences.shape == (len(requests), longest_prompt + longest)
+
+
+def test_ragged_lengths_beat_generate(benchmark: Any, model: Any) -> None:
+    lengths_R = np.random.default_rng(1).integers(8, 65, NUM_PROMPTS * NUM_SAMPLES).tolist()
+    requests = make_requests(lengths_R)
+    engine = make_engine(model)
+    assert run_engine(engine, requests) == sum(lengths_R)  # also warms up
+
+    benchmark.pedantic(run_engine, args=(engine, requests), rounds=5)
+
+    generate_seconds = []
+    run_generate(model, requests)
+    for _ in range(3):
+        start = time.perf_counter()
+        run_generate(model, requests)
+        generate_seconds.append(time.perf_counter() - start)
+
+    seconds = benchmark.stats.stats.median
+    generate_rate = sum(lengths_R) / float(np.median(generate_seconds))
+    rate = sum(lengths_R) / seconds
+    benchmark.extra_info["tokens_per_second"] = round(rate)
+    benchmark.extra_info["generate_useful_tokens_per_second"] = round(generate_rate)
+    benchmark.extra_info["times_generate"] = round(rate / generate_rate, 2)
+    assert rate > generate_rate
+
+
+def test_one_training_steps_worth(benchmark: Any, model: Any) -> None:
+    requests = make_requests([24] * NUM_PROMPTS * NUM_SAMPLES)
+    engine = make_engine(model)
+    run_engine(engine, requests)
+    num_tokens = benchmark.pedantic(run_engine, args=(engine, requests), rounds=5)
+    assert num_tokens == 24 * NUM_PROMPTS * NUM_SAMPLES
+    benchmark.extra_info["tokens_per_second"] = round(num_tokens / benchmark.stats.stats.median)

@@ -1,0 +1,1 @@
+"""What every process shares: messages, the wire, configuration, errors."""

@@ -1,0 +1,28 @@
+"""The configuration: its schema, how it is read from YAML, how it is checked, and how it travels."""
+
+from __future__ import annotations
+
+from tandem.common.config.dump import (
+    config_from_json,
+    config_to_json,
+    dump_yaml,
+    fingerprint,
+    resume_differences,
+    to_plain,
+)
+from tandem.common.config.load import build_config, load_config
+from tandem.common.config.schema import Config
+from tandem.common.config.unsupported import notices
+
+__all__ = [
+    "Config",
+    "build_config",
+    "config_from_json",
+    "config_to_json",
+    "dump_yaml",
+    "fingerprint",
+    "load_config",
+    "notices",
+    "resume_differences",
+    "to_plain",
+]

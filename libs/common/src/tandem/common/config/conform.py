@@ -1,0 +1,221 @@
+"""Fit a plain tree into the structs of the schema, with an error that names the key, the value and what was expected.
+
+`msgspec.convert` makes the final check and builds the structs. This module runs before it, because it knows nearby
+names, accepts the numbers that YAML 1.1 reads as text (``1e-8``), and says what is wrong in the user's words.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from msgspec import inspect
+from msgspec.inspect import (
+    AnyType,
+    BoolType,
+    DictType,
+    FloatType,
+    IntType,
+    LiteralType,
+    NoneType,
+    StrType,
+    StructType,
+    Type,
+    UnionType,
+    VarTupleType,
+)
+
+from tandem.common.config.problem import Invalid, shown
+from tandem.common.config.schema import Config
+from tandem.common.errors import nearest
+
+NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+SCIENTIFIC = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
+
+
+@functools.cache
+def config_type() -> StructType:
+    """Return msgspec's description of `Config`."""
+    described = inspect.type_info(Config)
+    assert isinstance(described, StructType)
+    return described
+
+
+def conform(value: Any, wanted: Type, key: str) -> Any:
+    """Return `value` as the type `wanted` has it; raise `Invalid` for the first key below `key` that does not fit."""
+    match wanted:
+        case StructType():
+            return _struct(value, wanted, key)
+        case UnionType():
+            return _union(value, wanted, key)
+        case LiteralType():
+            if value not in wanted.values or isinstance(value, bool):
+                choices = sorted(str(choice) for choice in wanted.values)
+                listed = ", ".join(choices)
+                raise Invalid(key, f"{shown(value)} is not one of {listed}{nearest(str(value), choices)}")
+            return value
+        case VarTupleType():
+            if not isinstance(value, list):
+                raise _mismatch(value, wanted, key)
+            return [conform(item, wanted.item_type, f"{key}[{index}]") for index, item in enumerate(value)]
+        case DictType(value_type=AnyType()):
+            return _free(_mapping(value, wanted, key), key)
+        case DictType():
+            mapping = _mapping(value, wanted, key)
+            return {name: conform(item, wanted.value_type, f"{key}.{name}") for name, item in mapping.items()}
+        case _:
+            return _scalar(value, wanted, key)
+
+
+def describe_type(wanted: Type) -> str:
+    """Say in plain words what a type admits."""
+    match wanted:
+        case NoneType():
+            return "null"
+        case BoolType():
+            return "true or false"
+        case IntType() | FloatType():
+            noun = "an integer" if isinstance(wanted, IntType) else "a number"
+            bounds = _bounds(wanted)
+            return f"{noun} {bounds}" if bounds else noun
+        case StrType():
+            return "text"
+        case LiteralType():
+            return ", ".join(sorted(str(choice) for choice in wanted.values))
+        case VarTupleType():
+            item = describe_type(wanted.item_type)
+            return f"a list of {item.replace('an integer', 'integers').replace('a mapping', 'mappings')}"
+        case UnionType():
+            ordered = sorted(wanted.types, key=lambda member: isinstance(member, NoneType))
+            return " or ".join(describe_type(member) for member in ordered)
+        case _:
+            return "a mapping"
+
+
+def all_keys(described: StructType, prefix: str = "") -> Iterator[str]:
+    """Yield the path of every key that the schema knows by name."""
+    for field in described.fields:
+        yield (key := f"{prefix}{field.encode_name}")
+        for inner in struct_types(field.type):
+            yield from all_keys(inner, f"{key}.")
+
+
+def struct_types(wanted: Type) -> list[StructType]:
+    """Return the struct that a field's type holds, if it holds one directly or beside null or choices."""
+    members = wanted.types if isinstance(wanted, UnionType) else (wanted,)
+    return [member for member in members if isinstance(member, StructType)]
+
+
+def _struct(value: Any, wanted: StructType, key: str) -> dict[str, Any]:
+    mapping = _mapping(value, wanted, key)
+    fields = {field.encode_name: field for field in wanted.fields}
+    for name in mapping:
+        if name not in fields:
+            raise Invalid(_join(key, name), f"unknown key{_suggestion(name, key, list(fields))}")
+    result: dict[str, Any] = {}
+    for name, field in fields.items():
+        if name in mapping:
+            result[name] = conform(mapping[name], field.type, _join(key, name))
+        elif field.required:
+            raise Invalid(_join(key, name), f"required, but not set: expected {describe_type(field.type)}")
+    return result
+
+
+def _suggestion(name: str, key: str, siblings: list[str]) -> str:
+    """Name the sibling nearest to an unknown key, else where a key of that name belongs, else all siblings."""
+    if near := nearest(name, siblings):
+        return near
+    for known in all_keys(config_type()):
+        if known.rpartition(".")[2] == name:
+            return f"; did you mean {known!r}?"
+    return f"; {key or 'the top level'} knows {', '.join(siblings)}"
+
+
+def _union(value: Any, wanted: UnionType, key: str) -> Any:
+    if value is None and wanted.includes_none:
+        return None
+    members = [member for member in wanted.types if not isinstance(member, NoneType)]
+    if len(members) == 1 and value is not None:
+        return conform(value, members[0], key)
+    for member in members:
+        if isinstance(member, StructType) == isinstance(value, dict) and value is not None:
+            if isinstance(member, LiteralType) and value not in member.values:
+                break
+            return conform(value, member, key)
+    raise _mismatch(value, wanted, key)
+
+
+def _scalar(value: Any, wanted: Type, key: str) -> Any:
+    match wanted:
+        case BoolType() if isinstance(value, bool):
+            return value
+        case StrType() if isinstance(value, str):
+            if wanted.min_length and not value:
+                raise Invalid(key, "is empty")
+            return value
+        case IntType() if isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1:
+            return _within(int(value), wanted, key)
+        case FloatType() if isinstance(value, str) and NUMBER.fullmatch(value):
+            return _within(float(value), wanted, key)
+        case FloatType() if isinstance(value, int | float) and not isinstance(value, bool):
+            return _within(float(value), wanted, key)
+        case _:
+            raise _mismatch(value, wanted, key)
+
+
+def _within(value: float, wanted: IntType | FloatType, key: str) -> float:
+    ok = (
+        math.isfinite(value)
+        and (wanted.ge is None or value >= wanted.ge)
+        and (wanted.gt is None or value > wanted.gt)
+        and (wanted.le is None or value <= wanted.le)
+        and (wanted.lt is None or value < wanted.lt)
+    )
+    if not ok:
+        raise Invalid(key, f"expected {describe_type(wanted)}, got {value}")
+    return value
+
+
+def _bounds(wanted: IntType | FloatType) -> str:
+    named = [("at least", wanted.ge), ("greater than", wanted.gt), ("at most", wanted.le), ("less than", wanted.lt)]
+    unreachable = 2**63 - 1
+    return " and ".join(f"{words} {bound:g}" for words, bound in named if bound is not None and bound != unreachable)
+
+
+def _free(value: Any, key: str) -> Any:
+    """Check content that other libraries give its meaning: it must survive JSON unchanged."""
+    match value:
+        case dict():
+            return {name: _free(item, _join(key, name)) for name, item in _mapping(value, None, key).items()}
+        case list():
+            return [_free(item, f"{key}[{index}]") for index, item in enumerate(value)]
+        case str() if key.startswith("policy.") and SCIENTIFIC.fullmatch(value):
+            return float(value)
+        case None | str() | int():
+            return value
+        case float() if math.isfinite(value):
+            return value
+        case _:
+            raise Invalid(
+                key, f"{shown(value)} cannot be used here: expected text, a finite number, a list or a mapping"
+            )
+
+
+def _mapping(value: Any, wanted: Type | None, key: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise Invalid(key, f"expected {describe_type(wanted) if wanted else 'a mapping'}, got {shown(value)}")
+    for name in value:
+        if not isinstance(name, str):
+            raise Invalid(key, f"the key {shown(name)} is not text; quote it")
+    return value
+
+
+def _mismatch(value: Any, wanted: Type, key: str) -> Invalid:
+    return Invalid(key, f"expected {describe_type(wanted)}, got {shown(value)}")
+
+
+def _join(key: str, name: object) -> str:
+    return f"{key}.{name}" if key else str(name)

@@ -1,0 +1,192 @@
+"""Defaults that depend on other keys, filled in before the tree is checked against the schema."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from msgspec import NODEFAULT
+
+from tandem.common.config.conform import config_type, struct_types
+from tandem.common.config.problem import Invalid
+
+ALGORITHMS = ("grpo", "sft", "dpo")
+
+Look = Callable[[str], Any]
+"""The value at a key as it stands, its plain default if it is not set, else None."""
+
+
+class Derived(msgspec.Struct, frozen=True, kw_only=True):
+    """A key that gets its default from others where it is absent or null."""
+
+    key: str
+    text: str
+    """The rule, for the documentation."""
+    compute: Callable[[Look], Any]
+    """May return None, and then the key stays null."""
+
+
+def fill(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return `tree` in the schema's shape, with every derived default filled in.
+
+    Values of a wrong type are left for `conform` to complain about. Raises `Invalid` if several algorithms are
+    configured and none is chosen.
+    """
+    tree = _copied(tree)
+    if tree.get("algorithm") is None:
+        tree.pop("algorithm", None)
+        tree |= _algorithm(tree)
+    _reshape(tree)
+
+    def look(key: str) -> Any:
+        return _look(tree, key)
+
+    for rule in DERIVED:
+        if _look(tree, rule.key, defaults=False) is None:
+            _put(tree, rule.key, rule.compute(look))
+    return tree
+
+
+def _copied(node: Any) -> Any:
+    if isinstance(node, dict):
+        return {key: _copied(value) for key, value in node.items()}
+    return [_copied(value) for value in node] if isinstance(node, list) else node
+
+
+def _algorithm(tree: dict[str, Any]) -> dict[str, str]:
+    present = [name for name in ALGORITHMS if name in tree]
+    if len(present) > 1:
+        raise Invalid("algorithm", f"required where several are configured ({', '.join(present)})")
+    return {"algorithm": present[0]} if present else {}
+
+
+def _reshape(tree: dict[str, Any]) -> None:
+    """Bring NeMo-RL's looser shapes into the schema's: one scheduler as a list, Megatron's own keys in one place."""
+    policy = tree.get("policy")
+    if not isinstance(policy, dict):
+        return
+    scheduler = policy.get("scheduler", [])
+    policy["scheduler"] = [scheduler] if isinstance(scheduler, dict) else (scheduler or [])
+    megatron = policy.get("megatron_cfg")
+    if isinstance(megatron, dict):
+        (described,) = struct_types(_field(_field(config_type(), "policy").type, "megatron_cfg").type)
+        ours = {field.encode_name for field in described.fields}
+        free = {key: megatron.pop(key) for key in list(megatron) if key not in ours}
+        if free:
+            megatron["forwarded"] = {**(megatron.get("forwarded") or {}), **free}
+
+
+def _field(described: Any, name: str) -> Any:
+    return next((field for field in described.fields if field.encode_name == name), None)
+
+
+def _look(tree: dict[str, Any], key: str, *, defaults: bool = True) -> Any:
+    node: Any = tree
+    described: Any = config_type()
+    field: Any = None
+    for part in key.split("."):
+        field = _field(described, part) if described is not None else None
+        inner = struct_types(field.type) if field is not None else []
+        described = inner[0] if inner else None
+        node = node.get(part) if isinstance(node, dict) else None
+    if node is None and defaults and field is not None and field.default is not NODEFAULT:
+        return field.default
+    return node
+
+
+def _put(tree: dict[str, Any], key: str, value: Any) -> None:
+    *parents, last = key.split(".")
+    node = tree
+    for part in parents:
+        if node.get(part) is None:
+            node[part] = {}
+        if not isinstance(node[part], dict):
+            return
+        node = node[part]
+    node[last] = value
+
+
+def _same_as(key: str) -> Callable[[Look], Any]:
+    return lambda look: look(key)
+
+
+def _product(first: str, second: str) -> Callable[[Look], Any]:
+    def compute(look: Look) -> Any:
+        values = look(first), look(second)
+        return values[0] * values[1] if all(isinstance(value, int) for value in values) else None
+
+    return compute
+
+
+def _same(key: str, other: str) -> Derived:
+    return Derived(key=key, text=f"`{other}`", compute=_same_as(other))
+
+
+def _tokens(key: str, batch: str) -> Derived:
+    length = "policy.max_total_sequence_length"
+    return Derived(key=key, text=f"`{length}` * `{batch}`", compute=_product(length, batch))
+
+
+def _env(look: Look) -> Any:
+    return {"reasoning_gym": {}} if look("data.dataset_name") == "reasoning_gym" else {}
+
+
+def _environment(look: Look) -> Any:
+    env = look("env")
+    return next(iter(env)) if isinstance(env, dict) and len(env) == 1 else None
+
+
+def _num_train(look: Look) -> Any:
+    return 10_000 if look("data.dataset_name") == "reasoning_gym" else None
+
+
+def _num_validation(look: Look) -> Any:
+    return None if look("data.val_data_path") or look("data.val_split") else 256
+
+
+def _higher_is_better(look: Look) -> Any:
+    return not str(look("checkpointing.metric_name")).endswith("loss")
+
+
+DERIVED = (
+    Derived(
+        key="policy.train_global_batch_size",
+        text="512; 32 for SFT",
+        compute=lambda look: 32 if look("algorithm") == "sft" else 512,
+    ),
+    _same("policy.tokenizer.name", "policy.model_name"),
+    _tokens("policy.sequence_packing.train_mb_tokens", "policy.train_micro_batch_size"),
+    _tokens("policy.sequence_packing.logprob_mb_tokens", "policy.logprob_batch_size"),
+    _tokens("policy.dynamic_batching.train_mb_tokens", "policy.train_micro_batch_size"),
+    _tokens("policy.dynamic_batching.logprob_mb_tokens", "policy.logprob_batch_size"),
+    _same("policy.generation.max_new_tokens", "policy.max_total_sequence_length"),
+    _same("policy.generation.transformers_cfg.num_slots", "policy.generation_batch_size"),
+    _same("policy.generation.vllm_cfg.precision", "policy.precision"),
+    _same("policy.generation.vllm_cfg.max_model_len", "policy.max_total_sequence_length"),
+    _same("data.max_input_seq_length", "policy.max_total_sequence_length"),
+    Derived(key="env", text="`reasoning_gym: {}` if `data.dataset_name` is reasoning_gym, else none", compute=_env),
+    Derived(key="data.environment", text="the only entry of `env`", compute=_environment),
+    Derived(key="data.num_train", text="10000 for reasoning_gym, else null", compute=_num_train),
+    Derived(
+        key="data.num_validation",
+        text="null with `data.val_data_path` or `data.val_split`, else 256",
+        compute=_num_validation,
+    ),
+    Derived(
+        key="checkpointing.checkpoint_dir",
+        text="`checkpoints` within `logger.log_dir`",
+        compute=lambda look: f"{look('logger.log_dir')}/checkpoints",
+    ),
+    Derived(
+        key="checkpointing.metric_name",
+        text="val_reward; val_loss for SFT and DPO",
+        compute=lambda look: "val_reward" if look("algorithm") == "grpo" else "val_loss",
+    ),
+    Derived(
+        key="checkpointing.higher_is_better",
+        text="true, unless `checkpointing.metric_name` is a loss",
+        compute=_higher_is_better,
+    ),
+)
+"""In the order in which they are filled in."""

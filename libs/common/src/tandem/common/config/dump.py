@@ -1,0 +1,113 @@
+"""A configuration as plain data, as YAML for people, as JSON for the wire, and compared with another on resume."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import Any
+
+import msgspec
+from omegaconf import OmegaConf
+
+from tandem.common.config.schema import Config
+from tandem.common.errors import ConfigError
+
+FREE_ON_RESUME = (
+    "prerequisite",
+    "grpo.max_num_steps",
+    "grpo.val_period",
+    "grpo.val_at_start",
+    "grpo.max_val_samples",
+    "grpo.val_batch_size",
+    "sft.max_num_steps",
+    "sft.max_num_epochs",
+    "sft.val_period",
+    "sft.val_at_start",
+    "sft.val_batches",
+    "sft.val_global_batch_size",
+    "sft.val_micro_batch_size",
+    "checkpointing",
+    "logger",
+    "cluster",
+    "refit",
+)
+"""Keys, or whole sections, that a resumed run may change: what it learns from does not depend on them. A change of
+`cluster.trainers` changes only the order of floating-point sums."""
+
+
+def to_plain(config: Config) -> dict[str, Any]:
+    """Return the configuration as nested dictionaries with the keys a user writes.
+
+    The sections of other algorithms are left out.
+    """
+    plain: dict[str, Any] = msgspec.to_builtins(config)
+    for other in {"grpo", "sft", "dpo"} - {config.algorithm}:
+        del plain[other]
+    if config.algorithm != "grpo":
+        del plain["loss_fn"]
+    megatron = plain["policy"]["megatron_cfg"]
+    megatron.update(megatron.pop("forwarded"))
+    return plain
+
+
+def dump_yaml(config: Config) -> str:
+    """Return the resolved configuration as YAML that `load_config` reads back."""
+    return OmegaConf.to_yaml(OmegaConf.create(_escaped(to_plain(config))), resolve=False)
+
+
+def _escaped(node: Any) -> Any:
+    """Protect text that merely looks like an interpolation."""
+    match node:
+        case dict():
+            return {key: _escaped(value) for key, value in node.items()}
+        case list() | tuple():
+            return [_escaped(value) for value in node]
+        case str():
+            # OmegaConf halves the backslashes before an escaped interpolation, and only those.
+            return re.sub(r"(\\*)\$\{", lambda match: f"{match[1] * 2}\\${{", node)
+        case _:
+            return node
+
+
+def config_to_json(config: Config) -> bytes:
+    """Encode a configuration for the wire; `config_from_json` gives back an equal one."""
+    return msgspec.json.encode(config)
+
+
+def config_from_json(encoded: bytes) -> Config:
+    """Decode what `config_to_json` made. Raises `ConfigError` if it is not that."""
+    try:
+        return msgspec.json.decode(encoded, type=Config)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"configuration received from the coordinator: {error}") from None
+
+
+def resume_differences(old: Config, new: Config) -> list[str]:
+    """Return the paths of the keys that differ and that a resumed run may not change, in the schema's order."""
+    before, after = _leaves(_fixed(old)), _leaves(_fixed(new))
+    return [key for key in dict.fromkeys([*before, *after]) if before.get(key, ...) != after.get(key, ...)]
+
+
+def fingerprint(config: Config) -> str:
+    """Return a hash that is equal for two configurations exactly where `resume_differences` finds none."""
+    return hashlib.sha256(msgspec.json.encode(_fixed(config), order="deterministic")).hexdigest()
+
+
+def _fixed(config: Config) -> dict[str, Any]:
+    plain = to_plain(config)
+    for key in FREE_ON_RESUME:
+        *parents, last = key.split(".")
+        node = plain
+        for part in parents:
+            node = node.get(part, {})
+        node.pop(last, None)
+    return plain
+
+
+def _leaves(node: Any, key: str = "") -> dict[str, Any]:
+    if not isinstance(node, dict) or not node:
+        return {key: node}
+    leaves: dict[str, Any] = {}
+    for name, value in node.items():
+        leaves |= _leaves(value, f"{key}.{name}" if key else name)
+    return leaves

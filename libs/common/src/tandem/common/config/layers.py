@@ -1,0 +1,175 @@
+"""The files and overrides a configuration is made of, merged, with the memory of where each key came from."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml  # type: ignore[import-untyped]
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from tandem.common.errors import ConfigError
+
+COMMAND_LINE = "command line"
+
+Plain = dict[str, Any]
+"""What YAML gives: nested dictionaries, lists and scalars, interpolations not yet replaced."""
+
+
+class Layer(msgspec.Struct, frozen=True, kw_only=True):
+    """One file, or one override, and the keys it sets."""
+
+    source: str
+    """Its name in errors: the file's path, or ``command line``."""
+    settings: Plain
+
+
+class Layers(msgspec.Struct, frozen=True, kw_only=True):
+    """All layers in order of rising precedence."""
+
+    main: str
+    """Name of the file the user gave; blamed for what no layer sets."""
+    layers: tuple[Layer, ...]
+    merged: Plain
+
+    def source_of(self, key: str) -> str:
+        """Return the name of the layer that had the last word on `key`."""
+        parts = _parts(key)
+        return next((layer.source for layer in reversed(self.layers) if _sets(layer.settings, parts)), self.main)
+
+
+def read_layers(path: Path, overrides: Sequence[str]) -> Layers:
+    """Read a file, everything it inherits from, and the overrides.
+
+    Raises `ConfigError` for a file that is missing, is not YAML or inherits from itself, and for an override that is
+    not ``key=value``.
+    """
+    layers = _read_chain(path, ())
+    merged: Plain = {}
+    for layer in layers:
+        merged = merge(merged, layer.settings)
+    for override in overrides:
+        parts, value = _parse_override(override)
+        if parts == ["prerequisite"] and isinstance(value, str):
+            value = os.path.abspath(value)
+        merged = _updated(merged, parts, value, override)
+        layers.append(Layer(source=COMMAND_LINE, settings=_nested(parts, value)))
+    return Layers(main=str(path), layers=tuple(layers), merged=merged)
+
+
+def merge(base: Plain, over: Plain) -> Plain:
+    """Return `base` with `over` on top: mappings are merged key by key, anything else is replaced."""
+    result = dict(base)
+    for key, value in over.items():
+        old = result.get(key)
+        result[key] = merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return result
+
+
+def _read_chain(path: Path, children: tuple[Path, ...]) -> list[Layer]:
+    """Read `path` and its ancestors, eldest first; `children` are the files that led here."""
+    here = path.resolve()
+    if here in children:
+        names = " -> ".join(os.path.relpath(child, children[0].parent) for child in (*children, here))
+        raise ConfigError(f"{path}: defaults: the file inherits from itself: {names}")
+    settings = _read_file(path)
+    prerequisite = settings.get("prerequisite")
+    if isinstance(prerequisite, str):
+        settings["prerequisite"] = os.path.abspath(path.parent / prerequisite)
+    defaults = settings.pop("defaults", None)
+    names_of_parents = [defaults] if isinstance(defaults, str) else (defaults or [])
+    if not isinstance(names_of_parents, list) or not all(isinstance(name, str) for name in names_of_parents):
+        raise ConfigError(f"{path}: defaults: expected a path or a list of paths, got {defaults!r}")
+    layers: list[Layer] = []
+    for name in names_of_parents:
+        parent = Path(os.path.normpath(path.parent / name))
+        if not parent.is_file():
+            raise ConfigError(f"{path}: defaults: there is no file {parent}")
+        layers += _read_chain(parent, (*children, here))
+    return [*layers, Layer(source=str(path), settings=settings)]
+
+
+def _read_file(path: Path) -> Plain:
+    try:
+        content: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no such file") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: {_syntax(error)}") from None
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path}: {error.full_key}: cannot be resolved: {str(error).splitlines()[0]}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else "it does not hold YAML text"
+        raise ConfigError(f"{path}: cannot be read: {reason}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: expected a mapping at the top, got a list")
+    return content
+
+
+def _syntax(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+    problem = getattr(error, "problem", None) or str(error)
+    return f"{where}not valid YAML: {' '.join(problem.split())}"
+
+
+def _parse_override(override: str) -> tuple[list[str], Any]:
+    key, equals, text = override.partition("=")
+    key = key.strip().lstrip("+")
+    parts = _parts(key)
+    if not equals or not all(re.fullmatch(r"[\w-]+", part) for part in parts):
+        raise ConfigError(f"{COMMAND_LINE}: {override!r}: expected key=value, such as grpo.max_num_steps=10")
+    try:
+        parsed: Any = OmegaConf.to_container(OmegaConf.create(f"value: {text}"), resolve=False)
+    except (yaml.YAMLError, OmegaConfBaseException):
+        parsed = None
+    if not isinstance(parsed, dict) or list(parsed) != ["value"]:
+        raise ConfigError(f"{COMMAND_LINE}: {key}: {text!r} is not a YAML value; quote it if it is text")
+    return parts, parsed["value"]
+
+
+def _parts(key: str) -> list[str]:
+    """Split ``a.b[0].c`` or ``a.b.0.c`` into its parts."""
+    return re.sub(r"\[(\d+)\]", r".\1", key).split(".")
+
+
+def _nested(parts: Sequence[str], value: Any) -> Plain:
+    for part in reversed(parts):
+        value = {part: value}
+    nested: Plain = value
+    return nested
+
+
+def _updated(node: Any, parts: Sequence[str], value: Any, override: str) -> Any:
+    """Return a copy of `node` with `value` at the path `parts`; a number in the path indexes a list."""
+    if not parts:
+        return merge(node, value) if isinstance(node, dict) and isinstance(value, dict) else value
+    head, *rest = parts
+    if isinstance(node, list):
+        if not head.isdecimal() or int(head) >= len(node):
+            raise ConfigError(f"{COMMAND_LINE}: {override!r}: {head!r} is not an index into a list of {len(node)}")
+        index = int(head)
+        return [*node[:index], _updated(node[index], rest, value, override), *node[index + 1 :]]
+    branch = node if isinstance(node, dict) else {}
+    return {**branch, head: _updated(branch.get(head), rest, value, override)}
+
+
+def _sets(node: Any, parts: Sequence[str]) -> bool:
+    """Whether the settings `node` give a value to the path `parts`, or to a whole of which it is a part."""
+    for part in parts:
+        if isinstance(node, Mapping):
+            if part not in node:
+                return False
+            node = node[part]
+        elif isinstance(node, list):
+            if not part.isdecimal() or int(part) >= len(node):
+                return False
+            node = node[int(part)]
+        else:
+            return True
+    return True

@@ -1,0 +1,93 @@
+"""From a YAML file and overrides to a checked `Config`."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import NODEFAULT
+from msgspec.inspect import StructType
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from tandem.common.config.checks import first_problem
+from tandem.common.config.conform import config_type, conform
+from tandem.common.config.derive import fill
+from tandem.common.config.layers import Layer, Layers, merge, read_layers
+from tandem.common.config.problem import Invalid
+from tandem.common.config.schema import Config
+from tandem.common.config.unsupported import refusal
+from tandem.common.errors import ConfigError, NotSupportedYet
+
+RESOLVERS: dict[str, Callable[[Any, Any], Any]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "max": max,
+}
+"""What ``${name:a,b}`` computes, as in NeMo-RL."""
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a configuration file with ``key=value`` overrides.
+
+    Inheritance (``defaults:``), interpolation (``${...}``) and overrides work as in NeMo-RL; ``docs/configuration.md``
+    describes them. Raises `ConfigError`, one line that begins with the file (or ``command line``) and the key, and
+    `NotSupportedYet` where something is switched on that is not built.
+    """
+    return _build(read_layers(Path(path), overrides))
+
+
+def build_config(settings: Mapping[str, Any], source: str = "configuration") -> Config:
+    """Make a configuration from a mapping as `load_config` makes it from a file; errors begin with `source`."""
+    plain = dict(settings)
+    return _build(Layers(main=source, layers=(Layer(source=source, settings=plain),), merged=plain))
+
+
+def _build(layers: Layers) -> Config:
+    try:
+        tree = conform(fill(_interpolated(layers.merged)), config_type(), "")
+        config = msgspec.convert(tree, Config)
+        unsupported = refusal(config)
+        if unsupported:
+            raise NotSupportedYet(f"{layers.main}: {unsupported}")
+        first_problem(config)
+    except Invalid as problem:
+        source = layers.source_of(problem.key)
+        raise ConfigError(f"{source}: {problem.key}: {problem.text}") from None
+    return config
+
+
+def _interpolated(tree: dict[str, Any]) -> dict[str, Any]:
+    """Replace every ``${...}``; a key that is not set but has a plain default may be referred to."""
+    for name, function in RESOLVERS.items():
+        OmegaConf.register_resolver(name, function, replace=True, annotation_validation="off")
+    try:
+        whole = OmegaConf.create(merge(_defaults(config_type()), tree))
+        resolved = OmegaConf.to_container(whole, resolve=True)
+    except OmegaConfBaseException as error:
+        raise Invalid(error.full_key or "", f"cannot be resolved: {str(error).splitlines()[0]}") from None
+    interpolated: dict[str, Any] = _restricted(resolved, tree)
+    return interpolated
+
+
+def _defaults(described: StructType) -> dict[str, Any]:
+    """Return the defaults of a struct's scalar fields, and those of the structs within."""
+    defaults: dict[str, Any] = {}
+    for field in described.fields:
+        if isinstance(field.type, StructType):
+            defaults[field.encode_name] = _defaults(field.type)
+        elif field.default is not NODEFAULT and isinstance(field.default, bool | int | float | str | None):
+            defaults[field.encode_name] = field.default
+    return defaults
+
+
+def _restricted(resolved: Any, tree: Any) -> Any:
+    """Return `resolved` without the keys that only the defaults brought in."""
+    if isinstance(resolved, dict) and isinstance(tree, dict):
+        return {key: _restricted(resolved[key], value) for key, value in tree.items()}
+    return resolved

@@ -1,0 +1,75 @@
+"""The structs of the configuration, one module a theme; `docs/configuration.md` is generated from them."""
+
+from __future__ import annotations
+
+from tandem.common.config.schema.algorithms import Dpo, Grpo, LossFn, Sft
+from tandem.common.config.schema.base import Section
+from tandem.common.config.schema.data import Data, Environment
+from tandem.common.config.schema.generation import (
+    Colocated,
+    ColocatedResources,
+    Generation,
+    TransformersCfg,
+    VllmCfg,
+)
+from tandem.common.config.schema.megatron import MegatronCfg
+from tandem.common.config.schema.policy import (
+    DtensorCfg,
+    DynamicBatching,
+    NewModel,
+    Optimizer,
+    Policy,
+    SchedulerEntry,
+    SequencePacking,
+    Tokenizer,
+)
+from tandem.common.config.schema.root import Config
+from tandem.common.config.schema.run import (
+    Checkpointing,
+    Cluster,
+    Deadlines,
+    GpuMonitoring,
+    Launch,
+    Logger,
+    MetricName,
+    Mlflow,
+    Refit,
+    Tensorboard,
+    Wandb,
+)
+
+__all__ = [
+    "Checkpointing",
+    "Cluster",
+    "Colocated",
+    "ColocatedResources",
+    "Config",
+    "Data",
+    "Deadlines",
+    "Dpo",
+    "DtensorCfg",
+    "DynamicBatching",
+    "Environment",
+    "Generation",
+    "GpuMonitoring",
+    "Grpo",
+    "Launch",
+    "Logger",
+    "LossFn",
+    "MegatronCfg",
+    "MetricName",
+    "Mlflow",
+    "NewModel",
+    "Optimizer",
+    "Policy",
+    "Refit",
+    "SchedulerEntry",
+    "Section",
+    "SequencePacking",
+    "Sft",
+    "Tensorboard",
+    "Tokenizer",
+    "TransformersCfg",
+    "VllmCfg",
+    "Wandb",
+]

@@ -1,0 +1,76 @@
+"""How the rollouts generate."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from tandem.common.config.schema.base import Fraction, NonNegativeFloat, PositiveInt, Section
+
+
+class TransformersCfg(Section, frozen=True, kw_only=True):
+    """The embedded engine, which runs the model through the transformers library."""
+
+    num_slots: PositiveInt
+    """New. Sequences decoded at once by one engine; each holds a KV cache of `policy.max_total_sequence_length`."""
+
+
+class VllmCfg(Section, frozen=True, kw_only=True):
+    """The vLLM engine; read only where `policy.generation.backend` is vllm."""
+
+    precision: str
+    """Element type of the engine's weights and activations."""
+    max_model_len: PositiveInt
+    """Longest sequence, prompt included."""
+    tensor_parallel_size: PositiveInt = 1
+    """GPUs that share each layer of one engine."""
+    pipeline_parallel_size: PositiveInt = 1
+    """GPUs that share the layers of one engine in sequence."""
+    gpu_memory_utilization: Fraction = 0.6
+    """Share of GPU memory the engine may take."""
+    enforce_eager: bool = False
+    """Run without CUDA graphs."""
+    async_engine: bool = False
+    """Let requests join and leave while others run."""
+
+
+class ColocatedResources(Section, frozen=True, kw_only=True):
+    """The GPUs set aside for generation where it is not colocated."""
+
+    gpus_per_node: PositiveInt | None = None
+    """GPUs a node for generation."""
+    num_nodes: PositiveInt | None = None
+    """Nodes for generation."""
+
+
+class Colocated(Section, frozen=True, kw_only=True):
+    """Whether generation shares its devices with training."""
+
+    enabled: bool = True
+    """Training and generation take turns on the same devices."""
+    resources: ColocatedResources = ColocatedResources()
+
+
+class Generation(Section, frozen=True, kw_only=True):
+    """How the rollouts generate; SFT does not read it."""
+
+    backend: Literal["transformers", "vllm"] = "transformers"
+    """The engine. NeMo-RL's base files say vllm; transformers is Tandem's own."""
+    max_new_tokens: PositiveInt
+    """Longest response, in tokens."""
+    temperature: NonNegativeFloat = 1.0
+    """Logits are divided by this before sampling. Training uses the same."""
+    top_p: Fraction = 1.0
+    """Sample from the smallest set of tokens that holds this much probability."""
+    top_k: PositiveInt | None = None
+    """Sample from this many likeliest tokens; null means all."""
+    stop_token_ids: tuple[int, ...] | None = None
+    """Tokens that end a response, beside the tokenizer's end-of-sequence token."""
+    stop_strings: tuple[str, ...] | None = None
+    """Texts that end a response."""
+    transformers_cfg: TransformersCfg
+    vllm_cfg: VllmCfg
+    vllm_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Further arguments of vLLM's engine."""
+    colocated: Colocated = Colocated()

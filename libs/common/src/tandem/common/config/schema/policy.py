@@ -1,0 +1,148 @@
+"""The model in training: where it comes from, how it is batched, sharded, optimized and sampled."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from tandem.common.config.schema.base import (
+    NonEmptyStr,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    Seed,
+)
+from tandem.common.config.schema.generation import Generation
+from tandem.common.config.schema.megatron import MegatronCfg
+
+
+class Tokenizer(Section, frozen=True, kw_only=True):
+    """The tokenizer of the policy."""
+
+    name: NonEmptyStr
+    """Folder or Hub name of the tokenizer."""
+    chat_template: str | None = None
+    """Jinja template that replaces the tokenizer's own; null keeps it."""
+
+
+class DtensorCfg(Section, frozen=True, kw_only=True):
+    """Training with FSDP2 (`fully_shard`): the backend Tandem has."""
+
+    enabled: bool = True
+    """Train with this backend."""
+    cpu_offload: bool = False
+    """Keep parameters and optimizer state in host memory."""
+    sequence_parallel: bool = False
+    """Split the activations between tensor-parallel regions along the sequence."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass; the same as `policy.activation_checkpointing_enabled`."""
+    tensor_parallel_size: PositiveInt = 1
+    """Ranks that share each layer."""
+    context_parallel_size: PositiveInt = 1
+    """Ranks that share each sequence."""
+    custom_parallel_plan: str | None = None
+    """Dotted path of a tensor-parallel plan."""
+
+
+class SequencePacking(Section, frozen=True, kw_only=True):
+    """Several sequences in one row, so that no row is padded."""
+
+    enabled: bool = False
+    """Pack sequences. NeMo-RL's GRPO files say true."""
+    train_mb_tokens: PositiveInt
+    """Tokens of a training micro-batch."""
+    logprob_mb_tokens: PositiveInt
+    """Tokens of a log-probability micro-batch."""
+    algorithm: str = "modified_first_fit_decreasing"
+    """How sequences are assigned to rows."""
+    sequence_length_round: PositiveInt = 64
+    """Row lengths are rounded up to a multiple of this."""
+
+
+class DynamicBatching(Section, frozen=True, kw_only=True):
+    """Micro-batches of equal tokens in place of equal sequences."""
+
+    enabled: bool = False
+    """Batch by tokens."""
+    train_mb_tokens: PositiveInt
+    """Tokens of a training micro-batch."""
+    logprob_mb_tokens: PositiveInt
+    """Tokens of a log-probability micro-batch."""
+    sequence_length_round: PositiveInt = 64
+    """Row lengths are rounded up to a multiple of this."""
+
+
+class Optimizer(Section, frozen=True, kw_only=True):
+    """The optimizer, by the dotted path of its class."""
+
+    name: NonEmptyStr = "torch.optim.AdamW"
+    """Dotted path of a torch optimizer class."""
+    kwargs: dict[str, Any] = msgspec.field(
+        default_factory=lambda: {"lr": 5.0e-6, "weight_decay": 0.01, "betas": [0.9, 0.999], "eps": 1.0e-8}
+    )
+    """Its arguments. If given, they replace these whole, and what is not named has the class's own default."""
+
+
+class SchedulerEntry(Section, frozen=True, kw_only=True):
+    """One part of the learning-rate schedule: a schedule (`name`, `kwargs`) or the milestones between schedules."""
+
+    name: NonEmptyStr | None = None
+    """Dotted path of a torch learning-rate scheduler class."""
+    kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Its arguments."""
+    milestones: tuple[NonNegativeInt, ...] | None = None
+    """Optimizer steps at which the next schedule takes over: one fewer than there are schedules."""
+
+
+class NewModel(Section, frozen=True, kw_only=True):
+    """A model to make where `policy.model_name` does not exist: random weights and a character-level tokenizer."""
+
+    config: dict[str, Any]
+    """New. Fields of the Hugging Face configuration of the model; `model_type` is required. The vocabulary size comes
+    from the tokenizer."""
+    characters: NonEmptyStr
+    """New. The characters the tokenizer knows, one token each."""
+    seed: Seed = 0
+    """New. Decides the weights."""
+
+
+class Policy(Section, frozen=True, kw_only=True):
+    """The model in training."""
+
+    model_name: NonEmptyStr
+    """Folder (relative to the working directory) or Hub name of a Hugging Face causal language model."""
+    new_model: NewModel | None = None
+    """New. How to make `model_name` if that folder does not exist."""
+    max_total_sequence_length: PositiveInt = 512
+    """Longest sequence, prompt and response together, in tokens."""
+    train_global_batch_size: PositiveInt
+    """Sequences in one optimizer step, over all trainers."""
+    train_micro_batch_size: PositiveInt = 4
+    """Sequences in one forward and backward pass of one trainer."""
+    generation_batch_size: PositiveInt = 32
+    """Sequences an engine decodes at once, unless the engine's own section says otherwise."""
+    logprob_batch_size: PositiveInt = 4
+    """Sequences in one forward pass of one trainer when only log-probabilities are wanted."""
+    precision: Literal["float32", "bfloat16"] = "bfloat16"
+    """Element type of forward and backward passes and of generation."""
+    max_grad_norm: PositiveFloat | None = 1.0
+    """Gradients are scaled down to this Euclidean norm; null means no clipping."""
+    make_sequence_length_divisible_by: PositiveInt = 1
+    """Padded lengths are rounded up to a multiple of this."""
+    activation_checkpointing_enabled: bool = False
+    """Recompute activations in the backward pass; the same as `policy.dtensor_cfg.activation_checkpointing`."""
+    fsdp_offload_enabled: bool = False
+    """Keep parameters in host memory (NeMo-RL's first FSDP backend)."""
+    tokenizer: Tokenizer
+    dtensor_cfg: DtensorCfg = DtensorCfg()
+    megatron_cfg: MegatronCfg = MegatronCfg()
+    sequence_packing: SequencePacking
+    dynamic_batching: DynamicBatching
+    optimizer: Optimizer | None = Optimizer()
+    """Null only where Megatron-Core brings its own."""
+    scheduler: tuple[SchedulerEntry, ...] = ()
+    """Schedules that follow each other: a list of entries, or one entry without the list; none or null keeps the
+    learning rate constant."""
+    generation: Generation

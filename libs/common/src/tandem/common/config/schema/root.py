@@ -1,0 +1,47 @@
+"""The whole configuration."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from tandem.common.config.schema.algorithms import Dpo, Grpo, LossFn, Sft
+from tandem.common.config.schema.base import NonEmptyStr, Section
+from tandem.common.config.schema.data import Data, Environment
+from tandem.common.config.schema.policy import Policy
+from tandem.common.config.schema.run import Checkpointing, Cluster, Logger, Refit
+
+
+class Config(Section, frozen=True, kw_only=True):
+    """The whole configuration of a run, resolved: every default filled in, every interpolation replaced."""
+
+    algorithm: Literal["grpo", "sft", "dpo"]
+    """New. What the run does."""
+    prerequisite: NonEmptyStr | None = None
+    """New. Configuration of a run that makes `policy.model_name`; it runs first, unless that folder exists. Relative
+    to the file it is written in, absolute once loaded."""
+    grpo: Grpo = Grpo()
+    sft: Sft = Sft()
+    dpo: Dpo = Dpo()
+    loss_fn: LossFn = LossFn()
+    policy: Policy
+    data: Data
+    env: dict[str, Environment] = msgspec.field(default_factory=dict)
+    """Ways to score samples, by name."""
+    checkpointing: Checkpointing
+    logger: Logger = Logger()
+    cluster: Cluster = Cluster()
+    refit: Refit = Refit()
+
+    @property
+    def algorithm_section(self) -> Grpo | Sft | Dpo:
+        """The section of the algorithm in use; all of them have `seed`, `max_num_steps`, `val_period` and
+        `val_at_start`."""
+        match self.algorithm:
+            case "grpo":
+                return self.grpo
+            case "sft":
+                return self.sft
+            case "dpo":
+                return self.dpo

@@ -1,0 +1,151 @@
+"""The run as such: checkpoints, logs, processes and the weight plane."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from tandem.common.config.schema.base import (
+    NonEmptyStr,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
+
+MetricName = Literal["val_reward", "val_accuracy", "val_loss", "reward", "accuracy", "loss"]
+"""Metrics that can rank checkpoints."""
+
+
+class Checkpointing(Section, frozen=True, kw_only=True):
+    """When checkpoints are saved and which are kept."""
+
+    enabled: bool = True
+    """Save checkpoints."""
+    checkpoint_dir: NonEmptyStr
+    """Folder of the checkpoints; relative to the working directory."""
+    metric_name: MetricName
+    """The metric that ranks checkpoints; those that begin with val_ are the last validation's."""
+    higher_is_better: bool
+    """Whether a higher metric is better."""
+    keep_top_k: PositiveInt | None = 3
+    """Checkpoints to keep, beside the newest; null keeps all."""
+    save_period: PositiveInt = 10
+    """Steps between checkpoints; the last step is always saved."""
+
+
+class Wandb(Section, frozen=True, kw_only=True):
+    """Weights & Biases."""
+
+    project: NonEmptyStr = "tandem"
+    """Project to log to."""
+    name: NonEmptyStr | None = None
+    """Name of the run there; null lets the service choose."""
+
+
+class Mlflow(Section, frozen=True, kw_only=True):
+    """MLflow. Known, not built yet."""
+
+    experiment_name: str | None = None
+    """Experiment to log to."""
+    run_name: str | None = None
+    """Name of the run there."""
+
+
+class Tensorboard(Section, frozen=True, kw_only=True):
+    """TensorBoard."""
+
+    log_dir: NonEmptyStr = "tensorboard"
+    """Folder of the event files, within `logger.log_dir`."""
+
+
+class GpuMonitoring(Section, frozen=True, kw_only=True):
+    """How GPUs are watched where `logger.monitor_gpus` is set."""
+
+    collection_interval: PositiveFloat = 10.0
+    """Seconds between readings."""
+    flush_interval: PositiveFloat = 10.0
+    """Seconds between writes of readings."""
+
+
+class Logger(Section, frozen=True, kw_only=True):
+    """Where results go."""
+
+    log_dir: NonEmptyStr = "logs"
+    """The run folder: journal, resolved configuration, logs of each process, TensorBoard files. Relative to the working
+    directory."""
+    wandb_enabled: bool = False
+    """Log to Weights & Biases; needs the extra ``wandb``."""
+    tensorboard_enabled: bool = True
+    """Log to TensorBoard."""
+    mlflow_enabled: bool = False
+    """Log to MLflow."""
+    monitor_gpus: bool = False
+    """Log the use of GPUs. Accepted everywhere, because NeMo-RL's base files say true; nothing is collected yet."""
+    num_val_samples_to_print: NonNegativeInt = 0
+    """Validation samples printed each time."""
+    wandb: Wandb = Wandb()
+    mlflow: Mlflow = Mlflow()
+    tensorboard: Tensorboard = Tensorboard()
+    gpu_monitoring: GpuMonitoring = GpuMonitoring()
+
+
+class Launch(Section, frozen=True, kw_only=True):
+    """How many processes the coordinator launches itself; the rest are started by hand and join."""
+
+    trainers: NonNegativeInt = 0
+    """New. Trainer processes to launch."""
+    rollouts: NonNegativeInt = 0
+    """New. Rollout processes to launch."""
+    refit: bool = False
+    """New. Launch the refit process."""
+
+
+class Deadlines(Section, frozen=True, kw_only=True):
+    """How long the coordinator waits for each kind of answer, in seconds, before the run fails."""
+
+    join_s: PositiveFloat = 120.0
+    """New. For every process to join."""
+    build_s: PositiveFloat = 300.0
+    """New. For models and engines to be built."""
+    generate_s: PositiveFloat = 600.0
+    """New. For one rollout batch."""
+    train_s: PositiveFloat = 600.0
+    """New. For one training step."""
+    refit_s: PositiveFloat = 60.0
+    """New. For one refit, from prepare to commit."""
+    save_s: PositiveFloat = 300.0
+    """New. For one checkpoint."""
+    evaluate_s: PositiveFloat = 300.0
+    """New. For the loss of one validation batch."""
+
+
+class Cluster(Section, frozen=True, kw_only=True):
+    """Which processes the run has, and where."""
+
+    gpus_per_node: NonNegativeInt = 1
+    """GPUs a node; processes take one each as long as there are any, and the CPU otherwise."""
+    num_nodes: PositiveInt = 1
+    """Nodes of the run."""
+    trainers: PositiveInt = 1
+    """New. Trainer processes: data-parallel ranks."""
+    rollouts: NonNegativeInt = 1
+    """New. Rollout processes: generation engines. SFT has none, whatever this says."""
+    launch: Literal["all", "none"] | Launch = "all"
+    """New. What the coordinator launches on its own machine: all, none, or a count of each."""
+    address: NonEmptyStr = "tcp://127.0.0.1:*"
+    """New. Where the coordinator listens, ``tcp://host:port``; ``*`` picks a free port."""
+    threads_per_process: PositiveInt | None = None
+    """New. CPU threads of each process; null gives each all cores."""
+    heartbeat_interval_s: PositiveFloat = 1.0
+    """New. Seconds between signs of life, in both directions."""
+    heartbeat_timeout_s: PositiveFloat = 15.0
+    """New. Seconds of silence after which a process counts as lost."""
+    deadlines: Deadlines = Deadlines()
+
+
+class Refit(Section, frozen=True, kw_only=True):
+    """How weights reach the engines."""
+
+    alias: Literal["auto", "never"] = "auto"
+    """New. auto: an engine reads the trainer's memory in place where layout and element type agree and the two never
+    run at once. never: it always copies."""

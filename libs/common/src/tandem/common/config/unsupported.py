@@ -1,0 +1,98 @@
+"""What the schema knows and Tandem cannot do yet: refused where it is switched on.
+
+Building one of these means deleting its row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from tandem.common.config.problem import shown
+from tandem.common.config.schema import Config
+
+
+def _always(config: Config) -> bool:
+    return True
+
+
+def _grpo(config: Config) -> bool:
+    return config.algorithm == "grpo"
+
+
+def _vllm(config: Config) -> bool:
+    return _grpo(config) and config.policy.generation.backend == "vllm"
+
+
+def _built_in(config: Config) -> bool:
+    entry = config.env.get("sliding_puzzle_game")
+    return entry is not None and entry.class_path is None
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One key that is known but not built."""
+
+    key: str
+    off: tuple[Any, ...]
+    """The values that leave it switched off."""
+    read: Callable[[Config], bool] = _always
+    """Whether the run would read the key at all."""
+
+
+NOT_SUPPORTED_YET = (
+    Row("algorithm", ("grpo", "sft")),
+    Row("grpo.max_rollout_turns", (1,), _grpo),
+    Row("loss_fn.use_on_policy_kl_approximation", (False,), _grpo),
+    Row("policy.fsdp_offload_enabled", (False,)),
+    Row("policy.dtensor_cfg.cpu_offload", (False,)),
+    Row("policy.dtensor_cfg.sequence_parallel", (False,)),
+    Row("policy.dtensor_cfg.tensor_parallel_size", (1,)),
+    Row("policy.dtensor_cfg.context_parallel_size", (1,)),
+    Row("policy.dtensor_cfg.custom_parallel_plan", (None,)),
+    Row("policy.megatron_cfg.enabled", (False,)),
+    Row("policy.sequence_packing.enabled", (False,)),
+    Row("policy.dynamic_batching.enabled", (False,)),
+    Row("policy.generation.backend", ("transformers",), _grpo),
+    Row("policy.generation.vllm_cfg.async_engine", (False,), _vllm),
+    Row("policy.generation.colocated.enabled", (True,), _grpo),
+    Row("env.sliding_puzzle_game", (None,), _built_in),
+    Row("logger.mlflow_enabled", (False,)),
+)
+"""Refused, in the order in which an error lists them."""
+
+NO_EFFECT_YET = (Row("logger.monitor_gpus", (False,)),)
+"""Accepted with a notice: NeMo-RL's base files switch it on, and a run without it gives the same result."""
+
+
+def refusal(config: Config) -> str | None:
+    """Return the line that lists everything switched on but not built, or None."""
+    found = [
+        row.key if isinstance(value := _value_at(config, row.key), msgspec.Struct) else f"{row.key} ({_plain(value)})"
+        for row in _switched_on(config, NOT_SUPPORTED_YET)
+    ]
+    return f"not supported yet: {', '.join(found)}" if found else None
+
+
+def notices(config: Config) -> list[str]:
+    """Return a line for each key that is accepted but has no effect yet."""
+    return [
+        f"{row.key} ({_plain(_value_at(config, row.key))}) has no effect yet"
+        for row in _switched_on(config, NO_EFFECT_YET)
+    ]
+
+
+def _switched_on(config: Config, rows: tuple[Row, ...]) -> list[Row]:
+    return [row for row in rows if row.read(config) and _value_at(config, row.key) not in row.off]
+
+
+def _value_at(config: Config, key: str) -> Any:
+    node: Any = config
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, dict) else getattr(node, part)
+    return node
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else shown(value)

@@ -1,0 +1,117 @@
+"""Every error that Tandem raises on purpose.
+
+The tree::
+
+    TandemError
+    |-- ConfigError            bad configuration: names the file, the key path, the value, the valid choices
+    |   `-- NotSupportedYet    a NeMo-RL key that is known, and switched on, but not built
+    |-- DataError              a dataset, problem or prompt that cannot be used
+    |-- RunFolderError         a run folder that is taken, missing or from another configuration
+    |-- WireError              a frame or message that breaks the protocol
+    |   `-- VersionMismatch    two processes speak different protocol versions
+    |-- ServiceError           a process failed; names the process and the phase
+    |   |-- ServiceLost        it died, or was silent for longer than the heartbeat timeout
+    |   |-- CommandFailed      it answered a command with an error
+    |   `-- DeadlineExceeded   it did not answer in time
+    |-- ModelError             a checkpoint folder that cannot be loaded
+    |-- CheckpointError        a checkpoint that could not be written or read
+    |-- TrainingError          an optimizer step whose loss or gradient is not a finite number
+    |-- RewardError            an environment returned something that is no reward
+    `-- RefitError             weights could not be moved whole
+        `-- CoverageError      a transfer plan that would not write each wanted element exactly once
+
+A user sees the message of a `TandemError` on one line and no traceback. Anything else that escapes is a bug and
+keeps its traceback; a broken invariant of ours is an `assert`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class TandemError(Exception):
+    """The root of the tree above."""
+
+
+class ConfigError(TandemError):
+    """The configuration cannot be run as it stands."""
+
+
+class NotSupportedYet(ConfigError):
+    """A key is known to the schema but what it switches on is not built."""
+
+
+class DataError(TandemError):
+    """A dataset, a problem or a prompt cannot be used."""
+
+
+class RunFolderError(TandemError):
+    """The run folder is taken, missing, or belongs to another configuration."""
+
+
+class WireError(TandemError):
+    """Bytes arrived that are not a message of the protocol."""
+
+
+class VersionMismatch(WireError):
+    """The two ends speak different versions of the protocol."""
+
+    def __init__(self, theirs: int, ours: int, who: str) -> None:
+        self.theirs = theirs
+        self.ours = ours
+        super().__init__(
+            f"{who} speaks protocol version {theirs}, this coordinator speaks {ours}: install the same release on both"
+        )
+
+
+class ServiceError(TandemError):
+    """A process of the run failed."""
+
+    def __init__(self, process: str, phase: str, what: str) -> None:
+        self.process = process
+        self.phase = phase
+        self.what = what
+        super().__init__(f"{process} failed while {phase}: {what}")
+
+
+class ServiceLost(ServiceError):
+    """A process died or fell silent."""
+
+
+class CommandFailed(ServiceError):
+    """A process answered a command with an error."""
+
+
+class DeadlineExceeded(ServiceError):
+    """A process did not answer a command before its deadline."""
+
+
+class ModelError(TandemError):
+    """A model folder cannot be loaded."""
+
+
+class CheckpointError(TandemError):
+    """A checkpoint could not be written or read."""
+
+
+class TrainingError(TandemError):
+    """The loss or its gradient is not a finite number; the optimizer step was not taken."""
+
+
+class RewardError(TandemError):
+    """An environment returned something that is not a finite reward."""
+
+
+class RefitError(TandemError):
+    """Weights could not be moved whole from trainer to engine."""
+
+
+class CoverageError(RefitError):
+    """A transfer plan would leave a wanted element unwritten, or write it twice."""
+
+
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """Return ``; did you mean 'x'?`` for the choice nearest to `word`, or an empty string if none is near."""
+    matches = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
+    return f"; did you mean {matches[0]!r}?" if matches else ""

@@ -1,0 +1,395 @@
+"""Every message on every link, declared once.
+
+A link is the ZeroMQ connection between the coordinator and one other process. Each direction of each kind of link is
+one tagged union at the bottom of this module; receivers dispatch with ``match`` and close with ``assert_never``.
+``docs/protocol.md`` is generated from the docstrings here.
+
+Arrays never enter these structs. A message that carries arrays says so in its docstring (``Frames:``) and they travel
+as raw frames beside the header (`tandem.common.wire`). Layouts and transfer programs are opaque bytes here: only
+`tandem.refit` reads them, the coordinator relays them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+"""Raised whenever a message changes shape; both ends of a link must hold the same number."""
+
+ServiceKind = Literal["trainer", "rollout", "refit"]
+Purpose = Literal["train", "validate"]
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of every message; the tag on the wire is the class name."""
+
+
+# --- membership: the same on every link ------------------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True, kw_only=True, tag=True):
+    """A process asks to join. The first field never changes, so that any version can read it."""
+
+    protocol_version: int
+    service: ServiceKind
+    host: str
+    pid: int
+    launch_id: str = ""
+    """Names the process if the coordinator launched it; empty if it was started by hand."""
+
+
+class Welcome(Message, frozen=True, kw_only=True, tag=True):
+    """The coordinator admits a process and gives it its place in the run."""
+
+    member: str
+    """Its name in this run, such as ``trainer-0``; used in every log line and error."""
+    index: int
+    """Its place among the processes of its kind; for trainers this is the rank."""
+    run_id: str
+    heartbeat_interval_s: float
+    heartbeat_timeout_s: float
+    config_json: bytes
+    """The resolved configuration: `tandem.common.config.Config` as JSON."""
+
+
+class Refused(Message, frozen=True, kw_only=True, tag=True):
+    """The coordinator does not admit the process; it exits with the reason as its error."""
+
+    reason: str
+
+
+class Heartbeat(Message, frozen=True, kw_only=True, tag=True):
+    """Sent by both ends every ``heartbeat_interval_s``, also during long computations."""
+
+    phase: str = ""
+    """What the sender is doing, for error messages and the progress display."""
+
+
+class Goodbye(Message, frozen=True, kw_only=True, tag=True):
+    """The sender leaves on purpose; nothing more will come from it."""
+
+    reason: str
+
+
+class Shutdown(Message, frozen=True, kw_only=True, tag=True):
+    """The coordinator ends the run; the process cleans up and exits with code 0."""
+
+    reason: str
+
+
+class Failed(Message, frozen=True, kw_only=True, tag=True):
+    """A command could not be carried out."""
+
+    command_id: int
+    phase: str
+    """What the process was doing."""
+    error: str
+    """One line for the user."""
+    expected: bool
+    """True for a `TandemError`: the line is enough. False for a bug: `traceback` is shown as well."""
+    traceback: str = ""
+
+
+class Command(Message, frozen=True, kw_only=True):
+    """Base of every order. A command id that was seen before is answered again, not carried out again."""
+
+    command_id: int
+    deadline_s: float
+    """Seconds the receiver has, from receipt."""
+
+
+# --- coordinator to trainer and back ---------------------------------------------------------------------------------
+
+
+class OpenRendezvous(Command, frozen=True, kw_only=True, tag=True):
+    """Rank 0 opens the key-value store through which the trainer ranks find each other."""
+
+
+class RendezvousOpened(Message, frozen=True, kw_only=True, tag=True):
+    """Where the ranks meet."""
+
+    command_id: int
+    host: str
+    port: int
+
+
+class BuildTrainer(Command, frozen=True, kw_only=True, tag=True):
+    """Every rank joins the process group and builds model, optimizer and, if the loss needs one, the reference."""
+
+    rendezvous_host: str
+    rendezvous_port: int
+    world_size: int
+    version: int
+    """Weight version that the weights to start from count as: the number of training steps behind them."""
+    checkpoint: str = ""
+    """Folder of a Tandem checkpoint to resume from; empty to start from ``policy.model_name``."""
+
+
+class TrainerBuilt(Message, frozen=True, kw_only=True, tag=True):
+    """The rank is ready and its weights lie where other processes can read them."""
+
+    command_id: int
+    version: int
+    """Weight version the rank now holds: the number of training steps behind it."""
+    num_parameters: int
+    layout: bytes
+    """An encoded `tandem.refit.layout.Layout`: what this rank holds, and where."""
+    digest: int
+    """This rank's share of the digest of the weights as engines will hold them; shares add up modulo 2**64."""
+
+
+class Train(Command, frozen=True, kw_only=True, tag=True):
+    """Run one training step on one batch; every rank gets the whole batch and takes its own share.
+
+    Frames: a `tandem.common.batch.TrainingBatch`.
+    """
+
+    step: int
+
+
+class Trained(Message, frozen=True, kw_only=True, tag=True):
+    """The optimizer has stepped; the weights in memory are those of `version` and stay so until the next `Train`."""
+
+    command_id: int
+    step: int
+    version: int
+    metrics: dict[str, float]
+    """Rank 0's metrics, already reduced over all ranks; empty from the others."""
+    seconds: dict[str, float]
+    """Seconds by phase: ``policy_training``, ``logprobs``, ``reference_logprobs``."""
+    digest: int
+    """This rank's share of the digest of `version`, as in `TrainerBuilt`."""
+
+
+class Evaluate(Command, frozen=True, kw_only=True, tag=True):
+    """Compute the loss on a batch without training.
+
+    Frames: a `tandem.common.batch.TrainingBatch`.
+    """
+
+    step: int
+
+
+class Evaluated(Message, frozen=True, kw_only=True, tag=True):
+    """The metrics of an `Evaluate`."""
+
+    command_id: int
+    step: int
+    metrics: dict[str, float]
+
+
+class SaveCheckpoint(Command, frozen=True, kw_only=True, tag=True):
+    """Write the policy and the optimizer under `folder`, which is a temporary name until the coordinator renames it."""
+
+    folder: str
+    step: int
+
+
+class CheckpointSaved(Message, frozen=True, kw_only=True, tag=True):
+    """This rank's part is on disk and synced."""
+
+    command_id: int
+    num_bytes: int
+
+
+# --- coordinator to rollout and back ---------------------------------------------------------------------------------
+
+
+class BuildEngine(Command, frozen=True, kw_only=True, tag=True):
+    """Build the generation engine, with no weights of its own, and the environments."""
+
+
+class EngineBuilt(Message, frozen=True, kw_only=True, tag=True):
+    """The engine wants weights."""
+
+    command_id: int
+    layout: bytes
+    """An encoded `tandem.refit.layout.Layout`: what this engine wants, and where."""
+
+
+class InstallProgram(Command, frozen=True, kw_only=True, tag=True):
+    """Open the memory a transfer program reads from and bind the program to the engine's own tensors."""
+
+    program: bytes
+    """An encoded `tandem.refit.program.TransferProgram`."""
+
+
+class ProgramInstalled(Message, frozen=True, kw_only=True, tag=True):
+    """The program is bound; a `Refit` from now on only copies."""
+
+    command_id: int
+    num_copies: int
+    num_bytes: int
+    """Bytes one refit will move into this engine; zero where every tensor is an alias."""
+
+
+class Refit(Command, frozen=True, kw_only=True, tag=True):
+    """Bring the engine to `version`. Until the answer, the engine serves no token."""
+
+    version: int
+
+
+class Refitted(Message, frozen=True, kw_only=True, tag=True):
+    """The engine holds `version`, whole."""
+
+    command_id: int
+    version: int
+    num_bytes: int
+    seconds: float
+    digest: int
+    """Layout-independent digest of what the engine now computes with; see `tandem.refit.digest`."""
+
+
+class Problem(Message, frozen=True, kw_only=True):
+    """One problem as an environment sees it."""
+
+    problem_id: str
+    """Stable and unique within the dataset; train and validation never share one."""
+    question: str
+    answer: str
+    """The reference answer; empty where the environment does not need one."""
+    metadata: dict[str, Any]
+    """Whatever the scorer needs, as plain JSON values."""
+
+
+class PromptGroup(Message, frozen=True, kw_only=True):
+    """A problem, its tokens, and how many samples to draw for it."""
+
+    group: int
+    """Position of the group within the step's batch."""
+    problem: Problem
+    prompt_ids: tuple[int, ...]
+    seeds: tuple[int, ...]
+    """One 64-bit seed a sample: the same seed, weights and prompt give the same sample, whatever else runs."""
+
+
+class SamplingParameters(Message, frozen=True, kw_only=True):
+    """How tokens are drawn."""
+
+    temperature: float
+    """Zero means greedy."""
+    top_p: float
+    top_k: int
+    """Zero means no limit."""
+    max_new_tokens: int
+    stop_token_ids: tuple[int, ...]
+    stop_strings: tuple[str, ...]
+
+
+class Generate(Command, frozen=True, kw_only=True, tag=True):
+    """Draw samples for these groups and score them; samples stream back as they finish."""
+
+    step: int
+    purpose: Purpose
+    sampling: SamplingParameters
+    groups: tuple[PromptGroup, ...]
+
+
+class SampleScored(Message, frozen=True, kw_only=True):
+    """What is known of one finished sample beside its arrays."""
+
+    group: int
+    sample: int
+    """Position within its group."""
+    prompt_length: int
+    response_length: int
+    finish_reason: Literal["stop", "length"]
+    reward: float
+    correct: bool
+    response: str
+    """The response's text, for logs and the report; the tokens are what trains."""
+
+
+class SamplesFinished(Message, frozen=True, kw_only=True, tag=True):
+    """Some samples of a `Generate`, each exactly once.
+
+    Frames: a `tandem.common.batch.SampleArrays`, whose rows stand in the order of `samples`.
+    """
+
+    command_id: int
+    step: int
+    purpose: Purpose
+    samples: tuple[SampleScored, ...]
+
+
+class Generated(Message, frozen=True, kw_only=True, tag=True):
+    """Every sample of a `Generate` was sent."""
+
+    command_id: int
+    step: int
+    purpose: Purpose
+    num_samples: int
+    num_tokens: int
+    """Tokens the engine made."""
+    seconds: dict[str, float]
+    """Seconds by phase: ``generation``, ``rewards``."""
+
+
+# --- coordinator to refit and back -----------------------------------------------------------------------------------
+
+
+class PlanTransfers(Command, frozen=True, kw_only=True, tag=True):
+    """Plan how every wanted element reaches its engine."""
+
+    sources: dict[str, bytes]
+    """Encoded layouts of the trainer ranks, by member."""
+    destinations: dict[str, bytes]
+    """Encoded layouts of the engines, by member."""
+    allow_alias: bool
+    """True if no engine generates while the trainer steps, so that engines may read the trainer's memory in place."""
+
+
+class TransfersPlanned(Message, frozen=True, kw_only=True, tag=True):
+    """A program for each engine, proven to write each wanted element exactly once."""
+
+    command_id: int
+    programs: dict[str, bytes]
+    """Encoded `tandem.refit.program.TransferProgram` by engine."""
+    num_bytes: dict[str, int]
+    """Bytes one refit moves over each link, named ``trainer-0>rollout-1``."""
+    seconds: float
+
+
+class CommitVersion(Command, frozen=True, kw_only=True, tag=True):
+    """Every engine says that it holds `version`: compare digests and make it the current version."""
+
+    version: int
+    sources: dict[str, int]
+    """Digest shares by trainer rank."""
+    destinations: dict[str, int]
+    """Digests by engine."""
+
+
+class VersionCommitted(Message, frozen=True, kw_only=True, tag=True):
+    """Samples of `version` may be trained on."""
+
+    command_id: int
+    version: int
+
+
+Membership = Hello | Heartbeat | Goodbye | Failed
+"""What any process may send to the coordinator."""
+
+Admission = Welcome | Refused | Heartbeat | Shutdown
+"""What the coordinator may send to any process."""
+
+ToTrainer = Admission | OpenRendezvous | BuildTrainer | Train | Evaluate | SaveCheckpoint
+FromTrainer = Membership | RendezvousOpened | TrainerBuilt | Trained | Evaluated | CheckpointSaved
+
+ToRollout = Admission | BuildEngine | InstallProgram | Refit | Generate
+FromRollout = Membership | EngineBuilt | ProgramInstalled | Refitted | SamplesFinished | Generated
+
+ToRefit = Admission | PlanTransfers | CommitVersion
+FromRefit = Membership | TransfersPlanned | VersionCommitted
+
+TrainerOrder = OpenRendezvous | BuildTrainer | Train | Evaluate | SaveCheckpoint
+RolloutOrder = BuildEngine | InstallProgram | Refit | Generate
+RefitOrder = PlanTransfers | CommitVersion
+Order = TrainerOrder | RolloutOrder | RefitOrder
+
+TrainerReply = RendezvousOpened | TrainerBuilt | Trained | Evaluated | CheckpointSaved
+RolloutReply = EngineBuilt | ProgramInstalled | Refitted | SamplesFinished | Generated
+RefitReply = TransfersPlanned | VersionCommitted
+Reply = TrainerReply | RolloutReply | RefitReply

@@ -1,0 +1,199 @@
+"""What trainer, rollout and refit processes share: joining, answering orders, reporting failures, leaving.
+
+A service is an object with `handle` (one order in, replies out) and `work` (a slice of what goes on between orders).
+`run_service` drives it: it consumes orders from the link, produces replies, and waits for nothing but the next order,
+which the coordinator's `Shutdown` or the heartbeat timeout always ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import os
+import secrets
+import signal
+import socket
+import sys
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+from tandem.common.config import Config, config_from_json
+from tandem.common.errors import TandemError, WireError
+from tandem.common.messages import (
+    PROTOCOL_VERSION,
+    Command,
+    Failed,
+    Hello,
+    Message,
+    ServiceKind,
+    Shutdown,
+    Welcome,
+)
+from tandem.common.wire import Arrays, Frames, Link, encode
+
+_IDLE_POLL_S = 1.0
+_REMEMBERED_COMMANDS = 4
+_PR_SET_PDEATHSIG = 1
+
+
+class Member:
+    """This process's place in the run and its voice: replies and the phase that heartbeats report."""
+
+    def __init__(self, link: Link[Any], welcome: Welcome, coordinator: str) -> None:
+        self._link = link
+        self.name = welcome.member
+        self.coordinator = coordinator
+        """Address of the coordinator, as given on the command line."""
+        self.index = welcome.index
+        self.run_id = welcome.run_id
+        self.config: Config = config_from_json(welcome.config_json)
+        self._phase = "idle"
+        self._answered: OrderedDict[int, list[Frames]] = OrderedDict()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Name what the process does inside the block, for heartbeats and error messages.
+
+        When the block raises, the name stays, so that the failure report says where it happened.
+        """
+        outer = self._phase
+        self._set_phase(name)
+        yield
+        self._set_phase(outer)
+
+    def reply(self, command_id: int, message: Message, arrays: Arrays | None = None) -> None:
+        """Answer a command, or send a part of its answer; it is kept in case the command comes again."""
+        frames = encode(message, arrays)
+        self._answered.setdefault(command_id, []).append(frames)
+        self._link.send(frames)
+
+    def fail(self, command_id: int, error: BaseException) -> None:
+        """Report that a command could not be carried out."""
+        expected = isinstance(error, TandemError)
+        text = str(error) if expected else f"{type(error).__name__}: {error}"
+        trace = "" if expected else "".join(traceback.format_exception(error))
+        print(f"{self.name}: failed while {self._phase}: {trace or text}", file=sys.stderr, flush=True)
+        failed = Failed(command_id=command_id, phase=self._phase, error=text, expected=expected, traceback=trace)
+        self._set_phase("idle")
+        self.reply(command_id, failed)
+
+    def accept(self, command: Command) -> bool:
+        """Note a command; False if it is a repetition, whose answers so far are sent again."""
+        if command.command_id in self._answered:
+            for frames in self._answered[command.command_id]:
+                self._link.send(frames)
+            return False
+        self._answered[command.command_id] = []
+        while len(self._answered) > _REMEMBERED_COMMANDS:
+            self._answered.popitem(last=False)
+        return True
+
+    def _set_phase(self, name: str) -> None:
+        self._phase = name
+        self._link.set_phase(name)
+
+
+class Service(Protocol):
+    """What `run_service` drives."""
+
+    def handle(self, order: Any, arrays: Arrays) -> None:
+        """Carry out one order and reply through the member; exceptions become `Failed`."""
+        ...
+
+    def work(self) -> bool:
+        """Do a slice of work that goes on between orders; True if there is more to do at once."""
+        ...
+
+    def close(self) -> None:
+        """Release everything the service holds."""
+        ...
+
+
+def run_service(
+    kind: ServiceKind,
+    incoming: Any,
+    make_service: Callable[[Member], Service],
+    argv: Sequence[str] | None = None,
+) -> int:
+    """Run one service process from its command line to its end; return the exit code."""
+    arguments = _parser(kind).parse_args(argv)
+    if arguments.launched_by:
+        _die_with(arguments.launched_by)
+    # The coordinator decides when a run ends; Ctrl-C in its terminal reaches the whole process group.
+    if arguments.launched_by:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    host = socket.gethostname()
+    identity = f"{kind}-{host}-{os.getpid()}-{secrets.token_hex(4)}"
+    link: Link[Any] = Link(arguments.coordinator, kind, identity, incoming)
+    hello = Hello(
+        protocol_version=PROTOCOL_VERSION,
+        service=kind,
+        host=host,
+        pid=os.getpid(),
+        launch_id=arguments.launch_id,
+    )
+    try:
+        welcome = link.join(hello, arguments.join_timeout)
+    except TandemError as error:
+        print(f"{kind}: {error}", file=sys.stderr)
+        return 1
+    print(f"{welcome.member} joined {arguments.coordinator} (run {welcome.run_id})", flush=True)
+    member = Member(link, welcome, arguments.coordinator)
+    service = make_service(member)
+    try:
+        reason = _answer_orders(link, member, service)
+    except KeyboardInterrupt:
+        reason = "interrupted"
+    service.close()
+    link.close(reason)
+    print(f"{welcome.member} leaves: {reason}", flush=True)
+    return 0
+
+
+def _answer_orders(link: Link[Any], member: Member, service: Service) -> str:
+    """Answer orders until the coordinator shuts the run down; return its reason."""
+    busy = False
+    while True:
+        received = link.receive(0.0 if busy else _IDLE_POLL_S)
+        if received is None:
+            busy = service.work() if busy else False
+            continue
+        match received.message:
+            case Shutdown(reason=reason):
+                return reason
+            case Command() as command:
+                if member.accept(command):
+                    try:
+                        service.handle(command, received.arrays)
+                    except Exception as error:
+                        member.fail(command.command_id, error)
+                busy = service.work()
+            case other:
+                raise WireError(f"{member.name} did not expect {type(other).__name__}")
+
+
+def _parser(kind: ServiceKind) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=kind, description=f"One {kind} process of a Tandem run.")
+    parser.add_argument(
+        "--coordinator", required=True, metavar="tcp://HOST:PORT", help="where the run's coordinator listens"
+    )
+    parser.add_argument(
+        "--join-timeout",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help="seconds to wait to be admitted (default: 300)",
+    )
+    parser.add_argument("--launch-id", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--launched-by", type=int, default=0, help=argparse.SUPPRESS)
+    return parser
+
+
+def _die_with(parent_pid: int) -> None:
+    """Have the kernel kill this process when the one that launched it dies, kill -9 included."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it died before the line above
+        os._exit(1)

@@ -1,0 +1,343 @@
+"""The wire: ZeroMQ sockets, framing and heartbeats. The only module that imports zmq.
+
+A message is two or more frames: the header (msgpack, one tagged union a link, see `tandem.common.messages`), the
+manifest of its arrays (msgpack: name, dtype and shape of each), then one raw frame an array. Arrays are sent from and
+received into their own memory: nothing copies them into msgpack and nothing is ever unpickled.
+
+The coordinator holds one ROUTER socket (`Hub`), every other process one DEALER (`Link`). A `Link` lives in a thread of
+its own, so that heartbeats flow while the process computes, and so that a process whose coordinator is gone ends within
+the heartbeat timeout whatever it is doing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import numpy as np
+import zmq
+from numpy.typing import NDArray
+
+from tandem.common.errors import ConfigError, TandemError, VersionMismatch, WireError
+from tandem.common.messages import (
+    PROTOCOL_VERSION,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Message,
+    Refused,
+    ServiceKind,
+    Shutdown,
+    Welcome,
+)
+
+Incoming = TypeVar("Incoming")
+Arrays = Mapping[str, NDArray[Any]]
+Frames = list[bytes | memoryview]
+
+_ARRAY_KINDS = "biuf"
+"""numpy kinds that may travel: booleans, integers, floats. Objects and strings may not."""
+
+_EXIT_COORDINATOR_LOST = 70
+_SHUTDOWN_GRACE_S = 5.0
+"""Seconds a process has to end by itself after `Shutdown` before its link ends it."""
+
+
+class ArrayHeader(msgspec.Struct, frozen=True, array_like=True):
+    """How to read one raw frame."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Received(msgspec.Struct, Generic[Incoming], frozen=True):
+    """A message and the arrays that came with it, as read-only views of the received frames."""
+
+    message: Incoming
+    arrays: dict[str, NDArray[Any]]
+
+
+_encoder = msgspec.msgpack.Encoder()
+_manifest_decoder = msgspec.msgpack.Decoder(list[ArrayHeader])
+
+
+def encode(message: Message, arrays: Arrays | None = None) -> Frames:
+    """Return the frames of a message; array frames are views of the arrays, which must not change until sent."""
+    frames: Frames = [_encoder.encode(message)]
+    if arrays:
+        contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+        frames.append(_encoder.encode([ArrayHeader(n, a.dtype.str, a.shape) for n, a in contiguous.items()]))
+        # A zero-size array has no memory to view; its frame is empty.
+        frames.extend(a.data.cast("B") if a.size else b"" for a in contiguous.values())
+    return frames
+
+
+class Codec(Generic[Incoming]):
+    """Decodes the messages of one direction of one kind of link."""
+
+    def __init__(self, union: Any) -> None:
+        self._decoder: msgspec.msgpack.Decoder[Incoming] = msgspec.msgpack.Decoder(union)
+
+    def decode(self, frames: Sequence[bytes | memoryview]) -> Received[Incoming]:
+        """Return message and arrays. Raises `WireError` for anything that is not a message of this link."""
+        if not frames:
+            raise WireError("empty message")
+        try:
+            message = self._decoder.decode(frames[0])
+            headers = _manifest_decoder.decode(frames[1]) if len(frames) > 1 else []
+        except msgspec.MsgspecError as error:
+            raise WireError(f"not a message of this link: {error}") from error
+        if len(headers) != max(0, len(frames) - 2):
+            raise WireError(f"{len(headers)} arrays announced, {max(0, len(frames) - 2)} came")
+        arrays = {h.name: _to_array(h, frame) for h, frame in zip(headers, frames[2:], strict=True)}
+        return Received(message, arrays)
+
+
+def _to_array(header: ArrayHeader, frame: bytes | memoryview) -> NDArray[Any]:
+    try:
+        dtype = np.dtype(header.dtype)
+    except TypeError as error:
+        raise WireError(f"array {header.name!r} has unknown dtype {header.dtype!r}") from error
+    if dtype.kind not in _ARRAY_KINDS or min(header.shape, default=0) < 0:
+        raise WireError(f"array {header.name!r} of dtype {header.dtype!r} and shape {header.shape} may not travel")
+    if len(frame) != dtype.itemsize * int(np.prod(header.shape, dtype=np.int64)):
+        raise WireError(f"array {header.name!r} should be {header.shape} {dtype}, but its frame has {len(frame)} bytes")
+    return np.frombuffer(frame, dtype=dtype).reshape(header.shape)
+
+
+class HelloProbe(msgspec.Struct, tag="Hello"):
+    """The part of a `Hello` that every version can read; unknown fields are ignored."""
+
+    protocol_version: int
+    service: str = "process"
+    host: str = "?"
+    pid: int = 0
+
+
+def check_version(frame: bytes | memoryview) -> None:
+    """Raise `VersionMismatch` if the frame is a `Hello` of another protocol version, `WireError` if it is no `Hello`."""
+    try:
+        probe = msgspec.msgpack.decode(frame, type=HelloProbe)
+    except msgspec.MsgspecError as error:
+        raise WireError(f"expected a Hello: {error}") from error
+    if probe.protocol_version != PROTOCOL_VERSION:
+        who = f"{probe.service} (pid {probe.pid} on {probe.host})"
+        raise VersionMismatch(probe.protocol_version, PROTOCOL_VERSION, who)
+
+
+class Hub:
+    """The coordinator's ROUTER socket. Used by one thread."""
+
+    def __init__(self, address: str) -> None:
+        """Bind. Raises `ConfigError` if the address is taken or is none."""
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.SNDTIMEO, 5000)
+        # Neither side drops messages: the high-water mark would block the loop for a slow receiver.
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            self.close()
+            why = "the port is in use" if error.errno == zmq.EADDRINUSE else error.strerror
+            raise ConfigError(f"cluster.address: cannot listen on {address!r}: {why}") from error
+        self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def send(self, peer: bytes, frames: Frames) -> bool:
+        """Send to one peer; False if its connection is gone."""
+        try:
+            self._socket.send_multipart([peer, *frames], copy=False)
+        except zmq.ZMQError as error:
+            if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                return False
+            raise
+        return True
+
+    def receive(self, timeout_s: float) -> Iterator[tuple[bytes, Frames]]:
+        """Wait up to `timeout_s` for a first message, then yield all that have arrived."""
+        if not self._socket.poll(int(timeout_s * 1000)):
+            return
+        with contextlib.suppress(zmq.Again):
+            while True:
+                peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                yield peer.bytes, [frame.buffer for frame in frames]
+
+    def close(self) -> None:
+        """Close the socket, giving what was sent a second to leave."""
+        self._socket.close()
+        self._context.term()
+
+
+class Link(Generic[Incoming]):
+    """A process's connection to its coordinator.
+
+    `join` first; then `receive` and `send` from one thread. Its own thread exchanges heartbeats and ends the whole
+    process (exit code 70) when the coordinator has been silent for longer than the heartbeat timeout: a process without
+    coordinator has nothing to save, and its memory has no name that could outlive it.
+    """
+
+    def __init__(self, coordinator: str, service: ServiceKind, identity: str, incoming: Any) -> None:
+        self._coordinator = coordinator
+        self._service = service
+        self._codec: Codec[Incoming] = Codec(incoming)
+        self._context = zmq.Context()
+        self._dealer = self._context.socket(zmq.DEALER)
+        self._dealer.setsockopt_string(zmq.IDENTITY, identity)
+        self._dealer.setsockopt(zmq.LINGER, 1000)
+        self._inside = self._context.socket(zmq.PAIR)
+        self._outside = self._context.socket(zmq.PAIR)
+        for socket in (self._dealer, self._inside, self._outside):
+            socket.setsockopt(zmq.SNDHWM, 0)
+            socket.setsockopt(zmq.RCVHWM, 0)
+        for socket in (self._inside, self._outside):
+            socket.setsockopt(zmq.LINGER, 0)
+        self._inside.bind("inproc://link")
+        self._outside.connect("inproc://link")
+        self._thread: threading.Thread | None = None
+        self._phase = "joining"
+
+    def join(self, hello: Hello, timeout_s: float) -> Welcome:
+        """Say hello until the coordinator answers.
+
+        Raises `ConfigError` for an address that is none, `TandemError` if the coordinator refuses or does not answer.
+        """
+        try:
+            self._dealer.connect(self._coordinator)
+        except zmq.ZMQError as error:
+            self._close_sockets()
+            raise ConfigError(f"--coordinator {self._coordinator!r}: {error.strerror}") from error
+        self._dealer.send_multipart(encode(hello))
+        admission: Codec[Welcome | Refused | Heartbeat | Shutdown] = Codec(Welcome | Refused | Heartbeat | Shutdown)
+        deadline = time.monotonic() + timeout_s
+        while (remaining := deadline - time.monotonic()) > 0:
+            if not self._dealer.poll(int(remaining * 1000)):
+                break
+            match admission.decode(self._dealer.recv_multipart()).message:
+                case Welcome() as welcome:
+                    self._start(welcome)
+                    return welcome
+                case Refused(reason=reason) | Shutdown(reason=reason):
+                    self._close_sockets()
+                    raise TandemError(f"the coordinator at {self._coordinator} refused this {self._service}: {reason}")
+                case Heartbeat():
+                    continue
+        self._close_sockets()
+        raise TandemError(
+            f"{self._service} could not join: no answer from {self._coordinator} within {timeout_s:g} s; is a "
+            "coordinator running there?"
+        )
+
+    def set_phase(self, phase: str) -> None:
+        """Say what the process is doing; the next heartbeat carries it."""
+        self._phase = phase
+
+    def send(self, frames: Frames) -> None:
+        """Queue frames for the coordinator."""
+        self._inside.send_multipart(frames, copy=False)
+
+    def receive(self, timeout_s: float) -> Received[Incoming] | None:
+        """Return the next message, or None after `timeout_s`. Heartbeats are not returned."""
+        if not self._inside.poll(int(timeout_s * 1000)):
+            return None
+        frames = self._inside.recv_multipart(copy=False)
+        return self._codec.decode([frame.buffer for frame in frames])
+
+    def close(self, reason: str) -> None:
+        """Say goodbye and stop the thread."""
+        if self._thread is None:
+            return
+        self.send(encode(Goodbye(reason=reason)))
+        self._inside.send(b"")  # the end, for our own thread
+        self._thread.join(timeout=_SHUTDOWN_GRACE_S)
+        self._thread = None
+        self._inside.close()
+        self._context.term()
+
+    def _close_sockets(self) -> None:
+        self._dealer.setsockopt(zmq.LINGER, 0)
+        for socket in (self._dealer, self._inside, self._outside):
+            socket.close()
+        self._context.term()
+
+    def _start(self, welcome: Welcome) -> None:
+        pump = _Pump(self._dealer, self._outside, welcome, lambda: self._phase)
+        self._thread = threading.Thread(target=pump.run, name="link", daemon=True)
+        self._thread.start()
+
+
+class _Pump:
+    """The thread of a `Link`: moves frames between the process and the socket, beats, and watches the coordinator."""
+
+    def __init__(
+        self,
+        dealer: zmq.Socket[bytes],
+        process: zmq.Socket[bytes],
+        welcome: Welcome,
+        phase: Callable[[], str],
+    ) -> None:
+        self._dealer = dealer
+        self._process = process
+        self._welcome = welcome
+        self._phase = phase
+        self._tag = msgspec.msgpack.Decoder(_AnyTag)
+
+    def run(self) -> None:
+        """Consume both sockets until the process closes the link; never waits longer than a heartbeat interval."""
+        poller = zmq.Poller()
+        poller.register(self._dealer, zmq.POLLIN)
+        poller.register(self._process, zmq.POLLIN)
+        interval = self._welcome.heartbeat_interval_s
+        last_seen = last_beat = time.monotonic()
+        end_by = float("inf")
+        while True:
+            ready = dict(poller.poll(int(interval * 1000 / 2)))
+            now = time.monotonic()
+            if self._dealer in ready:
+                last_seen = now
+                if self._forward_incoming():
+                    end_by = now + _SHUTDOWN_GRACE_S
+            if self._process in ready:
+                frames = self._process.recv_multipart(copy=False)
+                if len(frames) == 1 and len(frames[0]) == 0:
+                    break
+                self._dealer.send_multipart(frames, copy=False)
+            if now - last_beat >= interval:
+                last_beat = now
+                self._dealer.send_multipart(encode(Heartbeat(phase=self._phase())))
+            if now - last_seen > self._welcome.heartbeat_timeout_s:
+                self._end_process(
+                    f"the coordinator was silent for {now - last_seen:.0f} s while {self._phase()}",
+                    _EXIT_COORDINATOR_LOST,
+                )
+            if now > end_by:
+                self._end_process(f"still {self._phase()} {_SHUTDOWN_GRACE_S:g} s after the coordinator's shutdown", 0)
+        self._dealer.close()
+        self._process.close()
+
+    def _forward_incoming(self) -> bool:
+        """Hand one message to the process, heartbeats aside; True if it was a `Shutdown`."""
+        frames = self._dealer.recv_multipart(copy=False)
+        tag = self._tag.decode(frames[0].buffer).type
+        if tag != "Heartbeat":
+            self._process.send_multipart(frames, copy=False)
+        return tag == "Shutdown"
+
+    def _end_process(self, why: str, code: int) -> None:
+        print(f"{self._welcome.member}: ending: {why}", file=sys.stderr, flush=True)
+        os._exit(code)
+
+
+class _AnyTag(msgspec.Struct):
+    """Reads the tag of any message."""
+
+    type: str

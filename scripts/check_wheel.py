@@ -1,0 +1,59 @@
+"""Build the wheel, install it alone into a clean environment, import every module, and run ``coordinator --help``.
+
+The dependencies come from the environment that runs this, so nothing is downloaded twice.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import venv
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def main() -> None:
+    """Raise if the wheel is not whole."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        subprocess.run(
+            [sys.executable, "-m", "build", "--wheel", "--outdir", str(folder), str(ROOT)], check=True, timeout=300
+        )
+        (wheel,) = folder.glob("*.whl")
+        modules = modules_of(wheel)
+        check_nothing_is_missing(modules)
+        venv.create(folder / "venv", with_pip=False)
+        python = folder / "venv" / "bin" / "python"
+        pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", str(wheel)]
+        subprocess.run(pip, check=True, timeout=300)
+        # A path file lends the dependencies; the editable install is not among them, because it is a path file itself.
+        (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
+        environment = {"PYTHONPATH": sysconfig.get_path("purelib"), "PATH": "/usr/bin:/bin"}
+        code = f"import importlib\nfor name in {modules!r}: importlib.import_module(name)\n"
+        code += (
+            f"import tandem.common\nassert tandem.common.__file__.startswith({str(site)!r}), tandem.common.__file__\n"
+        )
+        subprocess.run([str(python), "-c", code], check=True, timeout=300, cwd=scratch, env=environment)
+        command = folder / "venv" / "bin" / "coordinator"
+        subprocess.run([str(command), "--help"], check=True, timeout=60, cwd=scratch, env=environment)
+        print(f"{wheel.name}: {len(modules)} modules import")
+
+
+def modules_of(wheel: Path) -> list[str]:
+    """Return the dotted names of the modules in a wheel."""
+    names = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".py")]
+    return sorted(name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in names)
+
+
+def check_nothing_is_missing(modules: list[str]) -> None:
+    """Compare with the source tree."""
+    sources = [path for part in ("libs", "services") for path in ROOT.glob(f"{part}/*/src/tandem/**/*.py")]
+    assert len(modules) == len(sources), f"{len(sources)} modules in the source tree, {len(modules)} in the wheel"
+
+
+if __name__ == "__main__":
+    main()

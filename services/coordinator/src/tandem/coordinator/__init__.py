@@ -1,0 +1,1 @@
+"""The coordinator: the algorithm loop, data order, advantages, the journal and the command line. No torch here."""

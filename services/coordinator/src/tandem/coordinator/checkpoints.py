@@ -1,0 +1,131 @@
+"""Checkpoint folders: their names, when they count as whole, and which of them are kept.
+
+Trainer ranks write into a temporary folder. Only when every rank has synced its part does the coordinator add
+``training.json`` and rename the folder to ``step_<n>``, which is atomic: a folder of that name is always whole. The
+link ``latest`` then points to it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import msgspec
+
+from tandem.common.errors import CheckpointError
+
+_TEMPORARY = ".writing_step_"
+_RETIRED = ".deleting_step_"
+_RECORD = "training.json"
+
+
+class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``training.json`` says."""
+
+    step: int
+    version: int
+    metric_name: str
+    metric: float | None
+    """The value checkpoints are ranked by; None if it was not measured at this step."""
+    config_json: str
+    """The resolved configuration of the run that wrote it."""
+
+
+class CheckpointFolder:
+    """The checkpoints of one run."""
+
+    def __init__(self, root: Path, *, keep_top_k: int | None, higher_is_better: bool) -> None:
+        """`keep_top_k` of None keeps all."""
+        self._root = root
+        self._keep_top_k = keep_top_k
+        self._higher_is_better = higher_is_better
+
+    @property
+    def temporary_pattern(self) -> str:
+        """Path of the folder ranks write to, with ``{step}`` standing for the step."""
+        return str(self._root.absolute() / (_TEMPORARY + "{step}"))
+
+    def prepare(self) -> None:
+        """Make the folder and clear what a crash left half-written or half-deleted."""
+        try:
+            self._root.mkdir(parents=True, exist_ok=True)
+            for leftover in [*self._root.glob(f"{_TEMPORARY}*"), *self._root.glob(f"{_RETIRED}*")]:
+                shutil.rmtree(leftover)
+        except OSError as error:
+            raise CheckpointError(f"checkpointing.checkpoint_dir: cannot use {self._root}: {error.strerror}") from error
+
+    def publish(self, record: CheckpointRecord) -> Path:
+        """Give a fully written checkpoint its final name, and delete those that are no longer kept."""
+        temporary = Path(self.temporary_pattern.format(step=record.step))
+        final = self._root / f"step_{record.step}"
+        try:
+            _write_synced(temporary / _RECORD, msgspec.json.format(msgspec.json.encode(record)))
+            _sync_folder(temporary)
+            if final.exists():  # left by a run that ended between this rename and its journal entry
+                self._delete(final)
+            temporary.rename(final)
+            self._point_latest_to(final)
+            self._prune(newest=record.step)
+            _sync_folder(self._root)
+        except OSError as error:
+            raise CheckpointError(f"cannot publish checkpoint {final}: {error.strerror}") from error
+        return final
+
+    def all(self) -> dict[int, CheckpointRecord]:
+        """Return the whole checkpoints by step."""
+        found: dict[int, CheckpointRecord] = {}
+        for path in self._root.glob("step_*"):
+            try:
+                record = msgspec.json.decode((path / _RECORD).read_bytes(), type=CheckpointRecord)
+            except (OSError, msgspec.MsgspecError) as error:
+                raise CheckpointError(f"{path} is no Tandem checkpoint: {error}") from error
+            found[record.step] = record
+        return dict(sorted(found.items()))
+
+    def newest(self, *, up_to: int) -> tuple[int, Path] | None:
+        """Return step and folder of the newest checkpoint that is not newer than `up_to`."""
+        steps = [step for step in self.all() if step <= up_to]
+        return (steps[-1], self._root / f"step_{steps[-1]}") if steps else None
+
+    def _prune(self, newest: int) -> None:
+        """Keep the best `keep_top_k` and, so that the run can always be resumed, the newest."""
+        if self._keep_top_k is None:
+            return
+        sign = 1.0 if self._higher_is_better else -1.0
+        worst = float("-inf")
+
+        def rank(item: tuple[int, CheckpointRecord]) -> tuple[float, int]:
+            step, record = item
+            return (worst if record.metric is None else sign * record.metric, step)
+
+        best_first = sorted(self.all().items(), key=rank, reverse=True)
+        for step, _ in best_first[self._keep_top_k :]:
+            if step != newest:
+                self._delete(self._root / f"step_{step}")
+
+    def _delete(self, folder: Path) -> None:
+        retired = self._root / folder.name.replace("step_", _RETIRED)
+        folder.rename(retired)  # first, so that a half-deleted folder never looks whole
+        shutil.rmtree(retired)
+
+    def _point_latest_to(self, final: Path) -> None:
+        link = self._root / ".latest"
+        link.unlink(missing_ok=True)
+        link.symlink_to(final.name)
+        link.rename(self._root / "latest")
+
+
+def _write_synced(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,103 @@
+"""The ``coordinator`` command: run a configuration, check one, look back on a run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tandem.common.config import dump_yaml, load_config, notices
+from tandem.common.errors import ConfigError, TandemError
+
+_EXIT_FAILED = 1
+_EXIT_BAD_INPUT = 2
+_EXIT_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit code.
+
+    0 is success, 1 a run that failed, 2 input that cannot be run, 130 a run that was interrupted and saved.
+    """
+    arguments = _parser().parse_args(argv)
+    try:
+        match arguments.command:
+            case "up":
+                return _up(arguments)
+            case "check":
+                return _check(arguments)
+            case "report":
+                return _report(arguments)
+            case other:
+                raise AssertionError(other)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return _EXIT_BAD_INPUT
+    except TandemError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return _EXIT_FAILED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="coordinator", description="Tandem: post-training for language models.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    up = commands.add_parser("up", help="run a configuration: launch, train, tear down")
+    _add_config_arguments(up)
+    how = up.add_mutually_exclusive_group()
+    how.add_argument("--resume", action="store_true", help="continue the run that is in the run folder")
+    how.add_argument("--restart", action="store_true", help="set an earlier run in the run folder aside and begin anew")
+    check = commands.add_parser("check", help="validate a configuration and print it resolved; starts nothing")
+    _add_config_arguments(check)
+    report = commands.add_parser("report", help="summarise a run: curves as PNG and JSON, and where the time went")
+    report.add_argument("run", type=Path, metavar="RUN", help="run folder: logger.log_dir of its configuration")
+    report.add_argument("--out", type=Path, help="folder for report.png and report.json (default: the run folder)")
+    return parser
+
+
+def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG", help="YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the file's")
+
+
+def _up(arguments: argparse.Namespace) -> int:
+    config = load_config(arguments.config, arguments.overrides)
+    for notice in notices(config):
+        print(f"note: {notice}", flush=True)
+    from tandem.coordinator.report import format_summary, write_report
+    from tandem.coordinator.run import Mode, run
+
+    mode: Mode = "resume" if arguments.resume else "restart" if arguments.restart else "new"
+    finish = run(config, mode, lambda text: print(text, flush=True))
+    folder = Path(config.logger.log_dir)
+    match finish.outcome:
+        case "finished":
+            write_report(folder, folder)
+            print(format_summary(folder), flush=True)
+            return 0
+        case "interrupted":
+            print(f"interrupted; continue with: coordinator up {arguments.config} --resume", flush=True)
+            return _EXIT_INTERRUPTED
+        case "failed":
+            print(f"error: {finish.error}", file=sys.stderr)
+            return _EXIT_FAILED
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    config = load_config(arguments.config, arguments.overrides)
+    print(dump_yaml(config), end="")
+    for notice in notices(config):
+        print(f"note: {notice}", file=sys.stderr)
+    return 0
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from tandem.coordinator.report import format_summary, write_report
+
+    write_report(arguments.run, arguments.out or arguments.run)
+    print(format_summary(arguments.run))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

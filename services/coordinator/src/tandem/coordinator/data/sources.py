@@ -1,0 +1,110 @@
+"""Where problems come from: reasoning-gym tasks, JSONL files, datasets of the Hugging Face Hub."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tandem.common.config.schema import Data
+from tandem.common.errors import ConfigError, DataError, nearest
+from tandem.common.messages import Problem
+
+_CHUNK = 1000
+_SEED_STRIDE = 1_000_000_007
+"""reasoning-gym makes problem i of seed s from s + i: neighbouring seeds would share nearly all problems."""
+
+
+def reasoning_gym(data: Data, seed: int) -> Iterator[Problem]:
+    """Yield problems of a reasoning-gym task without end; they may repeat.
+
+    Raises `ConfigError` for an unknown task or parameter, naming the valid ones.
+    """
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+
+    task = str(data.task)
+    if task not in DATASETS:
+        raise ConfigError(f"data.task: reasoning-gym has no task {task!r}{nearest(task, DATASETS)}")
+    for chunk in itertools.count():
+        first = seed * _SEED_STRIDE + chunk * _CHUNK
+        try:
+            dataset = reasoning_gym.create_dataset(task, size=_CHUNK, seed=first, **data.task_params)
+        except (TypeError, AssertionError, ValueError) as error:
+            valid = sorted(set(DATASETS[task][1].__dataclass_fields__) - {"seed", "size"})
+            raise ConfigError(
+                f"data.task_params: {task} refuses {data.task_params}: {error} (parameters are {', '.join(valid)})"
+            ) from error
+        for index, entry in enumerate(dataset):
+            yield Problem(
+                problem_id=f"{task}-{first + index}",
+                question=str(entry["question"]),
+                answer=str(entry["answer"]),
+                metadata=_plain(entry["metadata"]),
+            )
+
+
+def jsonl(path: str, data: Data) -> list[Problem]:
+    """Read a file of one JSON object a line. Raises `DataError` naming the line."""
+    try:
+        lines = Path(path).read_bytes().splitlines()
+    except OSError as error:
+        raise DataError(f"data: cannot read {path!r}: {error.strerror}") from error
+    problems = [
+        _problem(f"{path}:{number}", _json_object(f"{path}:{number}", line), data)
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
+    if not problems:
+        raise DataError(f"data: {path!r} holds no problem")
+    return problems
+
+
+def hub(name: str, split: str, data: Data) -> list[Problem]:
+    """Load a split of a dataset by its name on the Hub, or a folder of data files.
+
+    Raises `DataError` on one line for whatever the library says.
+    """
+    import datasets
+
+    try:
+        rows = datasets.load_dataset(name, data.subset, split=split)
+    except Exception as error:  # the library raises dozens of kinds, from its own to the network's
+        raise DataError(f"data.dataset_name: cannot load {name!r}, split {split!r}: {_first_line(error)}") from error
+    problems = [_problem(f"{name}[{split}]:{index}", row, data) for index, row in enumerate(rows)]
+    if not problems:
+        raise DataError(f"data.dataset_name: {name!r}, split {split!r}, holds no problem")
+    return problems
+
+
+def _problem(where: str, row: Mapping[str, Any], data: Data) -> Problem:
+    for key, setting in ((data.input_key, "input_key"), (data.output_key, "output_key")):
+        if key not in row:
+            hint = nearest(key, row)
+            raise DataError(f"{where} has no field {key!r} (data.{setting}); its fields are {', '.join(row)}{hint}")
+    return Problem(
+        problem_id=where,
+        question=str(row[data.input_key]),
+        answer=str(row[data.output_key]),
+        metadata=_plain({k: v for k, v in row.items() if k not in (data.input_key, data.output_key)}),
+    )
+
+
+def _json_object(where: str, line: bytes) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(line, type=dict[str, Any])
+    except msgspec.MsgspecError as error:
+        raise DataError(f"{where} is not a JSON object: {error}") from error
+
+
+def _plain(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return metadata as plain JSON values: it travels to the environments; what JSON lacks becomes text."""
+    plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(dict(metadata), enc_hook=str))
+    return plain
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).strip().splitlines()[0]

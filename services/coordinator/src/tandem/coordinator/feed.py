@@ -1,0 +1,48 @@
+"""What the loop asks of an algorithm: prompts for the engines and batches for the trainers.
+
+A feed is a pure function of the configuration, the step and the samples it was given, so a resumed run needs nothing of
+it but the number of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from tandem.common.batch import TrainingBatch
+from tandem.common.messages import PromptGroup, Purpose, SamplesFinished, SamplingParameters
+from tandem.common.wire import Arrays
+
+
+class Feed(Protocol):
+    """One algorithm's data, in and out."""
+
+    @property
+    def num_validation(self) -> int:
+        """Prompts that a validation generates for; zero if it generates nothing."""
+        ...
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that a whole run takes."""
+        ...
+
+    def sampling(self, purpose: Purpose) -> SamplingParameters:
+        """Return how samples of this purpose are drawn."""
+        ...
+
+    def prompt_groups(self, step: int, purpose: Purpose, groups: Sequence[int]) -> tuple[PromptGroup, ...]:
+        """Return these prompt groups of `step`."""
+        ...
+
+    def take_samples(self, finished: SamplesFinished, arrays: Arrays) -> None:
+        """Keep finished samples until their step's batch is made."""
+        ...
+
+    def batch(self, step: int, purpose: Purpose) -> tuple[TrainingBatch, dict[str, float]]:
+        """Return the batch of `step` and the metrics of the samples it was made from. The same for every rank."""
+        ...
+
+    def finish_step(self, step: int) -> dict[str, float]:
+        """Forget the step's samples; return the metrics of its validation samples, if it had any."""
+        ...

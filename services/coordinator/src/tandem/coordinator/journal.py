@@ -1,0 +1,307 @@
+"""The journal: what a run did, on disk, so that it can be continued and looked back on.
+
+One SQLite file in the run folder, ``journal.sqlite``. A step is done when `Journal.commit_step` returns, not before:
+its metrics and seconds are written in one transaction that is synced to disk. Nothing is ever deleted: what a
+run that resumes from an older checkpoint does over again is marked as superseded and left in place.
+
+One process writes, from one thread; a lock in the folder, which the kernel gives back however the process ends, keeps
+others out. Anyone may read at any time with `read_journal`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sqlite3
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+
+from tandem.common.errors import RunFolderError
+from tandem.coordinator.journal_file import (
+    JOURNAL_NAME,
+    connect_checked,
+    file_errors,
+    require_journal,
+    snapshot,
+    take_folder,
+    write_new_file,
+)
+
+
+class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """All that is kept of one step. Step 0 is the validation of the weights that a run starts from."""
+
+    step: int
+    version: int
+    """Weight version after the step."""
+    metrics: dict[str, float]
+    """Of the training batch; those of the held-out problems, where the step was validated, begin with ``val_``."""
+    seconds: dict[str, float]
+    """Wall seconds by phase: ``total`` is the whole step, the others are its parts."""
+    checkpoint: str = ""
+    """Folder of the checkpoint that holds this step's weights; empty if none was written."""
+    committed_at: float = 0.0
+    """Unix time; the journal fills it in."""
+
+
+class RefitRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One weight version that reached every engine whole."""
+
+    step: int
+    version: int
+    seconds: float
+    """From the first order to the commit."""
+    num_bytes: int
+    """Bytes moved, all engines together; zero where they read the trainer's memory in place."""
+    digests: dict[str, int]
+    """What each engine said it holds; see `tandem.refit.digest`."""
+
+
+class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What a journal says about its run as a whole."""
+
+    run_id: str
+    created_at: float
+    """Unix time."""
+    algorithm: str
+    protocol_version: int
+    package_version: str
+
+
+class JournalReader:
+    """Reads a journal; `Journal` and `read_journal` give one out."""
+
+    def __init__(self, folder: Path, connection: sqlite3.Connection) -> None:
+        self.folder = folder
+        self._connection = connection
+        with file_errors(folder):
+            row = connection.execute(
+                "SELECT run_id, created_at, algorithm, protocol_version, package_version FROM run"
+            ).fetchone()
+        self.run = RunRecord(**dict(zip(RunRecord.__struct_fields__, row, strict=True)))
+
+    @property
+    def run_id(self) -> str:
+        """The run's name, made when the journal was."""
+        return self.run.run_id
+
+    @property
+    def config_json(self) -> bytes:
+        """The configuration that the run goes by now: the last one written."""
+        (json,) = self._rows("SELECT json FROM configs ORDER BY id DESC LIMIT 1")[0]
+        return bytes(json)
+
+    def last_step(self) -> int | None:
+        """Return the newest step that is done; None if there is none."""
+        (step,) = self._rows("SELECT max(step) FROM steps WHERE superseded_at IS NULL")[0]
+        return None if step is None else int(step)
+
+    def last_checkpoint(self) -> StepRecord | None:
+        """Return the newest step that has a checkpoint; None if there is none."""
+        found = self._steps("superseded_at IS NULL AND checkpoint != '' ORDER BY step DESC LIMIT 1")
+        return found[0] if found else None
+
+    def steps(self) -> list[StepRecord]:
+        """Return every step that is done, in order, without those that were superseded."""
+        return self._steps("superseded_at IS NULL ORDER BY step")
+
+    def superseded_steps(self) -> list[StepRecord]:
+        """Return the steps that a resume from an older checkpoint did over again, in the order they were committed."""
+        return self._steps("superseded_at IS NOT NULL ORDER BY id")
+
+    def refits(self) -> list[RefitRecord]:
+        """Return every refit of a version that still counts, in order."""
+        rows = self._rows(
+            "SELECT step, version, seconds, num_bytes, digests FROM refits WHERE superseded_at IS NULL ORDER BY id"
+        )
+        return [
+            RefitRecord(
+                step=step,
+                version=version,
+                seconds=seconds,
+                num_bytes=num_bytes,
+                digests=msgspec.json.decode(digests, type=dict[str, int]),
+            )
+            for step, version, seconds, num_bytes, digests in rows
+        ]
+
+    def events(self) -> list[tuple[float, str, str]]:
+        """Return what happened to processes, in order: Unix time, member, text."""
+        return [
+            (at, member, text) for at, member, text in self._rows("SELECT at, member, text FROM events ORDER BY id")
+        ]
+
+    def close(self) -> None:
+        """Close the file."""
+        self._connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _rows(self, query: str) -> list[tuple[Any, ...]]:
+        with file_errors(self.folder):
+            return self._connection.execute(query).fetchall()
+
+    def _steps(self, which: str) -> list[StepRecord]:
+        with file_errors(self.folder), snapshot(self._connection):
+            heads = self._rows(f"SELECT id, step, version, checkpoint, committed_at FROM steps WHERE {which}")
+            chosen = f"(SELECT id FROM steps WHERE {which})"
+            metrics = self._rows(f"SELECT step_id, name, value FROM metrics WHERE step_id IN {chosen}")
+            seconds = self._rows(f"SELECT step_id, phase, seconds FROM seconds WHERE step_id IN {chosen}")
+        metrics_of: dict[int, dict[str, float]] = {}
+        for step_id, name, value in metrics:
+            # SQLite has no NaN and stores it as NULL.
+            metrics_of.setdefault(step_id, {})[name] = math.nan if value is None else value
+        seconds_of: dict[int, dict[str, float]] = {}
+        for step_id, phase, value in seconds:
+            seconds_of.setdefault(step_id, {})[phase] = value
+        return [
+            StepRecord(
+                step=step,
+                version=version,
+                metrics=metrics_of.get(step_id, {}),
+                seconds=seconds_of.get(step_id, {}),
+                checkpoint=checkpoint,
+                committed_at=committed_at,
+            )
+            for step_id, step, version, checkpoint, committed_at in heads
+        ]
+
+
+class Journal(JournalReader):
+    """The one writer of a run's journal. It must be used from the thread that opened it."""
+
+    def __init__(self, folder: Path, connection: sqlite3.Connection, lock: int) -> None:
+        self._lock = lock
+        super().__init__(folder, connection)
+
+    @classmethod
+    def create(cls, folder: Path, config_json: bytes, algorithm: str) -> Self:
+        """Start a run in `folder`, which is made if it is not there.
+
+        Raises:
+            RunFolderError: the folder already holds a run, is taken by a running coordinator, or cannot be written.
+
+        """
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunFolderError(f"cannot make the run folder {folder}: {error.strerror}") from error
+        lock = take_folder(folder)
+        try:
+            if (folder / JOURNAL_NAME).exists():
+                raise RunFolderError(
+                    f"{folder} already holds a run: continue it with --resume, or choose another logger.log_dir"
+                )
+            write_new_file(folder, config_json, algorithm)
+            return cls(folder, connect_checked(folder), lock)
+        except BaseException:
+            os.close(lock)
+            raise
+
+    @classmethod
+    def open(cls, folder: Path) -> Self:
+        """Continue the run in `folder`.
+
+        Raises:
+            RunFolderError: there is no run, a coordinator is running in it, or the journal cannot be read.
+
+        """
+        require_journal(folder)
+        lock = take_folder(folder)
+        try:
+            return cls(folder, connect_checked(folder), lock)
+        except BaseException:
+            os.close(lock)
+            raise
+
+    def commit_step(self, record: StepRecord) -> StepRecord:
+        """Write a step, whole, to disk; return it with the time at which it became done.
+
+        Raises:
+            RunFolderError: the disk is full or the file cannot be written; the step is then not in the journal at all.
+
+        """
+        record = msgspec.structs.replace(record, committed_at=time.time())
+        with self._transaction() as connection:
+            cursor = connection.execute(
+                "INSERT INTO steps (step, committed_at, version, checkpoint) VALUES (?, ?, ?, ?)",
+                (record.step, record.committed_at, record.version, record.checkpoint),
+            )
+            step_id = cursor.lastrowid
+            connection.executemany(
+                "INSERT INTO metrics VALUES (?, ?, ?)", [(step_id, *pair) for pair in record.metrics.items()]
+            )
+            connection.executemany(
+                "INSERT INTO seconds VALUES (?, ?, ?)", [(step_id, *pair) for pair in record.seconds.items()]
+            )
+        return record
+
+    def record_refit(self, record: RefitRecord) -> None:
+        """Write that a weight version reached every engine."""
+        # Digests are unsigned 64-bit numbers, which SQLite has not: hence JSON.
+        digests = msgspec.json.encode(record.digests).decode()
+        with self._transaction() as connection:
+            connection.execute(
+                "INSERT INTO refits (at, step, version, seconds, num_bytes, digests) VALUES (?, ?, ?, ?, ?, ?)",
+                (time.time(), record.step, record.version, record.seconds, record.num_bytes, digests),
+            )
+
+    def record_event(self, member: str, text: str) -> None:
+        """Write what happened to a process: joined, lost, failed."""
+        with self._transaction() as connection:
+            connection.execute("INSERT INTO events (at, member, text) VALUES (?, ?, ?)", (time.time(), member, text))
+
+    def record_config(self, config_json: bytes) -> None:
+        """Write the configuration that the run goes on with; the earlier ones stay."""
+        with self._transaction() as connection:
+            connection.execute("INSERT INTO configs (at, json) VALUES (?, ?)", (time.time(), config_json))
+
+    def forget_after(self, step: int) -> int:
+        """Mark what came after `step` as superseded, for a run that goes on from there; return how many steps."""
+        now = time.time()
+        with self._transaction() as connection:
+            for table in ("steps", "refits"):
+                connection.execute(
+                    f"UPDATE {table} SET superseded_at = ? WHERE step > ? AND superseded_at IS NULL", (now, step)
+                )
+            (count,) = connection.execute("SELECT count(*) FROM steps WHERE superseded_at = ?", (now,)).fetchone()
+            return int(count)
+
+    def close(self) -> None:
+        """Close the file and give the folder back."""
+        super().close()
+        os.close(self._lock)
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with file_errors(self.folder):
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._connection
+                self._connection.execute("COMMIT")
+            except BaseException:
+                if self._connection.in_transaction:  # SQLite has already rolled back after some disk errors
+                    self._connection.execute("ROLLBACK")
+                raise
+
+
+def read_journal(folder: Path) -> JournalReader:
+    """Open the journal of `folder` for reading, also while its run is going on.
+
+    Raises:
+        RunFolderError: there is no journal, or it cannot be read.
+
+    """
+    require_journal(folder)
+    connection = connect_checked(folder)
+    connection.execute("PRAGMA query_only = ON")
+    return JournalReader(folder, connection)

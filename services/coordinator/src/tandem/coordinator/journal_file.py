@@ -1,0 +1,173 @@
+"""The file under the journal: its tables, its lock, and how it is opened."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib.metadata
+import os
+import secrets
+import socket
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from tandem.common.errors import RunFolderError
+from tandem.common.messages import PROTOCOL_VERSION
+
+JOURNAL_NAME = "journal.sqlite"
+LOCK_NAME = "lock"
+SCHEMA_VERSION = 1
+"""Raised whenever a table changes; a journal of another version is refused, never guessed at."""
+
+_APPLICATION_ID = 0x54414E44
+"""``TAND``: tells our files from other people's SQLite files."""
+
+_BUSY_TIMEOUT_S = 30.0
+
+_SCHEMA = """
+CREATE TABLE run (
+    run_id TEXT NOT NULL, created_at REAL NOT NULL, algorithm TEXT NOT NULL,
+    protocol_version INTEGER NOT NULL, package_version TEXT NOT NULL
+);
+CREATE TABLE configs (id INTEGER PRIMARY KEY, at REAL NOT NULL, json BLOB NOT NULL);
+CREATE TABLE steps (
+    id INTEGER PRIMARY KEY, step INTEGER NOT NULL, committed_at REAL NOT NULL, version INTEGER NOT NULL,
+    checkpoint TEXT NOT NULL, superseded_at REAL
+);
+CREATE UNIQUE INDEX one_current_step ON steps (step) WHERE superseded_at IS NULL;
+CREATE TABLE metrics (
+    step_id INTEGER NOT NULL REFERENCES steps, name TEXT NOT NULL, value REAL,
+    PRIMARY KEY (step_id, name)
+) WITHOUT ROWID;
+CREATE TABLE seconds (
+    step_id INTEGER NOT NULL REFERENCES steps, phase TEXT NOT NULL, seconds REAL NOT NULL,
+    PRIMARY KEY (step_id, phase)
+) WITHOUT ROWID;
+CREATE TABLE refits (
+    id INTEGER PRIMARY KEY, at REAL NOT NULL, step INTEGER NOT NULL, version INTEGER NOT NULL, seconds REAL NOT NULL,
+    num_bytes INTEGER NOT NULL, digests TEXT NOT NULL, superseded_at REAL
+);
+CREATE TABLE events (id INTEGER PRIMARY KEY, at REAL NOT NULL, member TEXT NOT NULL, text TEXT NOT NULL);
+"""
+
+
+def require_journal(folder: Path) -> None:
+    """Refuse a folder in which no run was begun."""
+    if not (folder / JOURNAL_NAME).is_file():
+        raise RunFolderError(f"{folder} holds no run: there is no {JOURNAL_NAME} in it")
+
+
+def take_folder(folder: Path) -> int:
+    """Lock the folder for this process; return the descriptor that holds the lock."""
+    path = folder / LOCK_NAME
+    try:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise RunFolderError(f"cannot write to the run folder {folder}: {error.strerror}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        holder = os.pread(lock, 256, 0).decode(errors="replace").strip()
+        os.close(lock)
+        by = f" by {holder}" if holder else ""
+        raise RunFolderError(
+            f"{folder} is in use{by}: stop that coordinator or choose another logger.log_dir"
+        ) from error
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    return lock
+
+
+def _connect(path: Path, mode: str) -> sqlite3.Connection:
+    """Open the file; transactions are ours to begin and end."""
+    uri = f"{path.absolute().as_uri()}?mode={mode}"
+    connection = sqlite3.connect(uri, uri=True, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
+    # A rollback journal and not a write-ahead log: run folders lie on network file systems, where the log's shared
+    # memory does not work. FULL syncs before a commit returns.
+    connection.execute("PRAGMA synchronous = FULL")
+    connection.execute("PRAGMA foreign_keys = ON")
+    return connection
+
+
+def connect_checked(folder: Path) -> sqlite3.Connection:
+    """Open an existing journal and make sure that it is one of ours, of this version, and whole."""
+    path = folder / JOURNAL_NAME
+    with file_errors(folder):
+        # Also readers open it for writing where they may: a crash in mid-commit leaves a step to be rolled back.
+        connection = _connect(path, "rw")
+        try:
+            (application_id,) = connection.execute("PRAGMA application_id").fetchone()
+            (version,) = connection.execute("PRAGMA user_version").fetchone()
+            (health,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+        except sqlite3.Error:
+            connection.close()
+            raise
+    problem = ""
+    if application_id != _APPLICATION_ID:
+        problem = f"{path} is no journal of a Tandem run"
+    elif version != SCHEMA_VERSION:
+        problem = (
+            f"{path} has journal version {version}, this release reads version {SCHEMA_VERSION}: "
+            "use the release that began the run"
+        )
+    elif health != "ok":
+        problem = f"{path} is damaged: {' '.join(health.split())}"
+    if problem:
+        connection.close()
+        raise RunFolderError(problem)
+    return connection
+
+
+def write_new_file(folder: Path, config_json: bytes, algorithm: str) -> None:
+    """Make the journal of a new run; it has another name until it is whole, so that a crash leaves no half of one."""
+    unfinished = folder / f"{JOURNAL_NAME}.unfinished"
+    with file_errors(folder):
+        unfinished.unlink(missing_ok=True)
+        with contextlib.closing(_connect(unfinished, "rwc")) as connection:
+            _write_schema(connection, config_json, algorithm)
+        unfinished.rename(folder / JOURNAL_NAME)
+
+
+def _write_schema(connection: sqlite3.Connection, config_json: bytes, algorithm: str) -> None:
+    now = time.time()
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
+    run_id = f"{stamp}-{secrets.token_hex(3)}"
+    connection.execute("BEGIN IMMEDIATE")
+    for statement in _statements(_SCHEMA):
+        connection.execute(statement)
+    connection.execute(
+        "INSERT INTO run VALUES (?, ?, ?, ?, ?)",
+        (run_id, now, algorithm, PROTOCOL_VERSION, importlib.metadata.version("tandem")),
+    )
+    connection.execute("INSERT INTO configs (at, json) VALUES (?, ?)", (now, config_json))
+    connection.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
+    connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+    connection.execute("COMMIT")
+
+
+def _statements(script: str) -> Iterable[str]:
+    """Split a script; `executescript` would commit each statement on its own."""
+    return (statement for statement in script.split(";") if statement.strip())
+
+
+@contextlib.contextmanager
+def snapshot(connection: sqlite3.Connection) -> Iterator[None]:
+    """Let several reads see one state, however much is written beside them."""
+    connection.execute("BEGIN")
+    try:
+        yield
+    finally:
+        connection.execute("COMMIT")
+
+
+@contextlib.contextmanager
+def file_errors(folder: Path) -> Iterator[None]:
+    """Turn what SQLite and the file system complain of into one line that names the file."""
+    try:
+        yield
+    except sqlite3.IntegrityError:
+        raise  # a step committed twice is our bug, not the user's
+    except (sqlite3.Error, OSError) as error:
+        raise RunFolderError(f"cannot use {folder / JOURNAL_NAME}: {error}") from error

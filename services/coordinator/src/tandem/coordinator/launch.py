@@ -1,0 +1,87 @@
+"""Starting, watching and ending the processes that the coordinator launches on its own host."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from tandem.common.messages import ServiceKind
+
+_TERMINATE_GRACE_S = 3.0
+_LOG_TAIL_LINES = 3
+_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""Compute threads sleep while they have nothing to do: training and generation take turns on the same cores, and
+threads that spin would take them from whoever is at work."""
+
+
+class Launched(msgspec.Struct, frozen=True, kw_only=True):
+    """A process the coordinator started."""
+
+    launch_id: str
+    """Its `Hello` carries this, so that the process is known when it joins."""
+    kind: ServiceKind
+    log: Path
+    process: subprocess.Popen[bytes]
+
+    def describe_death(self) -> str:
+        """Say how it ended, with the last lines it wrote."""
+        code = self.process.returncode
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        lines = self.log.read_text(errors="replace").strip().splitlines()[-_LOG_TAIL_LINES:]
+        return f"{how}; last in {self.log}: {' | '.join(lines) or 'nothing'}"
+
+
+class LocalProcesses:
+    """The launched processes. They die with this one, whatever ends it: the kernel sees to that."""
+
+    def __init__(self, coordinator: str, log_folder: Path) -> None:
+        self._coordinator = coordinator
+        self._log_folder = log_folder
+        self._running: dict[str, Launched] = {}
+
+    def start(self, kind: ServiceKind, number: int, environment: Mapping[str, str]) -> Launched:
+        """Start one process; its output goes to ``<kind>-<number>.log`` in the log folder."""
+        launch_id = secrets.token_hex(8)
+        log = self._log_folder / f"{kind}-{number}.log"
+        command = [sys.executable, "-m", f"tandem.{kind}.cli", "--coordinator", self._coordinator]
+        command += ["--launch-id", launch_id, "--launched-by", str(os.getpid())]
+        with log.open("ab") as out:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env={**_ENVIRONMENT, **os.environ, **environment},
+            )
+        launched = Launched(launch_id=launch_id, kind=kind, log=log, process=process)
+        self._running[launch_id] = launched
+        return launched
+
+    def died(self) -> list[Launched]:
+        """Return the processes that ended since the last call."""
+        dead = [launched for launched in self._running.values() if launched.process.poll() is not None]
+        for launched in dead:
+            del self._running[launched.launch_id]
+        return dead
+
+    def stop(self, grace_s: float) -> None:
+        """Wait `grace_s` for the processes to end, then terminate them, then kill them."""
+        self._wait(grace_s)
+        for end in (subprocess.Popen.terminate, subprocess.Popen.kill):
+            for launched in self._running.values():
+                end(launched.process)
+            self._wait(_TERMINATE_GRACE_S)
+
+    def _wait(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while self._running and time.monotonic() < deadline:
+            self.died()
+            time.sleep(0.02)

@@ -1,0 +1,202 @@
+"""The loop that carries out what the plan decides.
+
+It consumes messages from the hub, deaths of launched processes, the clock and Ctrl-C; it turns each into an event for
+`tandem.coordinator.plan` and carries out the actions that come back: orders to processes, journal commits, published
+checkpoints. It waits at most `_POLL_S` at a time, on the hub, and every process that owes an answer has a deadline in
+the plan, so nothing here can wait for ever.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import assert_never
+
+import msgspec
+
+from tandem.common.messages import (
+    Evaluate,
+    Evaluated,
+    Generate,
+    Generated,
+    Order,
+    Refitted,
+    SamplesFinished,
+    Shutdown,
+    Train,
+    Trained,
+    TrainerBuilt,
+)
+from tandem.common.wire import Arrays, Frames, encode
+from tandem.coordinator.feed import Feed
+from tandem.coordinator.launch import LocalProcesses
+from tandem.coordinator.ledger import StepLedger
+from tandem.coordinator.members import Registry
+from tandem.coordinator.plan import (
+    Action,
+    CommitStep,
+    Dispatch,
+    DispatchBatch,
+    DispatchPrompts,
+    Event,
+    Finish,
+    Interrupted,
+    Lost,
+    PublishCheckpoint,
+    Replied,
+    SynchronousPlan,
+    Ticked,
+)
+from tandem.coordinator.recorder import Recorder
+
+_POLL_S = 0.1
+_RESEND_AFTER = 0.5
+"""Share of its deadline after which an unanswered order is sent once more; receivers know a repetition by its id."""
+
+
+class Sent(msgspec.Struct, frozen=True):
+    """An order on its way, kept until it is answered."""
+
+    member: str
+    frames: Frames
+    resend_at: float
+
+
+class Loop:
+    """One run, from the first process that joins to the last that leaves."""
+
+    def __init__(
+        self,
+        plan: SynchronousPlan,
+        registry: Registry,
+        processes: LocalProcesses,
+        feed: Feed,
+        recorder: Recorder,
+    ) -> None:
+        self._plan = plan
+        self._registry = registry
+        self._processes = processes
+        self._feed = feed
+        self._recorder = recorder
+        self._ledger = StepLedger()
+        self._sent: dict[int, Sent] = {}
+        self._interrupts = 0
+        self._finish: Finish | None = None
+
+    def run(self) -> Finish:
+        """Run until the plan finishes; return how it did."""
+        previous = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            while self._finish is None:
+                for event, arrays in self._events():
+                    self._keep(event, arrays)
+                    for action in self._plan.handle(event):
+                        self._carry_out(action)
+                self._recorder.show(self._plan, self._registry)
+            return self._finish
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._interrupts += 1
+
+    def _events(self) -> Iterator[tuple[Event, Arrays]]:
+        """Wait for what happens next, `_POLL_S` at most, and end with a tick."""
+        yield from self._registry.receive(_POLL_S)
+        now = time.monotonic()
+        for launched in self._processes.died():
+            yield Lost(now=now, member=self._registry.name_of(launched), why=launched.describe_death()), {}
+        while self._interrupts:
+            self._interrupts -= 1
+            self._recorder.note("interrupted: finishing or abandoning the step; press Ctrl-C again to stop at once")
+            yield Interrupted(now=now), {}
+        self._resend(now)
+        yield Ticked(now=now), {}
+
+    def _keep(self, event: Event, arrays: Arrays) -> None:
+        """Keep what a reply brings besides the fact that it came."""
+        if not isinstance(event, Replied) or event.reply.command_id not in self._plan.outstanding:
+            return
+        match event.reply:
+            case SamplesFinished() as finished:
+                self._feed.take_samples(finished, arrays)
+                return  # more answers follow
+            case Trained() as trained:
+                self._ledger.trained(trained)
+            case Evaluated() as evaluated:
+                self._ledger.evaluated(evaluated)
+            case Generated() as generated:
+                self._ledger.generated(generated)
+            case Refitted() as refitted:
+                self._ledger.refitted(event.member, refitted)
+            case TrainerBuilt() as built:
+                self._recorder.note(f"{event.member} holds a model of {built.num_parameters / 1e6:.1f}M parameters")
+            case _:
+                pass
+        self._sent.pop(event.reply.command_id, None)
+
+    # --- actions -----------------------------------------------------------------------------------------------------
+
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case Dispatch(member=member, order=order):
+                self._send(member, order, None)
+            case DispatchPrompts():
+                self._send_prompts(action)
+            case DispatchBatch():
+                self._send_batch(action)
+            case PublishCheckpoint(step=step):
+                self._recorder.publish_checkpoint(step, self._ledger.metrics)
+            case CommitStep():
+                self._commit(action)
+            case Finish():
+                self._finish = action
+            case other:
+                assert_never(other)
+
+    def _send(self, member: str, order: Order, arrays: Arrays | None) -> None:
+        frames = encode(order, arrays)
+        resend_at = time.monotonic() + _RESEND_AFTER * order.deadline_s
+        self._sent[order.command_id] = Sent(member, frames, resend_at)
+        self._registry.send(member, frames)
+
+    def _resend(self, now: float) -> None:
+        """Send unanswered orders once more, in case their connection broke on the way."""
+        self._sent = {i: sent for i, sent in self._sent.items() if i in self._plan.outstanding}
+        for command_id, sent in self._sent.items():
+            if now > sent.resend_at:
+                self._registry.send(sent.member, sent.frames)
+                self._sent[command_id] = msgspec.structs.replace(sent, resend_at=float("inf"))
+
+    def _send_prompts(self, action: DispatchPrompts) -> None:
+        order = Generate(
+            command_id=action.command_id,
+            deadline_s=action.deadline_s,
+            step=action.step,
+            purpose=action.purpose,
+            sampling=self._feed.sampling(action.purpose),
+            groups=self._feed.prompt_groups(action.step, action.purpose, action.groups),
+        )
+        self._send(action.member, order, None)
+
+    def _send_batch(self, action: DispatchBatch) -> None:
+        batch, metrics = self._feed.batch(action.step, action.purpose)
+        self._ledger.metrics.update(metrics)
+        make = Train if action.purpose == "train" else Evaluate
+        order = make(command_id=action.command_id, deadline_s=action.deadline_s, step=action.step)
+        self._send(action.member, order, batch.to_frames())
+
+    def _commit(self, action: CommitStep) -> None:
+        self._ledger.metrics.update(self._feed.finish_step(action.step))
+        self._recorder.commit(action, self._ledger)
+        self._ledger = StepLedger()
+
+    def stop(self, reason: str) -> None:
+        """End every process: ask, wait, terminate, kill."""
+        self._registry.broadcast(Shutdown(reason=reason))
+        failed = self._finish is not None and self._finish.outcome == "failed"
+        # After a failure other ranks may sit in a collective operation that nothing will ever complete.
+        self._processes.stop(grace_s=1.0 if failed else 10.0)

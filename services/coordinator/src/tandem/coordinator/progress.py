@@ -1,0 +1,147 @@
+"""What a run shows while it goes on: a live display on a terminal, a line a step anywhere else."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from tandem.common.config import Config
+from tandem.coordinator.journal import StepRecord
+from tandem.coordinator.members import Registry
+from tandem.coordinator.plan import RunShape, SynchronousPlan
+
+_BARS = "▁▂▃▄▅▆▇█"
+_SPARKLINE_WIDTH = 60
+_REFRESH_S = 0.25
+_PHASE_COLOURS = {
+    "generation": "cyan",
+    "policy_training": "magenta",
+    "get_logprobs": "blue",
+    "refit": "yellow",
+    "validation": "green",
+    "checkpointing": "white",
+}
+
+
+def sparkline(values: Sequence[float], width: int = _SPARKLINE_WIDTH) -> str:
+    """Draw values as a line of bars, from their smallest to their largest; neighbours are averaged to fit `width`."""
+    if not values:
+        return ""
+    count = min(width, len(values))
+    edges = [round(i * len(values) / count) for i in range(count + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    low, high = min(means), max(means)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((value - low) * scale)] for value in means)
+
+
+def step_line(record: StepRecord, last_step: int) -> str:
+    """Describe a step that is done in one line."""
+    metrics, seconds = record.metrics, record.seconds
+    parts = [f"step {record.step}/{last_step}"]
+    for name, label in (("reward", "reward"), ("val_accuracy", "held-out accuracy"), ("loss", "loss"), ("kl", "kl")):
+        if name in metrics and not (name == "kl" and metrics[name] == 0.0):
+            parts.append(f"{label} {metrics[name]:.3f}")
+    if "val_loss" in metrics:
+        parts.append(f"held-out loss {metrics['val_loss']:.3f}")
+    if "tokens_per_s" in metrics:
+        parts.append(f"{metrics['tokens_per_s']:,.0f} tokens/s")
+    parts.append(f"{seconds.get('total', 0.0):.2f} s ({shares(seconds)})")
+    return "  ".join(parts)
+
+
+def shares(seconds: Mapping[str, float]) -> str:
+    """Say which share of a step went where, the largest first."""
+    total = seconds.get("total", 0.0)
+    parts = sorted(((s, name) for name, s in seconds.items() if name != "total" and total and s / total > 0.005))
+    return " ".join(f"{name} {s / total:.0%}" for s, name in reversed(parts)) or "no time at all"
+
+
+class Progress:
+    """The display of one run."""
+
+    def __init__(
+        self, config: Config, shape: RunShape, history: Sequence[StepRecord], console: Console | None = None
+    ) -> None:
+        self._title = f"{config.algorithm} · {config.policy.model_name} · {config.logger.log_dir}"
+        self._shape = shape
+        self._records = list(history)
+        self._console = console or Console()
+        self._shown_at = 0.0
+        self._live: Live | None = None
+        if self._console.is_terminal:
+            self._live = Live(console=self._console, auto_refresh=False, transient=True)
+            self._live.start()
+
+    def note(self, text: str) -> None:
+        """Print a line above the display."""
+        self._print(text)
+
+    def commit(self, record: StepRecord) -> None:
+        """Show a step that is done."""
+        self._records.append(record)
+        if self._live is None:
+            self._print(step_line(record, self._shape.last_step))
+
+    def show(self, plan: SynchronousPlan, registry: Registry) -> None:
+        """Bring the live display up to date, a few times a second."""
+        now = time.monotonic()
+        if self._live is None or now - self._shown_at < _REFRESH_S:
+            return
+        self._shown_at = now
+        self._live.update(self.render(plan, registry, now), refresh=True)
+
+    def close(self) -> None:
+        """Give the terminal back, leaving the last step on it."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+            if self._records:
+                self._print(step_line(self._records[-1], self._shape.last_step))
+
+    def render(self, plan: SynchronousPlan, registry: Registry, now: float) -> RenderableType:
+        """Draw the run as it stands."""
+        return Group(
+            Text(f"{self._title}   step {plan.step}/{self._shape.last_step}: {plan.phase.value}", style="bold"),
+            *self._curves(),
+            *self._last_step(),
+            _health(registry, now),
+        )
+
+    def _curves(self) -> list[RenderableType]:
+        lines: list[RenderableType] = []
+        for name, label in (("reward", "reward"), ("val_accuracy", "held-out accuracy"), ("loss", "loss")):
+            values = [record.metrics[name] for record in self._records if name in record.metrics]
+            if values:
+                lines.append(Text(f"{label:>18} {values[-1]:7.3f}  {sparkline(values)}"))
+        return lines
+
+    def _last_step(self) -> list[RenderableType]:
+        if not self._records:
+            return []
+        seconds = self._records[-1].seconds
+        total = seconds.get("total", 0.0) or 1.0
+        bar = Text(f"{'last step':>18} {total:6.2f}s  ")
+        for name, colour in _PHASE_COLOURS.items():
+            bar.append("█" * round(_SPARKLINE_WIDTH * seconds.get(name, 0.0) / total), style=colour)
+        return [bar, Text(f"{'':>27}{shares(seconds)}", style="dim")]
+
+    def _print(self, text: str) -> None:
+        self._console.print(Text(text), soft_wrap=True)
+        sys.stdout.flush()
+
+
+def _health(registry: Registry, now: float) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for heading in ("process", "host", "pid", "last seen", "doing"):
+        table.add_column(heading, style="dim" if heading != "process" else "")
+    for name, member in sorted(registry.members.items()):
+        age = f"{now - member.last_seen:.0f} s ago"
+        table.add_row(name, member.hello.host, str(member.hello.pid), age, member.phase)
+    return table

@@ -1,0 +1,84 @@
+"""What a run leaves behind and shows: journal, checkpoints, metric writers, the live display."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tandem.common.config import Config, config_to_json
+from tandem.common.telemetry import MetricWriters
+from tandem.coordinator.checkpoints import CheckpointFolder, CheckpointRecord
+from tandem.coordinator.journal import Journal, RefitRecord, StepRecord
+from tandem.coordinator.ledger import StepLedger
+from tandem.coordinator.members import Registry
+from tandem.coordinator.plan import CommitStep, SynchronousPlan
+from tandem.coordinator.progress import Progress
+
+
+class Recorder:
+    """Where the loop's results go."""
+
+    def __init__(
+        self,
+        config: Config,
+        journal: Journal,
+        checkpoints: CheckpointFolder,
+        writers: MetricWriters,
+        progress: Progress,
+    ) -> None:
+        self._config = config
+        self._journal = journal
+        self._checkpoints = checkpoints
+        self._writers = writers
+        self._progress = progress
+        self._published: dict[int, str] = {}
+
+    def note(self, text: str) -> None:
+        """Show a line, and keep it in the journal."""
+        self._journal.record_event("coordinator", text)
+        self._progress.note(text)
+
+    def show(self, plan: SynchronousPlan, registry: Registry) -> None:
+        """Bring the live display up to date."""
+        self._progress.show(plan, registry)
+
+    def publish_checkpoint(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Give a written checkpoint its final name; it is ranked by the step's own metric, if it was measured."""
+        name = self._config.checkpointing.metric_name
+        record = CheckpointRecord(
+            step=step,
+            version=step,
+            metric_name=name,
+            metric=metrics.get(name),
+            config_json=config_to_json(self._config).decode(),
+        )
+        self._published[step] = str(self._checkpoints.publish(record))
+
+    def commit(self, action: CommitStep, ledger: StepLedger) -> None:
+        """Write a step to the journal: then it is done. Then write its metrics where people look at them."""
+        seconds = ledger.breakdown(action.seconds)
+        record = StepRecord(
+            step=action.step,
+            version=action.version,
+            metrics=dict(ledger.metrics),
+            seconds=seconds,
+            checkpoint=self._published.get(action.step, ""),
+        )
+        if ledger.refits:
+            self._journal.record_refit(
+                RefitRecord(
+                    step=action.step,
+                    version=action.version,
+                    seconds=seconds.get("refit", 0.0),
+                    num_bytes=sum(refit.num_bytes for refit in ledger.refits.values()),
+                    digests={engine: refit.digest for engine, refit in ledger.refits.items()},
+                )
+            )
+        record = self._journal.commit_step(record)
+        self._writers.write(record.step, record.metrics, record.seconds)
+        self._progress.commit(record)
+
+    def close(self) -> None:
+        """Close the files and give the terminal back."""
+        self._progress.close()
+        self._writers.close()
+        self._journal.close()

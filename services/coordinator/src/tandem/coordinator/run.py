@@ -1,0 +1,214 @@
+"""One run from its configuration to its outcome: everything the loop needs is made here, and undone here."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from tandem.common import wire
+from tandem.common.config import (
+    Config,
+    config_from_json,
+    config_to_json,
+    dump_yaml,
+    load_config,
+    resume_differences,
+)
+from tandem.common.errors import ModelError, RunFolderError
+from tandem.common.telemetry import MetricWriters
+from tandem.common.tokenizer import load_tokenizer, write_new_model
+from tandem.coordinator.algorithms import make_feed
+from tandem.coordinator.checkpoints import CheckpointFolder
+from tandem.coordinator.feed import Feed
+from tandem.coordinator.journal import Journal, read_journal
+from tandem.coordinator.journal_file import JOURNAL_NAME
+from tandem.coordinator.launch import LocalProcesses
+from tandem.coordinator.loop import Loop
+from tandem.coordinator.members import Pulse, Registry
+from tandem.coordinator.plan import Finish, SynchronousPlan
+from tandem.coordinator.progress import Progress
+from tandem.coordinator.recorder import Recorder
+from tandem.coordinator.shape import KINDS, expected_processes, launched_processes, run_shape
+
+Mode = Literal["new", "resume", "restart"]
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a run begins."""
+
+    first_step: int
+    resume_from: str
+    """Checkpoint folder; empty to start from the model."""
+
+
+def run(config: Config, mode: Mode, say: Callable[[str], None]) -> Finish:
+    """Run `config`, and before it the run that makes its model, if that has not been done yet.
+
+    Raises:
+        TandemError: something is wrong that is known before any process starts.
+
+    """
+    if config.prerequisite is not None:
+        finish = _run_prerequisite(config, config.prerequisite, say)
+        if finish is not None and finish.outcome != "finished":
+            return finish
+    _make_model(config, say)
+    feed = make_feed(config, load_tokenizer(config))
+    journal = _open_journal(config, mode, say)
+    try:
+        return _run(config, feed, journal, say)
+    finally:
+        journal.close()
+
+
+def _run_prerequisite(config: Config, path: str, say: Callable[[str], None]) -> Finish | None:
+    """Bring the prerequisite run to its end, from wherever it stands; None if it had ended already."""
+    earlier = load_config(path)
+    folder = Path(earlier.logger.log_dir)
+    has_begun = (folder / JOURNAL_NAME).exists()
+    if has_begun and Path(config.policy.model_name).exists():
+        with read_journal(folder) as journal:
+            last = journal.last_step() or 0
+        tokenizer_config = earlier
+        _make_model(earlier, say)
+        if last >= make_feed(tokenizer_config, load_tokenizer(tokenizer_config)).num_steps:
+            say(f"prerequisite {path}: done before ({last} steps in {folder}), its checkpoint is used again")
+            return None
+    elif Path(config.policy.model_name).exists():
+        return None
+    say(f"prerequisite {path}: making {config.policy.model_name}")
+    finish = run(earlier, "resume" if has_begun else "new", say)
+    if finish.outcome == "finished" and not Path(config.policy.model_name).exists():
+        raise ModelError(
+            f"policy.model_name: the prerequisite {path} has ended, but {config.policy.model_name!r} does not exist"
+        )
+    return finish
+
+
+def _make_model(config: Config, say: Callable[[str], None]) -> None:
+    """Write the folder of a model that is made from scratch; check that any other local model is there."""
+    folder = Path(config.policy.model_name)
+    if folder.exists():
+        if not (folder / "config.json").exists():
+            raise ModelError(f"policy.model_name: {str(folder)!r} holds no config.json, so it is no model")
+        return
+    if config.policy.new_model is None:
+        raise ModelError(
+            f"policy.model_name: {str(folder)!r} does not exist, and neither policy.new_model nor prerequisite makes it"
+        )
+    write_new_model(folder, config.policy.new_model)
+    say(f"new {config.policy.new_model.config['model_type']} model in {folder}")
+
+
+def _open_journal(config: Config, mode: Mode, say: Callable[[str], None]) -> Journal:
+    folder = Path(config.logger.log_dir)
+    if mode == "restart" and (folder / JOURNAL_NAME).exists():
+        _set_aside(folder, say)
+        checkpoints = Path(config.checkpointing.checkpoint_dir)
+        if checkpoints.exists():  # it may lie within the run folder, which has just moved
+            _set_aside(checkpoints, say)
+    if mode != "resume":
+        journal = Journal.create(folder, config_to_json(config), config.algorithm)
+    else:
+        journal = Journal.open(folder)
+        differences = resume_differences(config_from_json(journal.config_json), config)
+        if differences:
+            journal.close()
+            raise RunFolderError(f"cannot resume {folder}: the configuration differs in {', '.join(differences)}")
+        journal.record_config(config_to_json(config))
+    (folder / "config.yaml").write_text(dump_yaml(config))
+    (folder / "logs").mkdir(exist_ok=True)
+    return journal
+
+
+def _set_aside(folder: Path, say: Callable[[str], None]) -> None:
+    """Rename a folder of an earlier run: nothing is lost."""
+    number = next(n for n in range(1, 10_000) if not folder.with_name(f"{folder.name}.{n}").exists())
+    aside = folder.with_name(f"{folder.name}.{number}")
+    shutil.move(folder, aside)
+    say(f"{folder} moved to {aside}")
+
+
+def _where_to_start(journal: Journal, checkpoints: CheckpointFolder) -> Start:
+    """Find the newest checkpoint of a step that is done; what was done after it is done again."""
+    last = journal.last_step()
+    if last is None:
+        return Start(first_step=1, resume_from="")
+    newest = checkpoints.newest(up_to=last)
+    if newest is None:
+        journal.forget_after(-1)
+        return Start(first_step=1, resume_from="")
+    step, folder = newest
+    journal.forget_after(step)
+    return Start(first_step=step + 1, resume_from=str(folder.absolute()))
+
+
+def _run(config: Config, feed: Feed, journal: Journal, say: Callable[[str], None]) -> Finish:
+    checkpoints = CheckpointFolder(
+        Path(config.checkpointing.checkpoint_dir),
+        keep_top_k=config.checkpointing.keep_top_k,
+        higher_is_better=config.checkpointing.higher_is_better,
+    )
+    if config.checkpointing.enabled:
+        checkpoints.prepare()
+    start = _where_to_start(journal, checkpoints)
+    if start.first_step > 1:
+        say(f"resuming at step {start.first_step} from {start.resume_from}")
+    if start.first_step > feed.num_steps:
+        say(f"nothing to do: {journal.folder} has all of its {feed.num_steps} steps")
+        return Finish(outcome="finished")
+    shape = run_shape(
+        config,
+        first_step=start.first_step,
+        last_step=feed.num_steps,
+        num_validation=feed.num_validation,
+        resume_from=start.resume_from,
+        checkpoint_folder=checkpoints.temporary_pattern,
+    )
+    with contextlib.ExitStack() as stack:
+        hub = wire.Hub(config.cluster.address)
+        stack.callback(hub.close)
+        processes = LocalProcesses(hub.address, Path(config.logger.log_dir) / "logs")
+        pulse = Pulse(interval_s=config.cluster.heartbeat_interval_s, timeout_s=config.cluster.heartbeat_timeout_s)
+        registry = Registry(hub, expected_processes(config), config_to_json(config), journal.run_id, pulse)
+        progress = Progress(config, shape, journal.steps())
+        writers = MetricWriters(config)
+        stack.callback(writers.close)
+        stack.callback(progress.close)
+        recorder = Recorder(config, journal, checkpoints, writers, progress)
+        say(_who_runs_where(config, hub.address))
+        loop = Loop(SynchronousPlan(shape, time.monotonic()), registry, processes, feed, recorder)
+        outcome = "failed"
+        try:
+            _launch(config, processes, registry)
+            finish = loop.run()
+            outcome = finish.outcome
+            return finish
+        finally:
+            loop.stop(f"the run {outcome}" if outcome == "finished" else f"the run was {outcome}")
+
+
+def _launch(config: Config, processes: LocalProcesses, registry: Registry) -> None:
+    """Start what the coordinator launches itself; heavy imports of all of them overlap."""
+    for kind, count in launched_processes(config).items():
+        for index in range(count):
+            registry.reserve(processes.start(kind, index, {}), f"{kind}-{index}")
+
+
+def _who_runs_where(config: Config, address: str) -> str:
+    """Say what is launched here, and what to type elsewhere for the rest."""
+    expected, launched = expected_processes(config), launched_processes(config)
+    lines = [f"coordinator listens on {address}"]
+    for kind in KINDS:
+        here, total = launched.get(kind, 0), expected.get(kind, 0)
+        if here:
+            lines.append(f"  {here} {kind} process{'es' if here > 1 else ''} launched here")
+        if total > here:
+            lines.append(f"  {total - here} to be started by hand: {kind} --coordinator {address}")
+    return "\n".join(lines)

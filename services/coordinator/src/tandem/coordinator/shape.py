@@ -1,0 +1,67 @@
+"""From a configuration to the shape of its run: what the plan needs to know, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from tandem.common.config import Config
+from tandem.common.messages import ServiceKind
+from tandem.coordinator.plan import Deadlines, RunShape
+
+KINDS: tuple[ServiceKind, ...] = ("refit", "trainer", "rollout")
+
+
+def expected_processes(config: Config) -> dict[ServiceKind, int]:
+    """Return how many processes of each kind make the run complete; SFT generates nothing and needs no weight plane."""
+    if config.algorithm == "sft":
+        return {"trainer": config.cluster.trainers}
+    return {"refit": 1, "trainer": config.cluster.trainers, "rollout": config.cluster.rollouts}
+
+
+def launched_processes(config: Config) -> dict[ServiceKind, int]:
+    """Return how many of the expected processes the coordinator launches itself."""
+    expected = expected_processes(config)
+    launch = config.cluster.launch
+    if launch == "all":
+        return expected
+    if launch == "none":
+        return dict.fromkeys(expected, 0)
+    wanted: dict[ServiceKind, int] = {
+        "refit": int(launch.refit),
+        "trainer": launch.trainers,
+        "rollout": launch.rollouts,
+    }
+    return {kind: wanted[kind] for kind in expected}
+
+
+def run_shape(
+    config: Config, *, first_step: int, last_step: int, num_validation: int, resume_from: str, checkpoint_folder: str
+) -> RunShape:
+    """Describe the run to its plan."""
+    algorithm: Literal["grpo", "sft"] = "sft" if config.algorithm == "sft" else "grpo"
+    section = config.sft if algorithm == "sft" else config.grpo
+    deadlines = config.cluster.deadlines
+    return RunShape(
+        algorithm=algorithm,
+        expected=expected_processes(config),
+        first_step=first_step,
+        last_step=last_step,
+        num_groups=config.grpo.num_prompts_per_step if algorithm == "grpo" else 0,
+        num_validation_groups=num_validation,
+        validate_every=section.val_period,
+        validate_at_start=section.val_at_start,
+        save_every=config.checkpointing.save_period if config.checkpointing.enabled else 0,
+        resume_from=resume_from,
+        checkpoint_folder=checkpoint_folder,
+        # In synchronous mode no engine generates while a trainer steps.
+        allow_alias=config.refit.alias == "auto",
+        deadlines=Deadlines(
+            join=deadlines.join_s,
+            build=deadlines.build_s,
+            generate=deadlines.generate_s,
+            train=deadlines.train_s,
+            evaluate=deadlines.evaluate_s,
+            refit=deadlines.refit_s,
+            save=deadlines.save_s,
+        ),
+    )

@@ -1,0 +1,1 @@
+"""The weight plane: layouts, transfer plans, copy programs, transports, versions and digests."""

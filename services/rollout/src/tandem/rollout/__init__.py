@@ -1,0 +1,1 @@
+"""The rollout service: prompts to scored samples; engines, environments and rewards."""

@@ -1,0 +1,109 @@
+"""The protocol that every generation engine obeys."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.common.messages import SamplingParameters
+from tandem.refit.layout import Layout
+from tandem.refit.program import TransferProgram
+from tandem.refit.transports import BoundProgram
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence to generate."""
+
+    request_id: int
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParameters
+    seed: int
+    """Unsigned 64-bit. Token ``i`` of the response is a function of the weights, the prefix, the seed and ``i``."""
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """One finished sequence; ``T`` counts the tokens the engine made, the stop token included."""
+
+    request_id: int
+    token_ids_T: NDArray[np.int32]
+    logprobs_T: NDArray[np.float32]
+    """Log-probability of each token under the distribution it was drawn from: temperature, top-k and top-p applied."""
+    versions_T: NDArray[np.int32]
+    """Weight version that made each token."""
+    finish_reason: Literal["stop", "length", "abort"]
+
+
+class Engine(Protocol):
+    """Tokens in, tokens out; weights come in place by refit.
+
+    An engine is driven by one thread. It starts without weights and refuses to step until `apply` has given it a whole
+    version.
+    """
+
+    @property
+    def version(self) -> int | None:
+        """The weight version it holds; None while it holds none, or a torn one."""
+        ...
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests added and neither finished nor aborted."""
+        ...
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request; it joins at the next `step` that has room."""
+        ...
+
+    def step(self) -> list[Completion]:
+        """Make one token for every running request; return those that finished, in request order.
+
+        Raises `RefitError` if the engine holds no whole version.
+        """
+        ...
+
+    def abort(self, request_id: int) -> Completion | None:
+        """Stop a request and return what it has made; None if it is not known."""
+        ...
+
+    def pause(self) -> None:
+        """Keep the requests and their caches, make no token until `resume`."""
+        ...
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        ...
+
+    def layout(self) -> Layout:
+        """Describe the weights it wants, read from the live parameters."""
+        ...
+
+    def install(self, program: TransferProgram) -> BoundProgram:
+        """Open the memory the program reads from and bind it to the parameters. Called again after a trainer restart."""
+        ...
+
+    def apply(self, version: int) -> int:
+        """Run the installed program and hold `version`; return the bytes moved.
+
+        The engine is torn from the first byte to the last: if this raises, `version` is None until a later `apply`
+        succeeds. Raises `RefitError`.
+        """
+        ...
+
+    def digest(self) -> int:
+        """Return the layout-independent digest of the weights it computes with (`tandem.refit.digest`)."""
+        ...
+
+    def sleep(self) -> None:
+        """Release the key-value cache while the device is used for training. Refuses while requests run."""
+        ...
+
+    def wake(self) -> None:
+        """Take the key-value cache back."""
+        ...
+
+    def close(self) -> None:
+        """Release everything."""
+        ...

@@ -1,0 +1,1 @@
+"""Generation engines, one module each, all obeying `tandem.rollout.engine.Engine`."""

@@ -1,0 +1,159 @@
+"""Attention over slots: the one place where the engine's key-value cache meets a Hugging Face model.
+
+A step feeds the model one row of tokens, ``[1, N]``: first the newest token of every running sequence, then the
+prompts that join, end to end. Linear layers see no padding and one matrix product each. Attention is the only layer
+where tokens meet; it is replaced, through `transformers.AttentionInterface`, by `slot_attention`, which knows from the
+`Step` that travels beside the tokens which of them belong together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import transformers
+from numpy.typing import NDArray
+
+from tandem.common.errors import ModelError
+
+ATTENTION_NAME = "tandem_slots"
+
+
+class KeyValueCache:
+    """Keys and values of every slot and layer, ``[S, H, L, D]`` each: slot, key-value head, position, head dimension.
+
+    A layer's memory is taken when it first stores something, in the shapes that the model's own keys and values have,
+    so that any head layout works.
+    """
+
+    def __init__(self, num_slots: int, max_length: int) -> None:
+        self._num_slots = num_slots
+        self._max_length = max_length
+        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory taken so far."""
+        return sum(tensor.nbytes for layer in self._layers.values() for tensor in layer)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that have stored something."""
+        return len(self._layers)
+
+    def layer(self, index: int, key_1HND: torch.Tensor, value_1HND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values ``[S, H, L, D]`` of a layer, made like `key_1HND` and `value_1HND` if it is new."""
+        found = self._layers.get(index)
+        if found is None:
+            found = self._layers[index] = (self._allocate(key_1HND), self._allocate(value_1HND))
+        return found
+
+    def move(self, source_M: NDArray[np.int64], destination_M: NDArray[np.int64], length: int) -> None:
+        """Copy the first `length` positions of each source slot to its destination slot, in every layer."""
+        for keys_SHLD, values_SHLD in self._layers.values():
+            for cached_SHLD in (keys_SHLD, values_SHLD):
+                source_index_M = torch.from_numpy(source_M).to(cached_SHLD.device)
+                destination_index_M = torch.from_numpy(destination_M).to(cached_SHLD.device)
+                window_SHLD = cached_SHLD[:, :, :length]
+                window_SHLD[destination_index_M] = window_SHLD[source_index_M]
+
+    def release(self) -> None:
+        """Give all memory back; the next step takes it again."""
+        self._layers.clear()
+
+    def _allocate(self, like_1HND: torch.Tensor) -> torch.Tensor:
+        _, num_heads, _, head_dim = like_1HND.shape
+        shape = (self._num_slots, num_heads, self._max_length, head_dim)
+        # Zeros, not whatever the memory held: positions beyond a row's length are multiplied by an attention weight
+        # of zero, and zero times NaN would be NaN.
+        if like_1HND.device.type != "cpu":
+            return torch.zeros(shape, dtype=like_1HND.dtype, device=like_1HND.device)
+        # NumPy's zeros come untouched from the operating system: memory is taken page by page as sequences grow.
+        num_bytes = int(np.prod(shape)) * like_1HND.element_size()
+        return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(like_1HND.dtype).view(shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """A prompt within a step's tokens, and the slots that start from it."""
+
+    start: int
+    """Index of its first token in the step's tokens."""
+    length: int
+    first_slot: int
+    num_slots: int
+    """Samples of one prompt group lie side by side and share one pass over the prompt."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """Which tokens of ``[1, N]`` belong together: `num_running` sequences of one new token each, then the prompts."""
+
+    cache: KeyValueCache
+    num_running: int
+    slot_R: torch.Tensor
+    """0 to R - 1: the slots that are running."""
+    position_R: torch.Tensor
+    """Where each running slot's new token goes."""
+    length: int
+    """Positions that attention of the running slots reads: the longest of them, its new token included."""
+    mask_R11L: torch.Tensor
+    """0 where a running slot has a token, minus infinity beyond its end."""
+    prompts: tuple[Prompt, ...]
+
+
+def slot_attention(
+    module: torch.nn.Module,
+    query_1HND: torch.Tensor,
+    key_1HND: torch.Tensor,
+    value_1HND: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    slot_step: Step | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Store the new keys and values in the cache and attend from each token to its own sequence.
+
+    The signature is that of `transformers.AttentionInterface`; returns ``[1, N, H, D]``. Raises `ModelError` for an
+    architecture whose attention differs from scaled dot products.
+    """
+    unknown = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
+    if slot_step is None or unknown:
+        reason = f"its attention needs {unknown[0]}" if unknown else "it does not pass arguments on to its attention"
+        raise ModelError(f"{type(module).__name__}: the embedded engine cannot run this architecture: {reason}")
+    step = slot_step
+    keys_SHLD, values_SHLD = step.cache.layer(int(module.layer_idx), key_1HND, value_1HND)  # type: ignore[arg-type]
+    outputs_NHD: list[torch.Tensor] = []
+    if step.num_running:
+        num = step.num_running
+        keys_SHLD[step.slot_R, :, step.position_R] = key_1HND[0, :, :num].transpose(0, 1)
+        values_SHLD[step.slot_R, :, step.position_R] = value_1HND[0, :, :num].transpose(0, 1)
+        # Query heads that share a key-value head become its query positions: no key is copied.
+        num_heads, head_dim = query_1HND.shape[1], query_1HND.shape[3]
+        query_RHGD = query_1HND[0, :, :num].transpose(0, 1).reshape(num, keys_SHLD.shape[1], -1, head_dim)
+        attended_RHGD = F.scaled_dot_product_attention(
+            query_RHGD,
+            keys_SHLD[:num, :, : step.length],
+            values_SHLD[:num, :, : step.length],
+            attn_mask=step.mask_R11L,
+            scale=scaling,
+        )
+        outputs_NHD.append(attended_RHGD.reshape(num, num_heads, -1))
+    for prompt in step.prompts:
+        tokens = slice(prompt.start, prompt.start + prompt.length)
+        slots = slice(prompt.first_slot, prompt.first_slot + prompt.num_slots)
+        key_1HTD, value_1HTD = key_1HND[:, :, tokens], value_1HND[:, :, tokens]
+        keys_SHLD[slots, :, : prompt.length] = key_1HTD
+        values_SHLD[slots, :, : prompt.length] = value_1HTD
+        attended_1HTD = F.scaled_dot_product_attention(
+            query_1HND[:, :, tokens], key_1HTD, value_1HTD, is_causal=True, scale=scaling, enable_gqa=True
+        )
+        outputs_NHD.append(attended_1HTD[0].transpose(0, 1))
+    output_NHD = outputs_NHD[0] if len(outputs_NHD) == 1 else torch.cat(outputs_NHD)
+    return output_NHD[None], None
+
+
+transformers.AttentionInterface.register(ATTENTION_NAME, slot_attention)

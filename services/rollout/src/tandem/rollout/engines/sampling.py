@@ -1,0 +1,96 @@
+"""Draw one token per row, with log-probabilities of the distribution it was drawn from.
+
+Randomness is counter-based: the uniform number behind token ``i`` of a response is a hash of the request's seed and
+``i``. Nothing else that runs beside a request, and no state of this process, enters it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+_GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Scramble 64-bit words: the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
+    state = (state ^ (state >> np.uint64(30))) * _MIX_1
+    state = (state ^ (state >> np.uint64(27))) * _MIX_2
+    return state ^ (state >> np.uint64(31))
+
+
+def uniforms(seed_B: NDArray[np.uint64], index_B: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return numbers in [0, 1), a function of seed and token index alone: element ``i`` of the seed's stream.
+
+    48 bits, so that a number times a total is below the total in float64. Neighbouring seeds give unrelated streams
+    because the seed is mixed before the counter is added.
+    """
+    with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is the point
+        start_B = _mix(seed_B + _GOLDEN_GAMMA)
+        state_B = _mix(start_B + (index_B.astype(np.uint64) + np.uint64(1)) * _GOLDEN_GAMMA)
+    return (state_B >> np.uint64(16)).astype(np.float64) * 2.0**-48
+
+
+def restrict(logits_BV: torch.Tensor, top_k_B: torch.Tensor, top_p_B: torch.Tensor) -> torch.Tensor:
+    """Return the logits with every token outside top-k and top-p at minus infinity.
+
+    Top-k comes first; top-p then keeps the smallest set of the most probable tokens whose probability, renormalised
+    over the top-k, reaches ``top_p`` (Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020).
+    `top_k_B` is int64 with 0 for no limit, `top_p_B` float32 above 0 and
+    at most 1. Of equal logits the lower token id ranks first, so that
+    exactly ``top_k`` tokens remain.
+    """
+    num_tokens = logits_BV.shape[-1]
+    sorted_BV, order_BV = logits_BV.sort(dim=-1, descending=True, stable=True)
+    rank_V = torch.arange(num_tokens, device=logits_BV.device)
+    limit_B = torch.where(top_k_B > 0, top_k_B, num_tokens)
+    sorted_BV = sorted_BV.masked_fill(rank_V >= limit_B[:, None], -torch.inf)
+    probability_BV = sorted_BV.softmax(dim=-1)
+    before_BV = probability_BV.cumsum(dim=-1) - probability_BV
+    beyond_BV = (before_BV >= top_p_B[:, None]) & (top_p_B[:, None] < 1)
+    sorted_BV = sorted_BV.masked_fill(beyond_BV, -torch.inf)
+    return torch.empty_like(logits_BV).scatter_(-1, order_BV, sorted_BV)
+
+
+def draw(
+    logits_BV: torch.Tensor,
+    uniform_B: NDArray[np.float64],
+    temperature_B: NDArray[np.float32],
+    top_k_B: NDArray[np.int64],
+    top_p_B: NDArray[np.float32],
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Draw a token per row by inverting the cumulative distribution at `uniform_B`.
+
+    The distribution is ``softmax(restrict(logits / temperature))``; at temperature 0 it is the point mass on the
+    largest logit, whose log-probability is 0. Returns token ids and log-probabilities. A row whose logits are not
+    finite gives a log-probability that is not finite.
+    """
+    device = logits_BV.device
+    greedy_B = temperature_B == 0
+    scaled_BV = logits_BV.float()
+    if (temperature_B != 1).any():
+        divisor_B = np.where(greedy_B, np.float32(1), temperature_B)
+        scaled_BV = scaled_BV / torch.from_numpy(divisor_B).to(device)[:, None]
+    is_restricted_B = ((top_k_B > 0) & (top_k_B < logits_BV.shape[-1])) | (top_p_B < 1)
+    if is_restricted_B.any():
+        row_R = np.flatnonzero(is_restricted_B)
+        top_k_R, top_p_R = (torch.from_numpy(array[row_R]).to(device) for array in (top_k_B, top_p_B))
+        row_index_R = torch.from_numpy(row_R).to(device)
+        scaled_BV = scaled_BV.index_copy(0, row_index_R, restrict(scaled_BV[row_index_R], top_k_R, top_p_R))
+    logprob_BV = scaled_BV.log_softmax(dim=-1)
+    # float64, so that summing a large vocabulary does not shift the boundaries between tokens. `right` skips tokens of
+    # probability zero, whose sum equals their predecessor's.
+    cumulative_BV = logprob_BV.exp().cumsum(dim=-1, dtype=torch.float64)
+    target_B1 = torch.from_numpy(uniform_B).to(device)[:, None] * cumulative_BV[:, -1:]
+    token_B1 = torch.searchsorted(cumulative_BV, target_B1, right=True).clamp_(max=logits_BV.shape[-1] - 1)
+    if greedy_B.any():
+        greedy_index_B = torch.from_numpy(greedy_B).to(device)
+        token_B1 = torch.where(greedy_index_B[:, None], scaled_BV.argmax(dim=-1, keepdim=True), token_B1)
+    logprob_B = logprob_BV.gather(-1, token_B1).squeeze(-1).cpu().numpy()
+    # Times zero rather than zero, so that a NaN stays visible.
+    logprobs_B: NDArray[np.float32] = np.where(greedy_B, np.abs(logprob_B * np.float32(0)), logprob_B)
+    tokens_B: NDArray[np.int64] = token_B1.squeeze(-1).cpu().numpy()
+    return tokens_B, logprobs_B

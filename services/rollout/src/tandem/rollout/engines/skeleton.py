@@ -1,0 +1,76 @@
+"""A Hugging Face causal language model without weights, ready to be filled by refit and driven by slots."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.initialization import no_init_weights
+
+from tandem.common.errors import ModelError
+from tandem.refit.layout import Box, Layout, Piece, PrivateMemory, Storage, TensorLayout
+from tandem.rollout.engines.attention import ATTENTION_NAME
+
+_UNSTABLE_ROPE = ("dynamic", "longrope")
+"""Rotary embeddings that turn earlier keys by angles that depend on how long the sequence will become."""
+
+
+def load_skeleton(model_folder: Path, max_length: int, dtype: torch.dtype) -> Any:
+    """Build the causal language model that ``config.json`` in `model_folder` describes, parameters uninitialised.
+
+    Buffers such as rotary frequencies are computed, parameters hold whatever the memory held. Raises `ModelError` if
+    the folder holds no model, or one that slots of `max_length` positions cannot run.
+    """
+    if not (model_folder / "config.json").is_file():
+        raise ModelError(f"{model_folder} holds no model: config.json is missing")
+    try:
+        config = transformers.AutoConfig.from_pretrained(model_folder)
+        _refuse_unsupported(config.get_text_config(), max_length)
+        with no_init_weights():
+            model = transformers.AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=ATTENTION_NAME
+            )
+    except (ValueError, KeyError, OSError) as error:
+        raise ModelError(f"{model_folder}: {' '.join(str(error).split())}") from error
+    model.tie_weights()
+    persistent = [name for name, _ in model.named_buffers() if name in model.state_dict()]
+    if persistent:
+        raise ModelError(f"{model_folder}: the embedded engine cannot receive the buffer {persistent[0]} by refit")
+    return model.eval().requires_grad_(False)
+
+
+def _refuse_unsupported(config: Any, max_length: int) -> None:
+    """Raise `ModelError` for what slots with full attention would compute wrongly."""
+    name = config.model_type
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    unknown = sorted(layer_types - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise ModelError(f"the embedded engine cannot run {name}: it has layers of type {unknown[0]}")
+    slides = "sliding_attention" in layer_types or not layer_types
+    window = getattr(config, "sliding_window", None) if slides else None
+    if window is not None and window < max_length:
+        raise ModelError(
+            f"the embedded engine cannot run {name}: its attention slides over {window} tokens, "
+            f"fewer than the {max_length} of policy.max_total_sequence_length"
+        )
+    rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
+    if rope_type in _UNSTABLE_ROPE:
+        raise ModelError(f"the embedded engine cannot run {name}: rotary embeddings of type {rope_type}")
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        raise ModelError(f"the embedded engine cannot run {name}: its attention caps its logits")
+
+
+def layout_of(model: torch.nn.Module) -> Layout:
+    """Describe a model's live parameters, each one full box in a private storage of its own. Tied ones appear once."""
+    tensors: dict[str, TensorLayout] = {}
+    storages: dict[str, Storage] = {}
+    for name, parameter in model.named_parameters():
+        shape = tuple(parameter.shape)
+        strides = tuple(stride * parameter.element_size() for stride in parameter.stride())
+        piece = Piece(box=Box(start=(0,) * len(shape), shape=shape), parameter=name, offset=0, strides=strides)
+        tensors[name] = TensorLayout(shape=shape, dtype=str(parameter.dtype).removeprefix("torch."), pieces=(piece,))
+        storages[name] = Storage(num_bytes=parameter.numel() * parameter.element_size(), address=PrivateMemory())
+    return Layout(host=socket.gethostname(), tensors=tensors, storages=storages)

@@ -1,0 +1,124 @@
+"""What the engine knows of each running sequence, as arrays over slots.
+
+Running sequences fill the slots 0 to ``num_running`` - 1 without holes, so that a step works on slices and never on a
+mask of live rows. Everything a step needs is an array; Python objects are touched only when a sequence joins or ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.rollout.engine import Completion, Request
+from tandem.rollout.engines.stopping import StopStrings
+
+NO_TOKEN = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class Sequence:
+    """A request on its way through the engine."""
+
+    request: Request
+    arrival: int
+    """Requests in the order they were added; the order in which finished ones are returned."""
+    max_new_tokens: int
+    """The request's own limit, or what the context leaves."""
+    stop_strings: StopStrings | None
+
+
+class Slots:
+    """The state of `num_slots` slots; every array has one row a slot, of which the first `num_running` are live."""
+
+    def __init__(self, num_slots: int, max_length: int) -> None:
+        self.num_slots = num_slots
+        self.num_running = 0
+        self.sequences: list[Sequence] = []
+        self.length_S = np.zeros(num_slots, np.int64)
+        """Positions of the slot's sequence that are in the key-value cache."""
+        self.last_token_S = np.zeros(num_slots, np.int64)
+        """The newest token; it enters the cache in the next step."""
+        self.num_new_S = np.zeros(num_slots, np.int64)
+        self.max_new_S = np.zeros(num_slots, np.int64)
+        self.seed_S = np.zeros(num_slots, np.uint64)
+        self.temperature_S = np.zeros(num_slots, np.float32)
+        self.top_k_S = np.zeros(num_slots, np.int64)
+        self.top_p_S = np.zeros(num_slots, np.float32)
+        self.watches_text_S = np.zeros(num_slots, np.bool_)
+        """Whether the request has stop strings."""
+        self.stop_id_SK = np.full((num_slots, 1), NO_TOKEN, np.int64)
+        """Stop token ids, padded with `NO_TOKEN`."""
+        self.token_ST = np.zeros((num_slots, max_length), np.int32)
+        self.logprob_ST = np.zeros((num_slots, max_length), np.float32)
+        self.version_ST = np.zeros((num_slots, max_length), np.int32)
+
+    def join(self, sequence: Sequence) -> None:
+        """Give the sequence the next slot, its prompt counted as cached."""
+        slot = self.num_running
+        assert slot < self.num_slots
+        sampling = sequence.request.sampling
+        self.length_S[slot] = len(sequence.request.prompt_ids)
+        self.num_new_S[slot] = 0
+        self.max_new_S[slot] = sequence.max_new_tokens
+        self.seed_S[slot] = sequence.request.seed
+        self.temperature_S[slot] = sampling.temperature
+        self.top_k_S[slot] = sampling.top_k
+        self.top_p_S[slot] = sampling.top_p
+        self.watches_text_S[slot] = sequence.stop_strings is not None
+        num_missing = len(sampling.stop_token_ids) - self.stop_id_SK.shape[1]
+        if num_missing > 0:
+            self.stop_id_SK = np.pad(self.stop_id_SK, ((0, 0), (0, num_missing)), constant_values=NO_TOKEN)
+        self.stop_id_SK[slot] = NO_TOKEN
+        self.stop_id_SK[slot, : len(sampling.stop_token_ids)] = sampling.stop_token_ids
+        self.sequences.append(sequence)
+        self.num_running += 1
+
+    def record(self, token_R: NDArray[np.int64], logprob_R: NDArray[np.float32], version: int) -> NDArray[np.bool_]:
+        """Append a token to every running slot; return which of them it stopped, by token id or by text."""
+        num = self.num_running
+        slot_R = np.arange(num)
+        index_R = self.num_new_S[:num]
+        self.token_ST[slot_R, index_R] = token_R
+        self.logprob_ST[slot_R, index_R] = logprob_R
+        self.version_ST[slot_R, index_R] = version
+        self.last_token_S[:num] = token_R
+        self.num_new_S[:num] += 1
+        stopped_R: NDArray[np.bool_] = (self.stop_id_SK[:num] == token_R[:, None]).any(axis=1)
+        for slot in np.flatnonzero(self.watches_text_S[:num]).tolist():
+            stop_strings = self.sequences[slot].stop_strings
+            assert stop_strings is not None
+            if stop_strings.push(int(token_R[slot])):
+                stopped_R[slot] = True
+        return stopped_R
+
+    def completion(self, slot: int, finish_reason: Literal["stop", "length", "abort"]) -> Completion:
+        """Copy out what the slot's sequence has made."""
+        num_new = int(self.num_new_S[slot])
+        return Completion(
+            request_id=self.sequences[slot].request.request_id,
+            token_ids_T=self.token_ST[slot, :num_new].copy(),
+            logprobs_T=self.logprob_ST[slot, :num_new].copy(),
+            versions_T=self.version_ST[slot, :num_new].copy(),
+            finish_reason=finish_reason,
+        )
+
+    def leave(self, slot_F: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Free these slots and move the last running ones into the holes; return moved slots: from where, to where."""
+        num_left = self.num_running - len(slot_F)
+        keeps_S = np.ones(self.num_running, np.bool_)
+        keeps_S[slot_F] = False
+        hole_M = np.flatnonzero(~keeps_S[:num_left])
+        source_M = num_left + np.flatnonzero(keeps_S[num_left:])
+        for array in self._arrays():
+            array[hole_M] = array[source_M]
+        for source, hole in zip(source_M.tolist(), hole_M.tolist(), strict=True):
+            self.sequences[hole] = self.sequences[source]
+        del self.sequences[num_left:]
+        self.num_running = num_left
+        return source_M, hole_M
+
+    def _arrays(self) -> list[NDArray[np.generic]]:
+        return [value for value in vars(self).values() if isinstance(value, np.ndarray)]

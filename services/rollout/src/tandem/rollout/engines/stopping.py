@@ -1,0 +1,41 @@
+"""Stop strings: notice, while tokens come one by one, that the text now holds one of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import tokenizers
+from tokenizers.decoders import DecodeStream
+
+from tandem.common.errors import ModelError
+
+
+def load_detokenizer(model_folder: Path) -> tokenizers.Tokenizer:
+    """Load ``tokenizer.json`` of a model folder. Raises `ModelError` if there is none."""
+    path = model_folder / "tokenizer.json"
+    if not path.is_file():
+        raise ModelError(f"stop strings need a tokenizer, and {path} does not exist")
+    return tokenizers.Tokenizer.from_file(str(path))
+
+
+class StopStrings:
+    """Watches one response. The decoder holds back text until it is whole, so a split UTF-8 character cannot match."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, stop_strings: tuple[str, ...]) -> None:
+        self._tokenizer = tokenizer
+        self._stop_strings = stop_strings
+        self._num_kept = max(len(stop_string) for stop_string in stop_strings) - 1
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._tail = ""
+
+    def push(self, token_id: int) -> bool:
+        """Add a token; return whether a stop string is now complete."""
+        text = self._stream.step(self._tokenizer, token_id)
+        if not text:
+            return False
+        self._tail += text
+        if any(stop_string in self._tail for stop_string in self._stop_strings):
+            return True
+        # A match that ends later can begin in no more than this much of the past.
+        self._tail = self._tail[max(0, len(self._tail) - self._num_kept) :]
+        return False

@@ -1,0 +1,333 @@
+"""The embedded engine: any Hugging Face causal language model, decoded in slots inside the rollout process."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import tokenizers
+import torch
+from numpy.typing import NDArray
+
+from tandem.common.errors import DataError, ModelError, RefitError
+from tandem.refit.digest import combine, digest_box
+from tandem.refit.layout import Box, Layout
+from tandem.refit.program import TransferProgram
+from tandem.refit.transports import BoundProgram, shm
+from tandem.rollout.engine import Completion, Request
+from tandem.rollout.engines.attention import KeyValueCache, Prompt, Step
+from tandem.rollout.engines.sampling import draw, uniforms
+from tandem.rollout.engines.skeleton import layout_of, load_skeleton
+from tandem.rollout.engines.slots import Sequence, Slots
+from tandem.rollout.engines.stopping import StopStrings, load_detokenizer
+
+MAX_PROMPT_TOKENS_PER_STEP = 8192
+"""Prompt tokens that join in one step, unless a single prompt is longer: bounds the memory of a step."""
+
+
+class TransformersEngine:
+    """Continuous batching over a fixed number of slots; obeys `tandem.rollout.engine.Engine`.
+
+    Each `step` is one forward pass over the newest token of every running sequence and the prompts that join; see
+    `tandem.rollout.engines.attention`. The model has no weights until `install` and `apply`.
+    """
+
+    def __init__(
+        self,
+        model_folder: Path,
+        *,
+        num_slots: int,
+        max_total_sequence_length: int,
+        dtype: Literal["float32", "bfloat16"],
+        num_threads: int | None = None,
+    ) -> None:
+        """Build the model of `model_folder` without weights.
+
+        `num_slots` sequences run at once, each of at most `max_total_sequence_length` tokens, prompt included.
+        `num_threads` sets the threads of this process (None leaves them). Raises `ModelError`.
+        """
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        self._model_folder = model_folder
+        self._max_length = max_total_sequence_length
+        self._model = load_skeleton(model_folder, max_total_sequence_length, getattr(torch, dtype))
+        self._cache = KeyValueCache(num_slots, max_total_sequence_length)
+        self._slots = Slots(num_slots, max_total_sequence_length)
+        self._queue: deque[Sequence] = deque()
+        self._num_arrived = 0
+        self._program: BoundProgram | None = None
+        self._aliased: set[str] = set()
+        """Parameters that the installed program has re-pointed at the trainer's memory."""
+        self._version: int | None = None
+        self._is_paused = False
+        self._is_asleep = False
+        self._detokenizer: tokenizers.Tokenizer | None = None
+        self._probe()
+
+    @property
+    def version(self) -> int | None:
+        """The weight version it holds; None while it holds none, or a torn one."""
+        return self._version
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests added and neither finished nor aborted."""
+        return len(self._queue) + self._slots.num_running
+
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        """Return the live parameters by name, tied ones once."""
+        return dict(self._model.named_parameters())
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request; it joins at the next `step` that has room. Raises `DataError` if it can make no token."""
+        num_prompt = len(request.prompt_ids)
+        if num_prompt == 0:
+            raise DataError(f"request {request.request_id}: the prompt is empty")
+        if num_prompt >= self._max_length:
+            raise DataError(
+                f"request {request.request_id}: a prompt of {num_prompt} tokens leaves no room to generate within "
+                f"policy.max_total_sequence_length={self._max_length}"
+            )
+        self._queue.append(
+            Sequence(
+                request=request,
+                arrival=self._num_arrived,
+                max_new_tokens=min(request.sampling.max_new_tokens, self._max_length - num_prompt),
+                stop_strings=self._stop_strings(request.sampling.stop_strings),
+            )
+        )
+        self._num_arrived += 1
+
+    def step(self) -> list[Completion]:
+        """Make one token for every running request; return those that finished, in request order.
+
+        Raises `RefitError` if the engine holds no whole version, `ModelError` if its weights give a probability that
+        is not a number.
+        """
+        if self._version is None:
+            raise RefitError("the engine holds no whole weight version: it serves no token until a refit has succeeded")
+        if self._is_asleep:
+            raise RuntimeError("step called while the engine sleeps")
+        if self._is_paused or not self.num_unfinished:
+            return []
+        slots = self._slots
+        logits_RV = self._forward()
+        num = slots.num_running
+        token_R, logprob_R = draw(
+            logits_RV,
+            uniforms(slots.seed_S[:num], slots.num_new_S[:num]),
+            slots.temperature_S[:num],
+            slots.top_k_S[:num],
+            slots.top_p_S[:num],
+        )
+        if not np.isfinite(logprob_R).all():
+            raise ModelError(f"weight version {self._version} gives probabilities that are not numbers")
+        stopped_R = slots.record(token_R, logprob_R, self._version)
+        finished_F = np.flatnonzero(stopped_R | (slots.num_new_S[:num] >= slots.max_new_S[:num]))
+        return self._retire(finished_F, ["stop" if stopped_R[slot] else "length" for slot in finished_F.tolist()])
+
+    def abort(self, request_id: int) -> Completion | None:
+        """Stop a request and return what it has made; None if it is not known."""
+        for slot, sequence in enumerate(self._slots.sequences):
+            if sequence.request.request_id == request_id:
+                return self._retire(np.array([slot]), ["abort"])[0]
+        for sequence in self._queue:
+            if sequence.request.request_id == request_id:
+                self._queue.remove(sequence)
+                nothing_T = np.zeros(0, np.int32)
+                return Completion(
+                    request_id=request_id,
+                    token_ids_T=nothing_T,
+                    logprobs_T=nothing_T.astype(np.float32),
+                    versions_T=nothing_T,
+                    finish_reason="abort",
+                )
+        return None
+
+    def pause(self) -> None:
+        """Keep the requests and their caches, make no token until `resume`."""
+        self._is_paused = True
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self._is_paused = False
+
+    def layout(self) -> Layout:
+        """Describe the weights it wants, read from the live parameters."""
+        return layout_of(self._model)
+
+    def install(self, program: TransferProgram) -> BoundProgram:
+        """Open the memory the program reads from and bind it to the parameters. Called again after a trainer restart.
+
+        The engine holds no version until the next `apply`. Raises `RefitError`.
+        """
+        self._version = None
+        parameters = self.parameters()
+        aliased = {alias.destination for alias in program.aliases}
+        for name in self._aliased - aliased:
+            # It still lies in the trainer's memory, which cannot be written: a copy into it would fault.
+            parameters[name].data = torch.empty_like(parameters[name])
+        self._aliased = aliased
+        bound = shm.bind(program, parameters)
+        self.use(bound)
+        return bound
+
+    def use(self, program: BoundProgram) -> None:
+        """Take a program that is bound to `parameters` already; closes the one before it."""
+        self._version = None
+        if self._program is not None:
+            self._program.close()
+        self._program = program
+
+    def apply(self, version: int) -> int:
+        """Run the installed program and hold `version`; return the bytes moved.
+
+        Requests that run go on with their caches; their tokens carry the new version from here on. If this raises
+        `RefitError`, `version` is None until a later `apply` succeeds.
+        """
+        if self._program is None:
+            raise RefitError("no transfer program is installed")
+        self._version = None
+        num_bytes = self._program.run()
+        self._version = version
+        return num_bytes
+
+    def digest(self) -> int:
+        """Return the layout-independent digest of the weights it computes with (`tandem.refit.digest`)."""
+        return combine(
+            *(
+                digest_box(name, tuple(parameter.shape), Box((0,) * parameter.dim(), tuple(parameter.shape)), parameter)
+                for name, parameter in self.parameters().items()
+            )
+        )
+
+    def sleep(self) -> None:
+        """Release the key-value cache. Refuses while requests run."""
+        if self.num_unfinished:
+            raise RuntimeError(f"sleep called while {self.num_unfinished} requests are unfinished")
+        self._cache.release()
+        self._is_asleep = True
+
+    def wake(self) -> None:
+        """Take the key-value cache back; its memory is taken as sequences need it."""
+        self._is_asleep = False
+
+    def close(self) -> None:
+        """Release everything."""
+        self._version = None
+        if self._program is not None:
+            self._program.close()
+            self._program = None
+        self._queue.clear()
+        self._cache.release()
+
+    def _stop_strings(self, stop_strings: tuple[str, ...]) -> StopStrings | None:
+        if not stop_strings:
+            return None
+        if self._detokenizer is None:
+            self._detokenizer = load_detokenizer(self._model_folder)
+        return StopStrings(self._detokenizer, stop_strings)
+
+    def _admit(self) -> list[list[Sequence]]:
+        """Take the requests that join now off the queue, grouped by prompt, in the order of the queue."""
+        groups: dict[tuple[int, ...], list[Sequence]] = {}
+        num_tokens = 0
+        num_free = self._slots.num_slots - self._slots.num_running
+        while self._queue and num_free:
+            prompt_ids = self._queue[0].request.prompt_ids
+            if prompt_ids not in groups:
+                num_tokens += len(prompt_ids)
+                if groups and num_tokens > MAX_PROMPT_TOKENS_PER_STEP:
+                    break
+            groups.setdefault(prompt_ids, []).append(self._queue.popleft())
+            num_free -= 1
+        return list(groups.values())
+
+    def _forward(self) -> torch.Tensor:
+        """Run the model over what is due; return the logits ``[R, V]`` of every running slot's next token."""
+        slots, device = self._slots, self._model.device
+        num_decoding = slots.num_running
+        length_R = slots.length_S[:num_decoding].copy()
+        slots.length_S[:num_decoding] += 1
+        token_parts = [slots.last_token_S[:num_decoding]]
+        position_parts = [length_R]
+        prompts: list[Prompt] = []
+        start = num_decoding
+        for group in self._admit():
+            prompt_ids = group[0].request.prompt_ids
+            prompts.append(Prompt(start, len(prompt_ids), slots.num_running, len(group)))
+            for sequence in group:
+                slots.join(sequence)
+            token_parts.append(np.array(prompt_ids, np.int64))
+            position_parts.append(np.arange(len(prompt_ids)))
+            start += len(prompt_ids)
+        with torch.inference_mode():
+            step = self._plan(length_R, tuple(prompts))
+            output = self._model(
+                input_ids=torch.from_numpy(np.concatenate(token_parts))[None].to(device),
+                position_ids=torch.from_numpy(np.concatenate(position_parts))[None].to(device),
+                use_cache=False,
+                logits_to_keep=_last_tokens(num_decoding, prompts).to(device) if prompts else 0,
+                slot_step=step,
+            )
+            logits_KV: torch.Tensor = output.logits[0]
+            if not prompts:
+                return logits_KV
+            num_rows = np.array([1] * num_decoding + [prompt.num_slots for prompt in prompts])
+            row_R = torch.from_numpy(np.repeat(np.arange(len(num_rows)), num_rows)).to(device)
+            return logits_KV.index_select(0, row_R)
+
+    def _plan(self, length_R: NDArray[np.int64], prompts: tuple[Prompt, ...]) -> Step:
+        num = len(length_R)
+        position_R = torch.from_numpy(length_R).to(self._model.device)
+        length = int(length_R.max()) + 1 if num else 0
+        beyond_RL = torch.arange(length, device=position_R.device) > position_R[:, None]
+        mask_RL = torch.zeros(beyond_RL.shape, dtype=self._model.dtype, device=position_R.device)
+        return Step(
+            cache=self._cache,
+            num_running=num,
+            slot_R=torch.arange(num, device=position_R.device),
+            position_R=position_R,
+            length=length,
+            mask_R11L=mask_RL.masked_fill_(beyond_RL, -torch.inf)[:, None, None, :],
+            prompts=prompts,
+        )
+
+    def _retire(
+        self, slot_F: NDArray[np.int64], finish_reasons: list[Literal["stop", "length", "abort"]]
+    ) -> list[Completion]:
+        """Complete these slots and close the holes they leave; return completions in request order."""
+        if not len(slot_F):
+            return []
+        slots = self._slots
+        arrivals = [slots.sequences[slot].arrival for slot in slot_F.tolist()]
+        completions = [slots.completion(slot, why) for slot, why in zip(slot_F.tolist(), finish_reasons, strict=True)]
+        source_M, destination_M = slots.leave(slot_F)
+        if len(source_M):
+            with torch.inference_mode():
+                self._cache.move(source_M, destination_M, int(slots.length_S[destination_M].max()))
+        return [completions[index] for index in np.argsort(arrivals).tolist()]
+
+    def _probe(self) -> None:
+        """Run two tokens through the skeleton, so that an architecture that slots cannot run is refused now."""
+        num_layers = self._model.config.get_text_config().num_hidden_layers
+        cache = KeyValueCache(1, 2)
+        no_rows = torch.zeros(0, dtype=torch.int64)
+        step = Step(cache, 0, no_rows, no_rows, 0, torch.zeros(0, 1, 1, 0), (Prompt(0, 2, 0, 1),))
+        tokens_12 = torch.zeros((1, 2), dtype=torch.int64)
+        with torch.inference_mode():
+            self._model(input_ids=tokens_12, position_ids=torch.arange(2)[None], use_cache=False, slot_step=step)
+        if cache.num_layers != num_layers:
+            raise ModelError(
+                f"{self._model_folder}: the embedded engine cannot run {self._model.config.model_type}: only "
+                f"{cache.num_layers} of its {num_layers} layers use the attention interface of transformers"
+            )
+
+
+def _last_tokens(num_decoding: int, prompts: list[Prompt]) -> torch.Tensor:
+    """Return which tokens of a step predict something that is drawn: the running ones, and the end of each prompt."""
+    ends = np.array([prompt.start + prompt.length - 1 for prompt in prompts], np.int64)
+    return torch.from_numpy(np.concatenate([np.arange(num_decoding), ends]))

@@ -1,0 +1,23 @@
+"""Scoring by equality with the reference answer."""
+
+from __future__ import annotations
+
+from tandem.common.messages import Problem
+from tandem.rollout.environments.answers import answer_in
+from tandem.rollout.environments.environment import Score
+
+
+class ExactMatch:
+    """One for the reference answer, zero for anything else; white space at both ends does not count."""
+
+    def __init__(self, *, answer_after: str | None = None, ignore_case: bool = False) -> None:
+        """`answer_after`: the answer is what follows the last occurrence of this text in the response."""
+        self._answer_after = answer_after
+        self._ignore_case = ignore_case
+
+    def score(self, problem: Problem, response: str) -> Score:
+        """Compare."""
+        given, wanted = answer_in(response, self._answer_after), problem.answer.strip()
+        if self._ignore_case:
+            given, wanted = given.casefold(), wanted.casefold()
+        return Score(reward=float(given == wanted), correct=given == wanted)

@@ -1,0 +1,36 @@
+"""Scoring reasoning-gym problems with the scorer of their own task."""
+
+from __future__ import annotations
+
+import reasoning_gym
+
+from tandem.common.messages import Problem
+from tandem.rollout.environments.answers import answer_in
+from tandem.rollout.environments.environment import Score
+
+_SOLVED = 0.99
+"""Scorers give partial credit; from here on a response counts as solved."""
+
+
+class ReasoningGym:
+    """The reward that reasoning-gym gives."""
+
+    def __init__(self, task: str, *, answer_after: str | None = None, partial_credit: bool = True) -> None:
+        """Find the task's scorer.
+
+        Args:
+            task: name of the reasoning-gym task.
+            answer_after: the answer is what follows the last occurrence of this text in the response.
+            partial_credit: whether a score below solved counts, or is zero.
+
+        """
+        self._score = reasoning_gym.get_score_answer_fn(task)
+        self._answer_after = answer_after
+        self._partial_credit = partial_credit
+
+    def score(self, problem: Problem, response: str) -> Score:
+        """Ask the task's scorer."""
+        entry = {"question": problem.question, "answer": problem.answer, "metadata": problem.metadata}
+        score = float(self._score(answer_in(response, self._answer_after), entry))
+        correct = score >= _SOLVED
+        return Score(reward=score if correct or self._partial_credit else 0.0, correct=correct)

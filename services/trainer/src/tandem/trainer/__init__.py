@@ -1,0 +1,1 @@
+"""The trainer service: one process a rank; policy, reference, optimizer and checkpoints."""

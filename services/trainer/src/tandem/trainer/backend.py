@@ -1,0 +1,77 @@
+"""The protocol that every training backend obeys: one object a rank, holding its share of model and optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal, Protocol
+
+import msgspec
+import torch
+
+from tandem.refit.layout import Layout
+from tandem.trainer.packing import MicroBatch
+
+LossOfMicroBatch = Callable[[MicroBatch, torch.Tensor, torch.Tensor], torch.Tensor]
+"""From a micro-batch, ``logprobs_BT`` with gradient and ``entropy_BT`` without, to a scalar loss whose sum over all
+micro-batches of all ranks is the loss of the global batch."""
+
+WhichModel = Literal["policy", "reference"]
+
+
+class OptimizerStep(msgspec.Struct, frozen=True, kw_only=True):
+    """What one optimizer step did, equal on every rank."""
+
+    loss: float
+    """Of the global batch."""
+    grad_norm: float
+    """Euclidean norm over all parameters before clipping."""
+    learning_rate: float
+
+
+class Backend(Protocol):
+    """A rank's policy, optional frozen reference, and optimizer."""
+
+    data_parallel_rank: int
+    data_parallel_size: int
+    num_parameters: int
+    """Of the whole model."""
+    device: torch.device
+
+    def train_step(self, micro_batches: Sequence[MicroBatch], loss: LossOfMicroBatch) -> OptimizerStep:
+        """Forward and backward over this rank's micro-batches, clip, and step optimizer and schedule once.
+
+        Raises `TrainingError`, with the weights unchanged, if the loss or the gradient is not a finite number.
+        """
+        ...
+
+    def logprobs(self, micro_batches: Sequence[MicroBatch], model: WhichModel) -> list[torch.Tensor]:
+        """Return ``logprobs_BT`` without gradient for each micro-batch, aligned with its ``token_ids_BT``.
+
+        Position ``t`` holds the log-probability of token ``t`` given the tokens before it, at the sampling temperature;
+        positions whose token does not count in the loss hold zero.
+        """
+        ...
+
+    def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
+        """Add a float64 tensor over the data-parallel ranks."""
+        ...
+
+    def layout(self) -> Layout:
+        """Describe the weights this rank holds, all of them in memory that the host's engines can open."""
+        ...
+
+    def digest(self) -> int:
+        """Return this rank's share of the layout-independent digest (replicas count once)."""
+        ...
+
+    def save(self, folder: Path) -> int:
+        """Write ``policy/`` (Hugging Face format) and ``optimizer/`` under `folder`; return the bytes written here.
+
+        Raises `CheckpointError`; every rank raises if one does.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release models and optimizer."""
+        ...

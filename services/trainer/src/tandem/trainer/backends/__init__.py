@@ -1,0 +1,1 @@
+"""Training backends, one module each, all obeying `tandem.trainer.backend.Backend`."""

@@ -1,0 +1,238 @@
+"""Data-parallel training with FSDP2: parameters, gradients and optimizer state sharded over the ranks.
+
+Parameters are float32 whatever the precision of the passes; on the CPU they lie in shared memory for as long as the
+backend lives, at the same addresses, so that engines can copy straight out of them or read them in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from tandem.common.config import Config
+from tandem.common.errors import CheckpointError, ModelError, TrainingError
+from tandem.refit.layout import Layout
+from tandem.trainer import checkpoints
+from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep, WhichModel
+from tandem.trainer.backends import shards
+from tandem.trainer.models import TokenScorer, checkpoint_activations, decoder_layers, load_model
+from tandem.trainer.optimizers import advance, make_optimizer, make_scheduler
+from tandem.trainer.packing import MicroBatch
+
+_NUM_STEPS = "num_optimizer_steps"
+
+
+class DTensorBackend:
+    """One rank of the default process group; obeys `tandem.trainer.backend.Backend`.
+
+    The policy starts from ``policy.model_name`` or, where given, from a checkpoint of Tandem. The reference, which
+    exists only if the loss has a KL penalty, is always ``policy.model_name``: the policy before any training.
+
+    Raises `ModelError`, `ConfigError` (optimizer or schedule) or `CheckpointError`.
+    """
+
+    def __init__(self, config: Config, *, checkpoint: Path | None) -> None:
+        self._config = config
+        self.data_parallel_rank = dist.get_rank()
+        self.data_parallel_size = dist.get_world_size()
+        self.device = _device(self.data_parallel_rank)
+        self._dtype: torch.dtype = getattr(torch, config.policy.precision)
+        # A temperature of zero is greedy decoding, whose distribution has no gradient; SFT samples nothing.
+        self._temperature = (config.policy.generation.temperature or 1.0) if config.algorithm == "grpo" else 1.0
+        self._mesh = init_device_mesh(self.device.type, (self.data_parallel_size,), mesh_dim_names=("data",))
+
+        source = config.policy.model_name if checkpoint is None else str(checkpoint / checkpoints.POLICY)
+        self._policy = load_model(source, config, torch.float32)
+        if config.policy.activation_checkpointing_enabled or config.policy.dtensor_cfg.activation_checkpointing:
+            checkpoint_activations(self._policy)
+        _shard(self._policy, self._mesh, self._dtype)
+        self._scorers = {"policy": TokenScorer(self._policy, self._temperature)}
+        self._parameters: dict[str, DTensor] = dict(self._policy.named_parameters())
+        self.num_parameters = sum(parameter.numel() for parameter in self._parameters.values())
+        shards.share(self._parameters)
+        if config.algorithm == "grpo" and config.loss_fn.reference_policy_kl_penalty > 0:
+            self._scorers["reference"] = self._reference()
+        if checkpoint is None:
+            self._start_optimizer(num_steps=0)
+        else:
+            self._load_optimizer(checkpoint)
+
+    def train_step(self, micro_batches: Sequence[MicroBatch], loss: LossOfMicroBatch) -> OptimizerStep:
+        """Forward and backward over this rank's micro-batches, clip, and step optimizer and schedule once.
+
+        Raises `TrainingError`, before anything has changed, if the loss or the gradient is no finite number.
+        """
+        total = torch.zeros(1, dtype=torch.float64, device=self.device)
+        for index, batch in enumerate(micro_batches):
+            self._communicate(last=index == len(micro_batches) - 1)
+            value = loss(batch, *self._scorers["policy"](batch.token_ids_BT, batch.loss_mask_BT))
+            # FSDP2 averages gradients over the ranks; the loss is a sum.
+            torch.autograd.backward(value * self.data_parallel_size)
+            total += value.detach()
+        total_loss = float(self.sum_over_ranks(total)[0])
+        grad_norm = self._clip()
+        if not (abs(total_loss) < float("inf") and grad_norm < float("inf")):
+            self._optimizer.zero_grad(set_to_none=True)
+            raise TrainingError(
+                f"optimizer step {self._num_steps + 1} was not taken: loss {total_loss}, gradient norm {grad_norm}"
+            )
+        learning_rate = float(self._optimizer.param_groups[0]["lr"])
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        advance(self._scheduler)
+        self._num_steps += 1
+        return OptimizerStep(loss=total_loss, grad_norm=grad_norm, learning_rate=learning_rate)
+
+    @torch.no_grad()
+    def logprobs(self, micro_batches: Sequence[MicroBatch], model: WhichModel) -> list[torch.Tensor]:
+        """Return ``logprobs_BT`` without gradient for each micro-batch, zero where no token counts."""
+        scorer = self._scorers[model]
+        found = [scorer(batch.token_ids_BT, batch.loss_mask_BT)[0] for batch in micro_batches]
+        for module in _fsdp_modules(scorer.model):
+            module.reshard()  # only a backward pass would do it by itself
+        return found
+
+    def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
+        """Add a float64 tensor over the ranks."""
+        total = values.detach().clone().to(self.device)
+        dist.all_reduce(total)
+        return total
+
+    def layout(self) -> Layout:
+        """Describe the shards this rank holds."""
+        return shards.layout_of(self._parameters)
+
+    def digest(self) -> int:
+        """Return this rank's share of the digest of the weights in the precision engines hold them in."""
+        return shards.digest_of(self._parameters, self._dtype)
+
+    def save(self, folder: Path) -> int:
+        """Write ``policy/`` in float32 and ``optimizer/``; return the bytes written here.
+
+        Rank 0 gathers the policy tensor by tensor, so it needs host memory for the whole of it once. Raises
+        `CheckpointError`; every rank raises if one does.
+        """
+        whole = self._gather()
+
+        def policy() -> int:
+            if self.data_parallel_rank > 0:
+                return 0
+            return checkpoints.write_policy(folder, self._policy, whole, self._config)
+
+        num_bytes = checkpoints.agree(policy)
+        return num_bytes + checkpoints.agree(lambda: checkpoints.write_optimizer(folder, self._optimizer_tensors()))
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """Restore what `save` wrote, bit for bit, on any number of ranks, in the memory the parameters lie in."""
+        try:
+            loaded = load_model(str(folder / checkpoints.POLICY), self._config, torch.float32)
+        except ModelError as error:
+            raise CheckpointError(str(error)) from error
+        tensors = dict(loaded.named_parameters())
+        for name, parameter in self._parameters.items():
+            if name not in tensors or tensors[name].shape != parameter.shape:
+                raise CheckpointError(f"{folder} is a checkpoint of another model: {name} differs")
+        for name, parameter in self._parameters.items():
+            box = shards.box_of(parameter)
+            region = tuple(slice(start, stop) for start, stop in zip(box.start, box.stop, strict=True))
+            shards.local_of(parameter).copy_(tensors[name][region])
+        self._load_optimizer(folder)
+
+    def close(self) -> None:
+        """Release models and optimizer; the process group belongs to whoever made it."""
+        self._scorers.clear()
+        self._parameters.clear()
+        del self._policy, self._optimizer, self._scheduler
+
+    def _reference(self) -> TokenScorer:
+        model = load_model(self._config.policy.model_name, self._config, self._dtype).requires_grad_(False)
+        _shard(model, self._mesh, self._dtype)
+        return TokenScorer(model, self._temperature)
+
+    def _communicate(self, *, last: bool) -> None:
+        """Reduce gradients once an optimizer step, where host memory can hold them whole until then."""
+        if self.device.type == "cpu":
+            self._policy.set_requires_gradient_sync(last)
+            self._policy.set_reshard_after_backward(last)
+        self._policy.set_is_last_backward(last)
+
+    def _clip(self) -> float:
+        """Scale the gradients down to ``policy.max_grad_norm``; return the norm they had."""
+        gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if self._config.policy.max_grad_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(self._parameters.values(), self._config.policy.max_grad_norm, norm)
+        return float(norm)
+
+    def _gather(self) -> dict[str, torch.Tensor]:
+        """Return the whole policy on rank 0, on the CPU; nothing elsewhere. Collective."""
+        whole = {}
+        for name, parameter in self._parameters.items():
+            tensor = parameter.full_tensor().detach()
+            if self.data_parallel_rank == 0:
+                whole[name] = tensor.cpu()
+        return whole
+
+    def _optimizer_tensors(self) -> dict[str, Any]:
+        """Return the optimizer's state, by reference, and the number of steps that made it.
+
+        The schedule needs no more than that number, and everything else the configuration says.
+        """
+        num_steps = torch.tensor([self._num_steps], dtype=torch.int64)
+        if not self._num_steps:  # no step, no state
+            return {_NUM_STEPS: num_steps}
+        state = get_optimizer_state_dict(self._policy, self._optimizer)["state"]
+        return {_NUM_STEPS: num_steps, "state": state}
+
+    def _start_optimizer(self, num_steps: int) -> None:
+        """Make a new optimizer, without state, and its schedule as it stands after `num_steps`."""
+        settings = self._config.policy.optimizer
+        assert settings is not None, "the configuration's checks require an optimizer"
+        self._optimizer = make_optimizer(settings, self._policy.parameters())
+        self._scheduler = make_scheduler(self._config.policy.scheduler, self._optimizer)
+        advance(self._scheduler, num_steps)
+        self._num_steps = num_steps
+
+    def _load_optimizer(self, folder: Path) -> None:
+        counted = {_NUM_STEPS: torch.zeros(1, dtype=torch.int64)}
+        checkpoints.agree(lambda: checkpoints.read_optimizer(folder, counted))
+        self._start_optimizer(int(counted[_NUM_STEPS]))
+        if self._num_steps:
+            tensors = self._optimizer_tensors()  # of the right names, shapes and sharding, filled with anything
+            checkpoints.agree(lambda: checkpoints.read_optimizer(folder, tensors))
+
+
+def _device(rank: int) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _shard(model: torch.nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    """Shard each layer, and the rest, over the mesh; compute in `dtype` and reduce gradients in float32.
+
+    Host memory holds the unsharded layers between forward and backward pass; GPU memory gathers them again.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    if dtype == torch.float32:
+        policy = MixedPrecisionPolicy()
+    gather_again = mesh.device_type != "cpu"
+    for layer in decoder_layers(model):
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=gather_again)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=gather_again)
+
+
+def _fsdp_modules(model: torch.nn.Module) -> Iterator[FSDPModule]:
+    return (module for module in model.modules() if isinstance(module, FSDPModule))

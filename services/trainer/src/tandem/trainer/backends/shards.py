@@ -1,0 +1,90 @@
+"""What an FSDP2 rank holds of each parameter, and where: the layout, and the memory that engines read."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+from collections.abc import Mapping
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from tandem.common.errors import ModelError
+from tandem.refit import digest
+from tandem.refit.layout import Address, Box, Layout, Piece, PrivateMemory, Storage, TensorLayout
+from tandem.refit.transports import shm
+
+_SHARED_MEMORY = "/dev/shm"
+_SPARE_DESCRIPTORS = 256
+
+
+def box_of(parameter: DTensor) -> Box:
+    """Return the part of the global tensor that this rank holds; a dimension of zero elements if none."""
+    shape, start = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return Box(start=tuple(start), shape=tuple(shape))
+
+
+def local_of(parameter: DTensor) -> torch.Tensor:
+    """Return this rank's part of a parameter: its memory, not a copy, without gradient."""
+    return parameter.to_local().detach()
+
+
+def share(parameters: Mapping[str, DTensor]) -> None:
+    """Move every shard into shared memory, in place, for good.
+
+    On the CPU only: GPU memory is opened by other processes without having been moved. Raises `ModelError` where the
+    machine's shared memory is too small, which would otherwise end the process with a bus error at the first write.
+    """
+    locals_ = [local_of(parameter) for parameter in parameters.values()]
+    locals_ = [local for local in locals_ if local.numel() and local.device.type == "cpu"]
+    if not locals_:
+        return
+    storages = {local.untyped_storage().data_ptr(): local.untyped_storage().nbytes() for local in locals_}
+    needed, status = sum(storages.values()), os.statvfs(_SHARED_MEMORY)
+    free = status.f_bavail * status.f_frsize
+    if needed > free:
+        raise ModelError(
+            f"the parameters need {needed / 2**20:.0f} MiB of {_SHARED_MEMORY}, where {free / 2**20:.0f} MiB are free"
+        )
+    _allow_open_files(len(storages))
+    for local in locals_:
+        shm.share(local)
+
+
+def layout_of(parameters: Mapping[str, DTensor]) -> Layout:
+    """Describe this rank's shards. After `share`."""
+    tensors: dict[str, TensorLayout] = {}
+    storages: dict[str, Storage] = {}
+    for name, parameter in parameters.items():
+        local, box = local_of(parameter), box_of(parameter)
+        pieces: tuple[Piece, ...] = ()
+        if box.num_elements:
+            size = local.element_size()
+            strides = tuple(stride * size for stride in local.stride())
+            pieces = (Piece(box=box, parameter=name, offset=int(local.storage_offset()) * size, strides=strides),)
+            storages[name] = Storage(num_bytes=local.untyped_storage().nbytes(), address=_address(local))
+        dtype = str(local.dtype).removeprefix("torch.")
+        tensors[name] = TensorLayout(shape=tuple(parameter.shape), dtype=dtype, pieces=pieces)
+    return Layout(host=socket.gethostname(), tensors=tensors, storages=storages)
+
+
+def digest_of(parameters: Mapping[str, DTensor], dtype: torch.dtype) -> int:
+    """Return the digest share of this rank's shards, rounded to the element type that engines hold."""
+    shares = [
+        digest.digest_box(name, tuple(parameter.shape), box_of(parameter), local_of(parameter).to(dtype))
+        for name, parameter in parameters.items()
+    ]
+    return digest.combine(*shares)
+
+
+def _address(local: torch.Tensor) -> Address:
+    return shm.share(local) if local.device.type == "cpu" else PrivateMemory()
+
+
+def _allow_open_files(count: int) -> None:
+    """Raise the soft limit on open files if `count` more might not fit: each storage keeps one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < count + _SPARE_DESCRIPTORS:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

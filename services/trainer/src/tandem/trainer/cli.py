@@ -1,0 +1,25 @@
+"""The ``trainer`` command: one training rank."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from tandem.common.messages import ToTrainer
+from tandem.common.service import Member, Service, run_service
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one trainer process until the run ends; return the exit code."""
+    return run_service("trainer", ToTrainer, _make, argv)
+
+
+def _make(member: Member) -> Service:
+    # Imported once the process has joined: torch takes seconds, and heartbeats flow meanwhile.
+    from tandem.trainer.service import TrainerService
+
+    return TrainerService(member)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""Hugging Face models as the trainer uses them: loaded whole and checked, or made from a configuration and a seed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from tandem.common.config import Config
+from tandem.common.errors import ModelError
+
+_ENTROPY_ROWS = 1024
+"""Positions whose entropy is computed at once, so that a large vocabulary needs little extra memory."""
+
+
+def load_model(source: str, config: Config, dtype: torch.dtype) -> Any:
+    """Return the causal language model in folder `source` (or of that Hub name), on the CPU, in `dtype`.
+
+    A folder with a configuration and no weights is what ``policy.new_model`` leaves behind: its weights are drawn with
+    that section's seed, the same on every rank. Dropout is off. Raises `ModelError`.
+    """
+    transformers.utils.logging.disable_progress_bar()
+    folder = Path(source)
+    if folder.is_dir() and not _has_weights(folder):
+        model = _new_model(folder, config, dtype)
+    else:
+        model = _pretrained(source, dtype)
+    if model.get_output_embeddings() is None:
+        raise ModelError(f"{source}: {type(model).__name__} has no output embeddings to predict tokens with")
+    return model.eval()
+
+
+def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the layers that repeat: each is sharded, and recomputed, as a unit."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def checkpoint_activations(model: Any) -> None:
+    """Recompute each layer's activations in the backward pass."""
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for layer in decoder_layers(model):
+        layer.training = True  # the layer alone, not what is in it: that would turn dropout on
+
+
+class TokenScorer:
+    """Log-probabilities and entropies of a model, computed only where they count.
+
+    The output layer, with a large vocabulary the most expensive of all, sees only the positions that predict a counted
+    token: a hook in front of it picks them, whatever model it belongs to.
+    """
+
+    def __init__(self, model: Any, temperature: float) -> None:
+        self.model = model
+        self._temperature = temperature
+        self._predicts_BT: torch.Tensor | None = None
+        model.get_output_embeddings().register_forward_pre_hook(self._pick)
+
+    def __call__(self, token_ids_BT: torch.Tensor, counted_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``logprobs_BT`` with gradient and ``entropy_BT`` without, float32, zero where nothing counts.
+
+        Position ``t`` holds the log-probability of token ``t`` given those before it, and the entropy of the
+        distribution it was drawn from, both at the sampling temperature. `counted_BT` is False at position 0. Rows are
+        padded on the right.
+        """
+        with self._predicting(counted_BT):
+            # No attention mask: what follows a token cannot reach it, and a mask would rule out the fast kernels.
+            logits_NV = self.model(input_ids=token_ids_BT, use_cache=False).logits.float()
+        if self._temperature != 1.0:
+            logits_NV = logits_NV / self._temperature
+        logprobs_N = -F.cross_entropy(logits_NV, token_ids_BT[counted_BT], reduction="none")
+        zeros_BT = torch.zeros(token_ids_BT.shape, dtype=torch.float32, device=token_ids_BT.device)
+        entropy_BT = zeros_BT.masked_scatter(counted_BT, _entropy(logits_NV.detach()))
+        return zeros_BT.masked_scatter(counted_BT, logprobs_N), entropy_BT
+
+    @contextmanager
+    def _predicting(self, counted_BT: torch.Tensor) -> Iterator[None]:
+        """Make the output layer see the positions whose successors count."""
+        self._predicts_BT = torch.zeros_like(counted_BT)
+        self._predicts_BT[:, :-1] = counted_BT[:, 1:]
+        try:
+            yield
+        finally:
+            self._predicts_BT = None
+
+    def _pick(self, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+        return None if self._predicts_BT is None else (inputs[0][self._predicts_BT],)
+
+
+@torch.no_grad()
+def _entropy(logits_NV: torch.Tensor) -> torch.Tensor:
+    parts = []
+    for logits_RV in torch.split(logits_NV, _ENTROPY_ROWS):
+        logprobs_RV = logits_RV.log_softmax(dim=-1)
+        # A token ruled out has logit -inf and adds nothing.
+        parts.append(-torch.where(logprobs_RV.isinf(), 0.0, logprobs_RV.exp() * logprobs_RV).sum(dim=-1))
+    return torch.cat(parts) if parts else logits_NV.new_zeros(0)
+
+
+def _has_weights(folder: Path) -> bool:
+    return any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "pytorch_model*.bin"))
+
+
+def _pretrained(source: str, dtype: torch.dtype) -> Any:
+    try:
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True)
+    except Exception as error:  # the library raises whatever its readers raise
+        raise ModelError(f"cannot load a model from {source!r}: {error}".split("\n")[0]) from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ModelError(f"the checkpoint in {source!r} lacks {len(missing)} tensors, the first is {missing[0]}")
+    return model
+
+
+def _new_model(folder: Path, config: Config, dtype: torch.dtype) -> Any:
+    if config.policy.new_model is None:
+        raise ModelError(f"there are no weights in {str(folder)!r}, and policy.new_model does not say how to make them")
+    try:
+        settings = transformers.AutoConfig.from_pretrained(folder)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.policy.new_model.seed)
+            return transformers.AutoModelForCausalLM.from_config(settings, dtype=dtype)
+    except Exception as error:  # the library raises whatever its readers raise
+        raise ModelError(f"policy.new_model.config: cannot make a model: {error}".split("\n")[0]) from error

@@ -1,0 +1,97 @@
+"""Optimizers and learning-rate schedules by the dotted path of their class, as NeMo-RL's configuration names them."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from tandem.common.config.schema import Optimizer, SchedulerEntry
+from tandem.common.errors import ConfigError, nearest
+
+Built = TypeVar("Built")
+
+
+def make_optimizer(settings: Optimizer, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Build ``policy.optimizer`` over `parameters`.
+
+    Where the configuration chooses neither ``fused`` nor ``foreach`` and the class has a fused implementation, that one
+    is used. Raises `ConfigError`.
+    """
+    made = _class_of(settings.name, torch.optim.Optimizer, "policy.optimizer.name")
+    kwargs = dict(settings.kwargs)
+    if "fused" in _parameters_of(made) and not {"fused", "foreach"} & kwargs.keys():
+        kwargs["fused"] = True
+    return _call(made, list(parameters), kwargs, "policy.optimizer.kwargs")
+
+
+def make_scheduler(
+    entries: Sequence[SchedulerEntry], optimizer: torch.optim.Optimizer
+) -> torch.optim.lr_scheduler.LRScheduler:
+    """Build ``policy.scheduler``: none keeps the learning rate, one is used as it is, several follow each other.
+
+    Raises `ConfigError`.
+    """
+    schedulers: list[torch.optim.lr_scheduler.LRScheduler] = []
+    milestones: list[int] = []
+    for index, entry in enumerate(entries):
+        if entry.milestones is not None:
+            milestones = list(entry.milestones)
+            continue
+        key = f"policy.scheduler[{index}]"
+        made = _class_of(entry.name or "", torch.optim.lr_scheduler.LRScheduler, f"{key}.name")
+        schedulers.append(_call(made, optimizer, dict(entry.kwargs), f"{key}.kwargs"))
+    if not schedulers:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, _keep)
+    if len(schedulers) == 1:
+        return schedulers[0]
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, schedulers, milestones)
+
+
+def advance(scheduler: torch.optim.lr_scheduler.LRScheduler, num_steps: int = 1) -> None:
+    """Take a schedule `num_steps` optimizer steps on.
+
+    A schedule is a function of the number of steps alone, so a new one brought to the same step stands exactly where
+    the old one stood.
+    """
+    with warnings.catch_warnings():
+        # torch warns of steps without optimizer steps, which is what a replay is, and of its own use of `epoch`.
+        warnings.simplefilter("ignore", UserWarning)
+        for _ in range(num_steps):
+            scheduler.step()
+
+
+def _keep(step: int) -> float:
+    return 1.0
+
+
+def _class_of(path: str, base: type[Built], key: str) -> type[Built]:
+    module_name, _, name = path.rpartition(".")
+    try:
+        module = importlib.import_module(module_name)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"{key}: there is no module {module_name!r} to take {path!r} from") from error
+    found = getattr(module, name, None)
+    if not (inspect.isclass(found) and issubclass(found, base)):
+        valid = [n for n, c in vars(module).items() if inspect.isclass(c) and issubclass(c, base) and c is not base]
+        raise ConfigError(f"{key}: {path!r} is no {base.__name__} class{nearest(name, valid)}")
+    return found
+
+
+def _parameters_of(made: type[Any]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(made).parameters
+
+
+def _call(made: type[Built], first: object, kwargs: Mapping[str, Any], key: str) -> Built:
+    accepted = _parameters_of(made)
+    for name in kwargs:
+        if name not in accepted:
+            raise ConfigError(f"{key}: {made.__name__} takes no {name!r}{nearest(name, accepted)}")
+    try:
+        return made(first, **kwargs)  # type: ignore[call-arg]
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{key}: {made.__name__} refuses {dict(kwargs)}: {error}") from error

@@ -1,0 +1,149 @@
+"""The trainer service: one rank. Batches in, weight versions out.
+
+It consumes orders from the coordinator and produces new weights in memory that engines read in place. During an order
+it waits only for the other ranks, inside collective operations whose timeout is the order's deadline; between orders it
+touches no weight.
+"""
+
+from __future__ import annotations
+
+import datetime
+import socket
+from pathlib import Path
+from typing import assert_never
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from tandem.common.batch import TrainingBatch
+from tandem.common.messages import (
+    BuildTrainer,
+    CheckpointSaved,
+    Evaluate,
+    Evaluated,
+    OpenRendezvous,
+    RendezvousOpened,
+    SaveCheckpoint,
+    Train,
+    Trained,
+    TrainerBuilt,
+    TrainerOrder,
+)
+from tandem.common.network import address_towards, is_loopback, loopback_interface
+from tandem.common.service import Member
+from tandem.common.threads import limit_threads
+from tandem.common.wire import Arrays
+from tandem.refit import layout
+from tandem.trainer import step
+from tandem.trainer.backend import Backend
+from tandem.trainer.backends.dtensor import DTensorBackend
+
+
+class TrainerService:
+    """One rank's answers to the coordinator."""
+
+    def __init__(self, member: Member) -> None:
+        self._member = member
+        self._config = member.config
+        self._store: TCPStore | None = None
+        self._backend: Backend | None = None
+        self._version = 0
+
+    def handle(self, order: TrainerOrder, arrays: Arrays) -> None:
+        """Carry out one order and reply."""
+        match order:
+            case OpenRendezvous():
+                with self._member.phase("opening the rendezvous"):
+                    self._open_rendezvous(order)
+            case BuildTrainer():
+                with self._member.phase("building the trainer"):
+                    self._build(order)
+            case Train():
+                with self._member.phase(f"training step {order.step}"):
+                    self._train(order, TrainingBatch.from_frames(arrays))
+            case Evaluate():
+                with self._member.phase(f"evaluating step {order.step}"):
+                    metrics = step.evaluate(self._built(), TrainingBatch.from_frames(arrays), self._config)
+                    reply = Evaluated(command_id=order.command_id, step=order.step, metrics=metrics)
+                    self._member.reply(order.command_id, reply)
+            case SaveCheckpoint():
+                with self._member.phase(f"saving step {order.step}"):
+                    num_bytes = self._built().save(Path(order.folder))
+                    reply_saved = CheckpointSaved(command_id=order.command_id, num_bytes=num_bytes)
+                    self._member.reply(order.command_id, reply_saved)
+            case other:
+                assert_never(other)
+
+    def work(self) -> bool:
+        """There is nothing to do between orders."""
+        return False
+
+    def close(self) -> None:
+        """Leave the process group."""
+        if self._backend is not None:
+            self._backend.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self._store = None
+
+    def _built(self) -> Backend:
+        assert self._backend is not None, "the coordinator orders BuildTrainer first"
+        return self._backend
+
+    def _open_rendezvous(self, order: OpenRendezvous) -> None:
+        host = address_towards(self._member.coordinator)
+        listener = socket.create_server((host, 0))
+        port = listener.getsockname()[1]
+        # Handing over a listening socket binds the store to one address; by itself it would listen on all of them.
+        self._store = TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+            use_libuv=False,
+            timeout=datetime.timedelta(seconds=order.deadline_s),
+        )
+        self._member.reply(order.command_id, RendezvousOpened(command_id=order.command_id, host=host, port=port))
+
+    def _build(self, order: BuildTrainer) -> None:
+        limit_threads(self._config)
+        if is_loopback(order.rendezvous_host):
+            loopback_interface("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+        timeout = datetime.timedelta(seconds=order.deadline_s)
+        if self._store is None:
+            self._store = TCPStore(
+                order.rendezvous_host, order.rendezvous_port, is_master=False, timeout=timeout, use_libuv=False
+            )
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+            store=self._store,
+            rank=self._member.index,
+            world_size=order.world_size,
+            timeout=timeout,
+        )
+        resume_from = Path(order.checkpoint) if order.checkpoint else None
+        self._backend = DTensorBackend(self._config, checkpoint=resume_from)
+        self._version = order.version
+        reply = TrainerBuilt(
+            command_id=order.command_id,
+            version=self._version,
+            num_parameters=self._backend.num_parameters,
+            layout=layout.encode(self._backend.layout()),
+            digest=self._backend.digest(),
+        )
+        self._member.reply(order.command_id, reply)
+
+    def _train(self, order: Train, batch: TrainingBatch) -> None:
+        result = step.train(self._built(), batch, self._config)
+        self._version = order.step
+        reply = Trained(
+            command_id=order.command_id,
+            step=order.step,
+            version=self._version,
+            metrics=result.metrics if self._member.index == 0 else {},
+            seconds=result.seconds,
+            digest=self._built().digest(),
+        )
+        self._member.reply(order.command_id, reply)

@@ -1,0 +1,149 @@
+"""One training step, as any backend runs it: shard the batch, score it where the loss needs that, and optimize.
+
+Consumes a whole ragged batch, the same on every rank; produces metrics of the whole batch, the same on every rank. It
+waits for the other ranks, inside the backend's collective operations, and for nothing else.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import msgspec
+import numpy as np
+import torch
+
+from tandem.common.batch import Float32s, TrainingBatch
+from tandem.common.config import Config
+from tandem.trainer import packing
+from tandem.trainer.backend import Backend, OptimizerStep, WhichModel
+from tandem.trainer.loss import Counts, NegativeLogLikelihood, PolicyGradientLoss
+from tandem.trainer.packing import MicroBatch
+
+
+class TrainResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What a training step did."""
+
+    metrics: dict[str, float]
+    """Means over the counted tokens of each global batch, then over the optimizer steps; equal on every rank."""
+    seconds: dict[str, float]
+    """Seconds on this rank by phase: ``policy_training``, ``logprobs``, ``reference_logprobs``."""
+
+
+def train(backend: Backend, batch: TrainingBatch, config: Config) -> TrainResult:
+    """Train on one rollout batch: an optimizer step for each ``train_global_batch_size`` consecutive sequences.
+
+    The previous policy of the loss's ratio is the one before the first of these steps. If there is only one, that is
+    the policy in training, and no separate pass computes its log-probabilities. Raises `TrainingError` if a loss or
+    gradient is no finite number; the weights are then those of the step before.
+    """
+    shares = _Shares(backend, batch, config)
+    seconds = {"policy_training": 0.0, "logprobs": 0.0, "reference_logprobs": 0.0}
+    previous_T = reference_T = None
+    if config.algorithm == "grpo":
+        if config.loss_fn.reference_policy_kl_penalty > 0:
+            with _timed(seconds, "reference_logprobs"):
+                reference_T = shares.logprobs("reference")
+        if len(shares.global_batches) > 1:
+            with _timed(seconds, "logprobs"):
+                previous_T = shares.logprobs("policy")
+    parts = []
+    with _timed(seconds, "policy_training"):
+        for rows in shares.global_batches:
+            loss = _loss(config, shares.counts(rows), backend.device)
+            done = backend.train_step(shares.micro_batches(rows, previous_T, reference_T), loss)
+            parts.append(_metrics(backend, loss, shares.counts(rows), done))
+    metrics = {name: sum(part[name] for part in parts) / len(parts) for name in parts[0]}
+    # A batch has so many of these in all, and ends on this learning rate.
+    metrics |= {name: sum(part[name] for part in parts) for name in ("num_valid_tokens", "num_valid_samples")}
+    metrics["learning_rate"] = parts[-1]["learning_rate"]
+    return TrainResult(metrics=metrics, seconds=seconds)
+
+
+def evaluate(backend: Backend, batch: TrainingBatch, config: Config) -> dict[str, float]:
+    """Return the mean negative log-likelihood of the batch's counted tokens, ``loss``, and how many there are."""
+    shares = _Shares(backend, batch, config)
+    rows = range(len(batch.lengths_S))
+    logprobs_T = shares.logprobs("policy", config.sft.val_micro_batch_size)
+    own_sum = torch.tensor([float(logprobs_T.sum(dtype=np.float64))], dtype=torch.float64)
+    counts = shares.counts(rows)
+    loss = -float(backend.sum_over_ranks(own_sum)[0]) / max(1, counts.tokens)
+    return {"loss": loss, "num_valid_tokens": float(counts.tokens), "num_valid_samples": float(counts.sequences)}
+
+
+class _Shares:
+    """This rank's shares of a batch."""
+
+    def __init__(self, backend: Backend, batch: TrainingBatch, config: Config) -> None:
+        self._backend = backend
+        self._batch = batch
+        self._policy = config.policy
+        self._counted_S = packing.counts_of_sequences(batch)
+        self.global_batches = packing.global_batches(len(batch.lengths_S), config.policy.train_global_batch_size)
+
+    def counts(self, rows: Sequence[int]) -> Counts:
+        """Return what the means over these sequences divide by."""
+        counted = self._counted_S[list(rows)]
+        return Counts(tokens=int(counted.sum()), sequences=int((counted > 0).sum()))
+
+    def micro_batches(
+        self, rows: Sequence[int], previous_T: Float32s | None, reference_T: Float32s | None
+    ) -> list[MicroBatch]:
+        """Return this rank's training micro-batches of a global batch."""
+        return [
+            self._pad(group, previous_T, reference_T)
+            for group in packing.micro_batches_of(
+                self._mine(rows), self._batch.lengths_S, self._policy.train_micro_batch_size
+            )
+        ]
+
+    def logprobs(self, model: WhichModel, size: int | None = None) -> Float32s:
+        """Return the log-probabilities of this rank's counted tokens where they lie in the batch, zeros elsewhere."""
+        mine = [row for rows in self.global_batches for row in self._mine(rows)]
+        groups = packing.micro_batches_of(mine, self._batch.lengths_S, size or self._policy.logprob_batch_size)
+        padded = [self._pad(group, None, None) for group in groups]
+        values_T = np.zeros(len(self._batch.token_ids_T), dtype=np.float32)
+        for group, logprobs_BT in zip(groups, self._backend.logprobs(padded, model), strict=True):
+            packing.unpad_into(values_T, logprobs_BT, self._batch, group)
+        return values_T
+
+    def _mine(self, rows: Sequence[int]) -> list[int]:
+        hands = packing.deal(rows, self._batch.lengths_S, self._backend.data_parallel_size)
+        return hands[self._backend.data_parallel_rank]
+
+    def _pad(self, group: Sequence[int], previous_T: Float32s | None, reference_T: Float32s | None) -> MicroBatch:
+        return packing.pad(
+            self._batch,
+            group,
+            divisible_by=self._policy.make_sequence_length_divisible_by,
+            device=self._backend.device,
+            previous_logprobs_T=previous_T,
+            reference_logprobs_T=reference_T,
+        )
+
+
+def _loss(config: Config, counts: Counts, device: torch.device) -> PolicyGradientLoss | NegativeLogLikelihood:
+    if config.algorithm == "grpo":
+        return PolicyGradientLoss(config.loss_fn, counts, device)
+    return NegativeLogLikelihood(counts, device)
+
+
+def _metrics(
+    backend: Backend, loss: PolicyGradientLoss | NegativeLogLikelihood, counts: Counts, done: OptimizerStep
+) -> dict[str, float]:
+    means = (backend.sum_over_ranks(loss.report.sums) / max(1, counts.tokens)).tolist()
+    return dict(zip(loss.report.names, means, strict=True)) | {
+        "loss": done.loss,
+        "grad_norm": done.grad_norm,
+        "learning_rate": done.learning_rate,
+        "num_valid_tokens": float(counts.tokens),
+        "num_valid_samples": float(counts.sequences),
+    }
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    started = time.perf_counter()
+    yield
+    seconds[name] += time.perf_counter() - started

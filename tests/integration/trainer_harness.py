@@ -1,0 +1,156 @@
+"""Tiny models, batches and real processes for the tests of the trainer's inside."""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import transformers
+
+from tandem.common.batch import TrainingBatch
+from tandem.common.config import Config, build_config
+from tandem.common.config.schema import NewModel
+from tandem.common.tokenizer import write_new_model
+
+VOCABULARY = 24
+DEADLINE_S = 120.0
+
+_SMALL: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", **_SMALL},
+    "qwen2": {"model_type": "qwen2", **_SMALL},
+    "qwen3": {"model_type": "qwen3", "head_dim": 8, "tie_word_embeddings": True, **_SMALL},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        **_SMALL,
+    },
+}
+
+# Importing torch and transformers takes seconds; a server that has done it forks ranks in milliseconds.
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["tandem.trainer.step", "tandem.trainer.backends.dtensor"])
+
+
+def make_model(folder: Path, architecture: str = "qwen3", *, seed: int = 0) -> Path:
+    """Write a random model with its tokenizer, 24 tokens, to `folder`."""
+    new_model = NewModel(config=ARCHITECTURES[architecture], characters="0123456789+-= abcdefg", seed=seed)
+    write_new_model(folder, new_model)
+    torch.manual_seed(seed)
+    settings = transformers.AutoConfig.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)  # norms and biases as well
+    model.save_pretrained(folder)
+    return folder
+
+
+def make_config(model: Path, *, algorithm: str = "grpo", loss: Mapping[str, Any] | None = None, **policy: Any) -> Config:
+    """Return a configuration whose ``policy`` and ``loss_fn`` sections have the given keys."""
+    settings: dict[str, Any] = {
+        "algorithm": algorithm,
+        "grpo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 2},
+        "loss_fn": {"reference_policy_kl_penalty": 0.0, **(loss or {})},
+        "policy": {
+            "model_name": str(model),
+            "precision": "float32",
+            "train_global_batch_size": 8,
+            "train_micro_batch_size": 2,
+            "logprob_batch_size": 3,
+            "max_total_sequence_length": 32,
+            "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-3, "weight_decay": 0.01}},
+            **policy,
+        },
+        "data": {"dataset_name": "reasoning_gym", "task": "chain_sum"},
+    }
+    return build_config(settings)
+
+
+def make_batch(num_sequences: int = 8, *, seed: int = 0, max_length: int = 14) -> TrainingBatch:
+    """Return a random batch of ragged sequences: prompts, then counted tokens, advantages of both signs."""
+    random = np.random.default_rng(seed)
+    lengths_S = random.integers(4, max_length + 1, num_sequences).astype(np.int32)
+    masks = [np.arange(length) >= random.integers(1, length - 1) for length in lengths_S]
+    loss_mask_T = np.concatenate(masks)
+    num_tokens = int(lengths_S.sum())
+    logprobs_T = np.where(loss_mask_T, random.normal(-3.0, 0.3, num_tokens), 0.0).astype(np.float32)
+    return TrainingBatch(
+        lengths_S=lengths_S,
+        token_ids_T=random.integers(3, VOCABULARY, num_tokens).astype(np.int32),
+        loss_mask_T=loss_mask_T,
+        generation_logprobs_T=logprobs_T,
+        advantages_S=random.normal(0.0, 1.0, num_sequences).astype(np.float32),
+    )
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, deadline_s: float = DEADLINE_S) -> list[Any]:
+    """Call ``function(rank, *args)`` in `world_size` processes that form a process group; return what each returned.
+
+    Fails if a rank raises, dies, or has not returned by the deadline.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, world_size=None, is_master=True, wait_for_workers=False)
+    processes, ends = [], []
+    for rank in range(world_size):
+        ours, theirs = _CONTEXT.Pipe(duplex=False)
+        process = _CONTEXT.Process(target=_rank, args=(theirs, rank, world_size, store.port, function, args))
+        process.start()
+        theirs.close()
+        processes.append(process)
+        ends.append(ours)
+    deadline = time.monotonic() + deadline_s
+    try:
+        return [_result(rank, end, deadline) for rank, end in enumerate(ends)]
+    finally:
+        for process, end in zip(processes, ends, strict=True):
+            end.close()
+            process.join(max(0.1, min(10.0, deadline - time.monotonic())))
+            if process.is_alive():
+                process.kill()
+                process.join()
+            process.close()
+
+
+def _result(rank: int, end: Connection, deadline: float) -> Any:
+    assert end.poll(max(0.0, deadline - time.monotonic())), f"rank {rank} did not return in time"
+    try:
+        error, value = end.recv()
+    except EOFError:
+        raise AssertionError(f"rank {rank} died") from None
+    assert error is None, f"rank {rank} raised:\n{error}"
+    return value
+
+
+def _rank(end: Connection, rank: int, world_size: int, port: int, function: Callable[..., Any], args: Any) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    timeout = datetime.timedelta(seconds=60)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    try:
+        end.send((None, function(rank, *args)))
+    except BaseException:
+        end.send((traceback.format_exc(), None))
+    finally:
+        dist.destroy_process_group()
+        end.close()

@@ -1,0 +1,139 @@
+"""Tiny random models, and the embedded engine filled from them, for the engine's tests."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from numpy.typing import NDArray
+
+from tandem.common.messages import SamplingParameters
+from tandem.rollout.engine import Completion, Engine, Request
+from tandem.rollout.engines.transformers import TransformersEngine
+
+VOCABULARY = 61
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": SIZES,
+    "qwen2": SIZES,
+    "qwen3": {**SIZES, "head_dim": 16, "tie_word_embeddings": True},
+    "qwen3_moe": {**SIZES, **EXPERTS, "head_dim": 16},
+}
+
+
+def make_model(architecture: str, folder: Path, *, seed: int = 0, **changes: Any) -> Any:
+    """Build a random float32 model the way a trainer would, and leave its config.json in `folder`."""
+    torch.manual_seed(seed)
+    config = transformers.AutoConfig.for_model(architecture, **{**ARCHITECTURES.get(architecture, SIZES), **changes})
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    config.save_pretrained(folder)
+    return model
+
+
+@dataclasses.dataclass
+class CopyFromModels:
+    """A bound program whose source is a model of this process: run after run, the next model of the list."""
+
+    models: list[Any]
+    engine: TransformersEngine
+    num_copies: int = 0
+    num_bytes: int = 0
+    is_closed: bool = False
+
+    def run(self) -> int:
+        model = self.models.pop(0) if len(self.models) > 1 else self.models[0]
+        source = dict(model.named_parameters())
+        wanted = self.engine.parameters()
+        assert source.keys() == wanted.keys()
+        with torch.no_grad():
+            for name, parameter in wanted.items():
+                parameter.copy_(source[name])
+        return sum(parameter.nbytes for parameter in wanted.values())
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def make_engine(folder: Path, *models: Any, num_slots: int = 8, max_length: int = 64) -> TransformersEngine:
+    """Build an engine that holds version 0, the weights of the first model."""
+    engine = TransformersEngine(folder, num_slots=num_slots, max_total_sequence_length=max_length, dtype="float32")
+    engine.use(CopyFromModels(list(models), engine))
+    engine.apply(0)
+    return engine
+
+
+def sampling(**changes: Any) -> SamplingParameters:
+    """Plain sampling of 12 tokens, with changes."""
+    plain: dict[str, Any] = {
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "max_new_tokens": 12,
+        "stop_token_ids": (),
+        "stop_strings": (),
+    }
+    return SamplingParameters(**{**plain, **changes})
+
+
+def request(request_id: int, prompt_ids: tuple[int, ...], *, seed: int | None = None, **changes: Any) -> Request:
+    """Build a request; its seed is its id unless given."""
+    return Request(
+        request_id=request_id,
+        prompt_ids=prompt_ids,
+        sampling=sampling(**changes),
+        seed=request_id if seed is None else seed,
+    )
+
+
+def random_prompts(num_prompts: int, *, seed: int = 0) -> list[tuple[int, ...]]:
+    """Return distinct prompts of 1 to 20 tokens."""
+    generator = np.random.default_rng(seed)
+    return [
+        (*generator.integers(1, VOCABULARY, generator.integers(1, 21)).tolist(), index) for index in range(num_prompts)
+    ]
+
+
+def run_all(engine: Engine, requests: list[Request]) -> dict[int, Completion]:
+    """Add the requests, step until all have finished, return completions by request id."""
+    for one in requests:
+        engine.add_request(one)
+    finished: dict[int, Completion] = {}
+    while engine.num_unfinished:
+        for completion in engine.step():
+            assert completion.request_id not in finished
+            finished[completion.request_id] = completion
+    return finished
+
+
+def reference_logprobs(
+    model: Any, prompt_ids: tuple[int, ...], token_ids_T: NDArray[np.int32], temperature: float = 1.0
+) -> NDArray[np.float32]:
+    """Log-probabilities of a response the trainer's way: one Hugging Face forward over the whole sequence."""
+    sequence = torch.tensor([[*prompt_ids, *token_ids_T.tolist()]])
+    with torch.no_grad():
+        logits_TV = model(input_ids=sequence).logits[0, len(prompt_ids) - 1 : -1]
+    logprobs_TV = (logits_TV / temperature).log_softmax(dim=-1)
+    result: NDArray[np.float32] = logprobs_TV.gather(1, sequence[0, len(prompt_ids) :, None]).squeeze(1).numpy()
+    return result

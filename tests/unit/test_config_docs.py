@@ -1,0 +1,95 @@
+"""``docs/configuration.md`` says what the structs say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from msgspec.inspect import StructType
+
+from tandem.common.config.conform import all_keys, config_type
+from tandem.common.config.derive import DERIVED
+from tandem.common.config.describe import NEW, configuration_page, field_docs, nested_structs
+from tandem.common.config.dump import FREE_ON_RESUME
+from tandem.common.config.unsupported import NO_EFFECT_YET, NOT_SUPPORTED_YET
+
+PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+
+NEW_KEYS = [
+    "algorithm",
+    "prerequisite",
+    "loss_fn.kl_type",
+    "policy.new_model",
+    "policy.new_model.config",
+    "policy.new_model.characters",
+    "policy.new_model.seed",
+    "policy.megatron_cfg.forwarded",
+    "policy.generation.transformers_cfg.num_slots",
+    "data.task",
+    "data.task_params",
+    "data.num_train",
+    "data.num_validation",
+    "data.train_data_path",
+    "data.val_data_path",
+    "data.input_key",
+    "data.output_key",
+    "data.split",
+    "data.val_split",
+    "data.subset",
+    "data.prompt_template",
+    "data.solution_template",
+    "data.environment",
+    "env.NAME.timeout_s",
+    "env.NAME.class",
+    "env.NAME.kwargs",
+    "cluster.trainers",
+    "cluster.rollouts",
+    "cluster.launch",
+    "cluster.launch.trainers",
+    "cluster.launch.rollouts",
+    "cluster.launch.refit",
+    "cluster.address",
+    "cluster.threads_per_process",
+    "cluster.heartbeat_interval_s",
+    "cluster.heartbeat_timeout_s",
+    "cluster.deadlines.join_s",
+    "cluster.deadlines.build_s",
+    "cluster.deadlines.generate_s",
+    "cluster.deadlines.train_s",
+    "cluster.deadlines.refit_s",
+    "cluster.deadlines.save_s",
+    "cluster.deadlines.evaluate_s",
+    "refit.alias",
+]
+"""Keys that NeMo-RL v0.3 does not have."""
+
+
+def documented(described: StructType, prefix: str = "") -> Iterator[tuple[str, str, bool]]:
+    """Yield key, docstring, and whether the field is a section (which its own struct documents)."""
+    docs = field_docs(described)
+    for field in described.fields:
+        yield f"{prefix}{field.encode_name}", docs[field.encode_name], isinstance(field.type, StructType)
+    for key, inner in nested_structs(prefix, described):
+        assert inner.cls.__doc__, key
+        yield from documented(inner, f"{key}.")
+
+
+def test_the_page_is_fresh() -> None:
+    assert PAGE.read_text() == configuration_page(), (
+        "run: python -m tandem.common.config.describe > docs/configuration.md"
+    )
+
+
+def test_every_key_is_documented() -> None:
+    undocumented = [key for key, doc, is_section in documented(config_type()) if not doc and not is_section]
+    assert undocumented == []
+
+
+def test_new_keys_are_marked() -> None:
+    assert sorted(key for key, doc, _ in documented(config_type()) if doc.startswith(NEW)) == sorted(NEW_KEYS)
+
+
+def test_tables_name_keys_that_exist() -> None:
+    known = set(all_keys(config_type())) | {"env.sliding_puzzle_game"}
+    named = {row.key for row in (*NOT_SUPPORTED_YET, *NO_EFFECT_YET)} | {rule.key for rule in DERIVED}
+    assert (named | set(FREE_ON_RESUME)) - known == set()

@@ -1,0 +1,324 @@
+"""Every error in a configuration is one line: the file (or the command line), the key, the value, what would do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tandem.common.config import build_config, load_config
+from tandem.common.errors import ConfigError, NotSupportedYet
+
+SMALL = """
+grpo: {}
+policy: {model_name: model}
+data: {dataset_name: reasoning_gym, task: chain_sum}
+"""
+
+TOP = "algorithm, prerequisite, grpo, sft, dpo, loss_fn, policy, data, env, checkpointing, logger, cluster, refit"
+FREE = "cannot be used here: expected text, a finite number, a list or a mapping"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small.yaml").write_text(SMALL)
+    return tmp_path
+
+
+def error_of(path: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    line = str(caught.value)
+    assert "\n" not in line
+    return line
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a: [1\nb: 2\n", "bad.yaml: line 2, column 2: not valid YAML: did not find expected ',' or ']'"),
+        ("grpo: {}\ngrpo: {}\n", "bad.yaml: line 2, column 1: not valid YAML: found duplicate key grpo"),
+        ("- 1\n", "bad.yaml: expected a mapping at the top, got a list"),
+        ("", "bad.yaml: algorithm: required, but not set: expected dpo, grpo, sft"),
+        ("hello\n", f"bad.yaml: hello: unknown key; the top level knows {TOP}"),
+        ("grpo:\n", "bad.yaml: grpo: expected a mapping, got null"),
+        ("grpo: {seed: '${'}\n", "bad.yaml: grpo.seed: cannot be resolved: no viable alternative at input '${'"),
+        ("grpo: {}\n", "bad.yaml: policy.model_name: required, but not set: expected text"),
+        (
+            "grpo: {}\npolicy: {model_name: m}\n",
+            "bad.yaml: data.dataset_name: required, but not set: expected text",
+        ),
+        ("defaults: 3\n", "bad.yaml: defaults: expected a path or a list of paths, got 3"),
+        ("defaults: absent.yaml\n", "bad.yaml: defaults: there is no file absent.yaml"),
+        ("defaults: bad.yaml\n", "bad.yaml: defaults: the file inherits from itself: bad.yaml -> bad.yaml"),
+    ],
+)
+def test_files(here: Path, text: str, expected: str) -> None:
+    (here / "bad.yaml").write_text(text)
+    assert error_of("bad.yaml") == expected
+
+
+def test_a_file_that_cannot_be_read(here: Path) -> None:
+    (here / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    assert error_of("absent.yaml") == "absent.yaml: there is no such file"
+    assert error_of("binary.yaml") == "binary.yaml: cannot be read: it does not hold YAML text"
+    assert error_of(".") == ".: cannot be read: Is a directory"
+
+
+def test_a_cycle_of_defaults_is_named(here: Path) -> None:
+    (here / "sub").mkdir()
+    (here / "a.yaml").write_text("defaults: sub/b.yaml\n")
+    (here / "sub" / "b.yaml").write_text("defaults: ../a.yaml\n")
+    assert error_of("a.yaml") == "a.yaml: defaults: the file inherits from itself: a.yaml -> sub/b.yaml -> a.yaml"
+
+
+def test_the_file_that_set_the_key_is_blamed(here: Path) -> None:
+    (here / "sub").mkdir()
+    (here / "sub" / "base.yaml").write_text(SMALL + "logger: {log_dirr: logs}\n")
+    (here / "leaf.yaml").write_text("defaults: sub/base.yaml\nloss_fn: {ratio_clip_min: low}\n")
+    assert error_of("leaf.yaml") == "leaf.yaml: loss_fn.ratio_clip_min: " + (
+        "expected a number at least 0 and at most 1, got 'low'"
+    )
+    assert error_of("leaf.yaml", "loss_fn.ratio_clip_min=0.1") == (
+        "sub/base.yaml: logger.log_dirr: unknown key; did you mean 'log_dir'?"
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("grpo.num_prompt_per_step=3", "grpo.num_prompt_per_step: unknown key; did you mean 'num_prompts_per_step'?"),
+        ("grpoo.seed=3", "grpoo: unknown key; did you mean 'grpo'?"),
+        ("grpo.temperature=1", "grpo.temperature: unknown key; did you mean 'policy.generation.temperature'?"),
+        ("zzz=1", f"zzz: unknown key; the top level knows {TOP}"),
+        ("cluster.launch={trainer: 1}", "cluster.launch.trainer: unknown key; did you mean 'trainers'?"),
+        ("env.math.classs=a.B", "env.math.classs: unknown key; did you mean 'class'?"),
+        ("grpo=3", "grpo: expected a mapping, got 3"),
+        ("grpo.max_num_steps=ten", "grpo.max_num_steps: expected an integer at least 1, got 'ten'"),
+        ("grpo.max_num_steps='10'", "grpo.max_num_steps: expected an integer at least 1, got '10'"),
+        ("grpo.max_num_steps=1.5", "grpo.max_num_steps: expected an integer at least 1, got 1.5"),
+        ("grpo.max_num_steps=true", "grpo.max_num_steps: expected an integer at least 1, got true"),
+        ("grpo.max_num_steps=0", "grpo.max_num_steps: expected an integer at least 1, got 0"),
+        ("grpo.max_num_steps=.inf", "grpo.max_num_steps: expected an integer at least 1, got Infinity"),
+        ("grpo.val_at_start=1", "grpo.val_at_start: expected true or false, got 1"),
+        ("policy.model_name=7", "policy.model_name: expected text, got 7"),
+        ("policy.model_name=''", "policy.model_name: is empty"),
+        ("policy.model_name=", "policy.model_name: expected text, got null"),
+        ("policy.max_grad_norm=0", "policy.max_grad_norm: expected a number greater than 0, got 0.0"),
+        (
+            "policy.generation.top_p=1.5",
+            "policy.generation.top_p: expected a number greater than 0 and at most 1, got 1.5",
+        ),
+        (
+            "policy.generation.top_p=0",
+            "policy.generation.top_p: expected a number greater than 0 and at most 1, got 0.0",
+        ),
+        ("policy.generation.stop_strings=a", "policy.generation.stop_strings: expected a list of text, got 'a'"),
+        ("policy.generation.stop_token_ids=[a]", "policy.generation.stop_token_ids[0]: expected an integer, got 'a'"),
+        ("loss_fn.ratio_clip_c=1", "loss_fn.ratio_clip_c: expected a number greater than 1, got 1.0"),
+        ("loss_fn.kl_type=k4", "loss_fn.kl_type: 'k4' is not one of k1, k2, k3"),
+        (
+            "policy.precision=bfloat",
+            "policy.precision: 'bfloat' is not one of bfloat16, float32; did you mean 'bfloat16'?",
+        ),
+        ("cluster.trainers=0", "cluster.trainers: expected an integer at least 1, got 0"),
+        ("cluster.launch=some", "cluster.launch: expected all, none or a mapping, got 'some'"),
+        ("cluster.launch=null", "cluster.launch: expected all, none or a mapping, got null"),
+        ("policy.optimizer.kwargs.lr=.nan", f"policy.optimizer.kwargs.lr: NaN {FREE}"),
+        ("data.task_params={1: 2}", "data.task_params: the key 1 is not text; quote it"),
+        ("grpo.seed=${grpo.sed}", "grpo.seed: cannot be resolved: Interpolation key 'grpo.sed' not found"),
+        ("grpo.seed=${grpo.seed}", "grpo.seed: cannot be resolved: Recursive interpolation detected"),
+        ("grpo.seed=${pow:2,3}", "grpo.seed: cannot be resolved: Unsupported interpolation type pow"),
+        ("grpo.seed=*", "grpo.seed: '*' is not a YAML value; quote it if it is text"),
+        ("grpo.seed", "'grpo.seed': expected key=value, such as grpo.max_num_steps=10"),
+        ("~grpo.seed=1", "'~grpo.seed=1': expected key=value, such as grpo.max_num_steps=10"),
+        ("algorithm=ppo", "algorithm: 'ppo' is not one of dpo, grpo, sft; did you mean 'dpo'?"),
+    ],
+)
+def test_single_keys(override: str, expected: str) -> None:
+    assert error_of("small.yaml", override) == f"command line: {expected}"
+
+
+def test_an_index_beyond_a_list() -> None:
+    assert error_of("small.yaml", "policy.scheduler=[]", "policy.scheduler.0.name=a") == (
+        "command line: 'policy.scheduler.0.name=a': '0' is not an index into a list of 0"
+    )
+
+
+def test_several_algorithms_need_a_choice() -> None:
+    assert error_of("small.yaml", "sft.seed=1") == (
+        "small.yaml: algorithm: required where several are configured (grpo, sft)"
+    )
+
+
+def test_a_long_value_is_shortened() -> None:
+    line = error_of("small.yaml", f"grpo.seed={'x' * 500}")
+    assert line == f"command line: grpo.seed: expected an integer at least 0, got '{'x' * 76}..."
+
+
+JSONL = "data={dataset_name: jsonl, task: null, train_data_path: a.jsonl}"
+SCHEDULE = "policy.scheduler: 2 schedules need 1 milestones between them, got 0"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            ["policy.dtensor_cfg.enabled=false"],
+            "policy.dtensor_cfg.enabled: false, and policy.megatron_cfg.enabled is false too: nothing can train",
+        ),
+        (["policy.optimizer=null"], "policy.optimizer: null, but policy.dtensor_cfg needs an optimizer"),
+        (["policy.scheduler=[{kwargs: {}}]"], "policy.scheduler[0]: expected either a name or milestones"),
+        (["policy.scheduler=[{name: a.B}, {name: a.B}]"], SCHEDULE),
+        (
+            ["policy.scheduler=[{milestones: [1]}, {milestones: [2]}]"],
+            "policy.scheduler: milestones are given more than once",
+        ),
+        (
+            ["policy.scheduler=[{name: a.B}, {name: a.B}, {name: a.B}, {milestones: [5, 5]}]"],
+            "policy.scheduler: milestones must rise, got [5, 5]",
+        ),
+        (
+            ["policy.train_global_batch_size=100"],
+            "policy.train_global_batch_size: 100 does not divide "
+            "grpo.num_prompts_per_step * grpo.num_generations_per_prompt = 32 * 16 = 512 samples",
+        ),
+        (
+            ["policy.train_micro_batch_size=64", "cluster.trainers=16", "policy.train_global_batch_size=512"],
+            "policy.train_global_batch_size: 512 is not a multiple of "
+            "policy.train_micro_batch_size * cluster.trainers = 64 * 16 = 1024",
+        ),
+        (
+            ["algorithm=sft", "sft.val_global_batch_size=9", "sft.val_micro_batch_size=2"],
+            "sft.val_global_batch_size: 9 is not a multiple of sft.val_micro_batch_size * cluster.trainers = 2 * 1 = 2",
+        ),
+        (
+            ["policy.train_global_batch_size=32", "grpo.num_generations_per_prompt=1"],
+            "grpo.num_generations_per_prompt: 1, but grpo.use_leave_one_out_baseline needs at least 2 samples of each "
+            "prompt",
+        ),
+        (
+            ["policy.generation.temperature=0"],
+            "policy.generation.temperature: 0 draws the same sample every time, and GRPO learns from none",
+        ),
+        (
+            ["policy.generation.max_new_tokens=513"],
+            "policy.generation.max_new_tokens: 513 is greater than policy.max_total_sequence_length (512)",
+        ),
+        (
+            ["data.max_input_seq_length=513"],
+            "data.max_input_seq_length: 513 is greater than policy.max_total_sequence_length (512)",
+        ),
+        (["data.task=null"], "data.task: required where data.dataset_name is reasoning_gym, such as chain_sum"),
+        ([JSONL.replace("a.jsonl", "null")], "data.train_data_path: required where data.dataset_name is jsonl"),
+        (
+            ["env.maths.num_workers=1"],
+            "env.maths: not built in (reasoning_gym, math, exact_match) and without a class; did you mean 'math'?",
+        ),
+        (["env.mine.class=Mine"], "env.mine.class: 'Mine' is not a dotted path, such as package.Class"),
+        (
+            ["env.math.num_workers=1", "data.environment=exact_match"],
+            "data.environment: 'exact_match' is not an entry of env (math)",
+        ),
+        (
+            [JSONL, "env.reasoning_gym.num_workers=1", "data.environment=reasoning_gym"],
+            "data.environment: reasoning_gym cannot score data.dataset_name jsonl",
+        ),
+        (
+            ["checkpointing.metric_name=val_loss"],
+            "checkpointing.metric_name: grpo has no val_loss, only val_reward, val_accuracy, reward, accuracy, loss",
+        ),
+        (
+            ["grpo.val_period=0", "checkpointing.metric_name=val_reward"],
+            "checkpointing.metric_name: val_reward is never measured: grpo.val_period is 0",
+        ),
+        (["cluster.rollouts=0"], "cluster.rollouts: 0, but GRPO needs at least 1"),
+        (["cluster.launch={trainers: 2}"], "cluster.launch.trainers: 2 is more than cluster.trainers (1)"),
+        (["cluster.launch={rollouts: 3}"], "cluster.launch.rollouts: 3 is more than cluster.rollouts (1)"),
+        (["cluster.address=here"], "cluster.address: 'here' is not tcp://host:port or tcp://host:*"),
+        (["cluster.address=tcp://a:70000"], "cluster.address: 'tcp://a:70000' is not tcp://host:port or tcp://host:*"),
+        (
+            ["cluster.heartbeat_timeout_s=1.5"],
+            "cluster.heartbeat_timeout_s: 1.5 is less than twice cluster.heartbeat_interval_s (1)",
+        ),
+        (
+            ["policy.new_model={config: {model_type: qwen3}, characters: abca}"],
+            "policy.new_model.characters: 'a' is there more than once",
+        ),
+    ],
+)
+def test_keys_that_do_not_fit_together(overrides: list[str], expected: str) -> None:
+    assert error_of("small.yaml", *overrides) == f"command line: {expected}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["data.dataset_name=squad"], "data.task: only reasoning_gym has tasks, and data.dataset_name is squad"),
+        ([JSONL], "env: required: GRPO needs an environment, such as reasoning_gym, math, exact_match"),
+        (
+            ["env.math.num_workers=1", "env.exact_match.num_workers=1"],
+            "data.environment: required where env has several entries (math, exact_match)",
+        ),
+        (
+            ["policy.new_model={config: {}, characters: ab}"],
+            "policy.new_model.config.model_type: required: the Hugging Face model type, such as qwen3",
+        ),
+        (
+            ["cluster.trainers=3"],
+            "policy.train_global_batch_size: 512 is not a multiple of "
+            "policy.train_micro_batch_size * cluster.trainers = 4 * 3 = 12",
+        ),
+    ],
+)
+def test_keys_that_no_override_set_are_blamed_on_the_file(overrides: list[str], expected: str) -> None:
+    assert error_of("small.yaml", *overrides) == f"small.yaml: {expected}"
+
+
+def test_a_missing_prerequisite(here: Path) -> None:
+    (here / "leaf.yaml").write_text("defaults: small.yaml\nprerequisite: sft.yaml\n")
+    assert error_of("leaf.yaml") == f"leaf.yaml: prerequisite: there is no file {here / 'sft.yaml'}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["algorithm=dpo"], "algorithm (dpo)"),
+        (["grpo.max_rollout_turns=2"], "grpo.max_rollout_turns (2)"),
+        (["loss_fn.use_on_policy_kl_approximation=true"], "loss_fn.use_on_policy_kl_approximation (true)"),
+        (["policy.fsdp_offload_enabled=true"], "policy.fsdp_offload_enabled (true)"),
+        (["policy.dtensor_cfg.cpu_offload=true"], "policy.dtensor_cfg.cpu_offload (true)"),
+        (["policy.dtensor_cfg.sequence_parallel=true"], "policy.dtensor_cfg.sequence_parallel (true)"),
+        (["policy.dtensor_cfg.tensor_parallel_size=2"], "policy.dtensor_cfg.tensor_parallel_size (2)"),
+        (["policy.dtensor_cfg.context_parallel_size=2"], "policy.dtensor_cfg.context_parallel_size (2)"),
+        (["policy.dtensor_cfg.custom_parallel_plan=a.b"], "policy.dtensor_cfg.custom_parallel_plan (a.b)"),
+        (["policy.megatron_cfg.enabled=true"], "policy.megatron_cfg.enabled (true)"),
+        (["policy.sequence_packing.enabled=true"], "policy.sequence_packing.enabled (true)"),
+        (["policy.dynamic_batching.enabled=true"], "policy.dynamic_batching.enabled (true)"),
+        (["policy.generation.backend=vllm"], "policy.generation.backend (vllm)"),
+        (
+            ["policy.generation.backend=vllm", "policy.generation.vllm_cfg.async_engine=true"],
+            "policy.generation.backend (vllm), policy.generation.vllm_cfg.async_engine (true)",
+        ),
+        (["policy.generation.colocated.enabled=false"], "policy.generation.colocated.enabled (false)"),
+        (["env.sliding_puzzle_game.num_workers=1"], "env.sliding_puzzle_game"),
+        (["logger.mlflow_enabled=true"], "logger.mlflow_enabled (true)"),
+    ],
+)
+def test_what_is_not_built_is_refused_when_switched_on(overrides: list[str], expected: str) -> None:
+    with pytest.raises(NotSupportedYet) as caught:
+        load_config("small.yaml", overrides)
+    assert str(caught.value) == f"small.yaml: not supported yet: {expected}"
+
+
+def test_what_the_run_does_not_read_is_not_refused() -> None:
+    load_config("small.yaml", ["policy.generation.vllm_cfg.async_engine=true"])
+    load_config("small.yaml", ["algorithm=sft", "policy.generation.backend=vllm", "grpo.max_rollout_turns=9"])
+    load_config("small.yaml", ["algorithm=sft", "cluster.rollouts=0", "policy.generation.temperature=0"])
+
+
+def test_a_mapping_is_blamed_by_the_name_it_was_given() -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_config({"grpo": {}, "policy": {"model_nam": "m"}, "data": {}}, source="request")
+    assert str(caught.value) == "request: policy.model_nam: unknown key; did you mean 'model_name'?"
