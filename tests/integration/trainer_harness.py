@@ -66,7 +66,9 @@ def make_model(folder: Path, architecture: str = "qwen3", *, seed: int = 0) -> P
     return folder
 
 
-def make_config(model: Path, *, algorithm: str = "grpo", loss: Mapping[str, Any] | None = None, **policy: Any) -> Config:
+def make_config(
+    model: Path, *, algorithm: str = "grpo", loss: Mapping[str, Any] | None = None, **policy: Any
+) -> Config:
     """Return a configuration whose ``policy`` and ``loss_fn`` sections have the given keys."""
     settings: dict[str, Any] = {
         "algorithm": algorithm,

@@ -1,11 +1,13 @@
-"""Text to tokens and back, and the character-level tokenizer of a model made from scratch. No torch here."""
+"""Text to tokens and back, and the character-level tokenizer of a model made from scratch. No torch here.
+
+transformers is imported where it is needed and no earlier: it takes half a second, and ``--help`` does not need it.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,11 +18,14 @@ from tandem.common.errors import ConfigError, DataError, ModelError, nearest
 
 _PAD, _BOS, _EOS = "<pad>", "<bos>", "<eos>"
 _CHAT_TEMPLATE = (
-    "{% for message in messages %}{% if message['role'] == 'user' %}{{ bos_token }}{% endif %}"
-    "{{ message['content'] }}{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{{ bos_token }}{% for message in messages %}{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
 """What the user says follows the beginning-of-sequence token, and the answer follows that: there is nothing else to
 learn for a small model."""
+
+Messages = Sequence[Mapping[str, str]]
+"""A conversation: each message has a ``role`` and its ``content``."""
 
 
 class Tokenizer:
@@ -29,6 +34,7 @@ class Tokenizer:
     def __init__(self, hugging_face: Any, where: str) -> None:
         self._hugging_face = hugging_face
         self._where = where
+        self._alphabet = _alphabet(hugging_face)
 
     @property
     def eos_id(self) -> int:
@@ -44,27 +50,44 @@ class Tokenizer:
         bos_id = self._hugging_face.bos_token_id
         return None if bos_id is None else int(bos_id)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool) -> list[int]:
-        """Return the tokens of a conversation by the chat template; plain text if the tokenizer has no template.
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether a conversation has a form of its own; without one it is the plain text of its messages."""
+        return self._hugging_face.chat_template is not None
 
-        Raises `DataError` for text that the tokenizer cannot represent.
+    def render_chat(self, messages: Messages, *, add_generation_prompt: bool) -> str:
+        """Return a conversation as text, by the chat template.
+
+        Raises `ConfigError` if the template is broken or refuses the conversation.
         """
-        if self._hugging_face.chat_template is None:
-            return self.encode("".join(message["content"] for message in messages))
-        text = self._hugging_face.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
-        )
-        return self.encode(text)
+        if not self.has_chat_template:
+            return "".join(message["content"] for message in messages)
+        from jinja2.exceptions import TemplateError
+
+        try:
+            return str(
+                self._hugging_face.apply_chat_template(
+                    list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+                )
+            )
+        except (TemplateError, TypeError) as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise ConfigError(
+                f"policy.tokenizer.chat_template: the chat template of {self._where} refuses messages of {roles}: "
+                f"{error}"
+            ) from error
+
+    def encode_chat(self, messages: Messages, *, add_generation_prompt: bool) -> list[int]:
+        """Return the tokens of a conversation. Raises what `render_chat` and `encode` raise."""
+        return self.encode(self.render_chat(messages, add_generation_prompt=add_generation_prompt))
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text, adding none. Raises `DataError` for a character the tokenizer does not know."""
         tokens = self._hugging_face(text, add_special_tokens=False)["input_ids"]
-        if self._hugging_face.unk_token_id is None and self.decode(tokens, skip_special_tokens=False) != text:
-            known = set(self._hugging_face.get_vocab())
-            unknown = sorted({character for character in text if character not in known})
-            # Tokenizers that merge characters may normalise text; only a character that is lost is an error.
-            if unknown and all(len(token) == 1 or token.startswith("<") for token in known):
-                raise DataError(f"the tokenizer in {self._where} does not know the characters {''.join(unknown)!r}")
+        if self._alphabet is not None:
+            unknown = sorted(set(self._without_special(text)) - self._alphabet)
+            if unknown:
+                raise DataError(f"the tokenizer in {self._where} does not know the character {unknown[0]!r}")
         return [int(token) for token in tokens]
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -75,14 +98,30 @@ class Tokenizer:
             )
         )
 
+    def _without_special(self, text: str) -> str:
+        for token in self._hugging_face.all_special_tokens:
+            text = text.replace(token, "")
+        return text
+
     def save(self, folder: Path) -> None:
         """Write the tokenizer's files beside a model's weights."""
         self._hugging_face.save_pretrained(folder)
 
 
+def _alphabet(hugging_face: Any) -> frozenset[str] | None:
+    """Return the characters of a character-level tokenizer; None for any other, which can represent every text."""
+    from tokenizers.models import WordLevel
+
+    if not isinstance(hugging_face.backend_tokenizer.model, WordLevel):
+        return None
+    special = set(hugging_face.all_special_tokens)
+    ordinary = frozenset(token for token in hugging_face.get_vocab() if token not in special)
+    return ordinary if all(len(token) == 1 for token in ordinary) else None
+
+
 def load_tokenizer(config: Config) -> Tokenizer:
     """Load ``policy.tokenizer``. Raises `ModelError` if the folder holds none."""
-    # Half a second, and not needed for --help. AutoTokenizer would import torch.
+    # AutoTokenizer would import torch; every tokenizer that Tandem can use has the one file that this class reads.
     from transformers import PreTrainedTokenizerFast
 
     where = config.policy.tokenizer.name
@@ -92,32 +131,35 @@ def load_tokenizer(config: Config) -> Tokenizer:
         raise ModelError(
             f"policy.tokenizer.name: cannot load a tokenizer from {where!r}: {error}".split("\n")[0]
         ) from error
-    if config.policy.tokenizer.chat_template is not None:
-        hugging_face.chat_template = config.policy.tokenizer.chat_template
+    template = config.policy.tokenizer.chat_template
+    if template not in (None, "default"):
+        hugging_face.chat_template = template
     return Tokenizer(hugging_face, where)
 
 
 def write_new_model(folder: Path, new_model: NewModel) -> None:
     """Write ``config.json`` and a character-level tokenizer to `folder`, whole or not at all; the weights come later.
 
-    Every character of ``new_model.characters`` is one token, beside padding, beginning and end of sequence. Raises
-    `ConfigError` if transformers does not know the model type or refuses the configuration.
+    Every character of ``new_model.characters`` is one token, beside padding, beginning and end of sequence. The same
+    arguments write the same bytes. Raises `ConfigError` if transformers does not know the model type, and `ModelError`
+    if the folder cannot be written.
     """
     characters = sorted(set(new_model.characters))
     vocabulary = {token: index for index, token in enumerate([_PAD, _BOS, _EOS, *characters])}
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     try:
+        temporary.mkdir(parents=True)
         _write_config(temporary, new_model.config, len(vocabulary))
         _write_tokenizer(temporary, vocabulary)
-        os.rename(temporary, folder)
-    except BaseException:
+        temporary.rename(folder)
+    except OSError as error:
+        raise ModelError(f"policy.model_name: cannot write a new model to {str(folder)!r}: {error.strerror}") from error
+    finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise
 
 
 def _write_config(folder: Path, settings: Mapping[str, Any], vocab_size: int) -> None:
-    # Importing AutoConfig would import torch; the trainer, which has it, refuses settings that the model type lacks.
+    # Importing AutoConfig would import torch; the trainer, which has it, makes the model and finds what is amiss.
     from transformers.models.auto.auto_mappings import CONFIG_MAPPING_NAMES
 
     model_type = settings.get("model_type")
@@ -133,6 +175,7 @@ def _write_tokenizer(folder: Path, vocabulary: Mapping[str, int]) -> None:
     from tokenizers import Tokenizer as Fast
     from transformers import PreTrainedTokenizerFast
 
+    # A character outside the vocabulary becomes padding, which `Tokenizer.encode` notices.
     fast = Fast(models.WordLevel(vocab=dict(vocabulary), unk_token=_PAD))
     fast.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     fast.decoder = decoders.Fuse()

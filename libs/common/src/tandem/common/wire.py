@@ -122,7 +122,7 @@ class HelloProbe(msgspec.Struct, tag="Hello"):
 
 
 def check_version(frame: bytes | memoryview) -> None:
-    """Raise `VersionMismatch` if the frame is a `Hello` of another protocol version, `WireError` if it is no `Hello`."""
+    """Raise `VersionMismatch` if the frame is a `Hello` of another version, `WireError` if it is no `Hello`."""
     try:
         probe = msgspec.msgpack.decode(frame, type=HelloProbe)
     except msgspec.MsgspecError as error:

@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0 is success, 1 a run that failed, 2 input that cannot be run, 130 a run that was interrupted and saved.
     """
-    arguments = _parser().parse_args(argv)
+    arguments = _parse(argv)
     try:
         match arguments.command:
             case "up":
@@ -37,6 +37,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TandemError as error:
         print(f"error: {error}", file=sys.stderr)
         return _EXIT_FAILED
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line; settings may stand before and after options, which argparse alone does not allow."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    unknown = [word for word in rest if word.startswith("-") or "=" not in word or "overrides" not in arguments]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if rest:
+        arguments.overrides += rest
+    return arguments
 
 
 def _parser() -> argparse.ArgumentParser:

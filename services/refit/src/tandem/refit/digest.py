@@ -1,31 +1,42 @@
 """Digests of weights that do not depend on how the weights are sharded.
 
-A tensor is read as a matrix ``W`` of its bits: one row for each index of its first dimension, one column for each index
-of the others taken together. Its digest is the bilinear form ``sum_rc a_r W_rc b_c`` modulo 2**32, with odd
-pseudo-random ``a_r`` and ``b_c`` that depend on the tensor's name and on the *global* row and column. The sum may be
-taken in any order and in any parts, so every sharding gives the same number; but each term depends on where its element
-belongs, so a swap, a shift or a stale tensor changes it, and because odd numbers are invertible modulo 2**32 so does
-any single flipped bit. Two such forms with independent vectors, side by side, make 64 bits.
+The digest of a tensor is a sum over its elements, modulo 2**64::
 
-Reading everything costs about as much as copying it; torch does the inner sum as an integer matrix-vector product.
+    D = s * sum_i  bits(i) * m_1(i_1) * m_2(i_2) * ... * m_n(i_n)
+
+where ``bits`` reads an element as a signed integer, ``m_k`` is an odd pseudo-random 64-bit number for each *global*
+index along dimension ``k``, and ``s`` is one for each name, shape and element type. A sum may be taken in any order and
+in any parts, so every sharding gives the same number. Each term depends on where its element belongs, so swapped
+tensors, exchanged rows, a shifted shard or a stale tensor change it; and because an odd number is invertible modulo
+2**64, so does any single flipped bit.
+
+Elements of at most 32 bits are widened to 64 first. Modulo 2**32, and also for two float32 read as one 64-bit word,
+the sign bit would stand at the top, where an even number of flips always cancels: a tensor whose halves are negated
+would pass. Widened, its weight is ``2**31 * m`` and 33 bits of ``m`` still count.
+
+The inner sum is an integer matrix-vector product over blocks that stay in the cache.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.refit.layout import Box
+from tandem.common.errors import RefitError
+from tandem.refit.layout import ITEM_SIZES, Box, Layout
 
 if TYPE_CHECKING:  # the refit service combines digests without torch
     import torch
 
-_LANE = 2**32
-_NUM_LANES = 2
+_MODULUS = 2**64
+_BLOCK_ELEMENTS = 2**17
+"""Elements widened at a time: 1 MiB of 64-bit integers."""
+_FEWEST_MULTIPLIERS = 2**10
 
 
 def digest_box(name: str, global_shape: tuple[int, ...], box: Box, values: torch.Tensor) -> int:
@@ -35,64 +46,106 @@ def digest_box(name: str, global_shape: tuple[int, ...], box: Box, values: torch
         name: Hugging Face name of the tensor.
         global_shape: shape of the whole tensor.
         box: the part that `values` holds.
-        values: of the box's shape, any element type of 2 or 4 bytes.
+        values: of the box's shape, any strides, elements of 1, 2 or 4 bytes.
 
     Returns:
         An unsigned 64-bit number; add shares up with `combine`.
+
+    Raises:
+        RefitError: the elements have another size.
 
     """
     import torch
 
     if box.num_elements == 0:
         return 0
-    bits = values.detach().contiguous().view({2: torch.int16, 4: torch.int32}[values.element_size()]).to(torch.int32)
-    bits_RC = bits.reshape(box.shape[0] if box.shape else 1, -1)
-    digest = 0
-    for lane in range(_NUM_LANES):
-        columns = torch.from_numpy(_columns(name, lane, global_shape[1:], box.start[1:], box.shape[1:]))
-        rows = torch.from_numpy(_odd(name, lane, "rows", box.start[0] if box.shape else 0, bits_RC.shape[0]))
-        row_sums_R = torch.mv(bits_RC, columns)  # wraps around modulo 2**32
-        lane_sum = int((row_sums_R.to(torch.int64) * rows.to(torch.int64) % _LANE).sum()) % _LANE
-        digest |= lane_sum << (32 * lane)
-    return digest
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32}.get(values.element_size())
+    if integers is None:
+        raise RefitError(f"{name} has element type {values.dtype}: digests are of elements of 1, 2 or 4 bytes")
+    assert tuple(values.shape) == box.shape, f"{name}: {tuple(values.shape)} is not the shape of {box}"
+    shape = box.shape or (1,)
+    first = box.start or (0,)
+    bits = values.detach().view(integers).reshape(shape)
+    *outer, columns = (
+        torch.from_numpy(_multipliers(len(shape) - dim, start + n)[start : start + n])
+        for dim, (start, n) in enumerate(zip(first, shape, strict=True))
+    )
+    sums = _row_sums(bits.reshape(-1, shape[-1]), columns)
+    for multipliers in reversed(outer):
+        sums = torch.mv(sums.view(-1, len(multipliers)), multipliers)
+    dtype = str(values.dtype).removeprefix("torch.")
+    return int(sums.item()) * _salt(name, global_shape, dtype) % _MODULUS
+
+
+def digest_layout(layout: Layout, storages: Mapping[str, torch.Tensor]) -> int:
+    """Return the digest of everything that a layout describes, read from where it says that it lies.
+
+    Args:
+        layout: what the process holds.
+        storages: by name of the storage, a tensor whose first element is byte 0 and that lies in one gapless range.
+
+    Raises:
+        RefitError: as `digest_box`.
+
+    """
+    import torch
+
+    shares: list[int] = []
+    for name, tensor in layout.tensors.items():
+        dtype, item_size = getattr(torch, tensor.dtype), ITEM_SIZES[tensor.dtype]
+        for piece in tensor.pieces:
+            storage = storages[piece.parameter].detach()
+            flat = storage.as_strided((storage.numel(),), (1,)).view(dtype)
+            strides = [stride // item_size for stride in piece.strides]
+            place = flat.as_strided(piece.box.shape, strides, flat.storage_offset() + piece.offset // item_size)
+            shares.append(digest_box(name, tensor.shape, piece.box, place))
+    return combine(*shares)
 
 
 def combine(*digests: int) -> int:
-    """Add shares up: lane by lane, so that no carry runs from one into the other."""
-    total = 0
-    for lane in range(_NUM_LANES):
-        lane_sum = sum((digest >> (32 * lane)) % _LANE for digest in digests) % _LANE
-        total |= lane_sum << (32 * lane)
-    return total
+    """Add shares up, modulo 2**64."""
+    return sum(digests) % _MODULUS
 
 
-@functools.lru_cache(maxsize=4096)
-def _columns(
-    name: str, lane: int, global_shape: tuple[int, ...], start: tuple[int, ...], shape: tuple[int, ...]
-) -> NDArray[np.int32]:
-    """Return ``b_c`` for the columns of a box: the trailing dimensions, flattened by their global index."""
-    if not shape:
-        return _odd(name, lane, "columns", 0, 1)
-    index = np.zeros((1,), dtype=np.int64)
-    for size, first, count in zip(global_shape, start, shape, strict=True):
-        index = (index[:, None] * size + np.arange(first, first + count)[None, :]).reshape(-1)
-    return _hash_odd(_seed(name, lane, "columns"), index)
+def _row_sums(bits_RC: torch.Tensor, multipliers_C: torch.Tensor) -> torch.Tensor:
+    """Return ``sum_c bits_RC * multipliers_C`` as ``sums_R``, wrapping around."""
+    import torch
+
+    num_rows, num_columns = bits_RC.shape
+    rows_per_block = max(1, _BLOCK_ELEMENTS // num_columns)
+    sums_R = torch.empty(num_rows, dtype=torch.int64)
+    wide_BC = torch.empty((min(rows_per_block, num_rows), num_columns), dtype=torch.int64)
+    for row in range(0, num_rows, rows_per_block):
+        block_BC = bits_RC[row : row + rows_per_block]
+        wide = wide_BC[: len(block_BC)].copy_(block_BC)
+        torch.mv(wide, multipliers_C, out=sums_R[row : row + rows_per_block])
+    return sums_R
 
 
-@functools.lru_cache(maxsize=4096)
-def _odd(name: str, lane: int, what: str, first: int, count: int) -> NDArray[np.int32]:
-    return _hash_odd(_seed(name, lane, what), np.arange(first, first + count, dtype=np.int64))
+@functools.lru_cache(maxsize=65536)
+def _salt(name: str, global_shape: tuple[int, ...], dtype: str) -> int:
+    seed = hashlib.blake2b(f"{name}|{global_shape}|{dtype}".encode(), digest_size=8).digest()
+    return int.from_bytes(seed, "little") | 1
 
 
-def _seed(name: str, lane: int, what: str) -> int:
-    return int.from_bytes(hashlib.blake2b(f"{name}|{lane}|{what}".encode(), digest_size=8).digest(), "little")
+_tables: dict[int, NDArray[np.int64]] = {}
 
 
-def _hash_odd(seed: int, index: NDArray[np.int64]) -> NDArray[np.int32]:
-    """Return an odd 32-bit number for each index: splitmix64 (Steele, Lea and Flood 2014) of seed and index."""
+def _multipliers(dim: int, at_least: int) -> NDArray[np.int64]:
+    """Return ``m`` for the first indices along a dimension, counted from the last one; the table grows by doubling."""
+    table = _tables.get(dim)
+    if table is None or len(table) < at_least:
+        num = max(_FEWEST_MULTIPLIERS, 1 << (at_least - 1).bit_length())
+        table = _tables[dim] = _odd_numbers(dim, num)
+    return table
+
+
+def _odd_numbers(stream: int, num: int) -> NDArray[np.int64]:
+    """Return the first odd 64-bit numbers of a stream: splitmix64 (Steele, Lea and Flood 2014), made odd."""
+    seed = int.from_bytes(hashlib.blake2b(f"dimension {stream}".encode(), digest_size=8).digest(), "little")
     with np.errstate(over="ignore"):
-        z = (index.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
+        z = np.arange(1, num + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         z = z ^ (z >> np.uint64(31))
-    return (z >> np.uint64(32)).astype(np.uint32).view(np.int32) | np.int32(1)
+    return (z | np.uint64(1)).view(np.int64)

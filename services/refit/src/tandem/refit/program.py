@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from tandem.common.errors import RefitError
-from tandem.refit.layout import Address
+from tandem.refit.layout import ITEM_SIZES, Address
 
 
 class Source(msgspec.Struct, frozen=True, array_like=True):
@@ -45,14 +45,27 @@ class Copy(msgspec.Struct, frozen=True, array_like=True):
     num_bytes: int
     """Bytes written."""
 
+    @property
+    def is_run(self) -> bool:
+        """Whether it moves one range of bytes unchanged."""
+        item_size = ITEM_SIZES[self.destination_region.dtype]
+        strides = self.source_region.strides, self.destination_region.strides
+        return strides == ((item_size,),) * 2 and self.source_region.dtype == self.destination_region.dtype
+
 
 class Alias(msgspec.Struct, frozen=True, array_like=True):
-    """An engine storage that is replaced by the trainer's memory, read in place: nothing is ever copied."""
+    """An engine storage that is replaced by the trainer's memory, read in place: nothing is ever copied.
 
+    The engine's parameter keeps its shape and strides; only its bytes lie elsewhere.
+    """
+
+    tensor: str
+    """As in `Copy`."""
     destination: str
     source: int
-    region: Region
-    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+    dtype: str
 
 
 class TransferProgram(msgspec.Struct, frozen=True):

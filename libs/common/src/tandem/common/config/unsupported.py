@@ -62,7 +62,10 @@ NOT_SUPPORTED_YET = (
 )
 """Refused, in the order in which an error lists them."""
 
-NO_EFFECT_YET = (Row("logger.monitor_gpus", (False,)),)
+NO_EFFECT_YET = (
+    Row("logger.monitor_gpus", (False,)),
+    Row("data.add_system_prompt", (False,)),
+)
 """Accepted with a notice: NeMo-RL's base files switch it on, and a run without it gives the same result."""
 
 

@@ -6,18 +6,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 _EPSILON = 1e-6
+"""Keeps a spread that is nothing but rounding from being blown up."""
 
 
 def group_advantages(rewards_GN: NDArray[np.float64], *, leave_one_out: bool, normalize: bool) -> NDArray[np.float32]:
     """Return the advantage of each sample within its prompt group.
 
-    With ``r_i`` the rewards of a group of ``N`` samples, ``A_i = r_i - b_i``, where the baseline ``b_i`` is the mean of
-    the *other* rewards (`leave_one_out`; Kool et al. 2019, RLOO arXiv:2402.14740) or of all of them (GRPO
-    arXiv:2402.03300, equation 3). `normalize` divides by the standard deviation (with ``N - 1``) of the same rewards
-    that make the baseline, as NeMo-RL does; where these do not vary the advantage is left as it is.
+    With ``r_i`` the rewards of a group of ``N`` samples, ``A_i = r_i - b_i``. The baseline ``b_i`` is the mean of the
+    *other* ``N - 1`` rewards (`leave_one_out`: the RLOO baseline, Ahmadian et al. 2024, arXiv:2402.14740, section 2.2)
+    or of all ``N`` (GRPO, Shao et al. 2024, arXiv:2402.03300, section 4.1.2). `normalize` divides by ``s_i + 1e-6``,
+    where ``s_i`` is the population standard deviation of the same rewards that make the baseline, as NeMo-RL v0.3
+    does; where those do not differ at all, as the others of a lone success do not, the advantage stays as it is.
 
     Args:
-        rewards_GN: ``G`` groups of ``N`` samples.
+        rewards_GN: ``G`` groups of ``N`` samples; finite.
         leave_one_out: whether a sample's own reward is left out of its baseline. Needs ``N >= 2``.
         normalize: whether to divide by the standard deviation.
 
@@ -26,15 +28,15 @@ def group_advantages(rewards_GN: NDArray[np.float64], *, leave_one_out: bool, no
 
     """
     num_samples = rewards_GN.shape[1]
+    assert num_samples >= 1 + leave_one_out, "the configuration is checked before anything starts"
     if leave_one_out:
-        # others_GNM[g, i] holds the rewards of group g without sample i.
         others = np.array([[j for j in range(num_samples) if j != i] for i in range(num_samples)])
-        baseline_from = rewards_GN[:, others]
+        compared_GNM = rewards_GN[:, others]
     else:
-        baseline_from = np.repeat(rewards_GN[:, None, :], num_samples, axis=1)
-    advantages_GN: NDArray[np.float64] = rewards_GN - baseline_from.mean(axis=-1)
-    if normalize and baseline_from.shape[-1] > 1:
-        std_GN = baseline_from.std(axis=-1, ddof=1)
-        varies = std_GN > 0
-        advantages_GN[varies] /= std_GN[varies] + _EPSILON
+        compared_GNM = np.repeat(rewards_GN[:, None, :], num_samples, axis=1)
+    advantages_GN: NDArray[np.float64] = rewards_GN - compared_GNM.mean(axis=-1)
+    if normalize:
+        differ_GN = np.ptp(compared_GNM, axis=-1) > 0
+        std_GN = compared_GNM.std(axis=-1)
+        advantages_GN[differ_GN] /= std_GN[differ_GN] + _EPSILON
     return advantages_GN.astype(np.float32)

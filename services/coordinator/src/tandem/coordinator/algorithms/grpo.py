@@ -1,4 +1,7 @@
-"""GRPO's data: prompt groups out, advantages in. See `advantages` for the formula, `tandem.trainer.loss` for the loss."""
+"""GRPO's data: prompt groups out, advantages in.
+
+`advantages` has their formula, `tandem.trainer.loss` the loss.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from tandem.common.config import Config
 from tandem.common.errors import ConfigError, DataError
 from tandem.common.messages import Problem
 from tandem.common.tokenizer import Tokenizer
+
+_FUNCTION = re.compile(r"(?P<module>[A-Za-z_][\w.]*):(?P<name>[A-Za-z_]\w*)")
 
 
 class EncodedProblem(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,40 +33,95 @@ class PromptEncoder:
         self._tokenizer = tokenizer
         self._max_total = config.policy.max_total_sequence_length
         self._prompt_file = _read("data.prompt_file", config.data.prompt_file)
+        if self._prompt_file is not None and "{}" not in self._prompt_file:
+            raise ConfigError(f"data.prompt_file: {config.data.prompt_file!r} has no {{}} for the prompt to go to")
         self._system_prompt = _read("data.system_prompt_file", config.data.system_prompt_file)
-        # Generation always goes on from where the assistant would speak; SFT may leave the marker out.
-        self._add_generation_prompt = config.algorithm != "sft" or config.data.add_generation_prompt
+        self._write_solution = solution_writer(config.data.solution_template)
+        is_sft = config.algorithm == "sft"
+        # Generation goes on from where the assistant would speak; SFT may count that marker as part of the solution.
+        self._add_generation_prompt = config.data.add_generation_prompt if is_sft else True
+        self._first_ids = [tokenizer.bos_id] if is_sft and config.data.add_bos and tokenizer.bos_id is not None else []
 
     def encode(self, problem: Problem) -> EncodedProblem:
         """Tokenise a problem's prompt. Raises `DataError` if it does not fit the context or cannot be tokenised."""
-        messages = [{"role": "user", "content": self._question(problem)}]
-        if self._system_prompt is not None:
-            messages.insert(0, {"role": "system", "content": self._system_prompt})
-        try:
-            tokens = self._tokenizer.encode_chat(messages, add_generation_prompt=self._add_generation_prompt)
-        except DataError as error:
-            raise DataError(f"problem {problem.problem_id!r}: {error}") from error
+        tokens = self._encode(problem, self._prompt(problem))
+        if tokens[:1] != self._first_ids:
+            tokens = self._first_ids + tokens
         limit = min(self._data.max_input_seq_length, self._max_total - 1)
         if len(tokens) > limit:
             raise DataError(
-                f"problem {problem.problem_id!r}: its prompt has {len(tokens)} tokens, but data.max_input_seq_length and "
-                f"policy.max_total_sequence_length leave room for {limit}"
+                f"problem {problem.problem_id!r}: its prompt has {len(tokens)} tokens, but data.max_input_seq_length "
+                f"({self._data.max_input_seq_length}) and policy.max_total_sequence_length ({self._max_total}) leave "
+                f"room for {limit}"
             )
         return EncodedProblem(problem=problem, prompt_ids=tuple(tokens))
 
     def encode_solution(self, problem: Problem) -> list[int]:
-        """Tokenise a problem's worked solution, ended by the end-of-sequence token if ``data.add_eos`` says so."""
-        text = fill_template("data.solution_template", self._data.solution_template, problem)
+        """Tokenise what should follow a problem's prompt: the assistant's turn, as the chat template writes it.
+
+        It ends with the end-of-sequence token if the template or ``data.add_eos`` puts it there. Raises `DataError`.
+        """
+        prompt = self._prompt(problem)
+        answered = [*self._messages(problem), {"role": "assistant", "content": self._write_solution(problem)}]
+        whole = self._tokenizer.render_chat(answered, add_generation_prompt=False)
+        if not whole.startswith(prompt):
+            raise DataError(
+                "the chat template does not write the assistant's turn after the prompt as it is generated from; "
+                f"change data.add_generation_prompt or policy.tokenizer.chat_template (problem {problem.problem_id!r})"
+            )
+        return self._ended(self._encode(problem, whole[len(prompt) :]))
+
+    def _ended(self, tokens: list[int]) -> list[int]:
+        """End a solution where a response ends: a template's line break after the token that ends it is not kept."""
+        eos_id = self._tokenizer.eos_id
+        if eos_id in tokens:
+            end = len(tokens) - tokens[::-1].index(eos_id)
+            return tokens[:end] if not self._tokenizer.decode(tokens[end:]).strip() else tokens
+        return [*tokens, eos_id] if self._data.add_eos else tokens
+
+    def _encode(self, problem: Problem, text: str) -> list[int]:
         try:
-            tokens = self._tokenizer.encode(text)
+            return self._tokenizer.encode(text)
         except DataError as error:
             raise DataError(f"problem {problem.problem_id!r}: {error}") from error
-        return [*tokens, self._tokenizer.eos_id] if self._data.add_eos else tokens
 
-    def _question(self, problem: Problem) -> str:
+    def _prompt(self, problem: Problem) -> str:
+        return self._tokenizer.render_chat(self._messages(problem), add_generation_prompt=self._add_generation_prompt)
+
+    def _messages(self, problem: Problem) -> list[dict[str, str]]:
         question = fill_template("data.prompt_template", self._data.prompt_template, problem)
-        # NeMo-RL's prompt files hold one {} and may hold other braces, as LaTeX does.
-        return question if self._prompt_file is None else self._prompt_file.replace("{}", question)
+        if self._prompt_file is not None:
+            # NeMo-RL's prompt files hold one {} and may hold other braces, as LaTeX does.
+            question = self._prompt_file.replace("{}", question)
+        messages = [{"role": "user", "content": question}]
+        if self._system_prompt is not None:
+            messages.insert(0, {"role": "system", "content": self._system_prompt})
+        return messages
+
+
+def solution_writer(template: str) -> Callable[[Problem], str]:
+    """Return what writes a problem's solution: a function named ``module:function``, or else a format string.
+
+    Raises `ConfigError` if there is no such function.
+    """
+    named = _FUNCTION.fullmatch(template)
+    if named is None:
+        return lambda problem: fill_template("data.solution_template", template, problem)
+    try:
+        function: Callable[[Problem], str] = getattr(importlib.import_module(named["module"]), named["name"])
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"data.solution_template: cannot import {template!r}: {error}") from error
+
+    def write(problem: Problem) -> str:
+        try:
+            return function(problem)
+        except Exception as error:  # the function is the user's
+            raise DataError(
+                f"problem {problem.problem_id!r}: data.solution_template {template} raised "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+    return write
 
 
 def fill_template(key: str, template: str, problem: Problem) -> str:
@@ -84,6 +143,6 @@ def _read(key: str, path: str | None) -> str | None:
     if path is None:
         return None
     try:
-        return Path(path).read_text()
-    except OSError as error:
-        raise ConfigError(f"{key}: cannot read {path!r}: {error.strerror}") from error
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{key}: cannot read {path!r}: {getattr(error, 'strerror', None) or error}") from error

@@ -16,6 +16,8 @@ from tandem.common.messages import Problem
 _CHUNK = 1000
 _SEED_STRIDE = 1_000_000_007
 """reasoning-gym makes problem i of seed s from s + i: neighbouring seeds would share nearly all problems."""
+_SEED_RANGE = 2**32 - 2**28
+"""Some tasks seed numpy, which takes 32 bits; the rest of them is room to count on from the first seed."""
 
 
 def reasoning_gym(data: Data, seed: int) -> Iterator[Problem]:
@@ -29,22 +31,32 @@ def reasoning_gym(data: Data, seed: int) -> Iterator[Problem]:
     task = str(data.task)
     if task not in DATASETS:
         raise ConfigError(f"data.task: reasoning-gym has no task {task!r}{nearest(task, DATASETS)}")
-    for chunk in itertools.count():
-        first = seed * _SEED_STRIDE + chunk * _CHUNK
+    start = seed * _SEED_STRIDE % _SEED_RANGE
+    for first in itertools.count(start, _CHUNK):
         try:
             dataset = reasoning_gym.create_dataset(task, size=_CHUNK, seed=first, **data.task_params)
         except (TypeError, AssertionError, ValueError) as error:
-            valid = sorted(set(DATASETS[task][1].__dataclass_fields__) - {"seed", "size"})
-            raise ConfigError(
-                f"data.task_params: {task} refuses {data.task_params}: {error} (parameters are {', '.join(valid)})"
-            ) from error
+            raise ConfigError(_refused(task, data.task_params, DATASETS[task][1], error)) from error
         for index, entry in enumerate(dataset):
             yield Problem(
                 problem_id=f"{task}-{first + index}",
                 question=str(entry["question"]),
-                answer=str(entry["answer"]),
+                # Where many answers are right there may be none to show; the scorer knows from the metadata.
+                answer="" if entry["answer"] is None else str(entry["answer"]),
                 metadata=_plain(entry["metadata"]),
             )
+
+
+def _refused(task: str, given: Mapping[str, Any], config_class: Any, error: Exception) -> str:
+    """Say which parameter is unknown, or else what the task says is wrong."""
+    valid = sorted(set(config_class.__dataclass_fields__) - {"seed", "size"})
+    unknown = next((name for name in given if name not in valid), None)
+    what = (
+        f"refuses {dict(given)}: {_first_line(error)}"
+        if unknown is None
+        else f"has no parameter {unknown!r}{nearest(unknown, valid)}"
+    )
+    return f"data.task_params: {task} {what} (parameters are {', '.join(valid)})"
 
 
 def jsonl(path: str, data: Data) -> list[Problem]:

@@ -19,8 +19,11 @@ from tandem.common.messages import Problem
 from tandem.coordinator.data import sources
 from tandem.coordinator.data.prompts import fill_template
 
-_MAX_DUPLICATES = 20
-"""A generator that yields this many times more problems than wanted, and still too few distinct ones, has run dry."""
+_PATIENCE = 4
+"""A generator has run dry once it has repeated itself, without a break, this many times for each distinct problem seen.
+If there is one more among ``D`` equally likely ones, it stays hidden for so long with a probability of
+``(1 - 1/D) ** (4 * D)``, less than 2 per cent."""
+_MIN_PATIENCE = 1000
 
 
 class ProblemSets(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,17 +62,18 @@ def _generated(data: Data, problems: Iterator[Problem]) -> ProblemSets:
     wanted = {True: num_validation, False: num_train}
     found: dict[bool, list[Problem]] = {True: [], False: []}
     seen: set[str] = set()
-    for drawn, problem in enumerate(problems):
-        if all(len(found[held]) >= wanted[held] for held in (True, False)):
-            break
-        if drawn > _MAX_DUPLICATES * (num_train + num_validation):
+    num_repeats = 0
+    while any(len(found[held]) < wanted[held] for held in (True, False)):
+        problem = next(problems)
+        prompt = _prompt(data, problem)
+        num_repeats = num_repeats + 1 if prompt in seen else 0
+        if num_repeats > max(_MIN_PATIENCE, _PATIENCE * len(seen)):
             raise DataError(
                 f"data.task {data.task!r} has only {len(seen)} distinct problems with these task_params: "
                 f"{len(found[False])} to train on (data.num_train {num_train}) and {len(found[True])} held out "
                 f"(data.num_validation {num_validation})"
             )
-        prompt = _prompt(data, problem)
-        if prompt not in seen:
+        if num_repeats == 0:
             seen.add(prompt)
             held = _position(prompt) < share
             if len(found[held]) < wanted[held]:
@@ -80,17 +84,31 @@ def _generated(data: Data, problems: Iterator[Problem]) -> ProblemSets:
 def _from_files(data: Data, train: list[Problem], held_out: list[Problem] | None) -> ProblemSets:
     """Split one file, or take two apart; a problem in both is held out."""
     train = list(_distinct(data, train))
+    train_name = data.train_data_path or f"{data.dataset_name}[{data.split}]"
     if held_out is None:
-        ordered = sorted(train, key=lambda problem: _position(_prompt(data, problem)))
-        validation = ordered[: data.num_validation]
+        source, source_name = sorted(train, key=lambda problem: _position(_prompt(data, problem))), train_name
     else:
-        validation = list(_distinct(data, held_out))[: data.num_validation]
+        source = list(_distinct(data, held_out))
+        source_name = data.val_data_path or f"{data.dataset_name}[{data.val_split}]"
+    validation = _first(source, data.num_validation, f"data.num_validation: {source_name}")
     kept_out = {_prompt(data, problem) for problem in validation}
-    train = [problem for problem in train if _prompt(data, problem) not in kept_out][: data.num_train]
-    for name, problems in (("train on", train), ("validate on", validation)):
-        if not problems:
-            raise DataError(f"data: {data.train_data_path or data.dataset_name} leaves no problem to {name}")
-    return ProblemSets(train=train, validation=validation)
+    rest = [problem for problem in train if _prompt(data, problem) not in kept_out]
+    if not rest:
+        raise DataError(
+            f"data: {train_name} has {len(train)} distinct problems, and with {len(validation)} of them held out "
+            "(data.num_validation) none is left to train on"
+        )
+    return ProblemSets(
+        train=_first(rest, data.num_train, f"data.num_train: without those held out, {train_name}"),
+        validation=validation,
+    )
+
+
+def _first(problems: list[Problem], wanted: int | None, where: str) -> list[Problem]:
+    """Return so many problems, all of them if the number is not given."""
+    if wanted is not None and len(problems) < wanted:
+        raise DataError(f"{where} has only {len(problems)} distinct problems, not {wanted}")
+    return problems[:wanted]
 
 
 def _distinct(data: Data, problems: Iterable[Problem]) -> Iterator[Problem]:

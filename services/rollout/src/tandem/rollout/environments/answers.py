@@ -1,6 +1,9 @@
-"""Finding the answer in a response."""
+"""Finding the answer in a response, and the one it should be."""
 
 from __future__ import annotations
+
+from tandem.common.errors import RewardError
+from tandem.common.messages import Problem
 
 
 def answer_in(response: str, answer_after: str | None) -> str:
@@ -8,3 +11,11 @@ def answer_in(response: str, answer_after: str | None) -> str:
     if answer_after is None:
         return response.strip()
     return response.rpartition(answer_after)[2].strip()
+
+
+def reference(problem: Problem) -> str:
+    """Return the reference answer, stripped. Raises `RewardError` if there is none: no response could be right."""
+    answer = problem.answer.strip()
+    if not answer:
+        raise RewardError(f"problem {problem.problem_id!r} has no reference answer to compare with")
+    return answer

@@ -37,10 +37,14 @@ def make_environment(config: Config) -> Environment:
     assert name is not None, "the configuration is checked before anything starts"
     settings = config.env[name]
     arguments = dict(settings.kwargs) | ({"cfg": settings.cfg} if settings.cfg else {})
+    make = _factory(name, settings, config)
     try:
-        return _factory(name, settings, config)(**arguments)
-    except TypeError as error:
-        raise ConfigError(f"env.{name}: {error}") from error
+        environment = make(**arguments)
+    except Exception as error:  # the class may be anyone's
+        raise ConfigError(f"env.{name}: {type(error).__name__}: {error}") from error
+    if not callable(getattr(environment, "score", None)):
+        raise ConfigError(f"env.{name}.class: {settings.class_path} has no method score(problem, response)")
+    return environment
 
 
 def _factory(name: str, settings: Settings, config: Config) -> Callable[..., Environment]:
@@ -61,7 +65,8 @@ def _factory(name: str, settings: Settings, config: Config) -> Callable[..., Env
             return ExactMatch
         case _:
             raise ConfigError(
-                f"env.{name}: no such environment; built in are reasoning_gym, math and exact_match, others need a class"
+                f"env.{name}: no such environment; built in are reasoning_gym, math and exact_match, "
+                "others need a class"
             )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tandem.common.messages import Problem
-from tandem.rollout.environments.answers import answer_in
+from tandem.rollout.environments.answers import answer_in, reference
 from tandem.rollout.environments.environment import Score
 
 
@@ -17,7 +17,7 @@ class ExactMatch:
 
     def score(self, problem: Problem, response: str) -> Score:
         """Compare."""
-        given, wanted = answer_in(response, self._answer_after), problem.answer.strip()
+        given, wanted = answer_in(response, self._answer_after), reference(problem)
         if self._ignore_case:
             given, wanted = given.casefold(), wanted.casefold()
         return Score(reward=float(given == wanted), correct=given == wanted)

@@ -29,8 +29,13 @@ class ReasoningGym:
         self._partial_credit = partial_credit
 
     def score(self, problem: Problem, response: str) -> Score:
-        """Ask the task's scorer."""
+        """Ask the task's scorer; a response that makes it raise is worth zero, if the reference answer does not."""
         entry = {"question": problem.question, "answer": problem.answer, "metadata": problem.metadata}
-        score = float(self._score(answer_in(response, self._answer_after), entry))
+        try:
+            score = float(self._score(answer_in(response, self._answer_after), entry))
+        except Exception:
+            # Some scorers parse without a guard. If this raises too, the scorer or the problem is at fault.
+            self._score(problem.answer, entry)
+            score = 0.0
         correct = score >= _SOLVED
         return Score(reward=score if correct or self._partial_credit else 0.0, correct=correct)

@@ -15,20 +15,22 @@ from tandem.common.messages import Problem
 from tandem.rollout.environments.environment import Environment, Score, make_environment
 
 
-class _Job(msgspec.Struct):
+class _Job(msgspec.Struct, eq=False):
+    """One response to score. Its thread fills in the second half and then hands it back."""
+
     key: int
     problem: Problem
     response: str
     started: float | None = None
-    score: Score | None = None
-    error: BaseException | None = None
+    score: object = None
+    error: Exception | None = None
 
 
 class Scorer:
     """A pool of threads around one environment.
 
     `submit` never waits; `poll` returns what is done and raises for what failed or took too long. The threads are
-    daemons: an environment that hangs cannot keep the process from ending.
+    daemons: an environment that hangs cannot keep the process from ending. One thread calls these methods.
     """
 
     def __init__(self, config: Config) -> None:
@@ -38,17 +40,19 @@ class Scorer:
         self._environment: Environment = make_environment(config)
         self._waiting: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[_Job] = queue.SimpleQueue()
-        self._running: dict[int, _Job] = {}
+        self._wanted: dict[int, _Job] = {}
+        self._at_work: list[_Job | None] = [None] * settings.num_workers
+        """What each thread is scoring."""
         self._threads = [
-            threading.Thread(target=self._work, name=f"reward-{i}", daemon=True) for i in range(settings.num_workers)
+            threading.Thread(target=self._work, args=(i,), name=f"reward-{i}", daemon=True)
+            for i in range(settings.num_workers)
         ]
         for thread in self._threads:
             thread.start()
 
     def submit(self, key: int, problem: Problem, response: str) -> None:
         """Queue a response; `key` comes back with its score."""
-        job = _Job(key, problem, response)
-        self._running[key] = job
+        self._wanted[key] = job = _Job(key, problem, response)
         self._waiting.put(job)
 
     def poll(self) -> list[tuple[int, Score]]:
@@ -59,45 +63,67 @@ class Scorer:
         scores: list[tuple[int, Score]] = []
         while not self._done.empty():
             job = self._done.get()
-            if self._running.pop(job.key, None) is not job:
-                continue  # abandoned by `reset`
-            scores.append((job.key, self._checked(job)))
-        now = time.monotonic()
-        for job in self._running.values():
-            if job.started is not None and now - job.started > self._timeout_s:
-                raise RewardError(
-                    f"environment {self._name!r} took longer than {self._timeout_s:g} s to score a response to problem "
-                    f"{job.problem.problem_id!r} (env.{self._name}.timeout_s)"
-                )
+            if self._is_wanted(job):
+                del self._wanted[job.key]
+                scores.append((job.key, self._checked(job)))
+        self._check_deadlines()
         return scores
 
     def reset(self) -> None:
         """Abandon everything submitted."""
-        self._running.clear()
+        self._wanted.clear()
 
     def close(self) -> None:
         """Tell the threads to end; one that hangs is left to the end of the process."""
+        self.reset()
         for _ in self._threads:
             self._waiting.put(None)
         for thread in self._threads:
             thread.join(timeout=0.2)
 
-    def _work(self) -> None:
+    def _work(self, index: int) -> None:
         while (job := self._waiting.get()) is not None:
+            if not self._is_wanted(job):
+                continue
             job.started = time.monotonic()
+            self._at_work[index] = job
             try:
                 job.score = self._environment.score(job.problem, job.response)
             except Exception as error:
                 job.error = error
+            self._at_work[index] = None
             self._done.put(job)
+
+    def _is_wanted(self, job: _Job) -> bool:
+        return self._wanted.get(job.key) is job
+
+    def _check_deadlines(self) -> None:
+        """Raise for a thread that is stuck, also in what was abandoned: it scores nothing else."""
+        now = time.monotonic()
+        for job in self._at_work:
+            if job is not None and job.started is not None and now - job.started > self._timeout_s:
+                raise RewardError(
+                    f"environment {self._name!r} took longer than {self._timeout_s:g} s to score a response to problem "
+                    f"{job.problem.problem_id!r} (env.{self._name}.timeout_s)"
+                )
 
     def _checked(self, job: _Job) -> Score:
         where = f"environment {self._name!r}, problem {job.problem.problem_id!r}"
         if isinstance(job.error, TandemError):
-            raise job.error
+            raise RewardError(f"environment {self._name!r}: {job.error}") from job.error
         if job.error is not None:
             raise RewardError(f"{where}: {type(job.error).__name__}: {job.error}") from job.error
-        assert job.score is not None
-        if not math.isfinite(job.score.reward):
-            raise RewardError(f"{where}: the reward is {job.score.reward}, which is no finite number")
-        return job.score
+        return _valid(job.score, where)
+
+
+def _valid(score: object, where: str) -> Score:
+    """Return what an environment returned if it is a score with a finite reward; environments come from anywhere."""
+    if not isinstance(score, Score):
+        raise RewardError(f"{where}: score() returned {type(score).__name__}, not a Score")
+    try:
+        reward = float(score.reward)
+    except (TypeError, ValueError):
+        reward = math.nan
+    if not math.isfinite(reward):
+        raise RewardError(f"{where}: the reward is {score.reward!r}, not a finite number")
+    return Score(reward=reward, correct=bool(score.correct))

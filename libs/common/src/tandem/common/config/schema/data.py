@@ -43,7 +43,8 @@ class Data(Section, frozen=True, kw_only=True):
     """New. What the user says to the model: ``{question}``, and any field of the problem's metadata, are filled in."""
     solution_template: str = "{answer}"
     """New. The worked solution that SFT trains on: ``{question}``, ``{answer}``, and any field of the problem's
-    metadata, are filled in."""
+    metadata, are filled in. Or a function that writes it, as ``module:function``;
+    ``tandem.coordinator.data.worked`` has some."""
     prompt_file: NonEmptyStr | None = None
     """Text file whose ``{}`` is replaced by the prompt; relative to the working directory."""
     system_prompt_file: NonEmptyStr | None = None

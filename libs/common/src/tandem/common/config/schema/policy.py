@@ -24,7 +24,7 @@ class Tokenizer(Section, frozen=True, kw_only=True):
     name: NonEmptyStr
     """Folder or Hub name of the tokenizer."""
     chat_template: str | None = None
-    """Jinja template that replaces the tokenizer's own; null keeps it."""
+    """Jinja template that replaces the tokenizer's own; null and ``default`` keep it."""
 
 
 class DtensorCfg(Section, frozen=True, kw_only=True):

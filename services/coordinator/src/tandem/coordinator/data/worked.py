@@ -1,0 +1,42 @@
+"""Worked solutions of reasoning-gym tasks: what SFT can train on in place of the bare answer.
+
+``data.solution_template: tandem.coordinator.data.worked:chain_sum`` names one of these; any function from a `Problem`
+to text can be named in the same way. Each solution here ends with `` = `` and the answer, so that an environment with
+``answer_after: "="`` finds it.
+"""
+
+from __future__ import annotations
+
+import operator
+
+from tandem.common.messages import Problem
+
+_SIGNS = {"+": operator.add, "-": operator.sub}
+
+
+def chain_sum(problem: Problem) -> str:
+    """Return what is left of a sum after each term: ``4 + 3 - 9`` gives `` = 7 - 9 = -2``."""
+    total, *rest = str(problem.metadata["expression"]).split()
+    solution = ""
+    while rest:
+        sign, term, *rest = rest
+        total = str(_SIGNS[sign](int(total), int(term)))
+        solution += " = " + " ".join([total, *rest])
+    return solution
+
+
+def spell_backward(problem: Problem) -> str:
+    """Return a word's letters one by one from its end, then the word they make: ``sun`` gives `` : n u s = nus``."""
+    return f" : {' '.join(reversed(str(problem.metadata['word'])))} = {problem.answer}"
+
+
+def gcd(problem: Problem) -> str:
+    """Return the remainders of Euclid's algorithm: 12 and 9 give `` : 12 9 3 0 = 3``; a third number goes on from 3."""
+    a, *rest = (int(number) for number in problem.metadata["numbers"])
+    solution = f" : {a}"
+    for b in rest:
+        while b:
+            solution += f" {b}"
+            a, b = b, a % b
+        solution += " 0"
+    return f"{solution} = {a}"

@@ -1,0 +1,178 @@
+"""Running Tandem for real: a tiny configuration, the console commands, and what a run leaves behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from tandem.coordinator.journal import StepRecord, read_journal
+
+TIMEOUT_S = 120.0
+BIN = Path(sys.executable).parent
+
+TINY: dict[str, Any] = {
+    "grpo": {
+        "num_prompts_per_step": 4,
+        "num_generations_per_prompt": 4,
+        "max_num_steps": 3,
+        "val_period": 2,
+        "max_val_samples": 8,
+        "seed": 7,
+    },
+    "loss_fn": {"reference_policy_kl_penalty": 0.0},
+    "policy": {
+        "model_name": "model",
+        "new_model": {
+            "characters": "0123456789+-= ",
+            "config": {
+                "model_type": "qwen3",
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 1,
+                "head_dim": 16,
+                "tie_word_embeddings": True,
+            },
+        },
+        "precision": "float32",
+        "max_total_sequence_length": 32,
+        "train_global_batch_size": 16,
+        "train_micro_batch_size": 8,
+        "logprob_batch_size": 16,
+        "generation": {"max_new_tokens": 6, "transformers_cfg": {"num_slots": 16}},
+        "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 1.0e-3}},
+    },
+    "data": {
+        "dataset_name": "reasoning_gym",
+        "task": "chain_sum",
+        "task_params": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+        "num_train": 64,
+        "num_validation": 16,
+        "prompt_template": "{metadata[expression]}",
+    },
+    "checkpointing": {"save_period": 2},
+    "logger": {"log_dir": "run", "tensorboard_enabled": False},
+    "cluster": {
+        "threads_per_process": 1,
+        "heartbeat_interval_s": 0.3,
+        "heartbeat_timeout_s": 10.0,
+        "deadlines": {"join_s": 60.0, "build_s": 60.0, "generate_s": 60.0, "train_s": 60.0},
+    },
+}
+
+
+def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """Return `base` with the settings of `over`, key by key."""
+    result = dict(base)
+    for key, value in over.items():
+        result[key] = merged(base[key], value) if isinstance(value, dict) and isinstance(base.get(key), dict) else value
+    return result
+
+
+def write_config(over: dict[str, Any] | None = None, name: str = "config.yaml") -> Path:
+    """Write the tiny configuration, with changes, to the working directory."""
+    path = Path(name)
+    path.write_text(yaml.safe_dump(merged(TINY, over or {})))
+    return path.absolute()
+
+
+def coordinator(*arguments: str | Path, timeout_s: float = TIMEOUT_S) -> subprocess.CompletedProcess[str]:
+    """Run the command to its end."""
+    command = [str(BIN / "coordinator"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+
+class Command:
+    """A command that runs while the test does something to it; killed at the end, whatever happened."""
+
+    def __init__(self, *words: str | Path) -> None:
+        self._log = Path(f"output-{time.monotonic_ns()}.txt")
+        with self._log.open("wb") as out:
+            command = [str(BIN / str(words[0])), *map(str, words[1:])]
+            self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+
+    def __enter__(self) -> Command:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def output(self) -> str:
+        """Return what it has printed so far."""
+        return self._log.read_text()
+
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        """Wait until it has printed something that matches."""
+        found: list[re.Match[str]] = []
+
+        def look() -> bool:
+            found[:] = [match] if (match := re.search(pattern, self.output())) else []
+            return bool(found)
+
+        wait_until(look, lambda: f"{pattern!r} in:\n{self.output()}", died=lambda: self.process.poll() is not None)
+        return found[0]
+
+    def wait(self) -> int:
+        """Wait for its end; return the exit code."""
+        return self.process.wait(timeout=TIMEOUT_S)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send it a signal."""
+        self.process.send_signal(number)
+
+    def children(self) -> list[psutil.Process]:
+        """Return its processes."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+
+def wait_until(
+    condition: Callable[[], bool],
+    what: Callable[[], str],
+    died: Callable[[], bool] = lambda: False,
+    timeout_s: float = TIMEOUT_S,
+) -> None:
+    """Wait for a condition, at most `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if died() and not condition():
+            raise AssertionError(f"it ended before {what()}")
+        if time.monotonic() > deadline:
+            raise AssertionError(f"waited {timeout_s:g} s for {what()}")
+        time.sleep(0.05)
+
+
+def all_gone(processes: Sequence[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Wait for processes to end; return those that did not."""
+    _, alive = psutil.wait_procs(processes, timeout=timeout_s)
+    return alive
+
+
+def steps_of(run: str | Path = "run") -> list[StepRecord]:
+    """Return the steps in a run's journal."""
+    with read_journal(Path(run)) as journal:
+        return journal.steps()
+
+
+def weights_of(checkpoint: str | Path) -> dict[str, bytes]:
+    """Return the policy's tensors in a checkpoint, to the bit."""
+    from safetensors.torch import load_file
+
+    tensors = load_file(Path(checkpoint) / "policy" / "model.safetensors")
+    return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
+
+
+def segments() -> set[str]:
+    """Return what is in /dev/shm."""
+    return set(os.listdir("/dev/shm"))

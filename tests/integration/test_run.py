@@ -1,0 +1,245 @@
+"""Whole runs through the console commands, with real processes."""
+
+from __future__ import annotations
+
+import math
+import re
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.integration.harness import (
+    Command,
+    all_gone,
+    coordinator,
+    segments,
+    steps_of,
+    wait_until,
+    weights_of,
+    write_config,
+)
+
+
+def deterministic(metrics: dict[str, float]) -> dict[str, float]:
+    """Return the metrics that do not measure time."""
+    return {name: value for name, value in metrics.items() if not name.endswith("_per_s")}
+
+
+def test_one_command_runs_grpo_and_leaves_results() -> None:
+    ended = coordinator("up", write_config())
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    steps = steps_of()
+    assert [(s.step, s.version) for s in steps] == [(1, 1), (2, 2), (3, 3)]
+    for step in steps:
+        assert {"reward", "accuracy", "loss", "kl", "entropy", "clip_fraction", "grad_norm"} <= step.metrics.keys()
+        assert step.metrics["mean_generation_length"] <= 6
+        # The engine's own log-probabilities are the trainer's: that is what keeps training on-policy.
+        assert step.metrics["token_mult_prob_error"] == pytest.approx(1.0, abs=1e-4)
+        assert step.metrics["sampling_importance_ratio"] == pytest.approx(1.0, abs=1e-4)
+        parts = {name: s for name, s in step.seconds.items() if name != "total"}
+        assert {"generation", "policy_training", "refit", "get_logprobs"} <= parts.keys()
+        assert sum(parts.values()) == pytest.approx(step.seconds["total"], rel=0.01)
+    assert ["val_accuracy" in s.metrics for s in steps] == [False, True, True]
+    assert [bool(s.checkpoint) for s in steps] == [False, True, True]
+    assert Path("run/report.png").stat().st_size > 5000
+    assert Path("run/report.json").exists()
+
+
+def test_a_checkpoint_loads_in_transformers() -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    assert coordinator("up", write_config()).returncode == 0
+    folder = "run/checkpoints/latest/policy"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokens = AutoTokenizer.from_pretrained(folder)("1 + 2", return_tensors="pt")
+    assert model(input_ids=tokens["input_ids"]).logits.shape == (1, 5, 17)
+
+
+def test_two_trainers_and_two_engines_learn_what_one_of_each_learns() -> None:
+    config = write_config()
+    assert coordinator("up", config).returncode == 0
+    more = coordinator(
+        "up",
+        config,
+        "cluster.trainers=2",
+        "cluster.rollouts=2",
+        "logger.log_dir=wide",
+        "policy.train_micro_batch_size=4",
+    )
+    assert more.returncode == 0, more.stdout + more.stderr
+    # The first step is the same; later ones may sample other tokens where probabilities differ in the last bit.
+    one, two = steps_of()[0].metrics, steps_of("wide")[0].metrics
+    for name in ("loss", "grad_norm", "entropy", "reward", "mean_generation_length"):
+        assert two[name] == pytest.approx(one[name], abs=1e-5), name
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit() -> None:
+    config = write_config({"grpo": {"max_num_steps": 4}})
+    whole = coordinator("up", config, "logger.log_dir=whole")
+    assert whole.returncode == 0, whole.stderr
+    first = coordinator("up", config, "grpo.max_num_steps=2")
+    assert first.returncode == 0, first.stderr
+    second = coordinator("up", config, "--resume")
+    assert second.returncode == 0, second.stderr
+    assert "resuming at step 3" in second.stdout
+    assert weights_of("run/checkpoints/step_4") == weights_of("whole/checkpoints/step_4")
+    resumed, uninterrupted = steps_of("run"), steps_of("whole")
+    assert [s.step for s in resumed] == [1, 2, 3, 4]
+    for a, b in zip(resumed[2:], uninterrupted[2:], strict=True):
+        assert deterministic(a.metrics) == deterministic(b.metrics)
+
+
+def test_several_optimizer_steps_and_a_reference_model() -> None:
+    config = write_config(
+        {
+            "policy": {"train_global_batch_size": 8},
+            "loss_fn": {"reference_policy_kl_penalty": 0.1},
+            "grpo": {"max_num_steps": 2},
+        }
+    )
+    ended = coordinator("up", config)
+    assert ended.returncode == 0, ended.stderr
+    first, second = steps_of()
+    # At the first optimizer step policy and reference are the same model; the mean is over two of them.
+    assert 0 <= first.metrics["kl"] < second.metrics["kl"]
+    assert first.seconds["get_logprobs"] > 0
+
+
+def test_bfloat16_and_copies_in_place_of_aliases() -> None:
+    """The engine holds bfloat16 copies of float32 parameters: digests agree on what was meant to be sent."""
+    ended = coordinator("up", write_config({"policy": {"precision": "bfloat16"}, "grpo": {"max_num_steps": 2}}))
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert steps_of()[-1].metrics["token_mult_prob_error"] < 1.05
+
+
+def test_a_second_run_in_the_same_folder_needs_a_decision() -> None:
+    config = write_config({"grpo": {"max_num_steps": 1}})
+    assert coordinator("up", config).returncode == 0
+    again = coordinator("up", config)
+    assert again.returncode == 1
+    assert re.fullmatch(r"error: run already holds a run: continue it with --resume.*\n", again.stderr)
+    anew = coordinator("up", config, "--restart")
+    assert anew.returncode == 0, anew.stderr
+    assert len(steps_of("run.1")) == len(steps_of("run")) == 1
+
+
+# --- by hand ---------------------------------------------------------------------------------------------------------
+
+BY_HAND = {"cluster": {"launch": "none"}, "grpo": {"max_num_steps": 1}}
+
+
+@pytest.mark.parametrize("order", [("refit", "trainer", "rollout"), ("rollout", "trainer", "refit")])
+def test_services_started_by_hand_join_in_any_order(order: tuple[str, ...]) -> None:
+    with Command("coordinator", "up", write_config(BY_HAND)) as run:
+        address = run.wait_for(r"listens on (tcp://\S+)")[1]
+        commands = []
+        try:
+            for kind in order:
+                commands.append(Command(kind, "--coordinator", address))
+                time.sleep(0.5)  # late: the others are long there
+            assert run.wait() == 0, run.output()
+            assert [command.wait() for command in commands] == [0, 0, 0]
+        finally:
+            for command in commands:
+                command.__exit__()
+    assert [s.step for s in steps_of()] == [1]
+
+
+def test_a_process_too_many_is_refused() -> None:
+    with Command("coordinator", "up", write_config(BY_HAND)) as run:
+        address = run.wait_for(r"listens on (tcp://\S+)")[1]
+        with Command("refit", "--coordinator", address) as first, Command("refit", "--coordinator", address) as second:
+            first.wait_for("joined|refused")
+            second.wait_for("joined|refused")
+            wait_until(lambda: "refused" in first.output() + second.output(), lambda: "a refusal")
+            refused = first if "refused" in first.output() else second
+            assert refused.wait() == 1
+            assert "the run has its 1 refit process already" in refused.output()
+            run.signal(signal.SIGINT)
+            assert run.wait() == 130
+
+
+# --- interruption and death ------------------------------------------------------------------------------------------
+
+LONG = {"grpo": {"max_num_steps": 1000, "val_period": 500}, "checkpointing": {"save_period": 1000}}
+
+
+def test_ctrl_c_saves_and_the_run_goes_on_from_there() -> None:
+    before = segments()
+    config = write_config(LONG)
+    with Command("coordinator", "up", config) as run:
+        run.wait_for("step 3/1000")
+        children = run.children()
+        run.signal(signal.SIGINT)
+        assert run.wait() == 130, run.output()
+        assert all_gone(children, 5.0) == []
+    done = steps_of()[-1].step
+    assert Path(f"run/checkpoints/step_{done}").exists()
+    assert segments() <= before
+    resumed = coordinator("up", config, "--resume", f"grpo.max_num_steps={done + 1}")
+    assert resumed.returncode == 0, resumed.stderr
+    assert steps_of()[-1].step == done + 1
+
+
+def test_kill_9_of_the_coordinator_leaves_nothing() -> None:
+    before = segments()
+    with Command("coordinator", "up", write_config(LONG)) as run:
+        run.wait_for("step 2/1000")
+        children = run.children()
+        assert len(children) == 3
+        run.signal(signal.SIGKILL)
+        run.wait()
+        assert all_gone(children, 5.0) == []
+    assert segments() <= before
+
+
+def test_services_started_by_hand_notice_that_the_coordinator_was_killed() -> None:
+    over = {"cluster": {"launch": "none", "heartbeat_timeout_s": 2.0}}
+    with Command("coordinator", "up", write_config(over)) as run:
+        address = run.wait_for(r"listens on (tcp://\S+)")[1]
+        with Command("refit", "--coordinator", address) as refit:
+            refit.wait_for("joined")
+            run.signal(signal.SIGKILL)
+            run.wait()
+            assert refit.wait() == 70
+            assert "the coordinator was silent" in refit.output()
+
+
+@pytest.mark.parametrize("kind", ["trainer", "rollout", "refit"])
+def test_kill_9_of_a_service_ends_the_run_with_its_name(kind: str) -> None:
+    with Command("coordinator", "up", write_config(LONG)) as run:
+        run.wait_for("step 2/1000")
+        children = run.children()
+        (victim,) = (child for child in children if f"tandem.{kind}.cli" in " ".join(child.cmdline()))
+        killed_at = time.monotonic()
+        victim.kill()
+        assert run.wait() == 1
+        assert time.monotonic() - killed_at < 10.0
+        assert re.search(rf"error: {kind}-0 failed while .*: killed by SIGKILL", run.output()), run.output()
+        assert all_gone([c for c in children if c != victim], 5.0) == []
+
+
+def test_a_killed_run_resumes_from_its_last_checkpoint() -> None:
+    config = write_config(LONG | {"checkpointing": {"save_period": 2}})
+    with Command("coordinator", "up", config) as run:
+        run.wait_for("step 5/1000")
+        run.signal(signal.SIGKILL)
+        run.wait()
+    resumed = coordinator("up", config, "--resume", "grpo.max_num_steps=7")
+    assert resumed.returncode == 0, resumed.stderr
+    steps = steps_of()
+    assert [s.step for s in steps] == list(range(1, 8))
+    assert all(math.isfinite(s.metrics["loss"]) for s in steps)
+
+
+def test_a_stopped_service_is_noticed_by_its_silence() -> None:
+    with Command("coordinator", "up", write_config(LONG | {"cluster": {"heartbeat_timeout_s": 2.0}})) as run:
+        run.wait_for("step 2/1000")
+        (victim,) = (c for c in run.children() if "tandem.rollout.cli" in " ".join(c.cmdline()))
+        victim.send_signal(signal.SIGSTOP)
+        assert run.wait() == 1
+        assert re.search(r"error: rollout-0 failed while .*: no heartbeat for \d+ s", run.output()), run.output()
+        assert not psutil.pid_exists(victim.pid)
