@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import datetime
-import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import time
 import traceback
@@ -24,6 +25,8 @@ from tandem.common.tokenizer import write_new_model
 
 VOCABULARY = 24
 DEADLINE_S = 120.0
+ADAMW = {"lr": 1e-3, "weight_decay": 0.01, "eps": 1e-5}
+"""With a large epsilon: where the true gradient is zero, AdamW would otherwise make full steps of rounding errors."""
 
 _SMALL: dict[str, Any] = {
     "hidden_size": 32,
@@ -52,6 +55,12 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tandem.trainer.step", "tandem.trainer.backends.dtensor"])
 
 
+def start_server() -> None:
+    """Start what ranks are forked from, unless it runs; it ends with this process."""
+    multiprocessing.forkserver.ensure_running()
+    multiprocessing.resource_tracker.ensure_running()
+
+
 def make_model(folder: Path, architecture: str = "qwen3", *, seed: int = 0) -> Path:
     """Write a random model with its tokenizer, 24 tokens, to `folder`."""
     new_model = NewModel(config=ARCHITECTURES[architecture], characters="0123456789+-= abcdefg", seed=seed)
@@ -67,7 +76,12 @@ def make_model(folder: Path, architecture: str = "qwen3", *, seed: int = 0) -> P
 
 
 def make_config(
-    model: Path, *, algorithm: str = "grpo", loss: Mapping[str, Any] | None = None, **policy: Any
+    model: Path,
+    *,
+    algorithm: str = "grpo",
+    loss: Mapping[str, Any] | None = None,
+    temperature: float = 1.0,
+    **policy: Any,
 ) -> Config:
     """Return a configuration whose ``policy`` and ``loss_fn`` sections have the given keys."""
     settings: dict[str, Any] = {
@@ -81,7 +95,8 @@ def make_config(
             "train_micro_batch_size": 2,
             "logprob_batch_size": 3,
             "max_total_sequence_length": 32,
-            "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-3, "weight_decay": 0.01}},
+            "optimizer": {"name": "torch.optim.AdamW", "kwargs": dict(ADAMW)},
+            "generation": {"temperature": temperature},
             **policy,
         },
         "data": {"dataset_name": "reasoning_gym", "task": "chain_sum"},

@@ -43,6 +43,10 @@ class Feed(Protocol):
         """Return the batch of `step` and the metrics of the samples it was made from. The same for every rank."""
         ...
 
+    def validation_examples(self, step: int, count: int) -> list[str]:
+        """Describe the first `count` validation samples of `step`, a line each; none if it was not validated."""
+        ...
+
     def finish_step(self, step: int) -> dict[str, float]:
         """Forget the step's samples; return the metrics of its validation samples, if it had any."""
         ...

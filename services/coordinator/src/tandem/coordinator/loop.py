@@ -190,6 +190,8 @@ class Loop:
         self._send(action.member, order, batch.to_frames())
 
     def _commit(self, action: CommitStep) -> None:
+        for line in self._feed.validation_examples(action.step, self._recorder.num_examples):
+            self._recorder.note(line)
         self._ledger.metrics.update(self._feed.finish_step(action.step))
         self._recorder.commit(action, self._ledger)
         self._ledger = StepLedger()

@@ -32,6 +32,11 @@ class Recorder:
         self._progress = progress
         self._published: dict[int, str] = {}
 
+    @property
+    def num_examples(self) -> int:
+        """Validation samples to show each time."""
+        return self._config.logger.num_val_samples_to_print
+
     def note(self, text: str) -> None:
         """Show a line, and keep it in the journal."""
         self._journal.record_event("coordinator", text)

@@ -20,7 +20,7 @@ from tandem.common.config import (
     load_config,
     resume_differences,
 )
-from tandem.common.errors import ModelError, RunFolderError
+from tandem.common.errors import ConfigError, ModelError, RunFolderError
 from tandem.common.telemetry import MetricWriters
 from tandem.common.tokenizer import load_tokenizer, write_new_model
 from tandem.coordinator.algorithms import make_feed
@@ -47,15 +47,19 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     """Checkpoint folder; empty to start from the model."""
 
 
-def run(config: Config, mode: Mode, say: Callable[[str], None]) -> Finish:
+def run(config: Config, mode: Mode, say: Callable[[str], None], wanted_by: tuple[str, ...] = ()) -> Finish:
     """Run `config`, and before it the run that makes its model, if that has not been done yet.
+
+    `wanted_by` are the prerequisites that led here.
 
     Raises:
         TandemError: something is wrong that is known before any process starts.
 
     """
     if config.prerequisite is not None:
-        finish = _run_prerequisite(config, config.prerequisite, say)
+        if config.prerequisite in wanted_by:
+            raise ConfigError(f"prerequisite: {' needs '.join([*wanted_by, config.prerequisite])}: a circle")
+        finish = _run_prerequisite(config, config.prerequisite, say, (*wanted_by, config.prerequisite))
         if finish is not None and finish.outcome != "finished":
             return finish
     _make_model(config, say)
@@ -67,7 +71,9 @@ def run(config: Config, mode: Mode, say: Callable[[str], None]) -> Finish:
         journal.close()
 
 
-def _run_prerequisite(config: Config, path: str, say: Callable[[str], None]) -> Finish | None:
+def _run_prerequisite(
+    config: Config, path: str, say: Callable[[str], None], wanted_by: tuple[str, ...]
+) -> Finish | None:
     """Bring the prerequisite run to its end, from wherever it stands; None if it had ended already."""
     earlier = load_config(path)
     folder = Path(earlier.logger.log_dir)
@@ -75,15 +81,14 @@ def _run_prerequisite(config: Config, path: str, say: Callable[[str], None]) -> 
     if has_begun and Path(config.policy.model_name).exists():
         with read_journal(folder) as journal:
             last = journal.last_step() or 0
-        tokenizer_config = earlier
         _make_model(earlier, say)
-        if last >= make_feed(tokenizer_config, load_tokenizer(tokenizer_config)).num_steps:
+        if last >= make_feed(earlier, load_tokenizer(earlier)).num_steps:
             say(f"prerequisite {path}: done before ({last} steps in {folder}), its checkpoint is used again")
             return None
     elif Path(config.policy.model_name).exists():
         return None
     say(f"prerequisite {path}: making {config.policy.model_name}")
-    finish = run(earlier, "resume" if has_begun else "new", say)
+    finish = run(earlier, "resume" if has_begun else "new", say, wanted_by)
     if finish.outcome == "finished" and not Path(config.policy.model_name).exists():
         raise ModelError(
             f"policy.model_name: the prerequisite {path} has ended, but {config.policy.model_name!r} does not exist"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import transformers
+from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tandem.common.config import Config
@@ -41,11 +43,11 @@ def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
-def checkpoint_activations(model: Any) -> None:
-    """Recompute each layer's activations in the backward pass."""
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+def checkpoint_activations(model: torch.nn.Module) -> None:
+    """Recompute each layer's activations in the backward pass. Before sharding, whose hooks must stay outside."""
     for layer in decoder_layers(model):
-        layer.training = True  # the layer alone, not what is in it: that would turn dropout on
+        # Nothing in a layer is random, because dropout is off.
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 class TokenScorer:

@@ -85,6 +85,16 @@ class GrpoFeed:
         assert purpose == "train", "GRPO validates by generating"
         return training_batch(self._config, *self._store.peek(step, "train"))
 
+    def validation_examples(self, step: int, count: int) -> list[str]:
+        """Describe the first validation samples of `step`: what was asked, what came, what it was worth."""
+        if not count or not self._store.count(step, "validate"):
+            return []
+        samples, _ = self._store.peek(step, "validate")
+        return [
+            f"validation: {self._validation[s.group].problem.question!r} -> {s.response!r} (reward {s.reward:g})"
+            for s in samples[:count]
+        ]
+
     def finish_step(self, step: int) -> dict[str, float]:
         """Forget the step's samples; return the metrics of its validation samples."""
         self._store.drop(step, "train")
@@ -105,6 +115,8 @@ def training_batch(
 ) -> tuple[TrainingBatch, dict[str, float]]:
     """Turn a step's samples, ordered by group, into a batch with advantages; return also the samples' metrics."""
     num_samples = config.grpo.num_generations_per_prompt
+    order = [(sample.group, sample.sample) for sample in samples]
+    assert order == [divmod(i, num_samples) for i in range(len(samples))], "groups are whole and in order"
     rewards_GN = np.array([sample.reward for sample in samples], dtype=np.float64).reshape(-1, num_samples)
     advantages_GN = group_advantages(
         rewards_GN,
@@ -122,10 +134,12 @@ def training_batch(
     metrics = {
         "reward": float(rewards_GN.mean()),
         "reward_std": float(rewards_GN.std()),
+        "reward_min": float(rewards_GN.min()),
+        "reward_max": float(rewards_GN.max()),
         "accuracy": float(np.mean([sample.correct for sample in samples])),
         "mean_generation_length": float(lengths.mean()),
         "max_generation_length": float(lengths.max()),
         "truncated_fraction": float(np.mean([sample.finish_reason == "length" for sample in samples])),
-        "groups_without_spread": float(np.mean(rewards_GN.std(axis=1) == 0)),
+        "groups_without_spread": float(np.mean(np.ptp(rewards_GN, axis=1) == 0)),
     }
     return batch, metrics

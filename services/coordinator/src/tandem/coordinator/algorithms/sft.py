@@ -59,6 +59,10 @@ class SftFeed:
         order = epoch_stream(self._config.sft.seed, len(self._train), (step - 1) * size, size)
         return solutions_batch([self._train[i] for i in order]), {}
 
+    def validation_examples(self, step: int, count: int) -> list[str]:
+        """Return nothing: SFT validates by its loss."""
+        return []
+
     def finish_step(self, step: int) -> dict[str, float]:
         """Return nothing: there are no samples."""
         return {}

@@ -1,0 +1,43 @@
+"""Collect runs into ``docs/results``: ``python scripts/plot_results.py label=run-folder ...``.
+
+Writes the JSON of each run, one figure of all of them, and the README's table.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import msgspec
+
+from tandem.coordinator.report import RunSummary, plot, summarise
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "docs" / "results"
+_MARKED = re.compile(r"(<!-- results -->\n).*?(<!-- /results -->)", re.DOTALL)
+
+
+_HEADER = ("| run (2 CPU cores) | held-out accuracy before GRPO | after | steps |", "|---|---|---|---|")
+
+
+def row(label: str, summary: RunSummary) -> str:
+    """Return a run's line of the table."""
+    points = summary.curves["val_accuracy"]
+    return f"| {label} | {points[0][1]:.1%} | {points[-1][1]:.1%} | {summary.num_steps} |"
+
+
+def main(arguments: list[str]) -> None:
+    """Write figure, JSON and table."""
+    runs = {label: summarise(Path(folder)) for label, _, folder in (word.partition("=") for word in arguments)}
+    for label, summary in runs.items():
+        name = re.sub(r"\W+", "_", label)
+        (RESULTS / f"{name}.json").write_bytes(msgspec.json.format(msgspec.json.encode(summary)))
+    plot(runs, RESULTS / "grpo.png")
+    table = "\n".join([*_HEADER, *(row(label, summary) for label, summary in runs.items())])
+    readme = ROOT / "README.md"
+    readme.write_text(_MARKED.sub(lambda match: f"{match[1]}{table}\n{match[2]}", readme.read_text()))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,211 @@
+"""Checkpoints: readable by Hugging Face, whole or refused, and a resumed run that equals an uninterrupted one."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import transformers
+from safetensors import safe_open
+
+from tandem.common.config import Config
+from tandem.common.errors import CheckpointError
+from tandem.trainer import checkpoints, step
+from tandem.trainer.backends.dtensor import DTensorBackend
+
+pytestmark = pytest.mark.usefixtures("rank_server")
+from tests.integration.trainer_harness import ARCHITECTURES, make_batch, make_config, make_model, run_ranks
+
+SCHEDULER = [
+    {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.1, "total_iters": 3}},
+    {"name": "torch.optim.lr_scheduler.ExponentialLR", "kwargs": {"gamma": 0.9}},
+    {"milestones": [3]},
+]
+
+
+def train_and_save(
+    rank: int, config: Config, seeds: Sequence[int], checkpoint: Path | None, folder: Path | None
+) -> tuple[list[dict[str, float]], int, int]:
+    """Train from a checkpoint (or the start) on the batches of these seeds, and save; return metrics, digest, bytes."""
+    backend = DTensorBackend(config, checkpoint=checkpoint)
+    metrics = [step.train(backend, make_batch(16, seed=seed), config).metrics for seed in seeds]
+    num_bytes = backend.save(folder) if folder is not None else 0
+    return metrics, backend.digest(), num_bytes
+
+
+def config_for_resume(model: Path) -> Config:
+    """Everything that has state: a schedule, a reference model, several optimizer steps a batch."""
+    return make_config(model, loss={"reference_policy_kl_penalty": 0.1}, train_global_batch_size=8, scheduler=SCHEDULER)
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, whole: the policy's and the optimizer's."""
+    with safe_open(folder / "policy" / "model.safetensors", "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    reader = dcp.FileSystemReader(folder / "optimizer")
+    described = reader.read_metadata().state_dict_metadata
+    optimizer = {name: torch.empty(meta.size, dtype=meta.properties.dtype) for name, meta in described.items()}
+    dcp.load(optimizer, storage_reader=reader, no_dist=True)
+    return tensors | optimizer
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed.checkpoint")
+@pytest.mark.parametrize(("saved_on", "loaded_on"), [(2, 1), (1, 2), (3, 2)])
+def test_any_number_of_ranks_restores_every_bit(saved_on: int, loaded_on: int, tmp_path: Path) -> None:
+    config = config_for_resume(make_model(tmp_path / "model"))
+    run_ranks(saved_on, train_and_save, config, [0, 1], None, tmp_path / "first")
+    run_ranks(loaded_on, train_and_save, config, [], tmp_path / "first", tmp_path / "second")
+    run_ranks(loaded_on, load_and_save, config, tmp_path / "first", tmp_path / "third")
+    first, second, third = (tensors_of(tmp_path / name) for name in ("first", "second", "third"))
+    assert any("exp_avg_sq" in name for name in first)
+    assert first["num_optimizer_steps"].item() == 4
+    assert first.keys() == second.keys() == third.keys()
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
+        assert torch.equal(tensor, third[name]), name
+
+
+def load_and_save(rank: int, config: Config, source: Path, folder: Path) -> None:
+    """Load into a backend that has trained elsewhere."""
+    backend = DTensorBackend(config, checkpoint=None)
+    step.train(backend, make_batch(16, seed=9), config)
+    backend.load(source)
+    backend.save(folder)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("num_before", [0, 1, 2])
+def test_a_resumed_run_equals_an_uninterrupted_one(world_size: int, num_before: int, tmp_path: Path) -> None:
+    config = config_for_resume(make_model(tmp_path / "model"))
+    seeds = [0, 1, 2, 3]
+    whole = run_ranks(world_size, train_and_save, config, seeds, None, None)
+    before = run_ranks(world_size, train_and_save, config, seeds[:num_before], None, tmp_path / "saved")
+    after = run_ranks(world_size, train_and_save, config, seeds[num_before:], tmp_path / "saved", None)
+    for rank in range(world_size):
+        assert before[rank][0] + after[rank][0] == whole[rank][0], "metrics, to the last bit"
+        assert after[rank][1] == whole[rank][1], "weights, to the last bit"
+
+
+@pytest.mark.parametrize("architecture", list(ARCHITECTURES))
+def test_hugging_face_loads_the_policy(architecture: str, tmp_path: Path) -> None:
+    config = make_config(make_model(tmp_path / "model", architecture))
+    num_bytes = sum(size for _, _, size in run_ranks(2, train_and_save, config, [0], None, tmp_path / "saved"))
+    files = [path for path in (tmp_path / "saved").rglob("*") if path.is_file()]
+    assert num_bytes == sum(path.stat().st_size for path in files)
+
+    policy = tmp_path / "saved" / "policy"
+    with (
+        safe_open(policy / "model.safetensors", "pt") as saved,
+        safe_open(tmp_path / "model" / "model.safetensors", "pt") as original,
+    ):
+        assert set(saved.keys()) == set(original.keys()), "names as every Hugging Face tool knows them"
+        assert {str(saved.get_tensor(name).dtype) for name in saved.keys()} == {"torch.float32"}  # noqa: SIM118
+    assert transformers.AutoConfig.from_pretrained(policy).architectures == [
+        type(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")).__name__
+    ]
+    assert (
+        transformers.AutoTokenizer.from_pretrained(policy)("1+1=")["input_ids"]
+        == transformers.AutoTokenizer.from_pretrained(tmp_path / "model")("1+1=")["input_ids"]
+    )
+
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(policy)
+    token_ids_BT = torch.arange(3, 19)[None]
+    with torch.no_grad():
+        logits_BTV = loaded(input_ids=token_ids_BT).logits
+    for trainers_BTV in run_ranks(2, logits_of, config, tmp_path / "saved", token_ids_BT.tolist()):
+        assert torch.equal(logits_BTV, torch.tensor(trainers_BTV))
+
+
+def logits_of(rank: int, config: Config, checkpoint: Path, token_ids_BT: list[list[int]]) -> Any:
+    backend = DTensorBackend(config, checkpoint=checkpoint)
+    with torch.no_grad():
+        return backend._policy(input_ids=torch.tensor(token_ids_BT), use_cache=False).logits.tolist()
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_a_full_disk_on_one_rank_is_an_error_on_all(failing_rank: int, tmp_path: Path) -> None:
+    config = make_config(make_model(tmp_path / "model"))
+    errors = run_ranks(2, save_without_room, config, tmp_path, failing_rank, deadline_s=60)
+    part = "policy" if failing_rank == 0 else "optimizer"
+    assert errors[failing_rank].startswith("cannot write " if failing_rank == 0 else "")
+    for error in errors:
+        assert f"cannot write {tmp_path / 'full' / part}: " in error
+        assert "File too large" in error
+        assert "\n" not in error
+
+
+def save_without_room(rank: int, config: Config, folder: Path, failing_rank: int) -> str:
+    """Fail to save, because one rank may write no more than 100 bytes to a file; then train and save on."""
+    backend = DTensorBackend(config, checkpoint=None)
+    step.train(backend, make_batch(), config)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == failing_rank:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    with pytest.raises(CheckpointError) as raised:
+        backend.save(folder / "full")
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    step.train(backend, make_batch(), config)
+    backend.save(folder / "roomy")
+    dist.barrier()
+    DTensorBackend(config, checkpoint=folder / "roomy")
+    return str(raised.value)
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("a file")
+    config = make_config(make_model(tmp_path / "model"))
+    errors = run_ranks(2, save_error, config, tmp_path / "taken")
+    assert errors[0] == f"cannot write {tmp_path / 'taken' / 'policy'}: Not a directory"
+    assert errors[1] == f"rank 0 {errors[0]}"
+
+
+def save_error(rank: int, config: Config, folder: Path) -> str:
+    backend = DTensorBackend(config, checkpoint=None)
+    with pytest.raises(CheckpointError) as raised:
+        backend.save(folder)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("damage", ["no optimizer", "no metadata", "cut short", "another model"])
+def test_a_damaged_checkpoint_is_refused(damage: str, tmp_path: Path) -> None:
+    config = make_config(make_model(tmp_path / "model"))
+    run_ranks(2, train_and_save, config, [0], None, tmp_path / "saved")
+    optimizer = tmp_path / "saved" / "optimizer"
+    match damage:
+        case "no optimizer":
+            optimizer.rename(tmp_path / "gone")
+        case "no metadata":
+            (optimizer / ".metadata").unlink()
+        case "cut short":
+            part = optimizer / "__1_0.distcp"
+            part.write_bytes(part.read_bytes()[:1000])
+        case "another model":
+            other = make_config(make_model(tmp_path / "other", "llama"))
+            run_ranks(1, train_and_save, other, [0], None, tmp_path / "other_saved")
+    source = tmp_path / ("other_saved" if damage == "another model" else "saved")
+    for error in run_ranks(2, load_error, config, source, deadline_s=60):
+        assert "\n" not in error
+        assert str(source) in error
+
+
+def load_error(rank: int, config: Config, folder: Path) -> str:
+    backend = DTensorBackend(config, checkpoint=None)
+    with pytest.raises(CheckpointError) as raised:
+        backend.load(folder)
+    return str(raised.value)
+
+
+def test_the_step_of_a_checkpoint_is_in_its_name(tmp_path: Path) -> None:
+    (tmp_path / "step_12").mkdir()
+    (tmp_path / "latest").symlink_to("step_12")
+    assert checkpoints.step_of(tmp_path / "step_12") == 12
+    assert checkpoints.step_of(tmp_path / "latest") == 12
+    for name in ("step_x", "step_", ".writing_step_3", "policy"):
+        with pytest.raises(CheckpointError, match="is no checkpoint of Tandem"):
+            checkpoints.step_of(tmp_path / name)

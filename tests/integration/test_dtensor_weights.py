@@ -1,0 +1,165 @@
+"""Where the DTensor backend's weights come from, where they lie, and what it says about them."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from safetensors.torch import load_file, save_file
+
+from tandem.common.config import Config
+from tandem.common.config.schema import NewModel
+from tandem.common.errors import ModelError, TandemError
+from tandem.common.tokenizer import write_new_model
+from tandem.refit import digest
+from tandem.refit.layout import Layout, SharedMemory, whole
+from tandem.trainer import step
+from tandem.trainer.backends.dtensor import DTensorBackend
+
+pytestmark = pytest.mark.usefixtures("rank_server")
+from tests.integration.trainer_harness import ARCHITECTURES, make_batch, make_config, make_model, run_ranks
+
+
+def read_piecewise(layouts: Sequence[Layout]) -> dict[str, np.ndarray[Any, Any]]:
+    """Assemble whole tensors the way an engine would: from the layouts alone, through ``/proc/<pid>/fd/<fd>``."""
+    tensors: dict[str, np.ndarray[Any, Any]] = {}
+    written: dict[str, np.ndarray[Any, Any]] = {}
+    for layout in layouts:
+        layout.check("rank")
+        for name, tensor in layout.tensors.items():
+            assert tensor.dtype == "float32"
+            whole_tensor = tensors.setdefault(name, np.zeros(tensor.shape, dtype=np.float32))
+            count = written.setdefault(name, np.zeros(tensor.shape, dtype=np.int32))
+            for piece in tensor.pieces:
+                storage = layout.storages[piece.parameter]
+                assert isinstance(storage.address, SharedMemory)
+                fd = os.open(f"/proc/{storage.address.pid}/fd/{storage.address.fd}", os.O_RDONLY)
+                with mmap.mmap(fd, storage.num_bytes, mmap.MAP_SHARED, mmap.PROT_READ) as mapped:
+                    view = np.ndarray(piece.box.shape, np.float32, mapped, piece.offset, piece.strides)
+                    region = tuple(map(slice, piece.box.start, piece.box.stop))
+                    whole_tensor[region] = view
+                    count[region] += 1
+                    del view
+                os.close(fd)
+    for name, count in written.items():
+        assert (count == 1).all(), f"{name} is not covered exactly once"
+    return tensors
+
+
+def exchange_layouts(backend: DTensorBackend) -> list[Layout]:
+    """Return every rank's layout."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, backend.layout())
+    return everyone
+
+
+@pytest.mark.parametrize("architecture", list(ARCHITECTURES))
+@pytest.mark.parametrize("world_size", [1, 2, 3])  # three divides hardly anything: uneven and empty shards
+def test_other_processes_read_the_weights_in_place(architecture: str, world_size: int, tmp_path: Path) -> None:
+    config = make_config(make_model(tmp_path / "model", architecture))
+    run_ranks(world_size, read_each_other, config, tmp_path)
+
+
+def read_each_other(rank: int, config: Config, folder: Path) -> None:
+    backend = DTensorBackend(config, checkpoint=None)
+    layouts = exchange_layouts(backend)
+    for number in range(3):
+        if number:
+            step.train(backend, make_batch(seed=number), config)
+        backend.save(folder / str(number))
+        assert exchange_layouts(backend) == layouts, "what was said about the memory must stay true"
+        if rank == dist.get_world_size() - 1:
+            assert_equal(read_piecewise(layouts), folder / str(number))
+        dist.barrier()
+    backend.load(folder / "1")
+    dist.barrier()
+    assert exchange_layouts(backend) == layouts
+    assert_equal(read_piecewise(layouts), folder / "1")
+    dist.barrier()
+
+
+def assert_equal(tensors: dict[str, np.ndarray[Any, Any]], folder: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "policy")
+    expected = dict(model.named_parameters())
+    assert tensors.keys() == expected.keys()
+    for name, values in tensors.items():
+        assert np.array_equal(values, expected[name].detach().numpy()), name
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_digest_shares_add_up_to_the_digest_of_the_model_engines_hold(precision: str, tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model")
+    config = make_config(folder, precision=precision)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, precision))
+    expected = digest.combine(
+        *(
+            digest.digest_box(name, tuple(p.shape), whole(tuple(p.shape)), p.detach())
+            for name, p in model.named_parameters()
+        )
+    )
+    for world_size in (1, 2, 3):
+        shares = run_ranks(world_size, digest_before_and_after, config)
+        assert digest.combine(*(before for before, _ in shares)) == expected
+        assert digest.combine(*(after for _, after in shares)) != expected
+
+
+def digest_before_and_after(rank: int, config: Config) -> tuple[int, int]:
+    backend = DTensorBackend(config, checkpoint=None)
+    before = backend.digest()
+    step.train(backend, make_batch(), config)
+    return before, backend.digest()
+
+
+def initial_digest(rank: int, config: Config) -> tuple[int, int]:
+    backend = DTensorBackend(config, checkpoint=None)
+    return backend.digest(), backend.num_parameters
+
+
+def test_a_new_models_weights_are_decided_by_its_seed_alone(tmp_path: Path) -> None:
+    new_model = NewModel(config=ARCHITECTURES["qwen3"], characters="0123456789+-= abcdefg", seed=3)
+    write_new_model(tmp_path / "new", new_model)
+    settings = msgspec.to_builtins(new_model)
+    config = make_config(tmp_path / "new", new_model=settings)
+    one = run_ranks(1, initial_digest, config)
+    two = run_ranks(2, initial_digest, config)
+    assert digest.combine(*(share for share, _ in one)) == digest.combine(*(share for share, _ in two))
+    assert one[0][1] == two[0][1] == two[1][1] > 10_000
+    other = run_ranks(1, initial_digest, make_config(tmp_path / "new", new_model={**settings, "seed": 4}))
+    assert other[0] != one[0]
+
+
+def build_error(rank: int, config: Config) -> str:
+    with pytest.raises(TandemError) as raised:
+        DTensorBackend(config, checkpoint=None)
+    assert isinstance(raised.value, ModelError)
+    return str(raised.value)
+
+
+def test_a_folder_that_cannot_be_trained_from_is_refused_in_one_line(tmp_path: Path) -> None:
+    broken = make_model(tmp_path / "model")
+    config = make_config(broken)
+    tensors = load_file(broken / "model.safetensors")
+    (broken / "model.safetensors").unlink()
+    (error,) = run_ranks(1, build_error, config)
+    assert error == f"there are no weights in {str(broken)!r}, and policy.new_model does not say how to make them"
+
+    tensors.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    (error,) = run_ranks(1, build_error, config)
+    assert error == (
+        f"the checkpoint in {str(broken)!r} lacks 1 tensors, the first is model.layers.1.mlp.up_proj.weight"
+    )
+
+    (broken / "model.safetensors").write_bytes(b"no tensors")
+    (error,) = run_ranks(1, build_error, config)
+    assert error.startswith(f"cannot load a model from {str(broken)!r}: ")
+    assert "\n" not in error

@@ -1,0 +1,382 @@
+"""From problems to prompts, solutions and batches: what the loop gets, step by step."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import reasoning_gym
+from data_harness import character_tokenizer, data_config
+
+from tandem.common.batch import SampleArrays, TrainingBatch
+from tandem.common.config import Config
+from tandem.common.config.schema import Tokenizer as TokenizerSettings
+from tandem.common.errors import ConfigError, DataError, TandemError
+from tandem.common.messages import Problem, PromptGroup, SampleScored, SamplesFinished
+from tandem.common.tokenizer import Tokenizer, load_tokenizer
+from tandem.coordinator.algorithms.grpo import GrpoFeed
+from tandem.coordinator.algorithms.sft import SftFeed
+from tandem.coordinator.data import PromptEncoder, epoch_stream, sample_seed, worked
+
+MARKED = (
+    "{% for m in messages %}{{ m['role'][0] + ': ' + m['content'] }}"
+    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}a: {% endif %}"
+)
+"""A template of the usual shape: a line for each turn, marked by who speaks (u, a or s)."""
+LETTERS = "0123456789+-= aus:\n"
+SUM = Problem(problem_id="p", question="What is 4 + 5?", answer="9", metadata={"expression": "4 + 5"})
+
+
+def marked(config: Config) -> tuple[Config, Tokenizer]:
+    """Give a configuration the template above."""
+    settings = TokenizerSettings(name="model", chat_template=MARKED)
+    policy = msgspec.structs.replace(config.policy, tokenizer=settings)
+    config = msgspec.structs.replace(config, policy=policy)
+    character_tokenizer(config, LETTERS)
+    return config, load_tokenizer(config)
+
+
+def text(tokenizer: Tokenizer, tokens: Any) -> str:
+    return tokenizer.decode([int(token) for token in tokens], skip_special_tokens=False)
+
+
+def error_of(config: Config, kind: type[TandemError], characters: str = "0123456789+-= ") -> str:
+    tokenizer = character_tokenizer(config, characters)
+    with pytest.raises(kind) as caught:
+        SftFeed(config, tokenizer) if config.algorithm == "sft" else GrpoFeed(config, tokenizer)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# --- order and seeds -------------------------------------------------------------------------------------------------
+
+
+def test_each_epoch_is_a_permutation_of_its_own() -> None:
+    stream = epoch_stream(3, 10, 0, 30)
+    epochs = [stream[:10], stream[10:20], stream[20:]]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert stream != epoch_stream(4, 10, 0, 30)
+
+
+def test_any_part_of_the_stream_can_be_had_without_the_rest() -> None:
+    whole = epoch_stream(3, 7, 0, 50)
+    assert [epoch_stream(3, 7, first, 4) for first in range(40)] == [whole[i : i + 4] for i in range(40)]
+
+
+def test_seeds_of_samples_are_those_of_the_first_release() -> None:
+    # Written down, so that a change of the hash, which would break resuming, does not go unnoticed.
+    assert sample_seed(42, 1, "train", 0, 0) == 12443581061145015183
+    assert sample_seed(42, 7, "validate", 3, 1) == 8065661844020066815
+
+
+def test_no_two_samples_have_the_same_seed() -> None:
+    places = itertools.product((0, 1), (1, 2, 11), ("train", "validate"), (0, 1, 11), (0, 1))
+    seeds = [sample_seed(*place) for place in places]
+    assert len(set(seeds)) == len(seeds) == 72
+    assert all(0 <= seed < 2**64 for seed in seeds)
+
+
+# --- prompts and solutions -------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_ends_where_the_model_goes_on() -> None:
+    config, tokenizer = marked(data_config())
+    encoded = PromptEncoder(config, tokenizer).encode(SUM)
+    assert text(tokenizer, encoded.prompt_ids) == "u: 4 + 5\na: "
+
+
+def test_prompt_files_are_read(tmp_path: Path) -> None:
+    Path("prompt.txt").write_text("= {} =")
+    Path("system.txt").write_text("0")
+    config, tokenizer = marked(data_config(prompt_file="prompt.txt", system_prompt_file="system.txt"))
+    encoded = PromptEncoder(config, tokenizer).encode(SUM)
+    assert text(tokenizer, encoded.prompt_ids) == "s: 0\nu: = 4 + 5 =\na: "
+
+
+@pytest.mark.parametrize(
+    ("settings", "prompt", "solution"),
+    [
+        # As in NeMo-RL, the marker is learned as part of the solution unless it is part of the prompt.
+        ({"add_bos": False}, "u: 4 + 5\n", "a:  = 9<eos>"),
+        ({"add_generation_prompt": True}, "<bos>u: 4 + 5\na: ", " = 9<eos>"),
+        ({}, "<bos>u: 4 + 5\n", "a:  = 9<eos>"),
+    ],
+)
+def test_a_solution_is_the_assistants_turn(settings: dict[str, bool], prompt: str, solution: str) -> None:
+    config, tokenizer = marked(data_config("sft", **settings))
+    encoder = PromptEncoder(config, tokenizer)
+    assert text(tokenizer, encoder.encode(SUM).prompt_ids) == prompt
+    assert text(tokenizer, encoder.encode_solution(SUM)) == solution
+
+
+@pytest.mark.parametrize(("add_eos", "ending"), [(True, "<eos>"), (False, "")])
+def test_without_a_template_a_solution_follows_the_question(add_eos: bool, ending: str) -> None:
+    config = data_config("sft", add_eos=add_eos)
+    character_tokenizer(config)
+    Path("model/chat_template.jinja").unlink()
+    tokenizer = load_tokenizer(config)
+    encoder = PromptEncoder(config, tokenizer)
+    assert text(tokenizer, encoder.encode(SUM).prompt_ids) == "<bos>4 + 5"
+    assert text(tokenizer, encoder.encode_solution(SUM)) == " = 9" + ending
+
+
+def test_the_new_models_template_begins_with_one_mark_and_ends_with_one() -> None:
+    for algorithm in ("sft", "grpo"):
+        config = data_config(algorithm)
+        Path("model").exists() or character_tokenizer(config)
+        tokenizer = load_tokenizer(config)
+        encoder = PromptEncoder(config, tokenizer)
+        assert text(tokenizer, encoder.encode(SUM).prompt_ids) == "<bos>4 + 5", algorithm
+        assert text(tokenizer, encoder.encode_solution(SUM)) == " = 9<eos>", algorithm
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "data", "message"),
+    [
+        ("grpo", {"prompt_template": "{question}"}, "the tokenizer in model does not know the character '"),
+        (
+            "grpo",
+            {"max_input_seq_length": 4},
+            ": its prompt has 6 tokens, but data.max_input_seq_length (4) and policy.max_total_sequence_length (64) leave "
+            "room for 4",
+        ),
+        (
+            "sft",
+            {"solution_template": "{answer}" + " " * 60},
+            " tokens, policy.max_total_sequence_length is 64",
+        ),
+        (
+            "sft",
+            {"solution_template": "tandem.coordinator.data.worked:gcd"},
+            ": data.solution_template tandem.coordinator.data.worked:gcd raised KeyError: 'numbers'",
+        ),
+    ],
+)
+def test_a_problem_that_does_not_fit_is_named(algorithm: str, data: dict[str, Any], message: str) -> None:
+    found = error_of(data_config(algorithm, **data), DataError)
+    assert found.startswith("problem 'chain_sum-")
+    assert message in found
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"prompt_file": "none.txt"}, "data.prompt_file: cannot read 'none.txt': No such file or directory"),
+        ({"prompt_file": "empty.txt"}, "data.prompt_file: 'empty.txt' has no {} for the prompt to go to"),
+        (
+            {"solution_template": "tandem.coordinator.data.worked:sum"},
+            "data.solution_template: cannot import 'tandem.coordinator.data.worked:sum': module "
+            "'tandem.coordinator.data.worked' has no attribute 'sum'",
+        ),
+        (
+            {"solution_template": "{solution}"},
+            "data.solution_template: cannot fill '{solution}': 'solution' (fields are ",
+        ),
+    ],
+)
+def test_a_template_that_cannot_be_filled_is_named(data: dict[str, Any], message: str) -> None:
+    Path("empty.txt").write_text("Answer this.")
+    assert error_of(data_config("sft", **data), ConfigError).startswith(message)
+
+
+def test_a_template_that_writes_turns_apart_is_refused() -> None:
+    config, _ = marked(data_config("sft", add_generation_prompt=True))
+    template = MARKED.replace("'a: '", "'s: '").replace("%}a: {%", "%}s: {%")
+    Path("model/chat_template.jinja").write_text(template)
+    tokenizer = load_tokenizer(data_config("sft"))
+    with pytest.raises(DataError, match=r"does not write the assistant's turn after the prompt .*problem 'p'"):
+        PromptEncoder(config, tokenizer).encode_solution(SUM)
+
+
+@pytest.mark.parametrize(
+    ("task", "parameters"),
+    [("chain_sum", {}), ("spell_backward", {}), ("gcd", {"max_numbers": 4})],
+)
+def test_worked_solutions_end_with_the_right_answer(task: str, parameters: dict[str, int]) -> None:
+    score = reasoning_gym.get_score_answer_fn(task)
+    for entry in reasoning_gym.create_dataset(task, size=200, seed=5, **parameters):
+        problem = Problem(problem_id="p", question="", answer=entry["answer"], metadata=entry["metadata"])
+        solution = getattr(worked, task)(problem)
+        assert score(solution.rpartition("=")[2].strip(), entry) == 1.0, solution
+
+
+def test_worked_solutions_show_the_work() -> None:
+    problem = Problem(problem_id="p", question="", answer="-2", metadata={"expression": "4 + 3 - 9"})
+    assert worked.chain_sum(problem) == " = 7 - 9 = -2"
+    problem = Problem(problem_id="p", question="", answer="nus", metadata={"word": "sun"})
+    assert worked.spell_backward(problem) == " : n u s = nus"
+    problem = Problem(problem_id="p", question="", answer="1", metadata={"numbers": [12, 9, 4]})
+    assert worked.gcd(problem) == " : 12 9 3 0 4 3 1 0 = 1"
+
+
+# --- GRPO ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def grpo() -> GrpoFeed:
+    config = data_config()
+    return GrpoFeed(config, character_tokenizer(config))
+
+
+def test_a_step_has_its_prompts_whatever_came_before(grpo: GrpoFeed) -> None:
+    late = grpo.prompt_groups(9, "train", range(4))
+    earlier = [grpo.prompt_groups(step, "train", range(4)) for step in range(1, 9)]
+    assert grpo.prompt_groups(9, "train", range(4)) == late
+    assert late not in earlier
+    # Two engines get two halves of the same groups.
+    halves = grpo.prompt_groups(9, "train", (0, 1)) + grpo.prompt_groups(9, "train", (2, 3))
+    assert halves == late
+    assert [group.group for group in late] == [0, 1, 2, 3]
+
+
+def test_every_problem_is_used_once_before_any_comes_again(grpo: GrpoFeed) -> None:
+    used = [g.problem.problem_id for step in range(1, 16) for g in grpo.prompt_groups(step, "train", range(4))]
+    assert len(set(used)) == len(used) == 60
+    again = [g.problem.problem_id for step in range(16, 31) for g in grpo.prompt_groups(step, "train", range(4))]
+    assert sorted(again) == sorted(used)
+    assert again != used
+
+
+def test_samples_of_a_run_have_seeds_of_their_own(grpo: GrpoFeed) -> None:
+    seeds = [s for step in (1, 2, 3) for g in grpo.prompt_groups(step, "train", range(4)) for s in g.seeds]
+    assert len(set(seeds)) == len(seeds) == 3 * 4 * 2
+
+
+def test_validation_asks_the_same_once_each_time(grpo: GrpoFeed) -> None:
+    first, later = (grpo.prompt_groups(step, "validate", range(grpo.num_validation)) for step in (0, 8))
+    assert first == later
+    assert len(first) == 20
+    assert {len(group.seeds) for group in first} == {1}
+    training = {g.prompt_ids for step in range(1, 16) for g in grpo.prompt_groups(step, "train", range(4))}
+    assert not training & {group.prompt_ids for group in first}
+
+
+def finished(groups: tuple[PromptGroup, ...], step: int, purpose: Any) -> list[tuple[SamplesFinished, Any]]:
+    """Answer each group with the sum's last digit, which scores one for the first sample and zero for the others."""
+    messages = []
+    for group in groups:
+        for sample in range(len(group.seeds)):
+            tokens = np.array([*group.prompt_ids, group.group + 3], dtype=np.int32)
+            made = np.arange(len(tokens)) >= len(group.prompt_ids)
+            scored = SampleScored(
+                group=group.group,
+                sample=sample,
+                prompt_length=len(group.prompt_ids),
+                response_length=1,
+                finish_reason="stop",
+                reward=float(sample == 0),
+                correct=sample == 0,
+                response="",
+            )
+            arrays = SampleArrays(
+                lengths_S=np.array([len(tokens)], dtype=np.int32),
+                token_ids_T=tokens,
+                loss_mask_T=made,
+                generation_logprobs_T=np.where(made, -0.5 - sample, 0).astype(np.float32),
+                versions_T=np.where(made, step - 1, -1).astype(np.int32),
+            )
+            message = SamplesFinished(command_id=1, step=step, purpose=purpose, samples=(scored,))
+            messages.append((message, arrays.to_frames()))
+    return messages
+
+
+def test_a_batch_is_the_same_in_whatever_order_its_samples_came(grpo: GrpoFeed) -> None:
+    messages = finished(grpo.prompt_groups(1, "train", range(4)), 1, "train")
+    batches = []
+    for order in (messages, messages[::-1], messages + messages):
+        for message, arrays in order:
+            grpo.take_samples(message, arrays)
+        batches.append(grpo.batch(1, "train"))
+        assert grpo.finish_step(1) == {}
+    (batch, metrics), *others = batches
+    assert batch.advantages_S.tolist() == [1, -1] * 4  # each of two is alone against the other
+    assert (metrics["reward"], metrics["accuracy"], metrics["groups_without_spread"]) == (0.5, 0.5, 0)
+    assert len(batch.lengths_S) == 8
+    assert int(batch.loss_mask_T.sum()) == 8
+    for other, other_metrics in others:
+        assert other_metrics == metrics
+        for name, values in batch.to_frames().items():
+            np.testing.assert_array_equal(other.to_frames()[name], values)
+
+
+def test_validation_is_summed_up_when_the_step_is_done(grpo: GrpoFeed) -> None:
+    for message, arrays in finished(grpo.prompt_groups(4, "validate", range(20)), 4, "validate"):
+        grpo.take_samples(message, arrays)
+    assert grpo.finish_step(4) == {"val_reward": 1, "val_accuracy": 1, "val_mean_generation_length": 1}
+    assert grpo.finish_step(4) == {}
+
+
+# --- SFT -------------------------------------------------------------------------------------------------------------
+
+
+def rows_of(batch: TrainingBatch) -> list[tuple[list[int], list[bool]]]:
+    ends = np.cumsum(batch.lengths_S)
+    return [
+        (batch.token_ids_T[end - length : end].tolist(), batch.loss_mask_T[end - length : end].tolist())
+        for length, end in zip(batch.lengths_S, ends, strict=True)
+    ]
+
+
+def test_the_loss_counts_the_solution_and_nothing_else() -> None:
+    config = data_config("sft")
+    tokenizer = character_tokenizer(config)
+    batch, metrics = SftFeed(config, tokenizer).batch(1, "train")
+    assert metrics == {}
+    assert len(batch.lengths_S) == config.policy.train_global_batch_size
+    for tokens, mask in rows_of(batch):
+        prompt = text(tokenizer, itertools.compress(tokens, np.logical_not(mask)))
+        solution = text(tokenizer, itertools.compress(tokens, mask))
+        assert solution.startswith(" = ")
+        assert solution.endswith("<eos>")
+        assert eval(prompt.removeprefix("<bos>")) == int(solution.removeprefix(" = ").removesuffix("<eos>"))
+        assert mask == sorted(mask)
+    assert batch.advantages_S.tolist() == [1.0] * 8
+    assert not batch.generation_logprobs_T.any()
+
+
+def test_sft_goes_through_its_problems_and_stops_when_told() -> None:
+    config = data_config("sft", num_train=64)
+    feed = SftFeed(config, character_tokenizer(config))
+    assert feed.num_steps == 8  # one epoch of 64 in batches of 8, before max_num_steps
+    used = [tuple(tokens) for step in range(1, 9) for tokens, _ in rows_of(feed.batch(step, "train")[0])]
+    assert len(set(used)) == 64
+    assert rows_of(feed.batch(3, "train")[0]) == rows_of(feed.batch(3, "train")[0])
+    held_out = [tuple(tokens) for tokens, _ in rows_of(feed.batch(3, "validate")[0])]
+    assert len(held_out) == 20
+    assert not set(held_out) & set(used)
+
+
+def test_sft_trains_on_solutions_of_a_file() -> None:
+    rows = [{"input": f"{i} + 1", "output": f" = {i + 1}"} for i in range(9)]
+    Path("sums.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    config = data_config("sft", dataset_name="jsonl", train_data_path="sums.jsonl", num_validation=1)
+    tokenizer = character_tokenizer(config)
+    batch, _ = SftFeed(config, tokenizer).batch(1, "train")
+    assert {text(tokenizer, tokens) for tokens, _ in rows_of(batch)} < {
+        f"<bos>{row['input']}{row['output']}<eos>" for row in rows
+    }
+
+
+def test_feeds_are_made_without_torch() -> None:
+    probe = (
+        "import sys; from data_harness import data_config, character_tokenizer\n"
+        "from tandem.coordinator.algorithms import make_feed\n"
+        "config = data_config('sft'); tokenizer = character_tokenizer(config)\n"
+        "make_feed(config, tokenizer).batch(1, 'train')\n"
+        "make_feed(data_config(), tokenizer).prompt_groups(1, 'train', range(4))\n"
+        "print('torch' in sys.modules)"
+    )
+    path = {"PYTHONPATH": str(Path(__file__).parent)}
+    done = subprocess.run(
+        [sys.executable, "-c", probe], capture_output=True, text=True, timeout=60, check=True, env=path
+    )
+    assert done.stdout.strip() == "False"

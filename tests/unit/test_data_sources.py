@@ -1,0 +1,283 @@
+"""Where problems come from, which are held out, and what is said about data that cannot be used."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import reasoning_gym
+
+from tandem.common.config import Config
+from tandem.common.errors import ConfigError, DataError, TandemError
+from tandem.common.messages import Problem
+from tandem.coordinator.data import load_problems, sources
+from tandem.coordinator.data.prompts import fill_template
+
+from data_harness import NUM_SUMS, SUMS, data_config
+
+ROWS = [{"input": f"{i} + 1", "output": i + 1, "level": {"easy": i < 5}} for i in range(10)]
+
+
+def prompts(config: Config, problems: list[Problem]) -> list[str]:
+    return [fill_template("", config.data.prompt_template, problem) for problem in problems]
+
+
+def jsonl(name: str, rows: list[dict[str, Any]]) -> str:
+    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return name
+
+
+def error_of(config: Config, kind: type[TandemError]) -> str:
+    with pytest.raises(kind) as caught:
+        load_problems(config)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# --- reasoning-gym ---------------------------------------------------------------------------------------------------
+
+
+def test_generated_problems_are_the_tasks_own_and_score_as_such() -> None:
+    config = data_config()
+    problems = load_problems(config)
+    assert (len(problems.train), len(problems.validation)) == (60, 20)
+    score = reasoning_gym.get_score_answer_fn("chain_sum")
+    for problem in problems.train + problems.validation:
+        first, sign, second = problem.metadata["expression"].split()
+        value = int(first) + int(second) if sign == "+" else int(first) - int(second)
+        entry = {"question": problem.question, "answer": problem.answer, "metadata": problem.metadata}
+        assert score(str(value), entry) == 1.0
+
+
+def test_training_and_validation_share_no_problem_and_repeat_none() -> None:
+    config = data_config()
+    problems = load_problems(config)
+    everything = prompts(config, problems.train + problems.validation)
+    assert len(set(everything)) == len(everything) == 80
+    assert len({problem.problem_id for problem in problems.train + problems.validation}) == 80
+
+
+def test_problems_depend_on_the_seed_and_on_nothing_else() -> None:
+    assert load_problems(data_config(seed=1)) == load_problems(data_config(seed=1))
+    one, two = (load_problems(data_config(seed=seed)) for seed in (1, 2))
+    assert prompts(data_config(), one.train) != prompts(data_config(), two.train)
+
+
+def test_no_run_trains_on_what_another_of_the_same_data_holds_out() -> None:
+    configs = [data_config(algorithm, seed) for algorithm in ("sft", "grpo") for seed in (1, 2, 3)]
+    runs = [(prompts(c, p.train), prompts(c, p.validation)) for c in configs for p in [load_problems(c)]]
+    for (train, _), (_, validation) in itertools.product(runs, runs):
+        assert not set(train) & set(validation)
+
+
+def test_seeds_reach_tasks_that_take_32_bits_only() -> None:
+    config = data_config(seed=2**62, task="pool_matrix", task_params={}, prompt_template="{question}")
+    assert len(load_problems(config).train) == 60
+
+
+def test_a_task_without_a_reference_answer_has_none() -> None:
+    problem = next(sources.reasoning_gym(data_config(task="rush_hour", task_params={}).data, 0))
+    assert problem.answer == ""
+    entry = {"answer": None, "metadata": problem.metadata}
+    assert reasoning_gym.get_score_answer_fn("rush_hour")("", entry) == 0.0
+
+
+def test_too_few_distinct_problems_are_counted() -> None:
+    message = error_of(data_config(num_train=300), DataError)
+    assert message.startswith(f"data.task 'chain_sum' has only {NUM_SUMS} distinct problems with these task_params: ")
+    assert "(data.num_train 300)" in message
+    assert "(data.num_validation 20)" in message
+
+
+def test_most_of_a_small_space_can_be_had() -> None:
+    problems = load_problems(data_config(num_train=170, num_validation=12))
+    assert (len(problems.train), len(problems.validation)) == (170, 12)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"task": "chainsum"}, "data.task: reasoning-gym has no task 'chainsum'; did you mean 'chain_sum'?"),
+        (
+            {"task_params": {"min_term": 2}},
+            "data.task_params: chain_sum has no parameter 'min_term'; did you mean 'min_terms'? "
+            "(parameters are allow_negation, max_digits, max_terms, min_digits, min_terms)",
+        ),
+        (
+            {"task_params": {"min_terms": 4, "max_terms": 3}},
+            "data.task_params: chain_sum refuses {'min_terms': 4, 'max_terms': 3}: max_terms must be >= min_terms "
+            "(parameters are allow_negation, max_digits, max_terms, min_digits, min_terms)",
+        ),
+        (
+            {"prompt_template": "{expresion}"},
+            "data.prompt_template: cannot fill '{expresion}': 'expresion' (fields are answer, difficulty, expression, "
+            "metadata, num_digits, num_terms, question, source_dataset, source_index)",
+        ),
+    ],
+)
+def test_what_a_task_does_not_take_is_named(data: dict[str, Any], message: str) -> None:
+    assert error_of(data_config(**data), ConfigError) == message
+
+
+# --- JSONL -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_split_and_keeps_its_other_fields() -> None:
+    config = data_config(dataset_name="jsonl", train_data_path=jsonl("all.jsonl", ROWS), num_validation=3)
+    problems = load_problems(config)
+    assert (len(problems.train), len(problems.validation)) == (7, 3)
+    everything = sorted(problems.train + problems.validation, key=lambda p: int(p.answer))
+    assert [p.question for p in everything] == [row["input"] for row in ROWS]
+    assert everything[4].problem_id == "all.jsonl:5"
+    assert everything[4].metadata == {"level": {"easy": True}}
+
+
+def test_a_file_of_its_own_is_held_out_even_of_the_training_file() -> None:
+    config = data_config(
+        dataset_name="jsonl",
+        train_data_path=jsonl("train.jsonl", [*ROWS, *ROWS[:2]]),
+        val_data_path=jsonl("validation.jsonl", ROWS[8:]),
+        num_train=5,
+    )
+    problems = load_problems(config)
+    assert [p.question for p in problems.train] == [row["input"] for row in ROWS[:5]]
+    assert [p.question for p in problems.validation] == [row["input"] for row in ROWS[8:]]
+
+
+def test_the_fields_of_question_and_answer_are_named() -> None:
+    rows = [{"q": "1 + 1", "a": "2"}, {"q": "1 + 2", "a": "3"}]
+    path = jsonl("all.jsonl", rows)
+    config = data_config(dataset_name="jsonl", train_data_path=path, num_validation=1, input_key="q", output_key="a")
+    problems = load_problems(config)
+    assert {p.answer for p in problems.train + problems.validation} == {"2", "3"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            '{"input": "1", "output": "2"}\n{"input": "1",\n',
+            "all.jsonl:2 is not a JSON object: Input data was truncated",
+        ),
+        ('["input", "output"]\n', "all.jsonl:1 is not a JSON object: Expected `object`, got `array`"),
+        (
+            '\n{"inputs": "1", "output": "2"}\n',
+            "all.jsonl:2 has no field 'input' (data.input_key); its fields are inputs, output; did you mean 'inputs'?",
+        ),
+        ("\n\n", "data: 'all.jsonl' holds no problem"),
+        (
+            '{"input": "1", "output": "2"}\n',
+            "data: all.jsonl has 1 distinct problems, and with 1 of them held out (data.num_validation) none is left to "
+            "train on",
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named_with_the_line(text: str, message: str) -> None:
+    Path("all.jsonl").write_text(text)
+    config = data_config(dataset_name="jsonl", train_data_path="all.jsonl", num_validation=1)
+    assert error_of(config, DataError) == message
+
+
+def test_a_missing_file_is_one_line() -> None:
+    config = data_config(dataset_name="jsonl", train_data_path="none.jsonl")
+    assert error_of(config, DataError) == "data: cannot read 'none.jsonl': No such file or directory"
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        ({"num_validation": 11}, "data.num_validation: all.jsonl has only 10 distinct problems, not 11"),
+        (
+            {"num_validation": 4, "num_train": 7},
+            "data.num_train: without those held out, all.jsonl has only 6 distinct problems, not 7",
+        ),
+    ],
+)
+def test_a_file_with_too_few_problems_is_counted(counts: dict[str, int], message: str) -> None:
+    config = data_config(dataset_name="jsonl", train_data_path=jsonl("all.jsonl", ROWS), **counts)
+    assert error_of(config, DataError) == message
+
+
+# --- Hub datasets ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def hub_folder(kind: str) -> str:
+    """Write a dataset with two splits the way a repository of the Hub holds one."""
+    folder = Path("repository")
+    folder.mkdir()
+    for split, rows in (("train", ROWS[:8]), ("test", ROWS[8:])):
+        table = datasets.Dataset.from_list(rows)
+        path = folder / f"{split}.{kind}"
+        {"json": table.to_json, "csv": table.to_csv, "parquet": table.to_parquet}[kind](path)
+    return str(folder)
+
+
+@pytest.mark.parametrize("kind", ["json", "csv", "parquet"])
+def test_splits_of_a_dataset_are_loaded(kind: str) -> None:
+    config = data_config(dataset_name=hub_folder(kind), val_split="test")
+    problems = load_problems(config)
+    assert [(p.question, p.answer) for p in problems.train] == [(f"{i} + 1", str(i + 1)) for i in range(8)]
+    assert [(p.question, p.answer) for p in problems.validation] == [(f"{i} + 1", str(i + 1)) for i in (8, 9)]
+    if kind == "parquet":
+        assert problems.train[0].metadata == {"level": {"easy": True}}
+
+
+def test_one_split_is_split_again() -> None:
+    problems = load_problems(data_config(dataset_name=hub_folder("json"), num_validation=3))
+    assert (len(problems.train), len(problems.validation)) == (5, 3)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"input_key": "problem"}, "has no field 'problem' (data.input_key); its fields are input, output, level"),
+        ({"split": "dev"}, "data.dataset_name: cannot load 'repository', split 'dev': Unknown split \"dev\"."),
+        (
+            {"subset": "hard"},
+            "data.dataset_name: cannot load 'repository', split 'train': BuilderConfig 'hard' not found.",
+        ),
+    ],
+)
+def test_what_a_dataset_lacks_is_named(data: dict[str, str], message: str) -> None:
+    found = error_of(data_config(dataset_name=hub_folder("json"), num_validation=3, **data), DataError)
+    assert message in found
+
+
+def test_a_dataset_that_cannot_be_fetched_is_one_line_and_torch_stays_out() -> None:
+    folder = hub_folder("parquet")
+    probe = (
+        "import sys; from data_harness import data_config; from tandem.common.errors import DataError\n"
+        "from tandem.coordinator.data import load_problems\n"
+        f"load_problems(data_config(dataset_name={folder!r}, num_validation=3))\n"
+        "try: load_problems(data_config(dataset_name='nobody/nothing'))\n"
+        "except DataError as error: print(error)\n"
+        "print('torch' in sys.modules)"
+    )
+    root = str(Path(__file__).parent)
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(Path("home").absolute()), "PYTHONPATH": root}
+    done = subprocess.run(
+        [sys.executable, "-c", probe], capture_output=True, text=True, timeout=60, check=True, env=environment
+    )
+    message, has_torch = done.stdout.splitlines()
+    assert message.startswith("data.dataset_name: cannot load 'nobody/nothing', split 'train': ")
+    assert has_torch == "False"
+
+
+def test_sums_are_as_many_as_the_harness_says() -> None:
+    expressions = {
+        entry["metadata"]["expression"]
+        for entry in reasoning_gym.create_dataset("chain_sum", size=5000, seed=0, **SUMS["task_params"])
+    }
+    assert len(expressions) == NUM_SUMS

@@ -1,0 +1,369 @@
+"""What responses are worth, with the real scorers, and what is said about an environment that misbehaves."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import reasoning_gym
+
+from tandem.common.config import Config, build_config
+from tandem.common.errors import ConfigError, RewardError
+from tandem.common.messages import Problem
+from tandem.rollout.environments import Score, Scorer, make_environment
+
+WAIT_S = 10.0
+RIGHT, WRONG = Score(1.0, True), Score(0.0, False)
+
+
+def config(environment: str, settings: dict[str, Any] | None = None, task: str | None = None) -> Config:
+    source: dict[str, Any] = {"dataset_name": "jsonl", "train_data_path": "train.jsonl"}
+    if task is not None:
+        source = {"dataset_name": "reasoning_gym", "task": task}
+    return build_config(
+        {"grpo": {}, "policy": {"model_name": "model"}, "data": source, "env": {environment: settings or {}}}
+    )
+
+
+def here(name: str, **settings: Any) -> Config:
+    return config("mine", {"class": f"{__name__}.{name}", **settings})
+
+
+def problem(answer: str = "7", name: str = "p1") -> Problem:
+    return Problem(problem_id=name, question="3 + 4", answer=answer, metadata={})
+
+
+# --- the built-in environments ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "response", "score"),
+    [
+        ({}, "-2", RIGHT),
+        ({}, " -2.0 ", RIGHT),
+        ({}, " = -2", Score(0.01, False)),  # reasoning-gym's consolation for any answer
+        ({}, "", Score(0.0, False)),
+        ({"answer_after": "="}, " = -2", RIGHT),
+        ({"answer_after": "="}, "4 + 3 = 7 - 9 = -2", RIGHT),
+        ({"answer_after": "="}, "-2", RIGHT),
+        ({"partial_credit": False}, " = -2", WRONG),
+    ],
+)
+def test_reasoning_gym_scores_with_the_tasks_scorer(kwargs: dict[str, Any], response: str, score: Score) -> None:
+    environment = make_environment(config("reasoning_gym", {"kwargs": kwargs}, task="chain_sum"))
+    assert environment.score(problem("-2"), response) == score
+
+
+@pytest.mark.parametrize("task", ["chain_sum", "spell_backward", "countdown", "rush_hour", "pool_matrix", "gcd"])
+def test_reference_answers_of_tasks_are_right(task: str) -> None:
+    environment = make_environment(config("reasoning_gym", task=task))
+    dataset = reasoning_gym.create_dataset(task, size=5, seed=3)
+    for entry in dataset:
+        answer = entry["answer"] or ""
+        given = Problem(problem_id="p", question=entry["question"], answer=answer, metadata=entry["metadata"])
+        expected = dataset.score_answer(entry["answer"], entry)
+        assert environment.score(given, answer).reward == expected
+        assert environment.score(given, answer).correct == (expected >= 0.99)
+
+
+def test_a_response_that_a_scorer_cannot_read_is_wrong() -> None:
+    # prime_factorization's scorer turns the words of a response to integers without a guard.
+    entry = reasoning_gym.create_dataset("prime_factorization", size=1, seed=0)[0]
+    score = reasoning_gym.get_score_answer_fn("prime_factorization")
+    with pytest.raises(ValueError, match="abc"):
+        score("abc", entry)
+    environment = make_environment(config("reasoning_gym", task="prime_factorization"))
+    given = Problem(problem_id="p", question="", answer=entry["answer"], metadata=entry["metadata"])
+    assert environment.score(given, "abc") == WRONG
+    assert environment.score(given, entry["answer"]) == RIGHT
+    with pytest.raises(KeyError):  # not the response's fault
+        environment.score(Problem(problem_id="p", question="", answer="2", metadata={}), "abc")
+
+
+@pytest.mark.parametrize(
+    ("answer", "response", "score"),
+    [
+        ("7", "7", RIGHT),
+        ("7", " = 7", RIGHT),
+        ("-12", " = -12", RIGHT),
+        ("7", "The answer is 8", WRONG),
+        ("7", "", WRONG),
+        ("7", "no idea", WRONG),
+        ("0.5", "It is \\boxed{\\frac{1}{2}}.", RIGHT),
+        ("\\frac{3}{4}", "thus 0.75", RIGHT),
+        ("x^2 + 2x + 1", "so we get $(x+1)^2$", RIGHT),
+        ("x^2 + 2x + 1", "x^2 + 2x + 1", RIGHT),
+        ("[0, 1)", "the interval $[0,1)$", RIGHT),
+        ("[0, 1)", "the interval $[0,1]$", WRONG),
+        ("$\\sqrt{8}$", "$2\\sqrt{2}$", RIGHT),
+    ],
+)
+def test_math_compares_values(answer: str, response: str, score: Score) -> None:
+    assert make_environment(config("math")).score(problem(answer), response) == score
+
+
+def test_math_works_in_a_thread_where_its_own_signals_would_not() -> None:
+    environment = make_environment(config("math"))
+    scores: list[Score] = []
+    thread = threading.Thread(target=lambda: scores.append(environment.score(problem("1/3"), "\\frac{2}{6}")))
+    thread.start()
+    thread.join(WAIT_S)
+    assert scores == [RIGHT]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "response", "score"),
+    [
+        ({}, " Seven\n", RIGHT),
+        ({}, "seven", WRONG),
+        ({"ignore_case": True}, "sEVEN", RIGHT),
+        ({}, "It is Seven", WRONG),
+        ({"answer_after": "is"}, "This is it: it is Seven", RIGHT),
+    ],
+)
+def test_exact_match(kwargs: dict[str, Any], response: str, score: Score) -> None:
+    environment = make_environment(config("exact_match", {"kwargs": kwargs}))
+    assert environment.score(problem("Seven "), response) == score
+
+
+@pytest.mark.parametrize("name", ["math", "exact_match"])
+def test_a_problem_without_a_reference_answer_cannot_be_scored(name: str) -> None:
+    with pytest.raises(RewardError, match=r"^problem 'p1' has no reference answer to compare with$"):
+        make_environment(config(name)).score(problem(" "), "7")
+
+
+# --- environments of one's own ---------------------------------------------------------------------------------------
+
+
+class Length:
+    """Rewards long responses."""
+
+    def __init__(self, *, per_letter: float = 1.0, cfg: dict[str, Any] | None = None) -> None:
+        self.per_letter = per_letter * (cfg or {}).get("factor", 1)
+
+    def score(self, problem: Problem, response: str) -> Score:
+        return Score(self.per_letter * len(response), correct=len(response) > 2)
+
+
+class Returns:
+    """Returns the same for every response, whatever it is."""
+
+    def __init__(self, *, reward: Any = None, score: Any = None) -> None:
+        self.returned = Score(float(reward) if reward else reward, correct=False) if score is None else score
+
+    def score(self, problem: Problem, response: str) -> Any:
+        return self.returned
+
+
+class Raises:
+    """Fails."""
+
+    def score(self, problem: Problem, response: str) -> Score:
+        raise LookupError("no such letter")
+
+
+class Hangs:
+    """Takes for ever, if the response is what it waits for."""
+
+    release = threading.Event()
+
+    def score(self, problem: Problem, response: str) -> Score:
+        if response == "hang":
+            self.release.wait(60)
+        return Score(float(len(response)), correct=True)
+
+
+class Counts:
+    """Takes its time, and notes how many do so at once."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.now = 0
+
+    def score(self, problem: Problem, response: str) -> Score:
+        with self.lock:
+            self.now += 1
+        time.sleep(0.05)
+        with self.lock:
+            most, self.now = self.now, self.now - 1
+        return Score(float(most), correct=True)
+
+
+class NoEnvironment:
+    """Has no method to score with."""
+
+
+class Refuses:
+    """Cannot be made."""
+
+    def __init__(self) -> None:
+        raise OSError("no licence")
+
+
+def test_a_class_is_named_by_its_path_and_gets_its_arguments() -> None:
+    environment = make_environment(here("Length", kwargs={"per_letter": 0.5}, cfg={"factor": 4}))
+    assert isinstance(environment, Length)
+    assert environment.score(problem(), "abc") == Score(6.0, True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"class": "no_such_module.Environment"}, "env.mine.class: cannot import 'no_such_module.Environment': "),
+        ({"class": f"{__name__}.Nothing"}, "env.mine.class: cannot import '"),
+        ({"class": f"{__name__}.Length", "kwargs": {"per_word": 1}}, "env.mine: TypeError: "),
+        ({"class": f"{__name__}.Refuses"}, "env.mine: OSError: no licence"),
+        ({"class": f"{__name__}.NoEnvironment"}, f"env.mine.class: {__name__}.NoEnvironment has no method score("),
+    ],
+)
+def test_a_class_that_cannot_be_made_is_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_environment(config("mine", settings))
+    assert str(caught.value).startswith(message)
+
+
+def test_unknown_arguments_of_a_built_in_environment_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"^env.exact_match: TypeError: .*'answer_before'"):
+        make_environment(config("exact_match", {"kwargs": {"answer_before": "="}}))
+
+
+# --- the pool --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[[Config], Scorer]]:
+    Hangs.release.clear()
+    scorers: list[Scorer] = []
+
+    def started(config: Config) -> Scorer:
+        scorers.append(Scorer(config))
+        return scorers[-1]
+
+    yield started
+    Hangs.release.set()
+    for scorer in scorers:
+        scorer.close()
+
+
+def poll_until(scorer: Scorer, count: int) -> dict[int, Score]:
+    scores: dict[int, Score] = {}
+    deadline = time.monotonic() + WAIT_S
+    while len(scores) < count:
+        assert time.monotonic() < deadline, f"{len(scores)} of {count} scores"
+        for key, score in scorer.poll():
+            assert key not in scores
+            scores[key] = score
+        time.sleep(0.001)
+    assert scorer.poll() == []
+    return scores
+
+
+def error_from(scorer: Scorer) -> str:
+    deadline = time.monotonic() + WAIT_S
+    with pytest.raises(RewardError) as caught:
+        while time.monotonic() < deadline:
+            scorer.poll()
+            time.sleep(0.001)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_every_response_comes_back_once_with_its_own_score(start: Callable[[Config], Scorer]) -> None:
+    scorer = start(here("Length", num_workers=4))
+    for key in range(200):
+        scorer.submit(key, problem(), "x" * key)
+    assert poll_until(scorer, 200) == {key: Score(float(key), key > 2) for key in range(200)}
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_so_many_are_scored_at_once(start: Callable[[Config], Scorer], num_workers: int) -> None:
+    scorer = start(here("Counts", num_workers=num_workers))
+    for key in range(9):
+        scorer.submit(key, problem(), "")
+    assert max(score.reward for score in poll_until(scorer, 9).values()) == num_workers
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "message"),
+    [
+        ("Returns", {"reward": "nan"}, "the reward is nan, not a finite number"),
+        ("Returns", {"reward": "-inf"}, "the reward is -inf, not a finite number"),
+        ("Returns", {"reward": None}, "the reward is None, not a finite number"),
+        ("Returns", {"score": 1.0}, "score() returned float, not a Score"),
+        ("Raises", {}, "LookupError: no such letter"),
+    ],
+)
+def test_what_is_no_reward_is_named(
+    start: Callable[[Config], Scorer], name: str, kwargs: dict[str, Any], message: str
+) -> None:
+    scorer = start(here(name, kwargs=kwargs))
+    scorer.submit(0, problem(name="train.jsonl:12"), "x")
+    assert error_from(scorer) == f"environment 'mine', problem 'train.jsonl:12': {message}"
+
+
+def test_a_problem_at_fault_is_named_once(start: Callable[[Config], Scorer]) -> None:
+    scorer = start(config("exact_match"))
+    scorer.submit(0, problem(""), "x")
+    assert error_from(scorer) == "environment 'exact_match': problem 'p1' has no reference answer to compare with"
+
+
+def test_a_reward_that_takes_too_long_is_named(start: Callable[[Config], Scorer]) -> None:
+    scorer = start(here("Hangs", timeout_s=0.2, num_workers=2))
+    scorer.submit(0, problem(name="slow one"), "hang")
+    scorer.submit(1, problem(name="quick one"), "abc")
+    assert poll_until(scorer, 1) == {1: Score(3.0, True)}
+    assert error_from(scorer) == (
+        "environment 'mine' took longer than 0.2 s to score a response to problem 'slow one' (env.mine.timeout_s)"
+    )
+
+
+def test_waiting_for_a_turn_is_not_taking_long(start: Callable[[Config], Scorer]) -> None:
+    scorer = start(here("Counts", timeout_s=0.5))
+    for key in range(15):  # 0.75 s in all
+        scorer.submit(key, problem(), "")
+    assert len(poll_until(scorer, 15)) == 15
+
+
+def test_what_is_abandoned_does_not_come_back_under_a_new_name(start: Callable[[Config], Scorer]) -> None:
+    scorer = start(here("Hangs", num_workers=2))
+    scorer.submit(0, problem(), "hang")
+    scorer.submit(1, problem(), "abandoned")
+    time.sleep(0.1)  # the first is being scored, the second is done
+    scorer.reset()
+    scorer.submit(0, problem(), "ab")
+    assert poll_until(scorer, 1) == {0: Score(2.0, True)}
+    Hangs.release.set()
+    scorer.submit(1, problem(), "abc")
+    assert poll_until(scorer, 1) == {1: Score(3.0, True)}
+
+
+def test_a_stale_result_does_not_lose_a_new_one(start: Callable[[Config], Scorer]) -> None:
+    scorer = start(here("Hangs"))
+    scorer.submit(0, problem(), "hang")
+    time.sleep(0.05)
+    scorer.reset()
+    scorer.submit(0, problem(), "ab")  # waits behind the first
+    Hangs.release.set()
+    assert poll_until(scorer, 1) == {0: Score(2.0, True)}
+
+
+def test_a_hung_thread_is_noticed_even_in_what_was_abandoned(start: Callable[[Config], Scorer]) -> None:
+    scorer = start(here("Hangs", timeout_s=0.2))
+    scorer.submit(0, problem(name="slow one"), "hang")
+    time.sleep(0.05)
+    scorer.reset()
+    scorer.submit(0, problem(), "ab")
+    assert "'slow one'" in error_from(scorer)
+
+
+def test_closing_does_not_wait_for_what_hangs(start: Callable[[Config], Scorer]) -> None:
+    scorer = start(here("Hangs", num_workers=2))
+    for key in range(50):
+        scorer.submit(key, problem(), "hang" if key == 0 else "x")
+    started = time.monotonic()
+    scorer.close()
+    assert time.monotonic() - started < 2
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name.startswith("reward-"))

@@ -1,0 +1,86 @@
+"""The journal: a step is in it whole or not at all, and nothing in it is lost."""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tandem.common.errors import RunFolderError
+from tandem.coordinator.journal import Journal, RefitRecord, StepRecord, read_journal
+
+
+def record(step: int, **metrics: float) -> StepRecord:
+    return StepRecord(step=step, version=step, metrics=metrics, seconds={"total": 1.5, "generation": 0.5})
+
+
+def test_what_is_committed_is_read_back() -> None:
+    with Journal.create(Path("run"), b'{"a": 1}', "grpo") as journal:
+        first = journal.commit_step(record(1, reward=0.25, kl=math.nan))
+        journal.record_refit(
+            RefitRecord(step=1, version=1, seconds=0.01, num_bytes=7, digests={"rollout-0": 2**64 - 1})
+        )
+        journal.record_event("trainer-0", "joined")
+    with read_journal(Path("run")) as reader:
+        (step,) = reader.steps()
+        assert (step.step, step.seconds, step.metrics["reward"]) == (1, first.seconds, 0.25)
+        assert math.isnan(step.metrics["kl"])
+        assert reader.refits()[0].digests == {"rollout-0": 2**64 - 1}
+        assert reader.config_json == b'{"a": 1}'
+        assert [(member, text) for _, member, text in reader.events()] == [("trainer-0", "joined")]
+
+
+def test_a_step_that_is_done_over_again_is_superseded_not_lost() -> None:
+    with Journal.create(Path("run"), b"{}", "grpo") as journal:
+        for step in (1, 2, 3):
+            journal.commit_step(record(step, reward=step))
+        assert journal.forget_after(1) == 2
+        journal.commit_step(record(2, reward=20.0))
+        assert [(s.step, s.metrics["reward"]) for s in journal.steps()] == [(1, 1.0), (2, 20.0)]
+        assert [s.metrics["reward"] for s in journal.superseded_steps()] == [2.0, 3.0]
+        assert journal.last_step() == 2
+
+
+def test_a_folder_has_one_coordinator_at_a_time() -> None:
+    with Journal.create(Path("run"), b"{}", "grpo"):
+        with pytest.raises(RunFolderError, match="run"):
+            Journal.open(Path("run"))
+        read_journal(Path("run")).close()
+    Journal.open(Path("run")).close()
+
+
+def test_a_writer_that_is_killed_gives_the_folder_back_and_leaves_whole_steps() -> None:
+    code = """
+import os, signal
+from pathlib import Path
+from tandem.coordinator.journal import Journal, StepRecord
+journal = Journal.create(Path("run"), b"{}", "grpo")
+for step in range(1, 10_000):
+    journal.commit_step(StepRecord(step=step, version=step, metrics={"a": 1.0, "b": 2.0}, seconds={"total": 1.0}))
+    if step == 20:
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == -9
+    with Journal.open(Path("run")) as journal:
+        steps = journal.steps()
+    assert [s.step for s in steps] == list(range(1, 21))
+    assert all(s.metrics == {"a": 1.0, "b": 2.0} for s in steps)
+
+
+def test_errors_are_one_line() -> None:
+    with pytest.raises(RunFolderError, match="nowhere") as missing:
+        Journal.open(Path("nowhere"))
+    Path("bad").mkdir()
+    Path("bad/journal.sqlite").write_bytes(b"this is no database" * 100)
+    with pytest.raises(RunFolderError, match="bad") as corrupt:
+        Journal.open(Path("bad"))
+    Path("other").mkdir()
+    sqlite3.connect("other/journal.sqlite").close()
+    with pytest.raises(RunFolderError, match="other") as empty:
+        read_journal(Path("other"))
+    for error in (missing, corrupt, empty):
+        assert "\n" not in str(error.value)

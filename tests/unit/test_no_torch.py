@@ -1,0 +1,37 @@
+"""What must answer at once, or plan for models of any size, imports no torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import tandem.coordinator.cli",
+        "import tandem.coordinator.run",
+        "import tandem.coordinator.report",
+        "import tandem.coordinator.algorithms",
+        "import tandem.common.telemetry, tandem.common.service, tandem.common.tokenizer",
+        "import tandem.refit.planner, tandem.refit.program, tandem.refit.service, tandem.refit.digest",
+        "import tandem.trainer.cli, tandem.rollout.cli",
+    ],
+)
+def test_no_torch(code: str) -> None:
+    probe = f"{code}\nimport sys\nprint('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "False\n"
+
+
+def test_help_needs_neither_torch_nor_transformers() -> None:
+    probe = (
+        "import sys\nfrom tandem.coordinator.cli import main\n"
+        "try: main(['--help'])\nexcept SystemExit: pass\n"
+        "print([m for m in ('torch', 'transformers', 'zmq', 'datasets', 'matplotlib') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.endswith("[]\n")
+    assert "up" in done.stdout

@@ -1,0 +1,174 @@
+"""The tokenizer made for a new model, as Hugging Face reads it, and how conversations become tokens."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from tandem.common.config import Config, build_config
+from tandem.common.config.schema import NewModel
+from tandem.common.errors import ConfigError, DataError, ModelError
+from tandem.common.tokenizer import Tokenizer, load_tokenizer, write_new_model
+
+CHARACTERS = "0123456789+-= "
+SIZES = {
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+}
+USER = [{"role": "user", "content": "1 + 2"}]
+
+
+def config(**tokenizer: Any) -> Config:
+    return build_config(
+        {
+            "grpo": {},
+            "policy": {"model_name": "model", "tokenizer": tokenizer or None},
+            "data": {"dataset_name": "reasoning_gym", "task": "chain_sum"},
+        }
+    )
+
+
+def new_model(**changes: Any) -> NewModel:
+    return NewModel(**{"config": SIZES, "characters": CHARACTERS, **changes})
+
+
+@pytest.fixture
+def tokenizer() -> Tokenizer:
+    write_new_model(Path("model"), new_model())
+    return load_tokenizer(config())
+
+
+def test_hugging_face_loads_what_was_written(tokenizer: Tokenizer) -> None:
+    theirs = transformers.AutoTokenizer.from_pretrained("model")
+    settings = transformers.AutoConfig.from_pretrained("model")
+    assert len(theirs) == settings.vocab_size == len(CHARACTERS) + 3
+    assert (settings.model_type, settings.hidden_size, settings.num_hidden_layers) == ("qwen3", 32, 1)
+    assert (theirs.pad_token_id, theirs.bos_token_id, theirs.eos_token_id) == (
+        settings.pad_token_id,
+        settings.bos_token_id,
+        settings.eos_token_id,
+    )
+    assert theirs("7 - 12").input_ids == tokenizer.encode("7 - 12")
+    prompt = theirs.apply_chat_template(USER, add_generation_prompt=True, return_dict=False)
+    assert prompt == tokenizer.encode_chat(USER, add_generation_prompt=True)
+    model = transformers.AutoModelForCausalLM.from_config(settings)
+    assert model.get_input_embeddings().num_embeddings == len(theirs)
+
+
+def test_a_character_is_a_token_and_comes_back(tokenizer: Tokenizer) -> None:
+    tokens = tokenizer.encode(CHARACTERS)
+    assert len(tokens) == len(set(tokens)) == len(CHARACTERS)
+    assert tokenizer.decode(tokens) == CHARACTERS
+    assert tokenizer.decode([tokenizer.eos_id, *tokenizer.encode(" 1  2 "), tokenizer.eos_id]) == " 1  2 "
+
+
+def test_a_conversation_is_the_question_and_then_the_answer(tokenizer: Tokenizer) -> None:
+    assert tokenizer.bos_id is not None
+    question = [tokenizer.bos_id, *tokenizer.encode("1 + 2")]
+    assert tokenizer.encode_chat(USER, add_generation_prompt=True) == question
+    answered = [*USER, {"role": "assistant", "content": " = 3"}]
+    whole = [*question, *tokenizer.encode(" = 3"), tokenizer.eos_id]
+    assert tokenizer.encode_chat(answered, add_generation_prompt=False) == whole
+
+
+@pytest.mark.parametrize("text", ["1 × 2", "<bos>1 × 2"])
+def test_a_character_outside_the_alphabet_is_named(tokenizer: Tokenizer, text: str) -> None:
+    with pytest.raises(DataError, match=r"^the tokenizer in model does not know the character '×'$"):
+        tokenizer.encode(text)
+
+
+def test_the_same_model_is_written_byte_for_byte() -> None:
+    for name, characters in (("one", CHARACTERS), ("two", CHARACTERS[::-1])):
+        write_new_model(Path(name), new_model(characters=characters))
+    files = sorted(path.name for path in Path("one").iterdir())
+    assert files == sorted(path.name for path in Path("two").iterdir())
+    for name in files:
+        assert (Path("one") / name).read_bytes() == (Path("two") / name).read_bytes(), name
+
+
+def test_a_model_type_that_does_not_exist_leaves_nothing_behind() -> None:
+    with pytest.raises(ConfigError, match=r"no model type 'lama'; did you mean 'llama'\?"):
+        write_new_model(Path("model"), new_model(config={"model_type": "lama"}))
+    assert list(Path().iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_one_line() -> None:
+    Path("file").write_text("")
+    with pytest.raises(
+        ModelError, match=r"^policy.model_name: cannot write a new model to 'file/model': Not a directory$"
+    ):
+        write_new_model(Path("file/model"), new_model())
+
+
+def test_a_folder_without_a_tokenizer_is_one_line() -> None:
+    Path("model").mkdir()
+    with pytest.raises(ModelError, match=r"^policy.tokenizer.name: cannot load a tokenizer from 'model': .+") as caught:
+        load_tokenizer(config())
+    assert "\n" not in str(caught.value)
+
+
+def test_the_configured_template_replaces_the_tokenizers_own(tokenizer: Tokenizer) -> None:
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %} ={% endif %}"
+    replaced = load_tokenizer(config(name="model", chat_template=template))
+    assert replaced.encode_chat(USER, add_generation_prompt=True) == tokenizer.encode("1 + 2 =")
+    assert replaced.encode_chat(USER, add_generation_prompt=False) == tokenizer.encode("1 + 2")
+    default = load_tokenizer(config(name="model", chat_template="default"))
+    rendered = tokenizer.render_chat(USER, add_generation_prompt=True)
+    assert default.render_chat(USER, add_generation_prompt=True) == rendered == "<bos>1 + 2"
+
+
+@pytest.mark.parametrize("template", ["{% for %}", "{{ raise_exception('only system messages') }}"])
+def test_a_template_that_fails_is_one_line(tokenizer: Tokenizer, template: str) -> None:
+    broken = load_tokenizer(config(name="model", chat_template=template))
+    with pytest.raises(
+        ConfigError, match=r"^policy.tokenizer.chat_template: .* refuses messages of user: .+"
+    ) as caught:
+        broken.render_chat(USER, add_generation_prompt=True)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_that_merges_characters_has_no_alphabet() -> None:
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    fast = tokenizers.Tokenizer(models.BPE())
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=alphabet, special_tokens=["</s>"], show_progress=False
+    )
+    fast.train_from_iterator(["what is one plus two"] * 10, trainer)
+    wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="</s>")
+    wrapped.save_pretrained("model")
+    bpe = load_tokenizer(config())
+    assert bpe.decode(bpe.encode("what is 1 × 2?\n")) == "what is 1 × 2?\n"
+    assert bpe.bos_id is None
+    assert not bpe.has_chat_template
+    assert bpe.encode_chat(USER, add_generation_prompt=True) == wrapped("1 + 2").input_ids
+
+
+def test_torch_is_not_imported(tokenizer: Tokenizer) -> None:
+    probe = (
+        "import sys; from tandem.common.config import build_config;"
+        "from tandem.common.tokenizer import load_tokenizer; assert 'transformers' not in sys.modules;"
+        "c = build_config({'grpo': {}, 'policy': {'model_name': 'model'},"
+        " 'data': {'dataset_name': 'reasoning_gym', 'task': 'chain_sum'}});"
+        "t = load_tokenizer(c); t.encode_chat([{'role': 'user', 'content': '1 + 2'}], add_generation_prompt=True);"
+        "from tandem.common.config.schema import NewModel; from pathlib import Path;"
+        "from tandem.common.tokenizer import write_new_model;"
+        "write_new_model(Path('other'), NewModel(config={'model_type': 'llama'}, characters='01'));"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "False"

@@ -1,0 +1,138 @@
+"""What people look at: the live display, the lines, the report, TensorBoard."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from tandem.common.config import build_config
+from tandem.common.messages import Hello, Trained
+from tandem.common.telemetry import MetricWriters
+from tandem.coordinator.journal import Journal, StepRecord
+from tandem.coordinator.ledger import StepLedger
+from tandem.coordinator.members import Member
+from tandem.coordinator.plan import SynchronousPlan
+from tandem.coordinator.progress import Progress, sparkline, step_line
+from tandem.coordinator.report import format_summary, write_report
+from tandem.coordinator.shape import run_shape
+
+SETTINGS: dict[str, Any] = {
+    "grpo": {},
+    "policy": {"model_name": "m", "train_global_batch_size": 512},
+    "data": {"dataset_name": "reasoning_gym", "task": "chain_sum"},
+}
+
+
+def records() -> list[StepRecord]:
+    seconds = {"total": 2.0, "generation": 0.5, "policy_training": 1.0, "get_logprobs": 0.4, "refit": 0.1}
+    made = [
+        StepRecord(
+            step=s, version=s, metrics={"reward": s / 10, "loss": 0.1, "mean_generation_length": 5.0}, seconds=seconds
+        )
+        for s in range(1, 9)
+    ]
+    made[3].metrics["val_accuracy"] = 0.4
+    made[7].metrics["val_accuracy"] = 0.8
+    return made
+
+
+def test_a_sparkline_goes_from_smallest_to_largest() -> None:
+    assert sparkline([0.0, 1.0]) == "▁█"
+    assert sparkline([1.0, 1.0, 1.0]) == "▁▁▁"
+    assert sparkline([]) == ""
+    assert len(sparkline(list(range(1000)), width=60)) == 60
+
+
+def test_a_step_in_one_line() -> None:
+    line = step_line(records()[3], 8)
+    assert line.startswith("step 4/8  reward 0.400  held-out accuracy 0.400  loss 0.100")
+    assert line.endswith("2.00 s (policy_training 50% generation 25% get_logprobs 20% refit 5%)")
+
+
+def progress_on(console: Console) -> tuple[Progress, SynchronousPlan]:
+    config = build_config(SETTINGS)
+    shape = run_shape(config, first_step=1, last_step=8, num_validation=4, resume_from="", checkpoint_folder="c/{step}")
+    return Progress(config, shape, [], console), SynchronousPlan(shape, 0.0)
+
+
+def test_without_a_terminal_there_is_a_line_a_step() -> None:
+    out = io.StringIO()
+    progress, _ = progress_on(Console(file=out, width=200))
+    for step in records():
+        progress.commit(step)
+    progress.close()
+    assert [line.split("  ")[0] for line in out.getvalue().splitlines()] == [f"step {s}/8" for s in range(1, 9)]
+
+
+def test_on_a_terminal_the_display_shows_curves_and_health() -> None:
+    class Health:
+        members = {
+            "trainer-0": Member(
+                Hello(protocol_version=1, service="trainer", host="node7", pid=4321), "trainer-0", b"", 97.0
+            )
+        }
+
+    out = io.StringIO()
+    progress, plan = progress_on(Console(file=out, width=120, force_terminal=True))
+    try:
+        for step in records():
+            progress.commit(step)
+        page = Console(width=120, record=True, file=io.StringIO())
+        page.print(progress.render(plan, Health(), 100.0))  # type: ignore[arg-type]
+        text = page.export_text()
+    finally:
+        progress.close()
+    assert "reward   0.800" in text
+    assert "▁" in text
+    assert "█" in text
+    assert "trainer-0" in text
+    assert "node7" in text
+    assert "3 s ago" in text
+    assert "\x1b[?25h" in out.getvalue(), "the cursor is given back"
+
+
+def test_a_report_has_the_curves_and_the_breakdown() -> None:
+    with Journal.create(Path("run"), b"{}", "grpo") as journal:
+        for step in records():
+            journal.commit_step(step)
+    summary = write_report(Path("run"), Path("out"))
+    assert summary.curves["val_accuracy"] == [(4, 0.4), (8, 0.8)]
+    written = msgspec.json.decode(Path("out/report.json").read_bytes())
+    assert written["median_seconds"]["policy_training"] == 1.0
+    assert Path("out/report.png").read_bytes()[:4] == b"\x89PNG"
+    text = format_summary(Path("run"))
+    assert "val_accuracy  0.400 → 0.800" in text
+    assert "policy training" in text
+    assert "50.0%" in text
+    assert "tokens per sample          5.0" in text
+
+
+def test_the_breakdown_adds_up() -> None:
+    ledger = StepLedger()
+    spent = {"logprobs": 0.2, "reference_logprobs": 0.1, "policy_training": 0.6}
+    ledger.trained(Trained(command_id=1, step=1, version=1, metrics={}, seconds=spent, digest=0))
+    seconds = ledger.breakdown({"total": 2.0, "training": 1.0, "generation": 1.0})
+    assert seconds == pytest.approx({"total": 2.0, "generation": 1.0, "get_logprobs": 0.3, "policy_training": 0.7})
+
+
+def test_tensorboard_files_hold_the_metrics() -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = build_config(SETTINGS | {"logger": {"log_dir": "run"}})
+    writers = MetricWriters(config)
+    writers.write(3, {"reward": 0.5, "val_accuracy": 0.25}, {"total": 2.0})
+    writers.close()
+    events = EventAccumulator("run/tensorboard").Reload()
+    values = {
+        tag: [(e.step, e.tensor_proto.float_val[0]) for e in events.Tensors(tag)] for tag in events.Tags()["tensors"]
+    }
+    assert values == {
+        "train/reward": [(3, 0.5)],
+        "validation/accuracy": [(3, 0.25)],
+        "timing/train/total_step_time": [(3, 2.0)],
+    }
