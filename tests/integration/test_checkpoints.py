@@ -18,9 +18,9 @@ from tandem.common.config import Config
 from tandem.common.errors import CheckpointError
 from tandem.trainer import checkpoints, step
 from tandem.trainer.backends.dtensor import DTensorBackend
+from tests.integration.trainer_harness import ARCHITECTURES, make_batch, make_config, make_model, run_ranks
 
 pytestmark = pytest.mark.usefixtures("rank_server")
-from tests.integration.trainer_harness import ARCHITECTURES, make_batch, make_config, make_model, run_ranks
 
 SCHEDULER = [
     {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.1, "total_iters": 3}},

@@ -16,9 +16,9 @@ from tandem.common.batch import TrainingBatch
 from tandem.common.config import Config
 from tandem.trainer import step
 from tandem.trainer.backends.dtensor import DTensorBackend
+from tests.integration.trainer_harness import ADAMW, ARCHITECTURES, make_batch, make_config, make_model, run_ranks
 
 pytestmark = pytest.mark.usefixtures("rank_server")
-from tests.integration.trainer_harness import ADAMW, ARCHITECTURES, make_batch, make_config, make_model, run_ranks
 
 TOLERANCE = 1e-6
 
@@ -88,7 +88,7 @@ def plain_grpo(
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            history.append((float(total), float(norm)))
+            history.append((total.item(), norm.item()))
     return history
 
 
@@ -144,7 +144,7 @@ def test_neither_micro_batches_nor_ranks_change_the_gradient(token_level_loss: b
     folder = make_model(tmp_path / "model")
     found = []
     # Three ranks do not divide eight sequences, nor most dimensions of the model.
-    for world_size, micro_batch_size, divisible_by in [(1, 8, 1), (1, 1, 1), (1, 3, 16), (2, 2, 1), (3, 2, 8)]:
+    for world_size, micro_batch_size, divisible_by in [(1, 8, 1), (1, 1, 1), (1, 4, 16), (2, 2, 1), (3, 2, 8)]:
         config = make_config(
             folder,
             loss={"token_level_loss": token_level_loss, "reference_policy_kl_penalty": 0.1},
@@ -189,11 +189,11 @@ def test_sft_matches_hugging_faces_own_loss(world_size: int, tmp_path: Path) -> 
     norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
 
     (metrics,), _ = run_ranks(world_size, train_rank, config, [batch])[0]
-    assert metrics["loss"] == pytest.approx(float(total), abs=TOLERANCE)
+    assert metrics["loss"] == pytest.approx(total.item(), abs=TOLERANCE)
     assert metrics["grad_norm"] == pytest.approx(float(norm), rel=TOLERANCE)
     assert metrics["num_valid_tokens"] == num_tokens
     for evaluation in run_ranks(world_size, evaluate_rank, config, batch):
-        assert evaluation["loss"] == pytest.approx(float(total), abs=TOLERANCE)
+        assert evaluation["loss"] == pytest.approx(total.item(), abs=TOLERANCE)
 
 
 def evaluate_rank(rank: int, config: Config, batch: TrainingBatch) -> dict[str, float]:

@@ -24,9 +24,9 @@ from tandem.refit import digest
 from tandem.refit.layout import Layout, SharedMemory, whole
 from tandem.trainer import step
 from tandem.trainer.backends.dtensor import DTensorBackend
+from tests.integration.trainer_harness import ARCHITECTURES, make_batch, make_config, make_model, run_ranks
 
 pytestmark = pytest.mark.usefixtures("rank_server")
-from tests.integration.trainer_harness import ARCHITECTURES, make_batch, make_config, make_model, run_ranks
 
 
 def read_piecewise(layouts: Sequence[Layout]) -> dict[str, np.ndarray[Any, Any]]:
@@ -62,8 +62,10 @@ def exchange_layouts(backend: DTensorBackend) -> list[Layout]:
     return everyone
 
 
-@pytest.mark.parametrize("architecture", list(ARCHITECTURES))
-@pytest.mark.parametrize("world_size", [1, 2, 3])  # three divides hardly anything: uneven and empty shards
+# Three divides hardly anything: uneven and empty shards.
+@pytest.mark.parametrize(
+    ("architecture", "world_size"), [("qwen3", 1), ("qwen3", 2), *((name, 3) for name in ARCHITECTURES)]
+)
 def test_other_processes_read_the_weights_in_place(architecture: str, world_size: int, tmp_path: Path) -> None:
     config = make_config(make_model(tmp_path / "model", architecture))
     run_ranks(world_size, read_each_other, config, tmp_path)

@@ -22,8 +22,7 @@ from tandem.refit.layout import Layout, SharedMemory
 from tandem.refit.planner import plan
 from tandem.refit.program import TransferProgram, decode, encode
 from tandem.refit.transports import shm
-
-from .shm_processes import FUSED, SHAPES, engine_layout, engine_parameters, values_of
+from tests.integration.shm_processes import FUSED, SHAPES, engine_layout, engine_parameters, values_of
 
 TIMEOUT_S = 60.0
 

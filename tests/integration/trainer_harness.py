@@ -25,7 +25,7 @@ from tandem.common.tokenizer import write_new_model
 
 VOCABULARY = 24
 DEADLINE_S = 120.0
-ADAMW = {"lr": 1e-3, "weight_decay": 0.01, "eps": 1e-5}
+ADAMW = {"lr": 1e-3, "weight_decay": 0.01, "eps": 1e-4}
 """With a large epsilon: where the true gradient is zero, AdamW would otherwise make full steps of rounding errors."""
 
 _SMALL: dict[str, Any] = {

@@ -146,8 +146,8 @@ def test_the_new_models_template_begins_with_one_mark_and_ends_with_one() -> Non
         (
             "grpo",
             {"max_input_seq_length": 4},
-            ": its prompt has 6 tokens, but data.max_input_seq_length (4) and policy.max_total_sequence_length (64) leave "
-            "room for 4",
+            ": its prompt has 6 tokens, but data.max_input_seq_length (4) and policy.max_total_sequence_length (64) "
+            "leave room for 4",
         ),
         (
             "sft",

@@ -13,14 +13,13 @@ from typing import Any
 import datasets
 import pytest
 import reasoning_gym
+from data_harness import NUM_SUMS, SUMS, data_config
 
 from tandem.common.config import Config
 from tandem.common.errors import ConfigError, DataError, TandemError
 from tandem.common.messages import Problem
 from tandem.coordinator.data import load_problems, sources
 from tandem.coordinator.data.prompts import fill_template
-
-from data_harness import NUM_SUMS, SUMS, data_config
 
 ROWS = [{"input": f"{i} + 1", "output": i + 1, "level": {"easy": i < 5}} for i in range(10)]
 
@@ -174,8 +173,8 @@ def test_the_fields_of_question_and_answer_are_named() -> None:
         ("\n\n", "data: 'all.jsonl' holds no problem"),
         (
             '{"input": "1", "output": "2"}\n',
-            "data: all.jsonl has 1 distinct problems, and with 1 of them held out (data.num_validation) none is left to "
-            "train on",
+            "data: all.jsonl has 1 distinct problems, and with 1 of them held out (data.num_validation) none is left "
+            "to train on",
         ),
     ],
 )

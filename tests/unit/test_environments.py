@@ -44,7 +44,7 @@ def problem(answer: str = "7", name: str = "p1") -> Problem:
     [
         ({}, "-2", RIGHT),
         ({}, " -2.0 ", RIGHT),
-        ({}, " = -2", Score(0.01, False)),  # reasoning-gym's consolation for any answer
+        ({}, " = -2", Score(0.5, False)),  # half of it is the reference answer
         ({}, "", Score(0.0, False)),
         ({"answer_after": "="}, " = -2", RIGHT),
         ({"answer_after": "="}, "4 + 3 = 7 - 9 = -2", RIGHT),
@@ -79,8 +79,8 @@ def test_a_response_that_a_scorer_cannot_read_is_wrong() -> None:
     given = Problem(problem_id="p", question="", answer=entry["answer"], metadata=entry["metadata"])
     assert environment.score(given, "abc") == WRONG
     assert environment.score(given, entry["answer"]) == RIGHT
-    with pytest.raises(KeyError):  # not the response's fault
-        environment.score(Problem(problem_id="p", question="", answer="2", metadata={}), "abc")
+    with pytest.raises(ValueError, match="two"):  # not the response's fault
+        environment.score(Problem(problem_id="p", question="", answer="two", metadata={}), "abc")
 
 
 @pytest.mark.parametrize(
@@ -261,12 +261,16 @@ def poll_until(scorer: Scorer, count: int) -> dict[int, Score]:
     return scores
 
 
-def error_from(scorer: Scorer) -> str:
+def poll_until_it_raises(scorer: Scorer) -> None:
     deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
+        scorer.poll()
+        time.sleep(0.001)
+
+
+def error_from(scorer: Scorer) -> str:
     with pytest.raises(RewardError) as caught:
-        while time.monotonic() < deadline:
-            scorer.poll()
-            time.sleep(0.001)
+        poll_until_it_raises(scorer)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 

@@ -1,0 +1,146 @@
+"""Bad input: one clear line, before anything starts where that is possible, and nothing lost."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tandem.common.messages import PROTOCOL_VERSION
+from tests.integration.harness import Command, coordinator, steps_of, wait_until, write_config
+
+CHARACTERS = "0123456789+-= "
+
+
+def refusal(over: dict[str, Any], *overrides: str) -> str:
+    """Run a bad configuration; return its one line of error. No process was launched, no run was begun."""
+    ended = coordinator("up", write_config(over), *overrides)
+    assert ended.returncode in (1, 2), ended.stdout + ended.stderr
+    assert "launched" not in ended.stdout
+    assert not Path("run/journal.sqlite").exists()
+    (line,) = ended.stderr.splitlines()
+    return line.removeprefix("error: ").replace(f"{Path.cwd()}/", "")
+
+
+def test_an_unknown_key_names_the_nearest() -> None:
+    line = refusal({"grpo": {"num_prompt_per_step": 4}})
+    assert line.startswith("config.yaml: grpo.num_prompt_per_step")
+    assert "did you mean 'num_prompts_per_step'?" in line
+
+
+def test_a_wrong_type_names_value_and_type() -> None:
+    line = refusal({"grpo": {"max_num_steps": "many"}})
+    assert line.startswith("config.yaml: grpo.max_num_steps")
+    assert "'many'" in line
+    assert "integer" in line
+
+
+def test_batches_that_do_not_divide() -> None:
+    line = refusal({"policy": {"train_global_batch_size": 12}})
+    assert "grpo.num_prompts_per_step" in line
+    assert "16" in line
+    assert "12" in line
+
+
+def test_a_missing_model() -> None:
+    line = refusal({"policy": {"model_name": "no/such/model", "new_model": None}})
+    assert re.fullmatch(r"policy.model_name: 'no/such/model' does not exist.*", line)
+
+
+def test_an_empty_dataset() -> None:
+    Path("empty.jsonl").write_text("\n")
+    over = {
+        "data": {
+            "dataset_name": "jsonl",
+            "task": None,
+            "train_data_path": "empty.jsonl",
+            "prompt_template": "{question}",
+        },
+        "env": {"exact_match": {}},
+    }
+    assert "'empty.jsonl' holds no problem" in refusal(over)
+
+
+def test_a_task_that_does_not_exist() -> None:
+    assert "did you mean 'chain_sum'?" in refusal({"data": {"task": "chain_sums"}})
+
+
+def test_too_few_problems() -> None:
+    line = refusal({"data": {"num_train": 5000}})
+    assert "distinct problems" in line
+    assert "data.num_train" in line
+
+
+def test_a_prompt_longer_than_the_context() -> None:
+    line = refusal({"data": {"max_input_seq_length": 4}})
+    assert re.search(r"problem 'chain_sum-\d+': its prompt has \d+ tokens.*room for 4", line)
+
+
+def test_a_port_in_use() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ended = coordinator("up", write_config({"cluster": {"address": f"tcp://127.0.0.1:{port}"}}))
+    assert ended.returncode == 2
+    (line,) = ended.stderr.splitlines()
+    assert line == f"error: cluster.address: cannot listen on 'tcp://127.0.0.1:{port}': the port is in use"
+
+
+def test_a_service_of_another_protocol_version_is_refused_with_both_named() -> None:
+    with Command("coordinator", "up", write_config({"cluster": {"launch": "none"}})) as run:
+        address = run.wait_for(r"listens on (tcp://\S+)")[1]
+        other = Path("other.py")
+        other.write_text(
+            "import sys, tandem.common.messages as messages\n"
+            f"messages.PROTOCOL_VERSION = {PROTOCOL_VERSION + 41}\n"
+            "from tandem.refit.cli import main\n"
+            f"sys.exit(main(['--coordinator', {address!r}]))\n"
+        )
+        with Command("python", other) as stranger:
+            assert stranger.wait() == 1
+            line = stranger.output()
+        assert f"speaks protocol version {PROTOCOL_VERSION + 41}, this coordinator speaks {PROTOCOL_VERSION}" in line
+        run.signal(signal.SIGINT)
+        assert run.wait() == 130
+
+
+def test_a_reward_that_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("strange.py").write_text(
+        "from tandem.rollout.environments import Score\n"
+        "class NotANumber:\n"
+        "    def score(self, problem, response):\n"
+        "        return Score(reward=float('nan'), correct=False)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.getcwd())
+    ended = coordinator("up", write_config({"env": {"strange": {"class": "strange.NotANumber"}}}))
+    assert ended.returncode == 1
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("error: rollout-0 failed while generating step 1: ")
+    assert "nan" in line
+    assert "'strange'" in line
+
+
+def test_a_disk_that_is_full_while_saving_loses_no_earlier_checkpoint() -> None:
+    config = write_config({"grpo": {"max_num_steps": 1000, "val_period": 500}, "checkpointing": {"save_period": 20}})
+    with Command("coordinator", "up", config) as run:
+        wait_until(lambda: Path("run/checkpoints/step_20/training.json").exists(), lambda: "the first checkpoint")
+        (trainer,) = (c for c in run.children() if "tandem.trainer.cli" in " ".join(c.cmdline()))
+        # No file of the trainer may grow past this: what writing to a full disk feels like.
+        psutil.Process(trainer.pid).rlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+        assert run.wait() == 1
+        error = [line for line in run.output().splitlines() if line.startswith("error: ")]
+    (line,) = error
+    assert re.match(r"error: trainer-0 failed while saving step \d+: .*(File too large|No space left)", line), line
+    kept = sorted(p.name for p in Path("run/checkpoints").iterdir() if p.name.startswith("step_"))
+    assert "step_20" in kept
+    last = max(int(name.removeprefix("step_")) for name in kept)
+    assert all((Path("run/checkpoints") / name / "training.json").exists() for name in kept)
+    resumed = coordinator("up", config, "--resume", f"grpo.max_num_steps={last + 1}")
+    assert resumed.returncode == 0, resumed.stderr
+    assert steps_of()[-1].step == last + 1
