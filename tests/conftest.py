@@ -12,6 +12,8 @@ import psutil
 import pytest
 
 _SETTLE_S = 5.0
+_SEGMENT_NAMES = ("torch_", "psm_", "sem.", "mp-", "tandem")
+"""Other programs of the machine use the folder too."""
 
 
 def _children() -> set[str]:
@@ -23,7 +25,8 @@ def _listeners() -> set[str]:
 
 
 def _segments() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir()}
+    """Return what libraries of ours would leave in /dev/shm: torch, multiprocessing, or Tandem itself."""
+    return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(_SEGMENT_NAMES)}
 
 
 def _threads() -> set[str]:

@@ -174,5 +174,5 @@ def weights_of(checkpoint: str | Path) -> dict[str, bytes]:
 
 
 def segments() -> set[str]:
-    """Return what is in /dev/shm."""
-    return set(os.listdir("/dev/shm"))
+    """Return the names in /dev/shm that a process of ours could have left; other programs use the folder too."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("tmp")}

@@ -364,6 +364,23 @@ def test_pieces_that_are_not_adjacent_in_the_source_stay_apart() -> None:
     assert [copy.num_bytes for copy in plan_one(source, rows("q", (8, 5), [(0, 8)])).copies] == [80, 80]
 
 
+def test_blocks_of_different_width_below_each_other_stay_apart() -> None:
+    """They continue each other along the rows, on both sides, but joining them would move what nobody asked for."""
+    blocks = [Box((0, 0), (2, 4)), Box((2, 0), (2, 5))]
+    pieces = tuple(Piece(box, "matrix", 32 * box.start[0], (32, 4)) for box in blocks)
+    matrix = Layout("host", {"q": TensorLayout((4, 8), "float32", pieces)}, {"matrix": Storage(128, SHARED)})
+    assert sorted(copy.shape for copy in plan_one(matrix, matrix).copies) == [(2, 4), (2, 5)]
+
+
+def test_pieces_that_step_differently_stay_apart() -> None:
+    """The second starts where the first would go on, but its rows lie closer together."""
+    boxes = Box((0, 0), (2, 5)), Box((2, 0), (2, 5))
+    pieces = Piece(boxes[0], "flat", 0, (40, 4)), Piece(boxes[1], "flat", 80, (24, 4))
+    source = Layout("host", {"q": TensorLayout((4, 5), "float32", pieces)}, {"flat": Storage(160, SHARED)})
+    copies = plan_one(source, simple({"q": ((4, 5), "float32")})).copies
+    assert [copy.source_region.strides for copy in copies] == [(40, 4), (24, 4)]
+
+
 def test_a_whole_contiguous_parameter_is_aliased_where_allowed() -> None:
     whole_q = simple({"q": ((4, 5), "float32")})
     program = plan_one(whole_q, whole_q, allow_alias=True)

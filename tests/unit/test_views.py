@@ -15,7 +15,7 @@ from tandem.common.messages import Hello, Trained
 from tandem.common.telemetry import MetricWriters
 from tandem.coordinator.journal import Journal, StepRecord
 from tandem.coordinator.ledger import StepLedger
-from tandem.coordinator.members import Member
+from tandem.coordinator.members import Member, Registry
 from tandem.coordinator.plan import SynchronousPlan
 from tandem.coordinator.progress import Progress, sparkline, step_line
 from tandem.coordinator.report import format_summary, write_report
@@ -70,20 +70,16 @@ def test_without_a_terminal_there_is_a_line_a_step() -> None:
 
 
 def test_on_a_terminal_the_display_shows_curves_and_health() -> None:
-    class Health:
-        members = {
-            "trainer-0": Member(
-                Hello(protocol_version=1, service="trainer", host="node7", pid=4321), "trainer-0", b"", 97.0
-            )
-        }
-
+    hello = Hello(protocol_version=1, service="trainer", host="node7", pid=4321)
+    registry = Registry.__new__(Registry)  # a view needs no socket, only who is in the run
+    registry.members = {"trainer-0": Member(hello, "trainer-0", b"", 97.0)}
     out = io.StringIO()
     progress, plan = progress_on(Console(file=out, width=120, force_terminal=True))
     try:
         for step in records():
             progress.commit(step)
         page = Console(width=120, record=True, file=io.StringIO())
-        page.print(progress.render(plan, Health(), 100.0))  # type: ignore[arg-type]
+        page.print(progress.render(plan, registry, 100.0))
         text = page.export_text()
     finally:
         progress.close()

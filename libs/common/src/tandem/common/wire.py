@@ -109,7 +109,9 @@ def _to_array(header: ArrayHeader, frame: bytes | memoryview) -> NDArray[Any]:
         raise WireError(f"array {header.name!r} of dtype {header.dtype!r} and shape {header.shape} may not travel")
     if len(frame) != dtype.itemsize * int(np.prod(header.shape, dtype=np.int64)):
         raise WireError(f"array {header.name!r} should be {header.shape} {dtype}, but its frame has {len(frame)} bytes")
-    return np.frombuffer(frame, dtype=dtype).reshape(header.shape)
+    array = np.frombuffer(frame, dtype=dtype).reshape(header.shape)
+    array.flags.writeable = False  # the frame belongs to the message, which others may hold
+    return array
 
 
 class HelloProbe(msgspec.Struct, tag="Hello"):

@@ -81,7 +81,7 @@ class Engine(Protocol):
         ...
 
     def install(self, program: TransferProgram) -> BoundProgram:
-        """Open the memory the program reads from and bind it to the parameters. Called again after a trainer restart."""
+        """Open the memory the program reads from and bind it to the parameters; again after a trainer restart."""
         ...
 
     def apply(self, version: int) -> int:

@@ -1,0 +1,52 @@
+"""One example of every message, for golden files and round trips.
+
+``python -m tests.protocol.examples`` writes the golden files: when a message is new, or with a new PROTOCOL_VERSION.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from tandem.common import messages
+
+GOLDEN = Path(__file__).parent / "golden"
+UNIONS = (
+    messages.ToTrainer,
+    messages.FromTrainer,
+    messages.ToRollout,
+    messages.FromRollout,
+    messages.ToRefit,
+    messages.FromRefit,
+)
+_VALUES: dict[Any, Any] = {str: "text", int: 7, float: 0.25, bool: True, bytes: b"\x00\xff"}
+
+
+def every_message() -> list[type[messages.Message]]:
+    """Return every message class of every link, once."""
+    return sorted({message for union in UNIONS for message in get_args(union)}, key=lambda m: m.__name__)
+
+
+def example(kind: Any) -> Any:
+    """Return a value of a type: of a struct, one with every field set."""
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return kind(**{name: example(hint) for name, hint in get_type_hints(kind).items() if not name.startswith("__")})
+    if get_origin(kind) is Literal:
+        return get_args(kind)[-1]
+    if get_origin(kind) is tuple:
+        return (example(get_args(kind)[0]),) * 2
+    if get_origin(kind) is dict:
+        return {"key": example(get_args(kind)[1])}
+    return _VALUES.get(kind, "anything")
+
+
+def golden_path(message: type[messages.Message]) -> Path:
+    """Return where a message's golden file is."""
+    return GOLDEN / f"{message.__name__}.msgpack"
+
+
+if __name__ == "__main__":
+    for each in every_message():
+        golden_path(each).write_bytes(msgspec.msgpack.encode(example(each)))

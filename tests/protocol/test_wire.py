@@ -1,0 +1,266 @@
+"""The wire, on real sockets."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tandem.common.errors import ConfigError, TandemError, VersionMismatch, WireError
+from tandem.common.messages import (
+    PROTOCOL_VERSION,
+    CommitVersion,
+    FromRefit,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Refused,
+    Shutdown,
+    ToRefit,
+    VersionCommitted,
+    Welcome,
+)
+from tandem.common.service import run_service
+from tandem.common.wire import Codec, Frames, Hub, Link, check_version, encode
+
+HELLO = Hello(protocol_version=PROTOCOL_VERSION, service="refit", host="here", pid=1)
+WELCOME = Welcome(
+    member="refit-0",
+    index=0,
+    run_id="run",
+    heartbeat_interval_s=0.1,
+    heartbeat_timeout_s=3.0,
+    config_json=b"",
+)
+CODEC: Codec[Any] = Codec(FromRefit)
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    hub = Hub("tcp://127.0.0.1:*")
+    yield hub
+    hub.close()
+
+
+def next_from(hub: Hub, kind: type) -> tuple[bytes, Any, dict[str, Any]]:
+    """Return the next message of a kind, its sender and its arrays."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        for peer, frames in hub.receive(0.1):
+            received = CODEC.decode(frames)
+            if isinstance(received.message, kind):
+                return peer, received.message, received.arrays
+    raise AssertionError(f"no {kind.__name__} within 10 s")
+
+
+def joined(hub: Hub) -> tuple[Link[Any], bytes]:
+    """Join a link to the hub."""
+    link: Link[Any] = Link(hub.address, "refit", "me", ToRefit)
+    thread = threading.Thread(target=link.join, args=(HELLO, 10.0))
+    thread.start()
+    peer, hello, _ = next_from(hub, Hello)
+    assert hello == HELLO
+    hub.send(peer, encode(WELCOME))
+    thread.join(10.0)
+    return link, peer
+
+
+ARRAYS = {
+    "floats": np.linspace(0, 1, 7, dtype=np.float32),
+    "matrix": np.arange(12, dtype=np.int64).reshape(3, 4),
+    "transposed": np.arange(12, dtype=np.int32).reshape(3, 4).T,
+    "booleans": np.array([True, False, True]),
+    "empty": np.zeros((0, 3), dtype=np.float16),
+}
+
+
+def test_arrays_arrive_to_the_bit_in_both_directions(hub: Hub) -> None:
+    link, peer = joined(hub)
+    order = CommitVersion(command_id=1, deadline_s=5.0, version=3, sources={}, destinations={})
+    hub.send(peer, encode(order, ARRAYS))
+    received = link.receive(10.0)
+    assert received is not None
+    assert received.message == order
+    link.send(encode(VersionCommitted(command_id=1, version=3), received.arrays))
+    _, reply, arrays = next_from(hub, VersionCommitted)
+    assert reply.version == 3
+    assert arrays.keys() == ARRAYS.keys()
+    for name, array in ARRAYS.items():
+        assert arrays[name].dtype == array.dtype
+        np.testing.assert_array_equal(arrays[name], array)
+        assert not arrays[name].flags.writeable
+    link.close("done")
+    assert next_from(hub, Goodbye)[1].reason == "done"
+
+
+def test_heartbeats_flow_while_the_process_is_busy(hub: Hub) -> None:
+    link, _ = joined(hub)
+    link.set_phase("thinking hard")
+    until = time.monotonic() + 1.0
+    beats = 0
+    while time.monotonic() < until:  # this thread never touches the link
+        for _, frames in hub.receive(0.05):
+            message = CODEC.decode(frames).message
+            beats += isinstance(message, Heartbeat) and message.phase == "thinking hard"
+    assert beats >= 5
+    link.close("done")
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda frames: frames[:-1],
+        lambda frames: [*frames, b"more"],
+        lambda frames: [frames[0], frames[1], bytes(frames[2])[:-1], *frames[3:]],
+        lambda frames: [frames[0], bytes(frames[1]).replace(b"<f4", b"|O8"), *frames[2:]],
+        lambda frames: [frames[0], bytes(frames[1]).replace(b"<f4", b"<zz"), *frames[2:]],
+        lambda frames: [frames[0], b"junk", *frames[2:]],
+    ],
+    ids=["missing", "surplus", "short", "objects", "no dtype", "no manifest"],
+)
+def test_spoiled_arrays_are_refused(spoil: Any) -> None:
+    frames: Frames = encode(VersionCommitted(command_id=1, version=3), ARRAYS)
+    CODEC.decode(frames)
+    with pytest.raises(WireError):
+        CODEC.decode(spoil(frames))
+
+
+def test_another_version_is_told_both() -> None:
+    (frame,) = encode(Hello(protocol_version=999, service="trainer", host="far", pid=7))
+    with pytest.raises(
+        VersionMismatch, match=rf"trainer \(pid 7 on far\) speaks protocol version 999.*{PROTOCOL_VERSION}"
+    ):
+        check_version(frame)
+    future = b"\x83\xa4type\xa5Hello\xb0protocol_version\xcd\x03\xe7\xa3new\xa5field"
+    with pytest.raises(VersionMismatch):
+        check_version(future)
+    with pytest.raises(WireError):
+        check_version(b"junk")
+
+
+def test_a_refusal_is_the_error(hub: Hub) -> None:
+    link: Link[Any] = Link(hub.address, "refit", "me", ToRefit)
+    errors: list[BaseException] = []
+
+    def join() -> None:
+        try:
+            link.join(HELLO, 10.0)
+        except TandemError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=join)
+    thread.start()
+    peer, _, _ = next_from(hub, Hello)
+    hub.send(peer, encode(Refused(reason="the run is full")))
+    thread.join(10.0)
+    assert "refused this refit: the run is full" in str(errors[0])
+
+
+def test_nobody_answers() -> None:
+    link: Link[Any] = Link("tcp://127.0.0.1:9", "refit", "me", ToRefit)
+    with pytest.raises(TandemError, match=r"refit could not join: no answer from tcp://127.0.0.1:9 within 0.2 s"):
+        link.join(HELLO, 0.2)
+
+
+def test_an_address_that_is_none() -> None:
+    with pytest.raises(ConfigError, match=r"cluster.address"):
+        Hub("tcp://nonsense")
+    link: Link[Any] = Link("nonsense", "refit", "me", ToRefit)
+    with pytest.raises(ConfigError, match="--coordinator 'nonsense'"):
+        link.join(HELLO, 1.0)
+
+
+def test_a_peer_that_is_gone_is_reported(hub: Hub) -> None:
+    assert hub.send(b"nobody", encode(Heartbeat())) is False
+
+
+CHILD = """
+import sys, time
+from tandem.common.messages import *
+from tandem.common.wire import Link
+link = Link(sys.argv[1], "refit", "child", ToRefit)
+link.join(Hello(protocol_version=PROTOCOL_VERSION, service="refit", host="h", pid=1), 10.0)
+link.set_phase("sleeping")
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("end", "code"), [("silence", 70), ("shutdown", 0)])
+def test_a_busy_process_ends_with_its_coordinator(hub: Hub, end: str, code: int) -> None:
+    child = subprocess.Popen([sys.executable, "-c", CHILD, hub.address], stderr=subprocess.PIPE, text=True)
+    try:
+        peer, _, _ = next_from(hub, Hello)
+        hub.send(peer, encode(WELCOME))
+        if end == "shutdown":
+            hub.send(peer, encode(Shutdown(reason="over")))
+            for _ in range(100):  # alive, but it wants the process gone
+                hub.send(peer, encode(Heartbeat()))
+                if child.poll() is not None:
+                    break
+                time.sleep(0.1)
+        _, said = child.communicate(timeout=15)
+        assert child.returncode == code
+        assert "sleeping" in said
+    finally:
+        child.kill()
+        child.wait()
+
+
+class Counting:
+    """A service that counts how often it carries an order out."""
+
+    def __init__(self, member: Any) -> None:
+        self.member = member
+        self.count = 0
+
+    def handle(self, order: CommitVersion, arrays: Any) -> None:
+        self.count += 1
+        if order.version < 0:
+            raise ValueError("a bug")
+        self.member.reply(order.command_id, VersionCommitted(command_id=order.command_id, version=self.count))
+
+    def work(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
+
+
+def test_an_order_that_comes_twice_is_carried_out_once(hub: Hub) -> None:
+    from tandem.common.config import build_config, config_to_json
+    from tandem.common.messages import Failed
+
+    config = build_config(
+        {
+            "grpo": {},
+            "policy": {"model_name": "m", "train_global_batch_size": 512},
+            "data": {"dataset_name": "reasoning_gym", "task": "chain_sum"},
+        }
+    )
+    codes: list[int] = []
+    arguments = ["--coordinator", hub.address]
+    thread = threading.Thread(target=lambda: codes.append(run_service("refit", ToRefit, Counting, arguments)))
+    thread.start()
+    peer, _, _ = next_from(hub, Hello)
+    welcome = {name: getattr(WELCOME, name) for name in WELCOME.__struct_fields__}
+    hub.send(peer, encode(Welcome(**welcome | {"config_json": config_to_json(config)})))
+    for command_id, version in ((1, 5), (1, 5), (2, 5), (1, 5)):
+        order = CommitVersion(command_id=command_id, deadline_s=5.0, version=version, sources={}, destinations={})
+        hub.send(peer, encode(order))
+        _, reply, _ = next_from(hub, VersionCommitted)
+        assert (reply.command_id, reply.version) == (command_id, command_id)
+    bad = CommitVersion(command_id=3, deadline_s=5.0, version=-1, sources={}, destinations={})
+    hub.send(peer, encode(bad))
+    _, failed, _ = next_from(hub, Failed)
+    assert failed.error == "ValueError: a bug"
+    assert not failed.expected
+    assert "a bug" in failed.traceback
+    hub.send(peer, encode(Shutdown(reason="over")))
+    thread.join(10.0)
+    assert codes == [0]
