@@ -7,6 +7,8 @@ import re
 import resource
 import signal
 import socket
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +92,7 @@ def test_a_port_in_use() -> None:
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
     assert line == f"error: cluster.address: cannot listen on 'tcp://127.0.0.1:{port}': the port is in use"
+    assert not Path("run").exists()  # so the next attempt is a first one
 
 
 def test_a_service_of_another_protocol_version_is_refused_with_both_named() -> None:
@@ -104,7 +107,8 @@ def test_a_service_of_another_protocol_version_is_refused_with_both_named() -> N
         )
         with Command("python", other) as stranger:
             assert stranger.wait() == 1
-            line = stranger.output()
+            (line,) = stranger.output().splitlines()
+        assert line.startswith(f"refit: the coordinator at {address} refused this refit: refit (pid ")
         assert f"speaks protocol version {PROTOCOL_VERSION + 41}, this coordinator speaks {PROTOCOL_VERSION}" in line
         run.signal(signal.SIGINT)
         assert run.wait() == 130
@@ -144,3 +148,35 @@ def test_a_disk_that_is_full_while_saving_loses_no_earlier_checkpoint() -> None:
     resumed = coordinator("up", config, "--resume", f"grpo.max_num_steps={last + 1}")
     assert resumed.returncode == 0, resumed.stderr
     assert steps_of()[-1].step == last + 1
+
+
+@pytest.fixture
+def small_disk() -> Iterator[Path]:
+    """A file system of a few hundred kilobytes."""
+    folder = Path("disk").absolute()
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1200k", "tmpfs", folder], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a small disk: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def test_a_disk_that_fills_up_with_the_whole_run_on_it(small_disk: Path) -> None:
+    """Journal, logs and checkpoints share the disk, as they do unless told otherwise."""
+    over = {
+        "grpo": {"max_num_steps": 1000, "val_period": 0},
+        "checkpointing": {"save_period": 1, "keep_top_k": None},
+        "logger": {"log_dir": str(small_disk / "run")},
+    }
+    ended = coordinator("up", write_config(over))
+    assert ended.returncode == 1
+    (line,) = ended.stderr.splitlines()
+    print(line)
+    checkpoints = small_disk / "run" / "checkpoints"
+    assert re.match(rf"error: .*{re.escape(str(small_disk))}.*: No space left on device$", line), line
+    kept = [path for path in checkpoints.iterdir() if path.name.startswith("step_")]
+    assert kept
+    assert all((path / "training.json").stat().st_size for path in kept)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -76,6 +77,10 @@ ARRAYS = {
     "matrix": np.arange(12, dtype=np.int64).reshape(3, 4),
     "transposed": np.arange(12, dtype=np.int32).reshape(3, 4).T,
     "booleans": np.array([True, False, True]),
+    "strided": np.arange(10, dtype=np.uint8)[::-2],
+    "other byte order": np.array([1.5, -2.0], dtype=">f4"),
+    "one number": np.array(3.5),
+    "not finite": np.array([np.nan, np.inf, -0.0], dtype=np.float32),
     "empty": np.zeros((0, 3), dtype=np.float16),
 }
 
@@ -93,7 +98,8 @@ def test_arrays_arrive_to_the_bit_in_both_directions(hub: Hub) -> None:
     assert arrays.keys() == ARRAYS.keys()
     for name, array in ARRAYS.items():
         assert arrays[name].dtype == array.dtype
-        np.testing.assert_array_equal(arrays[name], array)
+        assert arrays[name].shape == array.shape
+        assert arrays[name].tobytes() == array.tobytes()
         assert not arrays[name].flags.writeable
     link.close("done")
     assert next_from(hub, Goodbye)[1].reason == "done"
@@ -129,6 +135,52 @@ def test_spoiled_arrays_are_refused(spoil: Any) -> None:
     CODEC.decode(frames)
     with pytest.raises(WireError):
         CODEC.decode(spoil(frames))
+
+
+def with_manifest(headers: list[tuple[str, str, tuple[int, ...]]], *array_frames: bytes) -> Frames:
+    """Return a message whose manifest says what a dishonest or broken sender might say."""
+    (header,) = encode(VersionCommitted(command_id=1, version=3))
+    return [header, msgspec.msgpack.encode(headers), *array_frames]
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        with_manifest([("a", "<f4", (2**62, 4))], b""),
+        with_manifest([("a", "<f4", (2**40, 2**40))], b""),
+        with_manifest([("a", "<f4", (0, 2**62, 8))], b""),
+        with_manifest([("a", "<f4", (0, 2**63))], b""),
+        with_manifest([("a", "<f4", (-1, -1))], b"1234"),
+        with_manifest([("a", "<f4", (1,) * 65)], b"1234"),
+        with_manifest([("a", "(2,)f4", ())], b"12345678"),
+        with_manifest([("a", "f4,(", ())], b"1234"),
+        with_manifest([("a", "<c8", (1,))], b"12345678"),
+        with_manifest([("a", "<U2", (1,))], b"12345678"),
+        with_manifest([("a", "<f4", (1,)), ("a", "<f4", (1,))], b"1234", b"5678"),
+    ],
+    ids=[
+        "size wraps to zero",
+        "size wraps",
+        "zero of too many",
+        "beyond 64 bits",
+        "negative",
+        "too many dimensions",
+        "nested dtype",
+        "dtype that is code",
+        "complex",
+        "text",
+        "same name twice",
+    ],
+)
+def test_impossible_manifests_are_refused(frames: Frames) -> None:
+    with pytest.raises(WireError):
+        CODEC.decode(frames)
+
+
+@pytest.mark.parametrize("array", [np.array([{}], dtype=object), np.array(["a"]), np.array([1j])])
+def test_arrays_that_may_not_travel_are_not_sent(array: Any) -> None:
+    with pytest.raises(WireError, match=r"'bad' of dtype .* may not travel"):
+        encode(VersionCommitted(command_id=1, version=3), {"bad": array})
 
 
 def test_another_version_is_told_both() -> None:
@@ -210,6 +262,61 @@ def test_a_busy_process_ends_with_its_coordinator(hub: Hub, end: str, code: int)
     finally:
         child.kill()
         child.wait()
+
+
+BUSY = """
+import sys, time
+from tandem.common.messages import *
+from tandem.common.wire import Link
+link = Link(sys.argv[1], "refit", "busy", ToRefit)
+link.join(Hello(protocol_version=PROTOCOL_VERSION, service="refit", host="h", pid=1), 10.0)
+link.set_phase("counting")
+until = time.monotonic() + 3.0
+while time.monotonic() < until:
+    sum(range(1000))
+link.close("done")
+"""
+
+
+def test_heartbeats_flow_both_ways_while_python_computes(hub: Hub) -> None:
+    """The child holds the interpreter's lock for three times its own patience, and lives."""
+    child = subprocess.Popen([sys.executable, "-c", BUSY, hub.address], stderr=subprocess.PIPE, text=True)
+    try:
+        peer, _, _ = next_from(hub, Hello)
+        welcome = {name: getattr(WELCOME, name) for name in WELCOME.__struct_fields__}
+        hub.send(peer, encode(Welcome(**welcome | {"heartbeat_timeout_s": 1.0})))
+        beats, last, longest, goodbye = 0, time.monotonic(), 0.0, False
+        until = last + 20.0
+        while not goodbye and time.monotonic() < until:
+            for _, frames in hub.receive(0.1):
+                message = CODEC.decode(frames).message
+                goodbye = goodbye or isinstance(message, Goodbye)
+                beats += isinstance(message, Heartbeat) and message.phase == "counting"
+                longest = max(longest, time.monotonic() - last)
+                last = time.monotonic()
+            hub.send(peer, encode(Heartbeat()))
+        _, said = child.communicate(timeout=10)
+        assert goodbye, said
+        assert child.returncode == 0, said
+        assert beats >= 10
+        assert longest < 1.0
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_bytes_that_are_no_message_reach_the_process_as_an_error(hub: Hub) -> None:
+    link, peer = joined(hub)
+    for junk in (b"", b"junk", msgspec.msgpack.encode({"type": "NoSuchMessage"})):
+        hub.send(peer, [junk])
+        with pytest.raises(WireError, match="not a message of this link"):
+            link.receive(10.0)
+    order = CommitVersion(command_id=1, deadline_s=5.0, version=3, sources={}, destinations={})
+    hub.send(peer, encode(order))  # the link itself is as good as before
+    received = link.receive(10.0)
+    assert received is not None
+    assert received.message == order
+    link.close("done")
 
 
 class Counting:

@@ -75,7 +75,8 @@ class Member:
         expected = isinstance(error, TandemError)
         text = str(error) if expected else f"{type(error).__name__}: {error}"
         trace = "" if expected else "".join(traceback.format_exception(error))
-        print(f"{self.name}: failed while {self._phase}: {trace or text}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # the log may lie on the disk whose being full is reported here
+            print(f"{self.name}: failed while {self._phase}: {trace or text}", file=sys.stderr, flush=True)
         failed = Failed(command_id=command_id, phase=self._phase, error=text, expected=expected, traceback=trace)
         self._set_phase("idle")
         self.reply(command_id, failed)

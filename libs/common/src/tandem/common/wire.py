@@ -12,6 +12,7 @@ the heartbeat timeout whatever it is doing.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import threading
@@ -69,14 +70,23 @@ _manifest_decoder = msgspec.msgpack.Decoder(list[ArrayHeader])
 
 
 def encode(message: Message, arrays: Arrays | None = None) -> Frames:
-    """Return the frames of a message; array frames are views of the arrays, which must not change until sent."""
+    """Return the frames of a message; array frames are views of the arrays, which must not change until sent.
+
+    Raises `WireError` for an array that is not of booleans, integers or floats.
+    """
     frames: Frames = [_encoder.encode(message)]
     if arrays:
-        contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-        frames.append(_encoder.encode([ArrayHeader(n, a.dtype.str, a.shape) for n, a in contiguous.items()]))
-        # A zero-size array has no memory to view; its frame is empty.
-        frames.extend(a.data.cast("B") if a.size else b"" for a in contiguous.values())
+        frames.append(_encoder.encode([ArrayHeader(n, a.dtype.str, a.shape) for n, a in arrays.items()]))
+        frames.extend(_to_frame(name, array) for name, array in arrays.items())
     return frames
+
+
+def _to_frame(name: str, array: NDArray[Any]) -> bytes | memoryview:
+    if array.dtype.kind not in _ARRAY_KINDS:
+        raise WireError(f"array {name!r} of dtype {array.dtype} may not travel")
+    # Seen as bytes: a buffer of its own dtype could not be cast to them where the byte order is foreign. A zero-size
+    # array has no memory to view; its frame is empty.
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data if array.size else b""
 
 
 class Codec(Generic[Incoming]):
@@ -97,19 +107,24 @@ class Codec(Generic[Incoming]):
         if len(headers) != max(0, len(frames) - 2):
             raise WireError(f"{len(headers)} arrays announced, {max(0, len(frames) - 2)} came")
         arrays = {h.name: _to_array(h, frame) for h, frame in zip(headers, frames[2:], strict=True)}
+        if len(arrays) != len(headers):
+            raise WireError("two arrays of the same name")
         return Received(message, arrays)
 
 
 def _to_array(header: ArrayHeader, frame: bytes | memoryview) -> NDArray[Any]:
     try:
         dtype = np.dtype(header.dtype)
-    except TypeError as error:
+    except (TypeError, ValueError, SyntaxError) as error:  # numpy parses the text, and lets its parser's errors out
         raise WireError(f"array {header.name!r} has unknown dtype {header.dtype!r}") from error
     if dtype.kind not in _ARRAY_KINDS or min(header.shape, default=0) < 0:
         raise WireError(f"array {header.name!r} of dtype {header.dtype!r} and shape {header.shape} may not travel")
-    if len(frame) != dtype.itemsize * int(np.prod(header.shape, dtype=np.int64)):
+    if len(frame) != dtype.itemsize * math.prod(header.shape):
         raise WireError(f"array {header.name!r} should be {header.shape} {dtype}, but its frame has {len(frame)} bytes")
-    array = np.frombuffer(frame, dtype=dtype).reshape(header.shape)
+    try:
+        array = np.frombuffer(frame, dtype=dtype).reshape(header.shape)
+    except (ValueError, OverflowError) as error:  # zero elements, or few, in dimensions beyond what numpy can count
+        raise WireError(f"array {header.name!r} has an impossible shape {header.shape}") from error
     array.flags.writeable = False  # the frame belongs to the message, which others may hold
     return array
 
@@ -329,7 +344,10 @@ class _Pump:
     def _forward_incoming(self) -> bool:
         """Hand one message to the process, heartbeats aside; True if it was a `Shutdown`."""
         frames = self._dealer.recv_multipart(copy=False)
-        tag = self._tag.decode(frames[0].buffer).type
+        try:
+            tag = self._tag.decode(frames[0].buffer).type
+        except msgspec.MsgspecError:
+            tag = ""  # no message: `receive` says so, where somebody hears it
         if tag != "Heartbeat":
             self._process.send_multipart(frames, copy=False)
         return tag == "Shutdown"

@@ -91,7 +91,11 @@ class Registry:
                     yield joined, {}
                 continue
             member.last_seen = now
-            received = _CODECS[member.hello.service].decode(frames)
+            try:
+                received = _CODECS[member.hello.service].decode(frames)
+            except WireError as error:
+                yield Lost(now=now, member=member.name, why=f"it broke the protocol: {error}"), {}
+                continue
             event = self._to_event(member, received.message, now)
             if event is not None:
                 yield event, received.arrays

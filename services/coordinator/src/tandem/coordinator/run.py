@@ -64,11 +64,12 @@ def run(config: Config, mode: Mode, say: Callable[[str], None], wanted_by: tuple
             return finish
     _make_model(config, say)
     feed = make_feed(config, load_tokenizer(config))
-    journal = _open_journal(config, mode, say)
-    try:
-        return _run(config, feed, journal, say)
-    finally:
-        journal.close()
+    with contextlib.ExitStack() as stack:
+        hub = wire.Hub(config.cluster.address)  # before the journal: a run that cannot listen has not begun
+        stack.callback(hub.close)
+        journal = _open_journal(config, mode, say)
+        stack.callback(journal.close)
+        return _run(config, feed, journal, hub, say)
 
 
 def _run_prerequisite(
@@ -154,7 +155,7 @@ def _where_to_start(journal: Journal, checkpoints: CheckpointFolder) -> Start:
     return Start(first_step=step + 1, resume_from=str(folder.absolute()))
 
 
-def _run(config: Config, feed: Feed, journal: Journal, say: Callable[[str], None]) -> Finish:
+def _run(config: Config, feed: Feed, journal: Journal, hub: wire.Hub, say: Callable[[str], None]) -> Finish:
     checkpoints = CheckpointFolder(
         Path(config.checkpointing.checkpoint_dir),
         keep_top_k=config.checkpointing.keep_top_k,
@@ -177,8 +178,6 @@ def _run(config: Config, feed: Feed, journal: Journal, say: Callable[[str], None
         checkpoint_folder=checkpoints.temporary_pattern,
     )
     with contextlib.ExitStack() as stack:
-        hub = wire.Hub(config.cluster.address)
-        stack.callback(hub.close)
         processes = LocalProcesses(hub.address, Path(config.logger.log_dir) / "logs")
         pulse = Pulse(interval_s=config.cluster.heartbeat_interval_s, timeout_s=config.cluster.heartbeat_timeout_s)
         registry = Registry(hub, expected_processes(config), config_to_json(config), journal.run_id, pulse)
