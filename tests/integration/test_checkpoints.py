@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import pickle
+import re
 import resource
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
 from safetensors import safe_open
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from tandem.common.config import Config
 from tandem.common.errors import CheckpointError
@@ -46,19 +51,33 @@ def config_for_resume(model: Path) -> Config:
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint, whole: the policy's and the optimizer's."""
-    with safe_open(folder / "policy" / "model.safetensors", "pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    reader = dcp.FileSystemReader(folder / "optimizer")
+    return tensors_in(folder / "policy") | optimizer_in(folder / "optimizer")
+
+
+def tensors_in(policy: Path) -> dict[str, torch.Tensor]:
+    with safe_open(policy / "model.safetensors", "pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+def optimizer_in(folder: Path) -> dict[str, torch.Tensor]:
+    reader = HuggingFaceStorageReader(str(folder))
     described = reader.read_metadata().state_dict_metadata
-    optimizer = {name: torch.empty(meta.size, dtype=meta.properties.dtype) for name, meta in described.items()}
-    dcp.load(optimizer, storage_reader=reader, no_dist=True)
-    return tensors | optimizer
+    tensors = {name: torch.empty(meta.size, dtype=meta.properties.dtype) for name, meta in described.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, about its own internals
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed.checkpoint")
-@pytest.mark.parametrize(("saved_on", "loaded_on"), [(2, 1), (1, 2), (3, 2)])
-def test_any_number_of_ranks_restores_every_bit(saved_on: int, loaded_on: int, tmp_path: Path) -> None:
-    config = config_for_resume(make_model(tmp_path / "model"))
+@pytest.mark.parametrize(
+    ("saved_on", "loaded_on", "architecture"),
+    # On three ranks, one has no part of the tensors of four experts.
+    [(2, 1, "qwen3"), (1, 2, "qwen3"), (3, 2, "qwen3"), (3, 2, "qwen3_moe"), (2, 3, "qwen3_moe")],
+)
+def test_any_number_of_ranks_restores_every_bit(
+    saved_on: int, loaded_on: int, architecture: str, tmp_path: Path
+) -> None:
+    config = config_for_resume(make_model(tmp_path / "model", architecture))
     run_ranks(saved_on, train_and_save, config, [0, 1], None, tmp_path / "first")
     run_ranks(loaded_on, train_and_save, config, [], tmp_path / "first", tmp_path / "second")
     run_ranks(loaded_on, load_and_save, config, tmp_path / "first", tmp_path / "third")
@@ -131,6 +150,73 @@ def logits_of(rank: int, config: Config, checkpoint: Path, token_ids_BT: list[li
         return backend._policy(input_ids=torch.tensor(token_ids_BT), use_cache=False).logits.tolist()
 
 
+def test_a_policy_larger_than_a_file_is_several_and_an_index(tmp_path: Path) -> None:
+    config = make_config(make_model(tmp_path / "model", "qwen3_moe"))
+    sizes = run_ranks(2, save_in_small_files, config, tmp_path)
+    policy = tmp_path / "small" / "policy"
+    names = sorted(path.name for path in policy.glob("*.safetensors"))
+    assert len(names) > 3
+    assert names[0] == f"model-00001-of-{len(names):05d}.safetensors"
+    assert all((policy / name).stat().st_size < 2 * SMALL_FILE for name in names)
+    assert sum(sizes) == sum(path.stat().st_size for path in policy.iterdir())
+    index = json.loads((policy / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == set(names)
+    from_small = transformers.AutoModelForCausalLM.from_pretrained(policy).state_dict()
+    from_one = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "one" / "policy").state_dict()
+    assert from_small.keys() == from_one.keys()
+    for name, tensor in from_one.items():
+        assert torch.equal(tensor, from_small[name]), name
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors_in(tmp_path / "one" / "policy").values())
+
+    assert len(list((tmp_path / "small" / "optimizer").iterdir())) > 4
+    small, one = (optimizer_in(tmp_path / name / "optimizer") for name in ("small", "one"))
+    assert small.keys() == one.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, small[name]), name
+
+
+SMALL_FILE = 30_000
+"""Room for the embedding and for two of four experts, not for a layer."""
+
+
+def save_in_small_files(rank: int, config: Config, folder: Path) -> int:
+    backend = DTensorBackend(config, checkpoint=None)
+    step.train(backend, make_batch(), config)
+    backend.save(folder / "one")
+    tensors = backend._optimizer_tensors()
+    checkpoints.write_optimizer(folder / "small", tensors, max_file_bytes=SMALL_FILE)
+    return checkpoints.write_policy(
+        folder / "small", backend._policy, backend._parameters, config, max_file_bytes=SMALL_FILE
+    )
+
+
+def test_nothing_is_pickled(tmp_path: Path) -> None:
+    config = config_for_resume(make_model(tmp_path / "model"))
+    run_ranks(2, save_and_load_without_pickle, config, tmp_path / "saved")
+    kinds = {path.suffix for path in (tmp_path / "saved").rglob("*") if path.is_file()}
+    assert kinds == {".safetensors", ".json", ".jinja"}
+
+
+def save_and_load_without_pickle(rank: int, config: Config, folder: Path) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("something is pickled or unpickled")
+
+    backend = DTensorBackend(config, checkpoint=None)
+    step.train(backend, make_batch(16), config)
+    names = ("dump", "dumps", "load", "loads", "Pickler", "Unpickler", "_Pickler", "_Unpickler")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            patch.setattr(pickle, name, refuse)
+        patch.setattr(torch, "load", refuse)
+        patch.setattr(torch, "save", refuse)
+        patch.setattr(torch.distributed.distributed_c10d, "_unpickler", refuse)
+        patch.setattr(torch.distributed.distributed_c10d, "_pickler", refuse)
+        backend.save(folder)
+        dist.barrier()
+        backend.load(folder)
+        DTensorBackend(config, checkpoint=folder)
+
+
 # Rank 0 fails in config.json, of 1 kB, or in the weights, of 67 kB; rank 1 in its optimizer state, of 66 kB.
 @pytest.mark.parametrize(("failing_rank", "most_bytes"), [(0, 100), (0, 3000), (1, 10_000)])
 def test_a_full_disk_on_one_rank_is_an_error_on_all(failing_rank: int, most_bytes: int, tmp_path: Path) -> None:
@@ -160,6 +246,27 @@ def save_without_room(rank: int, config: Config, folder: Path, failing_rank: int
     return str(raised.value)
 
 
+def test_a_full_disk_is_the_reason_wherever_in_the_file_it_is_met(tmp_path: Path) -> None:
+    """Torch complains of positions in its own file where the disk fills up between two tensors."""
+    (errors,) = run_ranks(1, write_without_room, tmp_path, deadline_s=60)
+    for limit, error in errors.items():
+        assert error == f"cannot write {tmp_path / str(limit) / 'optimizer'}: File too large"
+
+
+def write_without_room(rank: int, folder: Path) -> dict[int, str]:
+    """Fail to write tensors of 12 kB and of 32 bytes with room for this many bytes; return the errors."""
+    tensors = {f"{i}": torch.zeros(8 if i % 2 else 3000) for i in range(8)}
+    errors = {}
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for limit in range(500, 40_000, 4000):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+        with pytest.raises(CheckpointError) as raised:
+            checkpoints.write_optimizer(folder / str(limit), tensors)
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        errors[limit] = str(raised.value)
+    return errors
+
+
 def test_a_folder_that_cannot_be_made_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file")
     config = make_config(make_model(tmp_path / "model"))
@@ -182,19 +289,36 @@ def save_error(rank: int, config: Config, folder: Path) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("damage", ["no optimizer", "no metadata", "cut short", "another model"])
-def test_a_damaged_checkpoint_is_refused(damage: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("damage", "complaint"),
+    [
+        ("no optimizer", "cannot read {}: No such file or directory"),
+        ("old format", "cannot read {}: it was written by an earlier version of Tandem"),
+        ("first file gone", "cannot read {}: num_optimizer_steps is in none of its files: one is missing"),
+        # What is left of the weights looks like smaller weights.
+        ("last file gone", "cannot read {}: a file is missing"),
+        ("cut short", "cannot read {}: .*incomplete"),
+        ("another model", "is a checkpoint of another model: "),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused(damage: str, complaint: str, tmp_path: Path) -> None:
     config = make_config(make_model(tmp_path / "model"))
     run_ranks(2, train_and_save, config, [0], None, tmp_path / "saved")
     optimizer = tmp_path / "saved" / "optimizer"
+    files = sorted(optimizer.iterdir())
     match damage:
         case "no optimizer":
             optimizer.rename(tmp_path / "gone")
-        case "no metadata":
-            (optimizer / ".metadata").unlink()
+        case "old format":
+            for path in files:
+                path.unlink()
+            (optimizer / ".metadata").write_bytes(pickle.dumps("anything"))
+        case "first file gone":
+            files[0].unlink()
+        case "last file gone":
+            files[-1].unlink()
         case "cut short":
-            part = optimizer / "__1_0.distcp"
-            part.write_bytes(part.read_bytes()[:1000])
+            files[-1].write_bytes(files[-1].read_bytes()[:-1000])
         case "another model":
             other = make_config(make_model(tmp_path / "other", "llama"))
             run_ranks(1, train_and_save, other, [0], None, tmp_path / "other_saved")
@@ -202,6 +326,7 @@ def test_a_damaged_checkpoint_is_refused(damage: str, tmp_path: Path) -> None:
     for error in run_ranks(2, load_error, config, source, deadline_s=60):
         assert "\n" not in error
         assert str(source) in error
+        assert re.search(complaint.format(re.escape(str(optimizer))), error), error
 
 
 def load_error(rank: int, config: Config, folder: Path) -> str:

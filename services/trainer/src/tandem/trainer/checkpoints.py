@@ -1,13 +1,12 @@
 """Checkpoints on disk: ``policy/`` in Hugging Face's format, ``optimizer/`` by torch.distributed.checkpoint.
 
-Each rank writes its part and syncs it. If one fails, all raise, so that none waits for another; making the folder count
-as whole is the coordinator's business.
+Both are safetensors files and JSON: nothing in a checkpoint is ever unpickled. Each rank writes its part and syncs it.
+If one fails, all raise, so that none waits for another; making the folder count as whole is the coordinator's business.
 """
 
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,16 +15,16 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
-from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
 from tandem.common.config import Config
 from tandem.common.errors import CheckpointError
 from tandem.common.tokenizer import load_tokenizer
+from tandem.trainer import optimizer_files, policy_files
 
 POLICY = "policy"
 OPTIMIZER = "optimizer"
+MAX_FILE_BYTES = 5 * 10**9
+"""Of one file: what a rank writes is in its memory once more, a file at a time."""
 _MESSAGE_BYTES = 512
 
 Result = TypeVar("Result")
@@ -40,16 +39,36 @@ def step_of(folder: Path) -> int:
     return int(number)
 
 
-def write_policy(folder: Path, model: Any, tensors: Mapping[str, torch.Tensor], config: Config) -> int:
-    """Write weights, configuration and tokenizer to ``policy/`` and sync them; return the bytes.
+def write_policy(
+    folder: Path,
+    model: Any,
+    parameters: Mapping[str, torch.Tensor],
+    config: Config,
+    *,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> int:
+    """Write weights, configuration and tokenizer to ``policy/`` and sync them; return the bytes this rank wrote.
 
-    `tensors` are whole, by the model's parameter names; what is written has the names of Hugging Face's checkpoints.
-    Raises `CheckpointError`.
+    Collective where `parameters`, by the model's names, are sharded: they are gathered a layer at a time, and rank 0
+    holds no more of them than a file's worth. What is written has the names of Hugging Face's checkpoints. Raises
+    `CheckpointError` on the rank that could not write, once all has been gathered.
     """
     target = folder / POLICY
+    writer = policy_files.Writer(target, model, max_file_bytes) if dist.get_rank() == 0 else None
+    failure: CheckpointError | None = None
+    for tensors in policy_files.gathered(model, parameters):
+        if writer is not None and failure is None:
+            try:
+                with _as_checkpoint_error(f"cannot write {target}"):
+                    writer.add(tensors)
+            except CheckpointError as error:
+                failure = error  # and gather on: the others wait for this rank
+    if failure is not None:
+        raise failure
+    if writer is None:
+        return 0
     with _as_checkpoint_error(f"cannot write {target}"):
-        target.mkdir(parents=True, exist_ok=True)
-        model.save_pretrained(target, state_dict=dict(tensors))
+        writer.finish()
         load_tokenizer(config).save(target)
         num_bytes = _sync(target.iterdir())
         _sync_folder(target)
@@ -57,21 +76,25 @@ def write_policy(folder: Path, model: Any, tensors: Mapping[str, torch.Tensor], 
         return num_bytes
 
 
-def write_optimizer(folder: Path, tensors: Mapping[str, Any]) -> int:
-    """Write every rank's share of the optimizer's tensors; collective. Return the bytes this rank wrote."""
+def write_optimizer(folder: Path, tensors: Mapping[str, Any], *, max_file_bytes: int = MAX_FILE_BYTES) -> int:
+    """Write this rank's share of the optimizer's tensors and sync it; return the bytes.
+
+    `tensors` may be nested, and are the same on every rank but for what is sharded. Ranks do not wait for each other.
+    Raises `CheckpointError`.
+    """
     target = folder / OPTIMIZER
-    with _as_checkpoint_error(f"cannot write {target}"), _quiet():
-        save_distributed(dict(tensors), storage_writer=FileSystemWriter(target, sync_files=True))
-        mine = [*target.glob(f"__{dist.get_rank()}_*"), *(target.glob(".metadata") if dist.get_rank() == 0 else ())]
+    with _as_checkpoint_error(f"cannot write {target}"):
+        num_bytes = _sync(iter(optimizer_files.write(target, tensors, dist.get_rank(), max_file_bytes)))
         _sync_folder(target)
-        return sum(path.stat().st_size for path in mine)
+        _sync_folder(folder)
+        return num_bytes
 
 
-def read_optimizer(folder: Path, tensors: dict[str, Any]) -> None:
-    """Fill `tensors` in place from what any number of ranks wrote; collective. Raises `CheckpointError`."""
+def read_optimizer(folder: Path, tensors: Mapping[str, Any]) -> None:
+    """Fill this rank's share of `tensors` in place from what any number of ranks wrote. Raises `CheckpointError`."""
     source = folder / OPTIMIZER
-    with _as_checkpoint_error(f"cannot read {source}"), _quiet():
-        load_distributed(tensors, storage_reader=FileSystemReader(source))
+    with _as_checkpoint_error(f"cannot read {source}"):
+        optimizer_files.read(source, tensors)
 
 
 def agree(action: Callable[[], Result]) -> Result:
@@ -113,14 +136,6 @@ def _line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return (str(error) or type(error).__name__).split("\n")[0]
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence warnings of torch.distributed.checkpoint about its own internals."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def _sync(paths: Iterator[Path]) -> int:

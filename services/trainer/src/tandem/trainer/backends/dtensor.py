@@ -117,17 +117,12 @@ class DTensorBackend:
     def save(self, folder: Path) -> int:
         """Write ``policy/`` in float32 and ``optimizer/``; return the bytes written here.
 
-        Rank 0 gathers the policy tensor by tensor, so it needs host memory for the whole of it once. Raises
-        `CheckpointError`; every rank raises if one does.
+        Rank 0 gathers the policy a layer at a time and holds a file's worth of it. Raises `CheckpointError`; every rank
+        raises if one does.
         """
-        whole = self._gather()
-
-        def policy() -> int:
-            if self.data_parallel_rank > 0:
-                return 0
-            return checkpoints.write_policy(folder, self._policy, whole, self._config)
-
-        num_bytes = checkpoints.agree(policy)
+        num_bytes = checkpoints.agree(
+            lambda: checkpoints.write_policy(folder, self._policy, self._parameters, self._config)
+        )
         return num_bytes + checkpoints.agree(lambda: checkpoints.write_optimizer(folder, self._optimizer_tensors()))
 
     @torch.no_grad()
@@ -173,15 +168,6 @@ class DTensorBackend:
         if self._config.policy.max_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(self._parameters.values(), self._config.policy.max_grad_norm, norm)
         return float(norm)
-
-    def _gather(self) -> dict[str, torch.Tensor]:
-        """Return the whole policy on rank 0, on the CPU; nothing elsewhere. Collective."""
-        whole = {}
-        for name, parameter in self._parameters.items():
-            tensor = parameter.full_tensor().detach()
-            if self.data_parallel_rank == 0:
-                whole[name] = tensor.cpu()
-        return whole
 
     def _optimizer_tensors(self) -> dict[str, Any]:
         """Return the optimizer's state, by reference, and the number of steps that made it.

@@ -1,0 +1,101 @@
+"""The policy as Hugging Face's safetensors files, gathered and written a part at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+from transformers.core_model_loading import revert_weight_conversion
+
+from tandem.trainer.models import decoder_layers
+
+_WHOLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+
+
+def gathered(model: Any, parameters: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the whole tensors of each decoder layer, and of what is outside of them, on the CPU.
+
+    Beside `parameters` these are the model's persistent buffers. Collective where parameters are sharded: every rank
+    must go through all of it.
+    """
+    saved = model.state_dict().keys()
+    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    layers = {id(layer) for layer in decoder_layers(model)}
+    prefixes = [f"{name}." for name, module in model.named_modules() if id(module) in layers]
+    groups: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in {**parameters, **buffers}.items():
+        group = next((prefix for prefix in prefixes if name.startswith(prefix)), name)
+        if name not in ignored:
+            groups.setdefault(group, {})[name] = tensor
+    for tensors in groups.values():
+        yield {name: _whole_tensor(tensor) for name, tensor in tensors.items()}
+
+
+def _whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
+
+
+class Writer:
+    """Writes one model, file after file, and then the index of what is where, unless one file holds it all.
+
+    Memory holds the tensors of one file, of `max_file_bytes` unless one decoder layer is larger.
+    """
+
+    def __init__(self, folder: Path, model: Any, max_file_bytes: int) -> None:
+        self._folder = folder
+        self._model = model
+        self._max_file_bytes = max_file_bytes
+        self._waiting: dict[str, torch.Tensor] = {}
+        self._waiting_bytes = 0
+        self._files: list[list[str]] = []
+        """Names of the tensors of each file that is written."""
+        self._total_bytes = 0
+
+    def add(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take whole tensors by the model's own names, all those together that a checkpoint may hold as one."""
+        for name, tensor in revert_weight_conversion(self._model, dict(tensors)).items():
+            if self._waiting and self._waiting_bytes + tensor.nbytes > self._max_file_bytes:
+                self._write()
+            self._waiting[name] = tensor.contiguous()
+            self._waiting_bytes += tensor.nbytes
+
+    def finish(self) -> None:
+        """Write the last file, the index, and the model's configuration. Raises what the libraries raise."""
+        self._write()
+        if len(self._files) == 1:
+            self._path(1).rename(self._folder / _WHOLE)
+        else:
+            names = [f"model-{number:05d}-of-{len(self._files):05d}.safetensors" for number in self._numbers()]
+            for number, name in zip(self._numbers(), names, strict=True):
+                self._path(number).rename(self._folder / name)
+            where = {tensor: name for name, tensors in zip(names, self._files, strict=True) for tensor in tensors}
+            index = {"metadata": {"total_size": self._total_bytes}, "weight_map": where}
+            (self._folder / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        config = self._model.config
+        config.dtype = str(self._model.dtype).removeprefix("torch.")
+        config.architectures = [type(self._model).__name__.removeprefix("FSDP")]
+        config.save_pretrained(self._folder)
+        if self._model.can_generate():
+            self._model.generation_config.save_pretrained(self._folder)
+
+    def _write(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._files.append(list(self._waiting))
+        save_file(self._waiting, self._path(len(self._files)), metadata={"format": "pt"})
+        self._total_bytes += self._waiting_bytes
+        self._waiting, self._waiting_bytes = {}, 0
+
+    def _numbers(self) -> range:
+        return range(1, len(self._files) + 1)
+
+    def _path(self, number: int) -> Path:
+        """Return where a file lies until it is known how many there are."""
+        return self._folder / f"part-{number:05d}"
