@@ -15,7 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tandem.common.messages import PROTOCOL_VERSION
+from tandem.common.messages import PROTOCOL_VERSION, Hello, ToRefit
+from tandem.common.wire import Link
 from tests.integration.harness import Command, coordinator, steps_of, wait_until, write_config
 
 CHARACTERS = "0123456789+-= "
@@ -26,7 +27,7 @@ def refusal(over: dict[str, Any], *overrides: str) -> str:
     ended = coordinator("up", write_config(over), *overrides)
     assert ended.returncode in (1, 2), ended.stdout + ended.stderr
     assert "launched" not in ended.stdout
-    assert not Path("run/journal.sqlite").exists()
+    assert not Path("run").exists()
     (line,) = ended.stderr.splitlines()
     return line.removeprefix("error: ").replace(f"{Path.cwd()}/", "")
 
@@ -114,6 +115,17 @@ def test_a_service_of_another_protocol_version_is_refused_with_both_named() -> N
         assert run.wait() == 130
 
 
+def test_a_process_that_breaks_the_protocol_ends_the_run_with_its_name() -> None:
+    with Command("coordinator", "up", write_config({"cluster": {"launch": "none"}})) as run:
+        link: Link[Any] = Link(run.wait_for(r"listens on (tcp://\S+)")[1], "refit", "me", ToRefit)
+        link.join(Hello(protocol_version=PROTOCOL_VERSION, service="refit", host="here", pid=1), 30.0)
+        link.send([b"junk"])
+        assert run.wait() == 1
+        link.close("the run is over")
+    (line,) = (line for line in run.output().splitlines() if line.startswith("error: "))
+    assert re.match(r"error: refit-0 failed while .*: it broke the protocol: not a message of this link: ", line), line
+
+
 def test_a_reward_that_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("strange.py").write_text(
         "from tandem.rollout.environments import Score\n"
@@ -152,7 +164,7 @@ def test_a_disk_that_is_full_while_saving_loses_no_earlier_checkpoint() -> None:
 
 @pytest.fixture
 def small_disk() -> Iterator[Path]:
-    """A file system of a few hundred kilobytes."""
+    """A file system of about a megabyte."""
     folder = Path("disk").absolute()
     folder.mkdir()
     mounted = subprocess.run(
@@ -174,9 +186,9 @@ def test_a_disk_that_fills_up_with_the_whole_run_on_it(small_disk: Path) -> None
     ended = coordinator("up", write_config(over))
     assert ended.returncode == 1
     (line,) = ended.stderr.splitlines()
-    print(line)
     checkpoints = small_disk / "run" / "checkpoints"
-    assert re.match(rf"error: .*{re.escape(str(small_disk))}.*: No space left on device$", line), line
+    assert re.match(r"error: trainer-0 failed while saving step \d+: cannot write ", line)
+    assert re.search(rf" {re.escape(str(checkpoints))}/\.writing_step_.*: No space left on device", line), line
     kept = [path for path in checkpoints.iterdir() if path.name.startswith("step_")]
     assert kept
     assert all((path / "training.json").stat().st_size for path in kept)

@@ -189,9 +189,9 @@ def test_another_version_is_told_both() -> None:
         VersionMismatch, match=rf"trainer \(pid 7 on far\) speaks protocol version 999.*{PROTOCOL_VERSION}"
     ):
         check_version(frame)
-    future = b"\x83\xa4type\xa5Hello\xb0protocol_version\xcd\x03\xe7\xa3new\xa5field"
-    with pytest.raises(VersionMismatch):
-        check_version(future)
+    future = {"type": "Hello", "protocol_version": 999, "new": "field", "pid": ["no", "number"], "service": {}}
+    with pytest.raises(VersionMismatch, match="speaks protocol version 999"):
+        check_version(msgspec.msgpack.encode(future))
     with pytest.raises(WireError):
         check_version(b"junk")
 

@@ -130,12 +130,12 @@ def _to_array(header: ArrayHeader, frame: bytes | memoryview) -> NDArray[Any]:
 
 
 class HelloProbe(msgspec.Struct, tag="Hello"):
-    """The part of a `Hello` that every version can read; unknown fields are ignored."""
+    """The part of a `Hello` that every version can read, whatever the fields after the first have become."""
 
     protocol_version: int
-    service: str = "process"
-    host: str = "?"
-    pid: int = 0
+    service: Any = "process"
+    host: Any = "?"
+    pid: Any = 0
 
 
 def check_version(frame: bytes | memoryview) -> None:

@@ -101,11 +101,6 @@ class JournalReader:
         (step,) = self._rows("SELECT max(step) FROM steps WHERE superseded_at IS NULL")[0]
         return None if step is None else int(step)
 
-    def last_checkpoint(self) -> StepRecord | None:
-        """Return the newest step that has a checkpoint; None if there is none."""
-        found = self._steps("superseded_at IS NULL AND checkpoint != '' ORDER BY step DESC LIMIT 1")
-        return found[0] if found else None
-
     def steps(self) -> list[StepRecord]:
         """Return every step that is done, in order, without those that were superseded."""
         return self._steps("superseded_at IS NULL ORDER BY step")
