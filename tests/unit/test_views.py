@@ -12,7 +12,7 @@ from rich.console import Console
 
 from tandem.common.config import build_config
 from tandem.common.messages import Hello, Trained
-from tandem.common.telemetry import MetricWriters
+from tandem.common.telemetry import MetricWriters, TensorBoardWriter
 from tandem.coordinator.journal import Journal, StepRecord
 from tandem.coordinator.ledger import StepLedger
 from tandem.coordinator.members import Member, Registry
@@ -117,18 +117,31 @@ def test_the_breakdown_adds_up() -> None:
 
 
 def test_tensorboard_files_hold_the_metrics() -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    config = build_config(SETTINGS | {"logger": {"log_dir": "run"}})
-    writers = MetricWriters(config)
-    writers.write(3, {"reward": 0.5, "val_accuracy": 0.25}, {"total": 2.0})
+    writers = MetricWriters()
+    writers.add(TensorBoardWriter(Path("run/tensorboard"), 1))
+    writers.write(3, {"reward": 0.5, "val_accuracy": 0.25}, {"total": 2.0, "refit": 0.5, "strange": 0.25})
     writers.close()
-    events = EventAccumulator("run/tensorboard").Reload()
-    values = {
-        tag: [(e.step, e.tensor_proto.float_val[0]) for e in events.Tensors(tag)] for tag in events.Tags()["tensors"]
-    }
-    assert values == {
+    assert curves_in("run/tensorboard") == {
         "train/reward": [(3, 0.5)],
         "validation/accuracy": [(3, 0.25)],
         "timing/train/total_step_time": [(3, 2.0)],
+        "timing/train/prepare_for_generation/transfer_and_update_weights": [(3, 0.5)],
+        "timing/train/strange": [(3, 0.25)],
     }
+
+
+def test_tensorboard_shows_one_curve_of_a_run_that_was_resumed() -> None:
+    for first_step, reward in ((1, 0.25), (3, 0.75)):
+        writer = TensorBoardWriter(Path("run"), first_step)
+        for step in range(first_step, first_step + 4):
+            writer.write(step, {"train/reward": reward})
+        writer.close()
+    expected = [(1, 0.25), (2, 0.25), (3, 0.75), (4, 0.75), (5, 0.75), (6, 0.75)]
+    assert curves_in("run") == {"train/reward": expected}
+
+
+def curves_in(folder: str) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(folder).Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}

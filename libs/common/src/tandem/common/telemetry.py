@@ -1,85 +1,162 @@
-"""Metrics to where people look at them: TensorBoard, and Weights & Biases where it is enabled. No torch here."""
+"""Metrics for people's dashboards: TensorBoard and Weights & Biases, under NeMo-RL's names.
+
+The journal keeps a step's numbers by short names (``reward``, ``val_accuracy``; seconds by phase). Dashboards get them
+as ``train/reward``, ``validation/accuracy`` and ``timing/train/policy_training``, so that curves of both systems lie
+on top of each other. Nothing here imports torch.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import shutil
+import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from tandem.common.config import Config, to_plain
+import msgspec
+
 from tandem.common.errors import ConfigError
 
+VALIDATION_PREFIX = "val_"
+"""How the short name of a held-out metric begins."""
 
-class MetricWriters:
-    """Writes a step's metrics under NeMo-RL's prefixes: ``train/``, ``validation/`` and ``timing/train/``."""
+_TIMINGS = {
+    "total": "total_step_time",
+    "generation": "generation",
+    "get_logprobs": "policy_and_reference_logprobs",
+    "policy_training": "policy_training",
+    "refit": "prepare_for_generation/transfer_and_update_weights",
+    "validation": "total_validation_time",
+    "checkpointing": "checkpointing",
+}
+"""NeMo-RL's name for each phase of a step; a phase that it has no name for keeps ours."""
 
-    def __init__(self, config: Config) -> None:
-        """Open what ``logger`` enables. Raises `ConfigError` if wandb is enabled and not installed."""
-        self._tensorboard: Any = None
-        self._wandb: Any = None
-        if config.logger.tensorboard_enabled:
-            self._tensorboard = _tensorboard(Path(config.logger.log_dir) / config.logger.tensorboard.log_dir)
-        if config.logger.wandb_enabled:
-            self._wandb = _wandb(config)
 
-    def write(self, step: int, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
-        """Write one step."""
-        scalars = {_prefixed(name): value for name, value in metrics.items()}
-        scalars |= {f"timing/train/{_TIMINGS.get(name, name)}": value for name, value in seconds.items()}
-        if self._tensorboard is not None:
-            for name, value in scalars.items():
-                self._tensorboard.add_scalar(name, value, step)
-            self._tensorboard.flush()
-        if self._wandb is not None:
-            self._wandb.log(scalars, step=step)
+def dashboard_names(metrics: Mapping[str, float], seconds: Mapping[str, float]) -> dict[str, float]:
+    """Rename a step's metrics and seconds for dashboards."""
+    named: dict[str, float] = {}
+    for name, value in metrics.items():
+        if name.startswith(VALIDATION_PREFIX):
+            named[f"validation/{name.removeprefix(VALIDATION_PREFIX)}"] = value
+        else:
+            named[f"train/{name}"] = value
+    for phase, value in seconds.items():
+        named[f"timing/train/{_TIMINGS.get(phase, phase)}"] = value
+    return named
+
+
+class WandbRun(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a run goes on Weights & Biases. ``WANDB_MODE=offline`` and its other variables are respected."""
+
+    project: str
+    name: str | None
+    """None lets the service choose."""
+    run_id: str
+    """Continues that run there if it exists."""
+    config: dict[str, Any]
+    """The resolved configuration, shown beside the curves."""
+
+
+class MetricWriter(Protocol):
+    """One dashboard."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write a step's metrics, named for dashboards."""
+        ...
 
     def close(self) -> None:
         """Flush and close."""
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-            self._tensorboard = None
-        if self._wandb is not None:
-            self._wandb.finish()
-            self._wandb = None
+        ...
 
 
-_TIMINGS = {"total": "total_step_time"}
+class TensorBoardWriter:
+    """Event files, through the ``tensorboard`` package itself: torch's writer is a wrapper of the same."""
 
+    def __init__(self, folder: Path, first_step: int) -> None:
+        """Hide what an earlier, interrupted run wrote of `first_step` and later."""
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-def _prefixed(name: str) -> str:
-    return f"validation/{name.removeprefix('val_')}" if name.startswith("val_") else f"train/{name}"
+        self._event = event_pb2.Event
+        self._summary = summary_pb2.Summary
+        self._file = EventFileWriter(str(folder))
+        restart = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self._file.add_event(self._event(wall_time=time.time(), step=first_step, session_log=restart))
 
-
-class _EventFile:
-    """TensorBoard's own event writer; torch's wrapper around it would import torch."""
-
-    def __init__(self, folder: Path) -> None:
-        from tensorboard.summary import Writer
-
-        self._writer = Writer(str(folder))
-
-    def add_scalar(self, name: str, value: float, step: int) -> None:
-        self._writer.add_scalar(name, value, step)
-
-    def flush(self) -> None:
-        self._writer.flush()
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write one event that holds every metric."""
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._file.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
+        self._file.flush()
 
     def close(self) -> None:
-        self._writer.close()
+        """Flush and close."""
+        self._file.close()
 
 
-def _tensorboard(folder: Path) -> _EventFile:
-    folder.mkdir(parents=True, exist_ok=True)
-    return _EventFile(folder)
+class WandbWriter:
+    """Weights & Biases."""
+
+    def __init__(self, folder: Path, run: WandbRun) -> None:
+        """Start or continue the run there; its local files go to ``wandb/`` in `folder`, which need not exist.
+
+        Raises:
+            ConfigError: the extra is not installed, or the service does not accept the run. Of a new `folder` nothing
+                is left then.
+
+        """
+        try:
+            import wandb
+        except ImportError as error:
+            raise ConfigError(
+                "logger.wandb_enabled: the package wandb is not installed; pip install 'tandem[wandb]'"
+            ) from error
+        is_new = not folder.exists()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._run = wandb.init(
+                project=run.project,
+                name=run.name,
+                id=run.run_id,
+                resume="allow",
+                dir=str(folder),
+                config=run.config,
+                settings=wandb.Settings(silent=True, console="off"),
+            )
+        except (wandb.Error, OSError) as error:
+            wandb.teardown()
+            if is_new:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise ConfigError(f"logger.wandb_enabled: {' '.join(str(error).split())}") from error
+        # Its own counter refuses to go back, as a run that resumes from an older checkpoint does.
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write one row."""
+        self._run.log({"step": step, **metrics})
+
+    def close(self) -> None:
+        """Flush and end the run's session."""
+        self._run.finish()
 
 
-def _wandb(config: Config) -> Any:
-    with contextlib.suppress(ImportError):
-        import wandb
+class MetricWriters:
+    """Every dashboard that is switched on, as one; none is fine."""
 
-        settings = config.logger.wandb
-        return wandb.init(
-            project=settings.project, name=settings.name, dir=config.logger.log_dir, config=to_plain(config)
-        )
-    raise ConfigError("logger.wandb_enabled: wandb is not installed; pip install 'tandem[wandb]'")
+    def __init__(self) -> None:
+        self._writers: list[MetricWriter] = []
+
+    def add(self, writer: MetricWriter) -> None:
+        """Write to this one as well, from now on, and close it at the end."""
+        self._writers.append(writer)
+
+    def write(self, step: int, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
+        """Write a step that is done, by its short names."""
+        named = dashboard_names(metrics, seconds)
+        for writer in self._writers:
+            writer.write(step, named)
+
+    def close(self) -> None:
+        """Flush and close all."""
+        while self._writers:
+            self._writers.pop().close()

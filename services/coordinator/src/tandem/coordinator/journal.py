@@ -23,9 +23,10 @@ import msgspec
 
 from tandem.common.errors import RunFolderError
 from tandem.coordinator.journal_file import (
-    JOURNAL_NAME,
     connect_checked,
     file_errors,
+    new_run_id,
+    refuse_journal,
     require_journal,
     snapshot,
     take_folder,
@@ -179,8 +180,8 @@ class Journal(JournalReader):
         super().__init__(folder, connection)
 
     @classmethod
-    def create(cls, folder: Path, config_json: bytes, algorithm: str) -> Self:
-        """Start a run in `folder`, which is made if it is not there.
+    def create(cls, folder: Path, config_json: bytes, algorithm: str, run_id: str | None = None) -> Self:
+        """Start a run in `folder`, which is made if it is not there; without a name it gets a new one.
 
         Raises:
             RunFolderError: the folder already holds a run, is taken by a running coordinator, or cannot be written.
@@ -192,11 +193,8 @@ class Journal(JournalReader):
             raise RunFolderError(f"cannot make the run folder {folder}: {error.strerror}") from error
         lock = take_folder(folder)
         try:
-            if (folder / JOURNAL_NAME).exists():
-                raise RunFolderError(
-                    f"{folder} already holds a run: continue it with --resume, or choose another logger.log_dir"
-                )
-            write_new_file(folder, config_json, algorithm)
+            refuse_journal(folder)
+            write_new_file(folder, run_id or new_run_id(), config_json, algorithm)
             return cls(folder, connect_checked(folder), lock)
         except BaseException:
             os.close(lock)

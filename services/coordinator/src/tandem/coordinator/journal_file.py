@@ -53,6 +53,14 @@ CREATE TABLE events (id INTEGER PRIMARY KEY, at REAL NOT NULL, member TEXT NOT N
 """
 
 
+def refuse_journal(folder: Path) -> None:
+    """Refuse a folder in which a run was begun."""
+    if (folder / JOURNAL_NAME).exists():
+        raise RunFolderError(
+            f"{folder} already holds a run: continue it with --resume, or choose another logger.log_dir"
+        )
+
+
 def require_journal(folder: Path) -> None:
     """Refuse a folder in which no run was begun."""
     if not (folder / JOURNAL_NAME).is_file():
@@ -120,20 +128,23 @@ def connect_checked(folder: Path) -> sqlite3.Connection:
     return connection
 
 
-def write_new_file(folder: Path, config_json: bytes, algorithm: str) -> None:
+def new_run_id() -> str:
+    """Return a name for a run, unlike any other, that sorts by time."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+
+
+def write_new_file(folder: Path, run_id: str, config_json: bytes, algorithm: str) -> None:
     """Make the journal of a new run; it has another name until it is whole, so that a crash leaves no half of one."""
     unfinished = folder / f"{JOURNAL_NAME}.unfinished"
     with file_errors(folder):
         unfinished.unlink(missing_ok=True)
         with contextlib.closing(_connect(unfinished, "rwc")) as connection:
-            _write_schema(connection, config_json, algorithm)
+            _write_schema(connection, run_id, config_json, algorithm)
         unfinished.rename(folder / JOURNAL_NAME)
 
 
-def _write_schema(connection: sqlite3.Connection, config_json: bytes, algorithm: str) -> None:
+def _write_schema(connection: sqlite3.Connection, run_id: str, config_json: bytes, algorithm: str) -> None:
     now = time.time()
-    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
-    run_id = f"{stamp}-{secrets.token_hex(3)}"
     connection.execute("BEGIN IMMEDIATE")
     for statement in _statements(_SCHEMA):
         connection.execute(statement)

@@ -81,9 +81,3 @@ class Recorder:
         record = self._journal.commit_step(record)
         self._writers.write(record.step, record.metrics, record.seconds)
         self._progress.commit(record)
-
-    def close(self) -> None:
-        """Close the files and give the terminal back."""
-        self._progress.close()
-        self._writers.close()
-        self._journal.close()

@@ -19,15 +19,16 @@ from tandem.common.config import (
     dump_yaml,
     load_config,
     resume_differences,
+    to_plain,
 )
 from tandem.common.errors import ConfigError, ModelError, RunFolderError
-from tandem.common.telemetry import MetricWriters
+from tandem.common.telemetry import MetricWriters, TensorBoardWriter, WandbRun, WandbWriter
 from tandem.common.tokenizer import load_tokenizer, write_new_model
 from tandem.coordinator.algorithms import make_feed
 from tandem.coordinator.checkpoints import CheckpointFolder
 from tandem.coordinator.feed import Feed
 from tandem.coordinator.journal import Journal, read_journal
-from tandem.coordinator.journal_file import JOURNAL_NAME
+from tandem.coordinator.journal_file import JOURNAL_NAME, new_run_id, refuse_journal
 from tandem.coordinator.launch import LocalProcesses
 from tandem.coordinator.loop import Loop
 from tandem.coordinator.members import Pulse, Registry
@@ -67,9 +68,14 @@ def run(config: Config, mode: Mode, say: Callable[[str], None], wanted_by: tuple
     with contextlib.ExitStack() as stack:
         hub = wire.Hub(config.cluster.address)  # before the journal: a run that cannot listen has not begun
         stack.callback(hub.close)
-        journal = _open_journal(config, mode, say)
+        run_id = _name_run(config, mode, say)
+        writers = MetricWriters()
+        stack.callback(writers.close)
+        if config.logger.wandb_enabled:  # likewise: it may not be installed, and the service may refuse
+            writers.add(_wandb(config, run_id))
+        journal = _open_journal(config, mode, run_id)
         stack.callback(journal.close)
-        return _run(config, feed, journal, hub, say)
+        return _run(config, feed, journal, hub, writers, say)
 
 
 def _run_prerequisite(
@@ -112,15 +118,31 @@ def _make_model(config: Config, say: Callable[[str], None]) -> None:
     say(f"new {config.policy.new_model.config['model_type']} model in {folder}")
 
 
-def _open_journal(config: Config, mode: Mode, say: Callable[[str], None]) -> Journal:
+def _name_run(config: Config, mode: Mode, say: Callable[[str], None]) -> str:
+    """Return the name of the run to continue, or a new one for a folder in which there is no run, or none any more."""
     folder = Path(config.logger.log_dir)
+    if mode == "resume":
+        with read_journal(folder) as journal:
+            return journal.run_id
     if mode == "restart" and (folder / JOURNAL_NAME).exists():
         _set_aside(folder, say)
         checkpoints = Path(config.checkpointing.checkpoint_dir)
         if checkpoints.exists():  # it may lie within the run folder, which has just moved
             _set_aside(checkpoints, say)
+    refuse_journal(folder)
+    return new_run_id()
+
+
+def _wandb(config: Config, run_id: str) -> WandbWriter:
+    settings = config.logger.wandb
+    run = WandbRun(project=settings.project, name=settings.name, run_id=run_id, config=to_plain(config))
+    return WandbWriter(Path(config.logger.log_dir), run)
+
+
+def _open_journal(config: Config, mode: Mode, run_id: str) -> Journal:
+    folder = Path(config.logger.log_dir)
     if mode != "resume":
-        journal = Journal.create(folder, config_to_json(config), config.algorithm)
+        journal = Journal.create(folder, config_to_json(config), config.algorithm, run_id)
     else:
         journal = Journal.open(folder)
         differences = resume_differences(config_from_json(journal.config_json), config)
@@ -155,7 +177,9 @@ def _where_to_start(journal: Journal, checkpoints: CheckpointFolder) -> Start:
     return Start(first_step=step + 1, resume_from=str(folder.absolute()))
 
 
-def _run(config: Config, feed: Feed, journal: Journal, hub: wire.Hub, say: Callable[[str], None]) -> Finish:
+def _run(
+    config: Config, feed: Feed, journal: Journal, hub: wire.Hub, writers: MetricWriters, say: Callable[[str], None]
+) -> Finish:
     checkpoints = CheckpointFolder(
         Path(config.checkpointing.checkpoint_dir),
         keep_top_k=config.checkpointing.keep_top_k,
@@ -182,8 +206,9 @@ def _run(config: Config, feed: Feed, journal: Journal, hub: wire.Hub, say: Calla
         pulse = Pulse(interval_s=config.cluster.heartbeat_interval_s, timeout_s=config.cluster.heartbeat_timeout_s)
         registry = Registry(hub, expected_processes(config), config_to_json(config), journal.run_id, pulse)
         progress = Progress(config, shape, journal.steps())
-        writers = MetricWriters(config)
-        stack.callback(writers.close)
+        if config.logger.tensorboard_enabled:
+            folder = journal.folder / config.logger.tensorboard.log_dir
+            writers.add(TensorBoardWriter(folder, start.first_step))
         stack.callback(progress.close)
         recorder = Recorder(config, journal, checkpoints, writers, progress)
         say(_who_runs_where(config, hub.address))

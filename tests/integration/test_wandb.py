@@ -1,0 +1,105 @@
+"""Weights & Biases: what a real run leaves in its offline folders, and what is said where that cannot be."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tandem.coordinator.journal import read_journal
+from tests.integration.harness import coordinator, write_config
+
+NAMES = ("train/reward", "train/loss", "timing/train/total_step_time", "timing/train/policy_training")
+OVER = {"logger": {"wandb_enabled": True, "wandb": {"project": "tests", "name": "tiny"}}}
+
+installed = pytest.mark.skipif(
+    importlib.util.find_spec("wandb") is None, reason="wandb is not installed: pip install 'tandem[wandb]'"
+)
+
+
+@installed
+def test_a_run_and_its_resumption_are_one_run_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    config = write_config(OVER)
+    ended = coordinator("up", config)
+    assert ended.returncode == 0, ended.stderr
+    ended = coordinator("up", config, "--resume", "grpo.max_num_steps=4")
+    assert ended.returncode == 0, ended.stderr
+    with read_journal(Path("run")) as journal:
+        run_id = journal.run_id
+        steps = {record.step: record for record in journal.steps()}
+    first, second = sorted(Path("run/wandb").glob("offline-run-*"))
+    assert first.name.endswith(f"-{run_id}")
+    assert second.name.endswith(f"-{run_id}")
+    rows = [*rows_in(first), *rows_in(second)]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    for row in rows:
+        record = steps[row["step"]]
+        assert row["validation/accuracy" if row["step"] % 2 == 0 else "train/reward"] is not None
+        for name in NAMES:
+            where, _, short = name.rpartition("/")
+            ours = record.metrics if where == "train" else record.seconds
+            assert row.get(name) == ours.get("total" if short == "total_step_time" else short)
+
+
+def rows_in(folder: Path) -> list[dict[str, Any]]:
+    """Return the rows of metrics in the file that ``wandb sync`` would send."""
+    from wandb.proto import wandb_internal_pb2
+
+    (path,) = folder.glob("run-*.wandb")
+    rows = []
+    for data in records_in(path.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        if record.WhichOneof("record_type") == "history":
+            items = record.history.item
+            row = {item.key or ".".join(item.nested_key): msgspec.json.decode(item.value_json) for item in items}
+            rows.append({key: value for key, value in row.items() if not key.startswith("_")})
+    return rows
+
+
+def records_in(log: bytes) -> Iterator[bytes]:
+    """Yield what is in a log of LevelDB's format, after a header of 7 bytes: wandb has no reader of it in Python."""
+    block, head = 32768, struct.Struct("<IHB")
+    at, parts = 7, b""
+    while at < len(log):
+        if block - at % block < head.size:  # what is left of a block is padding
+            at += block - at % block
+            continue
+        _, length, kind = head.unpack_from(log, at)
+        parts += log[at + head.size : at + head.size + length]
+        at += head.size + length
+        if kind in (1, 4):  # whole, or the last part
+            yield parts
+            parts = b""
+
+
+@installed
+def test_what_the_service_refuses_ends_in_a_line_and_begins_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("HOME", "NETRC", "WANDB_CONFIG_DIR"):
+        monkeypatch.setenv(name, os.path.abspath("home"))
+    ended = coordinator("up", write_config(OVER))
+    assert ended.returncode == 2, ended.stdout + ended.stderr
+    (line,) = (line for line in ended.stderr.splitlines() if line.startswith("error: "))
+    assert line.startswith("error: logger.wandb_enabled: ")
+    assert "launched" not in ended.stdout
+    assert not Path("run").exists()
+
+
+def test_without_the_package_it_is_said_which_extra_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("hide").mkdir()
+    Path("hide/wandb.py").write_text("raise ImportError('hidden by the test')\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.path.abspath("hide"), os.environ.get("PYTHONPATH", "")]))
+    ended = coordinator("up", write_config(OVER))
+    assert ended.returncode == 2
+    (line,) = ended.stderr.splitlines()
+    assert line == "error: logger.wandb_enabled: the package wandb is not installed; pip install 'tandem[wandb]'"
+    assert not Path("run").exists()
