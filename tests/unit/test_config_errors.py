@@ -246,6 +246,10 @@ SCHEDULE = "policy.scheduler: 2 schedules need 1 milestones between them, got 0"
             ["policy.new_model={config: {model_type: qwen3}, characters: abca}"],
             "policy.new_model.characters: 'a' is there more than once",
         ),
+        (
+            ["policy.new_model={config: {model_type: qwen3, hidden_sise: 8}, characters: ab}"],
+            "policy.new_model.config.hidden_sise: a qwen3 configuration has no such field; did you mean 'hidden_size'?",
+        ),
     ],
 )
 def test_keys_that_do_not_fit_together(overrides: list[str], expected: str) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from tandem.common.config.problem import Invalid, shown
 from tandem.common.config.schema import Config
 from tandem.common.errors import nearest
+from tandem.common.model_fields import model_fields
 
 BUILT_IN_ENVIRONMENTS = ("reasoning_gym", "math", "exact_match")
 
@@ -242,6 +243,21 @@ def the_new_model_is_described(config: Config) -> None:
         raise Invalid("policy.new_model.characters", f"{shown(doubled[0])} is there more than once")
 
 
+def the_new_model_has_fields_of_its_type(config: Config) -> None:
+    """transformers takes any field, and makes nothing of one that is misspelt."""
+    new = config.policy.new_model
+    if new is None:
+        return
+    model_type = new.config["model_type"]
+    fields = model_fields(model_type)  # none of a type that does not exist: making the model says so
+    unknown = next((field for field in new.config if fields and field not in fields), None)
+    if unknown is not None:
+        raise Invalid(
+            f"policy.new_model.config.{unknown}",
+            f"a {model_type} configuration has no such field{nearest(unknown, fields)}",
+        )
+
+
 def the_prerequisite_exists(config: Config) -> None:
     """The configuration of the earlier run must be there before anything starts."""
     if config.prerequisite is not None and not Path(config.prerequisite).is_file():
@@ -268,6 +284,7 @@ RULES: tuple[Rule, ...] = (
     the_address_can_be_bound,
     silence_outlasts_a_heartbeat,
     the_new_model_is_described,
+    the_new_model_has_fields_of_its_type,
     the_prerequisite_exists,
 )
 """Checked in this order."""
