@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import resource
 import signal
@@ -126,14 +125,13 @@ def test_a_process_that_breaks_the_protocol_ends_the_run_with_its_name() -> None
     assert re.match(r"error: refit-0 failed while .*: it broke the protocol: not a message of this link: ", line), line
 
 
-def test_a_reward_that_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reward_that_is_nan() -> None:
     Path("strange.py").write_text(
         "from tandem.rollout.environments import Score\n"
         "class NotANumber:\n"
         "    def score(self, problem, response):\n"
         "        return Score(reward=float('nan'), correct=False)\n"
     )
-    monkeypatch.setenv("PYTHONPATH", os.getcwd())
     ended = coordinator("up", write_config({"env": {"strange": {"class": "strange.NotANumber"}}}))
     assert ended.returncode == 1
     (line,) = ended.stderr.splitlines()

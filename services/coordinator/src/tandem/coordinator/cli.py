@@ -76,9 +76,11 @@ def _up(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
     for notice in notices(config):
         print(f"note: {notice}", flush=True)
+    from tandem.coordinator.launch import make_importable
     from tandem.coordinator.report import format_summary, write_report
     from tandem.coordinator.run import Mode, run
 
+    make_importable(arguments.config)
     mode: Mode = "resume" if arguments.resume else "restart" if arguments.restart else "new"
     finish = run(config, mode, lambda text: print(text, flush=True))
     folder = Path(config.logger.log_dir)

@@ -22,6 +22,18 @@ _ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 threads that spin would take them from whoever is at work."""
 
 
+def make_importable(config_file: str | Path) -> None:
+    """Let this process, and those that it launches, import the user's own modules from beside a configuration file.
+
+    Python's own way to say so, `PYTHONPATH`, is also how services that are started by hand are told.
+    """
+    folder = str(Path(config_file).resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
+    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    os.environ["PYTHONPATH"] = os.pathsep.join([*(path for path in inherited if path not in ("", folder)), folder])
+
+
 class Launched(msgspec.Struct, frozen=True, kw_only=True):
     """A process the coordinator started."""
 

@@ -29,7 +29,7 @@ from tandem.coordinator.checkpoints import CheckpointFolder
 from tandem.coordinator.feed import Feed
 from tandem.coordinator.journal import Journal, read_journal
 from tandem.coordinator.journal_file import JOURNAL_NAME, new_run_id, refuse_journal
-from tandem.coordinator.launch import LocalProcesses
+from tandem.coordinator.launch import LocalProcesses, make_importable
 from tandem.coordinator.loop import Loop
 from tandem.coordinator.members import Pulse, Registry
 from tandem.coordinator.plan import Finish, SynchronousPlan
@@ -83,6 +83,7 @@ def _run_prerequisite(
 ) -> Finish | None:
     """Bring the prerequisite run to its end, from wherever it stands; None if it had ended already."""
     earlier = load_config(path)
+    make_importable(path)
     folder = Path(earlier.logger.log_dir)
     has_begun = (folder / JOURNAL_NAME).exists()
     if has_begun and Path(config.policy.model_name).exists():

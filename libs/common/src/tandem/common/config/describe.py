@@ -45,6 +45,10 @@ Sections and keys are those of NVIDIA NeMo-RL v0.3. A key marked **new** is Tand
   that are handed on to a library (`optimizer.kwargs` and the like), text in scientific notation becomes a number.
 - **Paths.** `defaults` and `prerequisite` are relative to the file they are written in (`prerequisite` on the command
   line: to the working directory). Every other path is relative to the working directory, as in NeMo-RL.
+- **Your own code.** Classes and functions that a configuration names (`env.NAME.class`, `data.solution_template`,
+  `policy.optimizer.name`) are imported from what is installed and from the folder of the file itself: `mine.Judge` may
+  be the class `Judge` of a `mine.py` beside it. A service that is started by hand finds it if `PYTHONPATH` names that
+  folder. The code runs with your rights; name none that you do not trust.
 - **Errors.** One line: the file (or `command line`), the key, the value, and what would be valid.
 """
 

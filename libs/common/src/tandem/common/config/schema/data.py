@@ -72,7 +72,8 @@ class Environment(Section, frozen=True, kw_only=True):
     timeout_s: PositiveFloat = 10.0
     """New. Seconds that one score may take."""
     class_path: NonEmptyStr | None = msgspec.field(name="class", default=None)
-    """New. Dotted path of the environment's class; null takes the built-in one of that name."""
+    """New. Dotted path of the environment's class, such as ``mine.Judge`` for the class ``Judge`` of a ``mine.py``
+    beside the configuration file; null takes the built-in one of that name."""
     kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     """New. Arguments of the class."""
     cfg: dict[str, Any] = msgspec.field(default_factory=dict)

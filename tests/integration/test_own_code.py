@@ -1,0 +1,74 @@
+"""Classes and functions of the user's, named in a configuration and kept beside it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.harness import Command, coordinator, steps_of, write_config
+
+JUDGE = """
+from tandem.rollout.environments import Score
+
+class Judge:
+    def __init__(self, base):
+        self.base = base
+
+    def score(self, problem, response):
+        return Score(reward=self.base + 0.5, correct=False)
+"""
+SOLVE = """
+def solve(problem):
+    return "=" + problem.answer
+"""
+OWN: dict[str, Any] = {"env": {"mine": {"class": "judging.Judge", "kwargs": {"base": 2.0}}}}
+
+
+def test_modules_beside_the_configuration_are_found_by_the_run_and_by_its_prerequisite() -> None:
+    for name, text in (("grpo/judging.py", JUDGE), ("grpo/sft/solving.py", SOLVE)):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(text)
+    first = {
+        "algorithm": "sft",
+        "sft": {"max_num_steps": 2, "val_period": 0, "seed": 1},
+        "data": {"solution_template": "solving:solve"},
+        "checkpointing": {"metric_name": "loss"},
+        "logger": {"log_dir": "sft_run"},
+    }
+    write_config(first, "grpo/sft/sft.yaml")
+    then = {
+        "algorithm": "grpo",
+        "prerequisite": "sft/sft.yaml",
+        "policy": {"model_name": "sft_run/checkpoints/latest/policy", "new_model": None},
+    }
+    ended = coordinator("up", write_config(OWN | then, "grpo/grpo.yaml"))
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert steps_of("sft_run")[-1].step == 2
+    assert [step.metrics["reward"] for step in steps_of()] == [2.5, 2.5, 2.5]
+
+
+def test_services_started_by_hand_find_them_by_the_python_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("settings").mkdir()
+    Path("settings/judging.py").write_text(JUDGE)
+    config = write_config(
+        OWN | {"cluster": {"launch": {"trainers": 1, "rollouts": 0, "refit": True}}}, "settings/config.yaml"
+    )
+    with Command("coordinator", "up", config) as run:
+        address = run.wait_for(r"listens on (tcp://\S+)")[1]
+        paths = [os.environ.get("PYTHONPATH", ""), os.path.abspath("settings")]
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+        with Command("rollout", "--coordinator", address) as rollout:
+            assert run.wait() == 0, run.output() + rollout.output()
+            assert rollout.wait() == 0
+    assert steps_of()[-1].metrics["reward"] == 2.5
+
+
+def test_a_class_that_cannot_be_found_is_said_in_one_line() -> None:
+    ended = coordinator("up", write_config(OWN))
+    assert ended.returncode == 1
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("error: rollout-0 failed while ")
+    assert "env.mine.class: cannot import 'judging.Judge': No module named 'judging'" in line
