@@ -70,6 +70,18 @@ def test_an_empty_dataset() -> None:
     assert "'empty.jsonl' holds no problem" in refusal(over)
 
 
+def test_a_dataset_on_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"  # closed again before anyone asks
+    monkeypatch.setenv("HF_ENDPOINT", endpoint)
+    monkeypatch.setenv("HF_HOME", str(Path("home").absolute()))
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    data = {"dataset_name": "nobody/nothing", "task": None, "prompt_template": "{question}"}
+    line = refusal({"data": data, "env": {"exact_match": {}}})
+    assert line.startswith("data.dataset_name: cannot load 'nobody/nothing', split 'train': ")
+    assert f"{endpoint} cannot be reached (Connection refused)" in line
+
+
 def test_a_task_that_does_not_exist() -> None:
     assert "did you mean 'chain_sum'?" in refusal({"data": {"task": "chain_sums"}})
 

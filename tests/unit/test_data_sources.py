@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import datasets
 import pytest
 import reasoning_gym
+import yaml
 from data_harness import NUM_SUMS, SUMS, data_config
 
 from tandem.common.config import Config
@@ -233,6 +235,23 @@ def test_splits_of_a_dataset_are_loaded(kind: str) -> None:
         assert problems.train[0].metadata == {"level": {"easy": True}}
 
 
+def test_a_repository_as_the_hub_holds_one_has_its_subsets() -> None:
+    configs = []
+    for subset, rows in (("easy", ROWS[:5]), ("hard", ROWS[5:])):
+        folder = Path("repository", subset)
+        folder.mkdir(parents=True)
+        datasets.Dataset.from_list(rows[:3]).to_parquet(folder / "train-00000-of-00002.parquet")
+        datasets.Dataset.from_list(rows[3:4]).to_parquet(folder / "train-00001-of-00002.parquet")
+        datasets.Dataset.from_list(rows[4:]).to_parquet(folder / "test-00000-of-00001.parquet")
+        files = [{"split": split, "path": f"{subset}/{split}-*"} for split in ("train", "test")]
+        configs.append({"config_name": subset, "data_files": files})
+    card = {"license": "apache-2.0", "configs": configs}
+    Path("repository/README.md").write_text(f"---\n{yaml.safe_dump(card)}---\n# Sums\n")
+    problems = load_problems(data_config(dataset_name="repository", subset="hard", val_split="test"))
+    assert sorted(p.question for p in problems.train) == ["5 + 1", "6 + 1", "7 + 1", "8 + 1"]
+    assert [p.question for p in problems.validation] == ["9 + 1"]
+
+
 def test_one_split_is_split_again() -> None:
     problems = load_problems(data_config(dataset_name=hub_folder("json"), num_validation=3))
     assert (len(problems.train), len(problems.validation)) == (5, 3)
@@ -264,14 +283,44 @@ def test_a_dataset_that_cannot_be_fetched_is_one_line_and_torch_stays_out() -> N
         "except DataError as error: print(error)\n"
         "print('torch' in sys.modules)"
     )
-    root = str(Path(__file__).parent)
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(Path("home").absolute()), "PYTHONPATH": root}
-    done = subprocess.run(
-        [sys.executable, "-c", probe], capture_output=True, text=True, timeout=60, check=True, env=environment
-    )
-    message, has_torch = done.stdout.splitlines()
+    message, has_torch = run_probe(probe, {"HF_HUB_OFFLINE": "1"}).stdout.splitlines()
     assert message.startswith("data.dataset_name: cannot load 'nobody/nothing', split 'train': ")
     assert has_torch == "False"
+
+
+def test_a_hub_that_cannot_be_reached_is_said_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"  # closed again before anyone asks
+    probe = (
+        "from data_harness import data_config; from tandem.coordinator.data import load_problems\n"
+        "from tandem.common.errors import DataError; import time\n"
+        "import datasets, huggingface_hub\n"  # which takes seconds by itself
+        "before = time.monotonic()\n"
+        "try: load_problems(data_config(dataset_name='nobody/nothing'))\n"
+        "except DataError as error: print(error)\n"
+        "print(time.monotonic() - before)"
+    )
+    done = run_probe(probe, {"HF_ENDPOINT": endpoint})
+    message, seconds = done.stdout.splitlines()
+    assert message == (
+        "data.dataset_name: cannot load 'nobody/nothing', split 'train': "
+        f"{endpoint} cannot be reached (Connection refused), and there is no copy here"
+    )
+    assert float(seconds) < 5.0
+    assert done.stderr == ""
+
+
+def run_probe(probe: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    inherited = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+    return subprocess.run(
+        [sys.executable, "-c", probe],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env=inherited | {"HF_HOME": str(Path("home").absolute()), "PYTHONPATH": path} | environment,
+    )
 
 
 def test_sums_are_as_many_as_the_harness_says() -> None:

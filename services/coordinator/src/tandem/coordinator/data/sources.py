@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ import msgspec
 from tandem.common.config.schema import Data
 from tandem.common.errors import ConfigError, DataError, nearest
 from tandem.common.messages import Problem
+from tandem.coordinator.data.hub import only_the_cache, why_unreachable
 
 _CHUNK = 1000
 _SEED_STRIDE = 1_000_000_007
@@ -78,14 +80,18 @@ def jsonl(path: str, data: Data) -> list[Problem]:
 def hub(name: str, split: str, data: Data) -> list[Problem]:
     """Load a split of a dataset by its name on the Hub, or a folder of data files.
 
-    Raises `DataError` on one line for whatever the library says.
+    Where the Hub cannot be reached, the copy of an earlier download will do. Raises `DataError` on one line for
+    whatever the library says.
     """
     import datasets
 
+    unreachable = "" if Path(name).exists() else why_unreachable()
     try:
-        rows = datasets.load_dataset(name, data.subset, split=split)
+        with only_the_cache() if unreachable else contextlib.nullcontext():
+            rows = datasets.load_dataset(name, data.subset, split=split)
     except Exception as error:  # the library raises dozens of kinds, from its own to the network's
-        raise DataError(f"data.dataset_name: cannot load {name!r}, split {split!r}: {_first_line(error)}") from error
+        reason = f"{unreachable}, and there is no copy here" if unreachable else _first_line(error)
+        raise DataError(f"data.dataset_name: cannot load {name!r}, split {split!r}: {reason}") from error
     problems = [_problem(f"{name}[{split}]:{index}", row, data) for index, row in enumerate(rows)]
     if not problems:
         raise DataError(f"data.dataset_name: {name!r}, split {split!r}, holds no problem")
