@@ -123,7 +123,7 @@ class WandbWriter:
                 config=run.config,
                 settings=wandb.Settings(silent=True, console="off"),
             )
-        except (wandb.Error, OSError) as error:
+        except (wandb.Error, OSError, ValueError) as error:  # ValueError: of a variable that it reads
             wandb.teardown()
             if is_new:
                 shutil.rmtree(folder, ignore_errors=True)
