@@ -121,6 +121,28 @@ def make_batch(num_sequences: int = 8, *, seed: int = 0, max_length: int = 14) -
     )
 
 
+def make_groups(*sizes: int, seed: int = 0, max_prompt: int = 8, max_response: int = 9) -> TrainingBatch:
+    """Return a batch of prompt groups of these sizes: random prompts, ragged responses, one of them of two turns."""
+    random = np.random.default_rng(seed)
+    token_ids, masks = [], []
+    for size in sizes:
+        prompt = random.integers(3, VOCABULARY, random.integers(2, max_prompt + 1))
+        for _ in range(size):
+            response = random.integers(3, VOCABULARY, random.integers(1, max_response + 1))
+            token_ids.append(np.concatenate([prompt, response]))
+            masks.append(np.arange(len(token_ids[-1])) >= len(prompt))
+    masks[-1][-len(masks[-1]) // 3] = False  # what an environment said between two turns
+    loss_mask_T = np.concatenate(masks)
+    num_tokens = len(loss_mask_T)
+    return TrainingBatch(
+        lengths_S=np.array([len(tokens) for tokens in token_ids], dtype=np.int32),
+        token_ids_T=np.concatenate(token_ids).astype(np.int32),
+        loss_mask_T=loss_mask_T,
+        generation_logprobs_T=np.where(loss_mask_T, random.normal(-3.0, 0.3, num_tokens), 0.0).astype(np.float32),
+        advantages_S=random.normal(0.0, 1.0, len(token_ids)).astype(np.float32),
+    )
+
+
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, deadline_s: float = DEADLINE_S) -> list[Any]:
     """Call ``function(rank, *args)`` in `world_size` processes that form a process group; return what each returned.
 

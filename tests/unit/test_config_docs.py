@@ -19,6 +19,7 @@ NEW_KEYS = [
     "algorithm",
     "prerequisite",
     "loss_fn.kl_type",
+    "policy.share_prompts",
     "policy.new_model",
     "policy.new_model.config",
     "policy.new_model.characters",

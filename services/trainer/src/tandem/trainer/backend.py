@@ -37,6 +37,8 @@ class Backend(Protocol):
     num_parameters: int
     """Of the whole model."""
     device: torch.device
+    shares_prompts: bool
+    """Whether its models take `MicroBatch.shared_prompts`."""
 
     def train_step(self, micro_batches: Sequence[MicroBatch], loss: LossOfMicroBatch) -> OptimizerStep:
         """Forward and backward over this rank's micro-batches, clip, and step optimizer and schedule once.

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import transformers
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tandem.common.config import Config
 from tandem.common.errors import ModelError
+from tandem.trainer.packing import MicroBatch
 
 _ENTROPY_ROWS = 1024
 """Positions whose entropy is computed at once, so that a large vocabulary needs little extra memory."""
@@ -60,48 +60,54 @@ class TokenScorer:
     def __init__(self, model: Any, temperature: float) -> None:
         self.model = model
         self._temperature = temperature
-        self._predicts_BT: torch.Tensor | None = None
+        self._predictor_K: torch.Tensor | None = None
         model.get_output_embeddings().register_forward_pre_hook(self._pick)
 
-    def __call__(self, token_ids_BT: torch.Tensor, counted_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``logprobs_BT`` with gradient and ``entropy_BT`` without, float32, zero where nothing counts.
 
         Position ``t`` holds the log-probability of token ``t`` given those before it, and the entropy of the
-        distribution it was drawn from, both at the sampling temperature. `counted_BT` is False at position 0. Rows are
-        padded on the right.
+        distribution it was drawn from, both at the sampling temperature.
         """
-        with self._predicting(counted_BT):
-            # No attention mask: what follows a token cannot reach it, and a mask would rule out the fast kernels.
-            logits_NV = self.model(input_ids=token_ids_BT, use_cache=False).logits.float()
+        # No attention mask: what follows a token cannot reach it, and a mask would rule out the fast kernels.
+        inputs: dict[str, Any] = {"input_ids": batch.token_ids_BT}
+        counted_BT, shared = batch.loss_mask_BT, batch.shared_prompts
+        if shared is None:
+            predictor_K = counted_BT.flatten().nonzero()[:, 0] - 1
+        else:
+            predictor_K = shared.predictor_K
+            inputs = {"input_ids": shared.token_ids_1N, "position_ids": shared.position_ids_1N}
+            inputs["shared_prompts"] = shared
+        with self._predicting(predictor_K):
+            logits_KV = self.model(**inputs, use_cache=False).logits.float()
         if self._temperature != 1.0:
-            logits_NV = logits_NV / self._temperature
-        logprobs_N = -F.cross_entropy(logits_NV, token_ids_BT[counted_BT], reduction="none")
-        zeros_BT = torch.zeros(token_ids_BT.shape, dtype=torch.float32, device=token_ids_BT.device)
-        entropy_BT = zeros_BT.masked_scatter(counted_BT, _entropy(logits_NV.detach()))
-        return zeros_BT.masked_scatter(counted_BT, logprobs_N), entropy_BT
+            logits_KV = logits_KV / self._temperature
+        logprobs_KV = logits_KV.log_softmax(dim=-1)
+        logprobs_K = logprobs_KV.gather(1, batch.token_ids_BT[counted_BT][:, None])[:, 0]
+        zeros_BT = torch.zeros(counted_BT.shape, dtype=torch.float32, device=counted_BT.device)
+        entropy_BT = zeros_BT.masked_scatter(counted_BT, _entropy(logprobs_KV.detach()))
+        return zeros_BT.masked_scatter(counted_BT, logprobs_K), entropy_BT
 
     @contextmanager
-    def _predicting(self, counted_BT: torch.Tensor) -> Iterator[None]:
-        """Make the output layer see the positions whose successors count."""
-        self._predicts_BT = torch.zeros_like(counted_BT)
-        self._predicts_BT[:, :-1] = counted_BT[:, 1:]
+    def _predicting(self, predictor_K: torch.Tensor) -> Iterator[None]:
+        """Make the output layer see these positions, each as often as it is named."""
+        self._predictor_K = predictor_K
         try:
             yield
         finally:
-            self._predicts_BT = None
+            self._predictor_K = None
 
     def _pick(self, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
-        return None if self._predicts_BT is None else (inputs[0][self._predicts_BT],)
+        return None if self._predictor_K is None else (inputs[0].flatten(0, 1).index_select(0, self._predictor_K),)
 
 
 @torch.no_grad()
-def _entropy(logits_NV: torch.Tensor) -> torch.Tensor:
+def _entropy(logprobs_KV: torch.Tensor) -> torch.Tensor:
     parts = []
-    for logits_RV in torch.split(logits_NV, _ENTROPY_ROWS):
-        logprobs_RV = logits_RV.log_softmax(dim=-1)
+    for logprobs_RV in torch.split(logprobs_KV, _ENTROPY_ROWS):
         # A token ruled out has logit -inf and adds nothing.
         parts.append(-torch.where(logprobs_RV.isinf(), 0.0, logprobs_RV.exp() * logprobs_RV).sum(dim=-1))
-    return torch.cat(parts) if parts else logits_NV.new_zeros(0)
+    return torch.cat(parts) if parts else logprobs_KV.new_zeros(0)
 
 
 def _has_weights(folder: Path) -> bool:

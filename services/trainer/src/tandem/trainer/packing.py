@@ -9,7 +9,9 @@ positions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -17,6 +19,9 @@ import torch
 from numpy.typing import NDArray
 
 from tandem.common.batch import Float32s, TrainingBatch
+from tandem.trainer.sharing import Prompts, SharedPrompts, share_prompts
+
+Scalar = TypeVar("Scalar", np.int64, np.float32, np.bool_)
 
 EMPTY_ROW = -1
 """Stands for a row that holds no sequence: it evens out the ranks' shares and counts nowhere."""
@@ -47,6 +52,8 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     in training itself."""
     reference_logprobs_BT: torch.Tensor | None = None
     """float32; under the reference model. None where the loss does not read it."""
+    shared_prompts: SharedPrompts | None = None
+    """The same samples as one row that holds each prompt once, for the model; None where no two share a prompt."""
 
 
 def counted_tokens(batch: TrainingBatch) -> NDArray[np.bool_]:
@@ -69,31 +76,57 @@ def global_batches(num_sequences: int, size: int) -> list[range]:
     return [range(first, min(first + size, num_sequences)) for first in range(0, num_sequences, size)]
 
 
-def deal(rows: Sequence[int], lengths_S: Sequence[int] | NDArray[np.int32], num_ranks: int) -> list[list[int]]:
+def deal(
+    rows: Sequence[int],
+    lengths_S: Sequence[int] | NDArray[np.int32],
+    num_ranks: int,
+    prompts: Prompts | None = None,
+) -> list[list[int]]:
     """Deal the sequences of a global batch to the ranks: equal counts, nearly equal tokens.
 
     The longest go first, one to each rank, back and forth: the rank that got the longest of one round gets the shortest
-    of the next. Where the count does not divide, `EMPTY_ROW` fills up.
+    of the next. Where the count does not divide, `EMPTY_ROW` fills up. Sequences that share a prompt stay together as
+    far as equal counts allow: what is dealt are pieces of them, all of one size.
     """
-    by_length = sorted(rows, key=lambda row: (-int(lengths_S[row]), row))
-    by_length += [EMPTY_ROW] * (-len(by_length) % num_ranks)
+    hand_size = -(-len(rows) // num_ranks)
+    num_empty = num_ranks * hand_size - len(rows)
+    runs = _runs(rows, lengths_S, prompts)
+    size = math.gcd(hand_size, num_empty, *(len(run) for run in runs))
+    pieces = [run[first : first + size] for run in runs for first in range(0, len(run), size)]
+    pieces.sort(key=lambda piece: (-sum(int(lengths_S[row]) for row in piece), piece))
+    pieces += [[EMPTY_ROW] * size] * (num_empty // size)
     hands: list[list[int]] = [[] for _ in range(num_ranks)]
-    for number, first in enumerate(range(0, len(by_length), num_ranks)):
-        dealt = by_length[first : first + num_ranks]
-        for hand, row in zip(hands, dealt if number % 2 == 0 else reversed(dealt), strict=True):
-            hand.append(row)
+    for number, first in enumerate(range(0, len(pieces), num_ranks)):
+        dealt = pieces[first : first + num_ranks]
+        for hand, piece in zip(hands, dealt if number % 2 == 0 else reversed(dealt), strict=True):
+            hand.extend(piece)
     return hands
 
 
 def micro_batches_of(
-    rows: Sequence[int], lengths_S: Sequence[int] | NDArray[np.int32], size: int
+    rows: Sequence[int],
+    lengths_S: Sequence[int] | NDArray[np.int32],
+    size: int,
+    prompts: Prompts | None = None,
 ) -> list[tuple[int, ...]]:
     """Group a rank's sequences into micro-batches of at most `size`, like lengths together so that little is padded.
 
-    The number of micro-batches depends on the number of rows alone: equal hands give equal numbers of passes.
+    Sequences that share a prompt lie side by side, so a `size` that is a multiple of the samples of a prompt splits no
+    group. The number of micro-batches depends on the number of rows alone: equal hands give equal numbers of passes.
     """
-    by_length = sorted(rows, key=lambda row: (0 if row == EMPTY_ROW else -int(lengths_S[row]), row))
-    return [tuple(by_length[first : first + size]) for first in range(0, len(by_length), size)]
+    ordered = [row for run in _runs([row for row in rows if row != EMPTY_ROW], lengths_S, prompts) for row in run]
+    ordered += [EMPTY_ROW] * (len(rows) - len(ordered))
+    return [tuple(ordered[first : first + size]) for first in range(0, len(ordered), size)]
+
+
+def _runs(
+    rows: Sequence[int], lengths_S: Sequence[int] | NDArray[np.int32], prompts: Prompts | None
+) -> list[list[int]]:
+    """Put sequences that share a prompt together, the longest first, and the groups in the order of their longest."""
+    runs: dict[int, list[int]] = {}
+    for row in sorted(rows, key=lambda row: (-int(lengths_S[row]), row)):
+        runs.setdefault(row if prompts is None else int(prompts.prompt_S[row]), []).append(row)
+    return list(runs.values())
 
 
 def pad(
@@ -102,10 +135,14 @@ def pad(
     *,
     divisible_by: int,
     device: torch.device,
+    prompts: Prompts | None = None,
     previous_logprobs_T: Float32s | None = None,
     reference_logprobs_T: Float32s | None = None,
 ) -> MicroBatch:
-    """Lay the given sequences out as a micro-batch whose width is a multiple of `divisible_by`."""
+    """Lay the given sequences out as a micro-batch whose width is a multiple of `divisible_by`.
+
+    With `prompts`, and where two of the sequences share one, the row that holds each prompt once comes with it.
+    """
     lengths_B = np.array([0 if row == EMPTY_ROW else batch.lengths_S[row] for row in rows], dtype=np.int64)
     ends_S = np.cumsum(batch.lengths_S, dtype=np.int64)
     firsts_B = np.array([0 if row == EMPTY_ROW else ends_S[row] - batch.lengths_S[row] for row in rows], dtype=np.int64)
@@ -113,23 +150,53 @@ def pad(
     valid_BT = np.arange(width)[None, :] < lengths_B[:, None]
     sources = (firsts_B[:, None] + np.arange(width)[None, :])[valid_BT]
 
-    def padded(values_T: NDArray[np.generic], dtype: type[np.generic]) -> torch.Tensor:
+    def padded(values_T: NDArray[Any], dtype: type[Scalar]) -> NDArray[Scalar]:
         values_BT = np.zeros(valid_BT.shape, dtype=dtype)
         values_BT[valid_BT] = values_T[sources]
-        return torch.from_numpy(values_BT).to(device)
+        return values_BT
 
+    def moved(values: NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(values).to(device)
+
+    token_ids_BT = padded(batch.token_ids_T, np.int64)
+    counted_BT = padded(counted_tokens(batch), np.bool_)
     advantages_B = np.array([0.0 if row == EMPTY_ROW else batch.advantages_S[row] for row in rows], dtype=np.float32)
+    scores = [
+        None if values_T is None else moved(padded(values_T, np.float32))
+        for values_T in (previous_logprobs_T, reference_logprobs_T)
+    ]
     return MicroBatch(
         rows=tuple(rows),
-        lengths_B=torch.from_numpy(lengths_B).to(device),
-        token_ids_BT=padded(batch.token_ids_T, np.int64),
-        attention_mask_BT=torch.from_numpy(valid_BT).to(device),
-        loss_mask_BT=padded(counted_tokens(batch), np.bool_),
-        generation_logprobs_BT=padded(batch.generation_logprobs_T, np.float32),
-        advantages_B=torch.from_numpy(advantages_B).to(device),
-        previous_logprobs_BT=None if previous_logprobs_T is None else padded(previous_logprobs_T, np.float32),
-        reference_logprobs_BT=None if reference_logprobs_T is None else padded(reference_logprobs_T, np.float32),
+        lengths_B=moved(lengths_B),
+        token_ids_BT=moved(token_ids_BT),
+        attention_mask_BT=moved(valid_BT),
+        loss_mask_BT=moved(counted_BT),
+        generation_logprobs_BT=moved(padded(batch.generation_logprobs_T, np.float32)),
+        advantages_B=moved(advantages_B),
+        previous_logprobs_BT=scores[0],
+        reference_logprobs_BT=scores[1],
+        shared_prompts=None
+        if prompts is None
+        else _shared(prompts, rows, token_ids_BT, counted_BT, divisible_by=divisible_by, device=device),
     )
+
+
+def _shared(
+    prompts: Prompts,
+    rows: Sequence[int],
+    token_ids_BT: NDArray[np.int64],
+    counted_BT: NDArray[np.bool_],
+    *,
+    divisible_by: int,
+    device: torch.device,
+) -> SharedPrompts | None:
+    """Return the row that holds each prompt once; None where there are as many prompts as sequences."""
+    prompt_B = np.array([EMPTY_ROW if row == EMPTY_ROW else prompts.prompt_S[row] for row in rows], dtype=np.int64)
+    held = prompt_B[prompt_B != EMPTY_ROW]
+    if len(np.unique(held)) == len(held):
+        return None
+    lengths_B = np.array([0 if row == EMPTY_ROW else prompts.lengths_S[row] for row in rows], dtype=np.int64)
+    return share_prompts(token_ids_BT, counted_BT, prompt_B, lengths_B, divisible_by=divisible_by, device=device)
 
 
 def unpad_into(values_T: Float32s, values_BT: torch.Tensor, batch: TrainingBatch, rows: Sequence[int]) -> None:

@@ -20,6 +20,7 @@ from tandem.trainer import packing
 from tandem.trainer.backend import Backend, OptimizerStep, WhichModel
 from tandem.trainer.loss import Counts, NegativeLogLikelihood, PolicyGradientLoss
 from tandem.trainer.packing import MicroBatch
+from tandem.trainer.sharing import find_prompts
 
 
 class TrainResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,6 +80,8 @@ class _Shares:
         self._backend = backend
         self._batch = batch
         self._policy = config.policy
+        shares = config.policy.share_prompts and backend.shares_prompts
+        self._prompts = find_prompts(batch) if shares else None
         self._counted_S = packing.counts_of_sequences(batch)
         self.global_batches = packing.global_batches(len(batch.lengths_S), config.policy.train_global_batch_size)
 
@@ -94,14 +97,15 @@ class _Shares:
         return [
             self._pad(group, previous_T, reference_T)
             for group in packing.micro_batches_of(
-                self._mine(rows), self._batch.lengths_S, self._policy.train_micro_batch_size
+                self._mine(rows), self._batch.lengths_S, self._policy.train_micro_batch_size, self._prompts
             )
         ]
 
     def logprobs(self, model: WhichModel, size: int | None = None) -> Float32s:
         """Return the log-probabilities of this rank's counted tokens where they lie in the batch, zeros elsewhere."""
         mine = [row for rows in self.global_batches for row in self._mine(rows)]
-        groups = packing.micro_batches_of(mine, self._batch.lengths_S, size or self._policy.logprob_batch_size)
+        size = size or self._policy.logprob_batch_size
+        groups = packing.micro_batches_of(mine, self._batch.lengths_S, size, self._prompts)
         padded = [self._pad(group, None, None) for group in groups]
         values_T = np.zeros(len(self._batch.token_ids_T), dtype=np.float32)
         for group, logprobs_BT in zip(groups, self._backend.logprobs(padded, model), strict=True):
@@ -109,7 +113,7 @@ class _Shares:
         return values_T
 
     def _mine(self, rows: Sequence[int]) -> list[int]:
-        hands = packing.deal(rows, self._batch.lengths_S, self._backend.data_parallel_size)
+        hands = packing.deal(rows, self._batch.lengths_S, self._backend.data_parallel_size, self._prompts)
         return hands[self._backend.data_parallel_rank]
 
     def _pad(self, group: Sequence[int], previous_T: Float32s | None, reference_T: Float32s | None) -> MicroBatch:
@@ -118,6 +122,7 @@ class _Shares:
             group,
             divisible_by=self._policy.make_sequence_length_divisible_by,
             device=self._backend.device,
+            prompts=self._prompts,
             previous_logprobs_T=previous_T,
             reference_logprobs_T=reference_T,
         )

@@ -21,6 +21,7 @@ from tandem.common.config import Config
 from tandem.common.errors import CheckpointError, ModelError, TrainingError
 from tandem.refit.layout import Layout
 from tandem.trainer import checkpoints
+from tandem.trainer.attention import ATTENTION_NAME, prepare_to_share
 from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep, WhichModel
 from tandem.trainer.backends import shards
 from tandem.trainer.models import TokenScorer, checkpoint_activations, decoder_layers, load_model
@@ -51,6 +52,7 @@ class DTensorBackend:
 
         source = config.policy.model_name if checkpoint is None else str(checkpoint / checkpoints.POLICY)
         self._policy = load_model(source, config, torch.float32)
+        self.shares_prompts = self._prepare_to_share()
         if config.policy.activation_checkpointing_enabled or config.policy.dtensor_cfg.activation_checkpointing:
             checkpoint_activations(self._policy)
         _shard(self._policy, self._mesh, self._dtype)
@@ -73,7 +75,7 @@ class DTensorBackend:
         total = torch.zeros(1, dtype=torch.float64, device=self.device)
         for index, batch in enumerate(micro_batches):
             self._communicate(last=index == len(micro_batches) - 1)
-            value = loss(batch, *self._scorers["policy"](batch.token_ids_BT, batch.loss_mask_BT))
+            value = loss(batch, *self._scorers["policy"](batch))
             # FSDP2 averages gradients over the ranks; the loss is a sum.
             torch.autograd.backward(value * self.data_parallel_size)
             total += value.detach()
@@ -95,7 +97,7 @@ class DTensorBackend:
     def logprobs(self, micro_batches: Sequence[MicroBatch], model: WhichModel) -> list[torch.Tensor]:
         """Return ``logprobs_BT`` without gradient for each micro-batch, zero where no token counts."""
         scorer = self._scorers[model]
-        found = [scorer(batch.token_ids_BT, batch.loss_mask_BT)[0] for batch in micro_batches]
+        found = [scorer(batch)[0] for batch in micro_batches]
         for module in _fsdp_modules(scorer.model):
             module.reshard()  # only a backward pass would do it by itself
         return found
@@ -150,8 +152,22 @@ class DTensorBackend:
 
     def _reference(self) -> TokenScorer:
         model = load_model(self._config.policy.model_name, self._config, self._dtype).requires_grad_(False)
+        if self.shares_prompts:
+            model.set_attn_implementation(ATTENTION_NAME)
         _shard(model, self._mesh, self._dtype)
         return TokenScorer(model, self._temperature)
+
+    def _prepare_to_share(self) -> bool:
+        """Make the policy take shared prompts where that is wanted; say so where it cannot."""
+        policy = self._config.policy
+        if self._config.algorithm != "grpo" or not policy.share_prompts:
+            return False
+        reason = prepare_to_share(self._policy, policy.max_total_sequence_length)
+        if reason is not None and self.data_parallel_rank == 0:
+            print(
+                f"policy.share_prompts has no effect: {type(self._policy).__name__} cannot share: {reason}", flush=True
+            )
+        return reason is None
 
     def _communicate(self, *, last: bool) -> None:
         """Reduce gradients once an optimizer step, where host memory can hold them whole until then."""

@@ -127,6 +127,10 @@ class Policy(Section, frozen=True, kw_only=True):
     """Sequences in one forward pass of one trainer when only log-probabilities are wanted."""
     precision: Literal["float32", "bfloat16"] = "bfloat16"
     """Element type of forward and backward passes and of generation."""
+    share_prompts: bool = True
+    """New. Compute each prompt once for all of its samples in a micro-batch, and no padding. A micro-batch size that is
+    a multiple of `grpo.num_generations_per_prompt` splits no group. The numbers are the same either way; models whose
+    tokens meet elsewhere than in plain causal attention are trained the other way by themselves."""
     max_grad_norm: PositiveFloat | None = 1.0
     """Gradients are scaled down to this Euclidean norm; null means no clipping."""
     make_sequence_length_divisible_by: PositiveInt = 1

@@ -1,0 +1,112 @@
+"""Prompts computed once: who shares one, the row that holds them, and who keeps company when sequences are dealt."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.common.batch import TrainingBatch
+from tandem.trainer import packing
+from tandem.trainer.packing import EMPTY_ROW
+from tandem.trainer.sharing import Prompts, find_prompts
+
+CPU = torch.device("cpu")
+
+
+def batch_of(*sequences: str) -> TrainingBatch:
+    """One sequence a string: lower-case letters are prompt tokens, capital ones count; the ids are character codes."""
+    text = "".join(sequences)
+    return TrainingBatch(
+        lengths_S=np.array([len(sequence) for sequence in sequences], dtype=np.int32),
+        token_ids_T=np.array([ord(token) for token in text], dtype=np.int32),
+        loss_mask_T=np.array([token.isupper() for token in text]),
+        generation_logprobs_T=np.zeros(len(text), dtype=np.float32),
+        advantages_S=np.zeros(len(sequences), dtype=np.float32),
+    )
+
+
+def text_of(token_ids: torch.Tensor) -> str:
+    return "".join(map(chr, token_ids.flatten().tolist()))
+
+
+def test_sequences_share_what_comes_before_the_first_counted_token() -> None:
+    prompts = find_prompts(batch_of("abXY", "acX", "abZ", "abcX", "ab", "X", "XY"))
+    assert prompts.prompt_S.tolist() == [0, 1, 0, 3, 0, 5, 5]
+    assert prompts.lengths_S.tolist() == [2, 2, 2, 3, 2, 1, 1]
+
+
+def test_the_row_holds_each_prompt_once_and_nothing_that_predicts_nothing() -> None:
+    batch = batch_of("abXYZ", "abVW", "acXsTu", "acU")
+    micro = packing.pad(batch, (0, 1, 2, 3, EMPTY_ROW), divisible_by=1, device=CPU, prompts=find_prompts(batch))
+    shared = micro.shared_prompts
+    assert shared is not None
+    # Of "abXYZ" the last token, of "acXsTu" the last two, and of "acU" the whole response predict nothing counted.
+    assert text_of(shared.token_ids_1N) == "abXY" + "V" + "acXs"
+    assert shared.position_ids_1N.tolist() == [[0, 1, 2, 3, 2, 0, 1, 2, 3]]
+    assert shared.source_BW.tolist() == [[0, 1, 2, 3], [0, 1, 4, 0], [5, 6, 7, 8], [5, 6, 0, 0], [0, 0, 0, 0]]
+    assert shared.source_BW.flatten()[shared.taken_N].tolist() == list(range(9)), "each takes back what is its own"
+    assert text_of(shared.token_ids_1N[0, shared.predictor_K]) == "bXY" + "bV" + "cs" + "c"
+    assert text_of(micro.token_ids_BT[micro.loss_mask_BT]) == "XYZ" + "VW" + "XT" + "U"
+
+
+def test_the_row_is_rounded_up() -> None:
+    batch = batch_of("abXYZ", "abVW")
+    micro = packing.pad(batch, (0, 1), divisible_by=8, device=CPU, prompts=find_prompts(batch))
+    assert micro.shared_prompts is not None
+    assert micro.shared_prompts.token_ids_1N.shape == micro.shared_prompts.taken_N[None].shape == (1, 8)
+
+
+def test_a_prompt_is_owned_by_a_sample_that_has_a_response() -> None:
+    batch = batch_of("ab", "abX", "abY")
+    micro = packing.pad(batch, (0, 1, 2), divisible_by=1, device=CPU, prompts=find_prompts(batch))
+    assert micro.shared_prompts is not None
+    assert text_of(micro.shared_prompts.token_ids_1N) == "ab"
+    assert micro.shared_prompts.predictor_K.tolist() == [1, 1]
+
+
+def test_samples_where_nothing_counts_make_a_row_of_padding() -> None:
+    batch = batch_of("ab", "ab")
+    micro = packing.pad(batch, (0, 1), divisible_by=1, device=CPU, prompts=find_prompts(batch))
+    assert micro.shared_prompts is not None
+    assert micro.shared_prompts.token_ids_1N.tolist() == [[0]]
+    assert micro.shared_prompts.predictor_K.tolist() == []
+
+
+def test_sequences_without_a_common_prompt_share_nothing() -> None:
+    batch = batch_of("abXYZ", "acVW")
+    assert packing.pad(batch, (0, 1), divisible_by=1, device=CPU, prompts=find_prompts(batch)).shared_prompts is None
+    assert packing.pad(batch, (0, 0), divisible_by=1, device=CPU).shared_prompts is None
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 6), min_size=1, max_size=12),
+    num_ranks=st.integers(1, 5),
+    size=st.integers(1, 8),
+    data=st.data(),
+)
+def test_hands_are_equal_whatever_the_groups(sizes: list[int], num_ranks: int, size: int, data: st.DataObject) -> None:
+    num = sum(sizes)
+    lengths = data.draw(st.lists(st.integers(1, 50), min_size=num, max_size=num))
+    firsts = np.repeat(np.cumsum([0, *sizes[:-1]]), sizes)
+    prompts = Prompts(prompt_S=firsts, lengths_S=np.ones(num, dtype=np.int64))
+    hands = packing.deal(range(num), lengths, num_ranks, prompts)
+    assert sorted(row for hand in hands for row in hand if row != EMPTY_ROW) == list(range(num))
+    assert {len(hand) for hand in hands} == {-(-num // num_ranks)}
+    groups = [packing.micro_batches_of(hand, lengths, size, prompts) for hand in hands]
+    assert len({len(group) for group in groups}) == 1, "a rank with fewer passes would leave the others waiting"
+    for hand, group in zip(hands, groups, strict=True):
+        assert sorted(row for rows in group for row in rows) == sorted(hand)
+    if len(set(sizes)) == 1 and len(sizes) % num_ranks == 0:
+        whole = [{int(firsts[row]) for row in hand} for hand in hands]
+        assert sum(len(held) for held in whole) == len(sizes), "no group is split over ranks"
+
+
+def test_groups_are_dealt_whole_and_lie_side_by_side() -> None:
+    prompts = Prompts(prompt_S=np.array([0, 1, 0, 1, 4, 4, 6, 6]), lengths_S=np.ones(8, dtype=np.int64))
+    lengths = [9, 5, 1, 5, 2, 2, 3, 4]
+    hands = packing.deal(range(8), lengths, 2, prompts)
+    assert hands == [[0, 2, 4, 5], [1, 3, 7, 6]]
+    assert packing.micro_batches_of(hands[0], lengths, 2, prompts) == [(0, 2), (4, 5)]
