@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from tandem.common.config import Config
 from tandem.common.errors import CheckpointError, ModelError, TrainingError
@@ -57,7 +56,7 @@ class DTensorBackend:
             checkpoint_activations(self._policy)
         _shard(self._policy, self._mesh, self._dtype)
         self._scorers = {"policy": TokenScorer(self._policy, self._temperature)}
-        self._parameters: dict[str, DTensor] = dict(self._policy.named_parameters())
+        self._parameters: dict[str, torch.Tensor] = dict(self._policy.named_parameters())
         self.num_parameters = sum(parameter.numel() for parameter in self._parameters.values())
         shards.share(self._parameters)
         if config.algorithm == "grpo" and config.loss_fn.reference_policy_kl_penalty > 0:
@@ -171,6 +170,8 @@ class DTensorBackend:
 
     def _communicate(self, *, last: bool) -> None:
         """Reduce gradients once an optimizer step, where host memory can hold them whole until then."""
+        if not isinstance(self._policy, FSDPModule):
+            return
         if self.device.type == "cpu":
             self._policy.set_requires_gradient_sync(last)
             self._policy.set_reshard_after_backward(last)
@@ -180,7 +181,7 @@ class DTensorBackend:
         """Scale the gradients down to ``policy.max_grad_norm``; return the norm they had."""
         gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        norm = shards.whole_of(norm)
         if self._config.policy.max_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(self._parameters.values(), self._config.policy.max_grad_norm, norm)
         return float(norm)
@@ -225,8 +226,12 @@ def _device(rank: int) -> torch.device:
 def _shard(model: torch.nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> None:
     """Shard each layer, and the rest, over the mesh; compute in `dtype` and reduce gradients in float32.
 
-    Host memory holds the unsharded layers between forward and backward pass; GPU memory gathers them again.
+    Host memory holds the unsharded layers between forward and backward pass; GPU memory gathers them again. A single
+    rank that computes in the precision of the parameters has nothing to shard, to gather or to cast.
     """
+    if mesh.size() == 1 and all(parameter.dtype == dtype for parameter in model.parameters()):
+        model.to(mesh.device_type)
+        return
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     if dtype == torch.float32:
         policy = MixedPrecisionPolicy()

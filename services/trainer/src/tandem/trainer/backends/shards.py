@@ -1,4 +1,4 @@
-"""What an FSDP2 rank holds of each parameter, and where: the layout, and the memory that engines read."""
+"""What a rank holds of each parameter, and where: the layout, and the memory that engines read."""
 
 from __future__ import annotations
 
@@ -20,18 +20,25 @@ _SHARED_MEMORY = "/dev/shm"
 _SPARE_DESCRIPTORS = 256
 
 
-def box_of(parameter: DTensor) -> Box:
+def box_of(parameter: torch.Tensor) -> Box:
     """Return the part of the global tensor that this rank holds; a dimension of zero elements if none."""
+    if not isinstance(parameter, DTensor):  # whole, on the only rank there is
+        return Box(start=(0,) * parameter.dim(), shape=tuple(parameter.shape))
     shape, start = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return Box(start=tuple(start), shape=tuple(shape))
 
 
-def local_of(parameter: DTensor) -> torch.Tensor:
+def local_of(parameter: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a parameter: its memory, not a copy, without gradient."""
-    return parameter.to_local().detach()
+    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
 
 
-def share(parameters: Mapping[str, DTensor]) -> None:
+def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all of a parameter, or of a number computed from several, without gradient. Collective."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def share(parameters: Mapping[str, torch.Tensor]) -> None:
     """Move every shard into shared memory, in place, for good.
 
     On the CPU only: GPU memory is opened by other processes without having been moved. Raises `ModelError` where the
@@ -53,7 +60,7 @@ def share(parameters: Mapping[str, DTensor]) -> None:
         shm.share(local)
 
 
-def layout_of(parameters: Mapping[str, DTensor]) -> Layout:
+def layout_of(parameters: Mapping[str, torch.Tensor]) -> Layout:
     """Describe this rank's shards. After `share`."""
     tensors: dict[str, TensorLayout] = {}
     storages: dict[str, Storage] = {}
@@ -70,7 +77,7 @@ def layout_of(parameters: Mapping[str, DTensor]) -> Layout:
     return Layout(host=socket.gethostname(), tensors=tensors, storages=storages)
 
 
-def digest_of(parameters: Mapping[str, DTensor], dtype: torch.dtype) -> int:
+def digest_of(parameters: Mapping[str, torch.Tensor], dtype: torch.dtype) -> int:
     """Return the digest share of this rank's shards, rounded to the element type that engines hold."""
     shares = [
         digest.digest_box(name, tuple(parameter.shape), box_of(parameter), local_of(parameter).to(dtype))
