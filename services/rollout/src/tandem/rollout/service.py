@@ -120,7 +120,7 @@ class RolloutService:
     # --- building and refit ------------------------------------------------------------------------------------------
 
     def _build(self, order: BuildEngine) -> None:
-        limit_threads(self._config)
+        limit_threads(self._config, "rollouts")
         generation = self._config.policy.generation
         self._tokenizer = load_tokenizer(self._config)
         self._scorer = Scorer(self._config)

@@ -108,7 +108,7 @@ class TrainerService:
         self._member.reply(order.command_id, RendezvousOpened(command_id=order.command_id, host=host, port=port))
 
     def _build(self, order: BuildTrainer) -> None:
-        limit_threads(self._config)
+        limit_threads(self._config, "trainers")
         if is_loopback(order.rendezvous_host):
             loopback_interface("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
         timeout = datetime.timedelta(seconds=order.deadline_s)

@@ -135,7 +135,8 @@ class Cluster(Section, frozen=True, kw_only=True):
     address: NonEmptyStr = "tcp://127.0.0.1:*"
     """New. Where the coordinator listens, ``tcp://host:port``; ``*`` picks a free port."""
     threads_per_process: PositiveInt | None = None
-    """New. CPU threads of each process; null gives each all cores."""
+    """New. CPU threads of each process; null shares the cores among the processes of one kind that are launched
+    here."""
     heartbeat_interval_s: PositiveFloat = 1.0
     """New. Seconds between signs of life, in both directions."""
     heartbeat_timeout_s: PositiveFloat = 15.0
