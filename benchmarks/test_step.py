@@ -48,7 +48,7 @@ CONFIG = {
         "precision": "float32",
         "max_total_sequence_length": 64,
         "train_global_batch_size": NUM_PROMPTS * NUM_SAMPLES,
-        "train_micro_batch_size": 64,
+        "train_micro_batch_size": NUM_PROMPTS * NUM_SAMPLES,
         "generation": {"max_new_tokens": NUM_TOKENS, "transformers_cfg": {"num_slots": 128}},
         "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 1.0e-6}},
     },
