@@ -41,7 +41,7 @@ def test_one_command_runs_grpo_and_leaves_results() -> None:
         assert step.metrics["sampling_importance_ratio"] == pytest.approx(1.0, abs=1e-4)
         parts = {name: s for name, s in step.seconds.items() if name != "total"}
         assert {"generation", "policy_training", "refit", "get_logprobs"} <= parts.keys()
-        assert sum(parts.values()) == pytest.approx(step.seconds["total"], rel=0.01)
+        assert sum(parts.values()) == pytest.approx(step.seconds["total"], rel=0.01, abs=2e-3)
     assert ["val_accuracy" in s.metrics for s in steps] == [False, True, True]
     assert [bool(s.checkpoint) for s in steps] == [False, True, True]
     assert Path("run/report.png").stat().st_size > 5000
