@@ -45,6 +45,9 @@ Frames = list[bytes | memoryview]
 _ARRAY_KINDS = "biuf"
 """numpy kinds that may travel: booleans, integers, floats. Objects and strings may not."""
 
+UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that are no message; the last two for text that is none and for bottomless nesting."""
+
 _EXIT_COORDINATOR_LOST = 70
 _SHUTDOWN_GRACE_S = 5.0
 """Seconds a process has to end by itself after `Shutdown` before its link ends it."""
@@ -102,7 +105,7 @@ class Codec(Generic[Incoming]):
         try:
             message = self._decoder.decode(frames[0])
             headers = _manifest_decoder.decode(frames[1]) if len(frames) > 1 else []
-        except msgspec.MsgspecError as error:
+        except UNDECODABLE as error:
             raise WireError(f"not a message of this link: {error}") from error
         if len(headers) != max(0, len(frames) - 2):
             raise WireError(f"{len(headers)} arrays announced, {max(0, len(frames) - 2)} came")
@@ -142,7 +145,7 @@ def check_version(frame: bytes | memoryview) -> None:
     """Raise `VersionMismatch` if the frame is a `Hello` of another version, `WireError` if it is no `Hello`."""
     try:
         probe = msgspec.msgpack.decode(frame, type=HelloProbe)
-    except msgspec.MsgspecError as error:
+    except UNDECODABLE as error:
         raise WireError(f"expected a Hello: {error}") from error
     if probe.protocol_version != PROTOCOL_VERSION:
         who = f"{probe.service} (pid {probe.pid} on {probe.host})"
@@ -346,7 +349,7 @@ class _Pump:
         frames = self._dealer.recv_multipart(copy=False)
         try:
             tag = self._tag.decode(frames[0].buffer).type
-        except msgspec.MsgspecError:
+        except UNDECODABLE:
             tag = ""  # no message: `receive` says so, where somebody hears it
         if tag != "Heartbeat":
             self._process.send_multipart(frames, copy=False)
