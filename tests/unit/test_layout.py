@@ -1,14 +1,31 @@
-"""Boxes are sets of elements; pieces are strided arrays."""
+"""Boxes are sets of elements; pieces are strided arrays; layouts survive the wire."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import hypothesis.strategies as st
+import msgspec
 import numpy as np
+import pytest
 from hypothesis import given
 
-from tandem.refit.layout import Box, Layout, Piece, PrivateMemory, Storage, TensorLayout, whole
+from tandem.common.errors import RefitError
+from tandem.refit import layout as layouts
+from tandem.refit.layout import (
+    Box,
+    Layout,
+    LayoutBuilder,
+    Piece,
+    PrivateMemory,
+    SharedMemory,
+    Storage,
+    Tensor,
+    contiguous_strides,
+    whole,
+)
 
 SHAPE = (5, 6)
 boxes = st.tuples(st.integers(0, 4), st.integers(0, 5)).flatmap(
@@ -61,8 +78,105 @@ def test_a_box_inside_a_piece_lies_where_the_strides_say() -> None:
     assert piece.last == 12 + 4 * 48 + 5 * 4
 
 
-def test_a_process_may_hold_nothing_of_a_tensor_and_read_two_from_one_place() -> None:
-    empty = Piece(Box((4, 0), (0, 6)), "p", 48, (24, 4))
-    halves = [Piece(Box((row, 0), (2, 6)), "p", 0, (24, 4)) for row in (0, 2)]
-    tensors = {"w": TensorLayout((4, 6), "float32", (empty, *halves))}
-    Layout("here", tensors, {"p": Storage(48, PrivateMemory())}).check("trainer-0")
+def mixed() -> Layout:
+    """Tensors of no, one and two dimensions, added one at a time and as a family."""
+    builder = LayoutBuilder("here", "GPU-0")
+    matrix, scalar = builder.tensor("w", (4, 6), "float32"), builder.tensor("scale", (), "float32")
+    vector = builder.tensor("norm", (6,), "bfloat16", block=(2,), scales="norm_scale")
+    storage = builder.storage("p", 96, SharedMemory(pid=1, fd=3, inode=5))
+    other = builder.storage("q", 100)
+    builder.add(scalar, whole(()), other, 96, ())
+    builder.add(matrix, Box((4, 0), (0, 6)), storage, 0, (24, 4))  # empty
+    builder.add(vector, whole((6,)), other, 0, (2,))
+    builder.add_many(matrix, [(0, 0), (2, 0), (4, 0)], [(2, 6), (2, 6), (0, 6)], storage, [0, 48, 96], (24, 4))
+    return builder.build()
+
+
+def test_pieces_are_as_they_were_added_and_empty_ones_are_left_out() -> None:
+    layout = mixed()
+    layout.check("trainer-0")
+    assert layout.pieces_of("w") == tuple(Piece(Box((row, 0), (2, 6)), "p", row * 24, (24, 4)) for row in (0, 2))
+    assert layout.pieces_of("scale") == (Piece(whole(()), "q", 96, ()),)
+    assert layout.pieces_of("norm") == (Piece(whole((6,)), "q", 0, (2,)),)
+    assert layout.storages == (Storage("p", 96, SharedMemory(pid=1, fd=3, inode=5)), Storage("q", 100, PrivateMemory()))
+    with pytest.raises(KeyError):
+        layout.pieces_of("nothing")
+
+
+def test_a_shared_tuple_of_tensors_is_kept_as_it_is() -> None:
+    tensors = (Tensor("a", (2,), "float32"), Tensor("b", (2,), "float32"))
+    builder = LayoutBuilder("here")
+    assert builder.add_tensors(tensors) == 0
+    assert builder.build().tensors is tensors
+    assert builder.tensor("c", (1,), "int8") == 2
+    assert builder.add_tensors((Tensor("d", (), "int8"),)) == 3
+    assert [tensor.name for tensor in builder.build().tensors] == ["a", "b", "c", "d"]
+    assert len(tensors) == 2
+
+
+def test_a_box_of_other_dimensions_than_its_tensor_is_refused() -> None:
+    builder = LayoutBuilder("here")
+    builder.add(builder.tensor("w", (4, 6), "float32"), Box((0,), (4,)), builder.storage("p", 96), 0, (4,))
+    with pytest.raises(RefitError, match=r"w\[0:4\] has the wrong number of dimensions"):
+        builder.build()
+
+
+def test_layouts_survive_the_wire() -> None:
+    layout = mixed()
+    assert layouts.decode(layouts.encode(layout)) == layout
+    for empty in (LayoutBuilder("here").build(), Layout("here", "cpu", layout.tensors, (), layout.pieces.rows([]))):
+        assert layouts.decode(layouts.encode(empty)) == empty
+        empty.check("trainer-0")
+        empty.check_writable("trainer-0")
+
+
+def test_what_ranks_have_in_common_is_decoded_once() -> None:
+    layout = mixed()
+    one, other = (
+        layouts.decode(layouts.encode(msgspec.structs.replace(layout, host=host))) for host in ("here", "there")
+    )
+    assert one.host != other.host
+    assert one.tensors is other.tensors
+    assert one.pieces is other.pieces
+
+
+def test_the_fingerprint_is_of_what_a_plan_depends_on() -> None:
+    layout = mixed()
+    moved = tuple(msgspec.structs.replace(s, address=SharedMemory(pid=9, fd=9, inode=9)) for s in layout.storages[:1])
+    assert msgspec.structs.replace(layout, storages=(*moved, layout.storages[1])).fingerprint == layout.fingerprint
+    private = tuple(Storage(s.name, s.num_bytes, PrivateMemory()) for s in layout.storages)
+    shifted = msgspec.structs.replace(layout.pieces, offset_P=layout.pieces.offset_P + 4)
+    for other in (
+        msgspec.structs.replace(layout, host="there"),
+        msgspec.structs.replace(layout, device="cpu"),
+        msgspec.structs.replace(layout, storages=private),
+        msgspec.structs.replace(layout, pieces=shifted),
+        msgspec.structs.replace(layout, tensors=layout.tensors[::-1]),
+    ):
+        assert other.fingerprint != layout.fingerprint
+
+
+@given(garbage=st.binary(max_size=64))
+def test_garbage_is_refused(garbage: bytes) -> None:
+    with pytest.raises(RefitError, match="not a layout"):
+        layouts.decode(garbage)
+
+
+def test_a_damaged_layout_is_refused() -> None:
+    encoded = layouts.encode(mixed())
+    for damaged in (encoded[:-1], encoded.replace(b"\x02", b"\x03"), encoded + b"\x00"):
+        with pytest.raises(RefitError):
+            layouts.decode(damaged).check("trainer-0")
+
+
+def test_strides_of_a_row_major_array() -> None:
+    assert contiguous_strides((2, 3, 4), 2) == np.zeros((2, 3, 4), np.int16).strides
+    assert contiguous_strides((), 4) == ()
+
+
+def test_planning_imports_no_torch() -> None:
+    code = (
+        "import sys, tandem.refit.planner, tandem.refit.program, tandem.refit.layout, tandem.refit.checks\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

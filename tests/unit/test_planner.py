@@ -5,42 +5,22 @@ from __future__ import annotations
 import itertools
 import math
 import re
-import subprocess
-import sys
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
+from plan_harness import ADDRESSES, CUDA, PRIVATE, SHARED, Values, fill, number, part, places, run, simple
 
 from tandem.common.errors import CoverageError, RefitError
-from tandem.refit import layout as layouts
-from tandem.refit import program as programs
-from tandem.refit.layout import (
-    ITEM_SIZES,
-    Address,
-    Box,
-    Layout,
-    Piece,
-    PrivateMemory,
-    SharedMemory,
-    Storage,
-    TensorLayout,
-    contiguous_strides,
-    whole,
-)
-from tandem.refit.planner import Plan, plan
-from tandem.refit.program import TransferProgram
+from tandem.refit import planner
+from tandem.refit.layout import ITEM_SIZES, Address, Box, Layout, LayoutBuilder, whole
+from tandem.refit.planner import Plan, plan, survey
+from tandem.refit.planning.holdings import Holdings
+from tandem.refit.planning.names import Tensors
+from tandem.refit.planning.wants import Wants, resolve
 
-Bytes = NDArray[np.uint8]
-Memory = dict[str, Bytes]
-"""The storages of one process."""
-
-SHARED = SharedMemory(pid=1, fd=3, inode=5)
 FLOATS = ("float64", "float32", "float16")
-UNTOUCHED = 0xA5
 
 
 # --- real memory, laid out by hypothesis ---
@@ -49,27 +29,28 @@ UNTOUCHED = 0xA5
 class Writer:
     """Lays pieces out in the storages of one process."""
 
-    def __init__(self, data: st.DataObject, address: Address) -> None:
+    def __init__(self, data: st.DataObject, address: Address, host: str, device: str = "cpu") -> None:
         self._data = data
         self._address = address
-        self._tensors: dict[str, TensorLayout] = {}
+        self._host, self._device = host, device
+        self._tensors: list[tuple[str, tuple[int, ...], str]] = []
+        self._pieces: list[tuple[int, Box, str, int, tuple[int, ...]]] = []
         self._num_bytes: dict[str, int] = {}
 
     def add(self, name: str, shape: tuple[int, ...], dtype: str, boxes: list[Box]) -> None:
         """Describe the boxes of one tensor, each somewhere in memory."""
-        item_size = ITEM_SIZES[dtype]
+        item_size, tensor = ITEM_SIZES[dtype], len(self._tensors)
+        self._tensors.append((name, shape, dtype))
         storage = self._data.draw(st.sampled_from((name, "fused")))
-        pieces: list[Piece] = []
         if self._data.draw(st.booleans()):  # views of one array: boxes lie interleaved
             offset, strides = self._reserve(storage, shape, item_size)
             for box in boxes:
                 first = sum(a * s for a, s in zip(box.start, strides, strict=True))
-                pieces.append(Piece(box, storage, offset + first, strides))
+                self._pieces.append((tensor, box, storage, offset + first, strides))
         else:
             for box in boxes:
                 offset, strides = self._reserve(storage, box.shape, item_size)
-                pieces.append(Piece(box, storage, offset, strides))
-        self._tensors[name] = TensorLayout(shape, dtype, tuple(pieces))
+                self._pieces.append((tensor, box, storage, offset, strides))
 
     def _reserve(self, storage: str, shape: tuple[int, ...], item_size: int) -> tuple[int, tuple[int, ...]]:
         """Take memory for an array, with dimensions in any order and padding after each."""
@@ -83,65 +64,13 @@ class Writer:
         return offset, tuple(strides)
 
     def layout(self) -> Layout:
-        storages = {name: Storage(num_bytes, self._address) for name, num_bytes in self._num_bytes.items()}
-        return Layout("host", self._tensors, storages)
-
-
-def view(
-    memory: Bytes, dtype: str, shape: tuple[int, ...], offset: int, strides: tuple[int, ...]
-) -> NDArray[np.generic]:
-    """Return elements in memory; numpy refuses what reaches outside."""
-    return np.ndarray(shape, np.dtype(dtype), memory.data, offset, strides)
-
-
-def fresh(layout: Layout) -> Memory:
-    return {name: np.full(storage.num_bytes, UNTOUCHED, np.uint8) for name, storage in layout.storages.items()}
-
-
-def pieces_of(layout: Layout, memory: Memory, name: str) -> list[tuple[Box, NDArray[np.generic]]]:
-    tensor = layout.tensors[name]
-    return [
-        (p.box, view(memory[p.parameter], tensor.dtype, p.box.shape, p.offset, p.strides))
-        for p in tensor.pieces
-        if p.box.num_elements
-    ]
-
-
-def fill(layout: Layout, values: dict[str, NDArray[np.float64]]) -> Memory:
-    memory = fresh(layout)
-    for name in layout.tensors:
-        for box, place in pieces_of(layout, memory, name):
-            place[...] = part(values[name], box).astype(place.dtype)
-    return memory
-
-
-def part(values: NDArray[np.float64], box: Box) -> NDArray[np.float64]:
-    return values[tuple(itertools.starmap(slice, zip(box.start, box.stop, strict=True)))]
-
-
-def execute(program: TransferProgram, sources: dict[str, Memory], destination: Memory) -> None:
-    """Run a program as a transport would."""
-    for copy in program.copies:
-        source = program.sources[copy.source]
-        memory = sources[source.member][source.storage]
-        assert source.num_bytes == len(memory)
-        there, here = copy.source_region, copy.destination_region
-        read = view(memory, there.dtype, copy.shape, there.offset, there.strides)
-        written = view(destination[copy.destination], here.dtype, copy.shape, here.offset, here.strides)
-        assert written.nbytes == copy.num_bytes
-        written[...] = read.astype(written.dtype)
-    for alias in program.aliases:
-        source = program.sources[alias.source]
-        assert alias.num_bytes == len(destination[alias.destination])
-        memory = sources[source.member][source.storage]
-        assert alias.offset + alias.num_bytes <= len(memory)
-        destination[alias.destination] = memory[alias.offset : alias.offset + alias.num_bytes]
-
-
-def make_values(shapes: dict[str, tuple[int, ...]]) -> dict[str, NDArray[np.float64]]:
-    """Number all elements, so that none can be mistaken for another; every type used here holds these exactly."""
-    numbers = itertools.count(1)
-    return {name: np.array([next(numbers) for _ in range(math.prod(s))]).reshape(s) for name, s in shapes.items()}
+        builder = LayoutBuilder(self._host, self._device)
+        for name, shape, dtype in self._tensors:
+            builder.tensor(name, shape, dtype)
+        number_of = {name: builder.storage(name, n, self._address) for name, n in self._num_bytes.items()}
+        for tensor, box, storage, offset, strides in self._pieces:
+            builder.add(tensor, box, number_of[storage], offset, strides)
+        return builder.build()
 
 
 # --- random tensors and shardings ---
@@ -162,18 +91,16 @@ def grid(data: st.DataObject, shape: tuple[int, ...], *, rows_only: bool = False
 
 
 def draw_sources(data: st.DataObject, wanted: dict[str, tuple[int, ...]], dtypes: dict[str, str]) -> dict[str, Layout]:
-    """Spread tensors over 1 to 4 ranks: rows, grids, replicas, and two shardings side by side."""
+    """Spread tensors over 1 to 4 ranks on 1 to 2 hosts: rows, grids, replicas of some boxes or of all."""
     ranks = [f"trainer-{rank}" for rank in range(data.draw(st.integers(1, 4)))]
-    writers = {rank: Writer(data, SHARED) for rank in ranks}
+    writers = {
+        rank: Writer(data, data.draw(st.sampled_from(ADDRESSES)), data.draw(st.sampled_from("ab"))) for rank in ranks
+    }
     for name, shape in wanted.items():
         held: dict[str, list[Box]] = {rank: [] for rank in ranks}
-        sharding = data.draw(st.sampled_from(("rows", "grid", "replicas", "two")))
+        sharding = data.draw(st.sampled_from(("rows", "grid", "replicas")))
         if sharding == "replicas":
             held = {rank: [whole(shape)] for rank in ranks}
-        elif sharding == "two":  # one group of ranks holds all of it, cut differently from the rest
-            for group in (ranks[::2], ranks[1::2] or ranks[:0]):
-                for index, box in enumerate(grid(data, shape) if group else []):
-                    held[group[index % len(group)]].append(box)
         else:
             for box in grid(data, shape, rows_only=sharding == "rows"):
                 for rank in data.draw(st.sets(st.sampled_from(ranks), min_size=1)):
@@ -183,23 +110,25 @@ def draw_sources(data: st.DataObject, wanted: dict[str, tuple[int, ...]], dtypes
     return {rank: writer.layout() for rank, writer in writers.items()}
 
 
-def draw_destinations(
-    data: st.DataObject, wanted: dict[str, tuple[int, ...]], dtypes: dict[str, str]
-) -> dict[str, Layout]:
-    """Engines that want everything, whole, or some boxes of it."""
-    engines = {}
-    for index in range(data.draw(st.integers(1, 2))):
-        writer = Writer(data, PrivateMemory())
+def draw_engines(data: st.DataObject, wanted: dict[str, tuple[int, ...]], dtypes: dict[str, str]) -> dict[str, Layout]:
+    """Engines that want everything, whole, or some boxes of it; some are replicas, on the same host or not."""
+    engines: dict[str, Layout] = {}
+    for kind in range(data.draw(st.integers(1, 2))):
+        writer = Writer(data, PRIVATE, "a", data.draw(st.sampled_from(("cpu", "GPU-0"))))
         for name, shape in wanted.items():
             boxes = [whole(shape)] if data.draw(st.booleans()) else grid(data, shape)
             chosen = boxes if data.draw(st.booleans()) else [box for box in boxes if data.draw(st.booleans())]
             writer.add(name, shape, dtypes[name], chosen)
-        engines[f"rollout-{index}"] = writer.layout()
+        layout = writer.layout()
+        for copy, host in enumerate(data.draw(st.lists(st.sampled_from("acc"), min_size=1, max_size=3))):
+            engines[f"rollout-{kind}-{copy}"] = Layout(
+                host, layout.device, layout.tensors, layout.storages, layout.pieces
+            )
     return engines
 
 
 def draw_dtypes(data: st.DataObject, names: dict[str, tuple[int, ...]]) -> tuple[dict[str, str], dict[str, str]]:
-    """Element types of sources and of destinations: equal, or two that convert."""
+    """Element types of sources and of engines: equal, or two that convert."""
     there, here = {}, {}
     for name in names:
         there[name] = data.draw(st.sampled_from((*FLOATS, "int32")))
@@ -209,319 +138,394 @@ def draw_dtypes(data: st.DataObject, names: dict[str, tuple[int, ...]]) -> tuple
     return there, here
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_every_wanted_element_arrives_and_nothing_else_is_written(data: st.DataObject) -> None:
     wanted = data.draw(shapes)
     there, here = draw_dtypes(data, wanted)
-    sources = draw_sources(data, wanted, there)
-    destinations = draw_destinations(data, wanted, here)
-    planned = plan(sources, destinations, allow_alias=data.draw(st.booleans()))
+    sources, engines = draw_sources(data, wanted, there), draw_engines(data, wanted, here)
+    allow_alias = data.draw(st.booleans())
+    grain = data.draw(st.sampled_from((1, 8, 1 << 16)))
+    planned = plan(sources, engines, allow_alias=allow_alias, grain=grain)
 
-    values = make_values(wanted)
-    memories = {rank: fill(layout, values) for rank, layout in sources.items()}
-    written: dict[str, int] = {}
-    for engine, layout in destinations.items():
-        program = programs.decode(programs.encode(planned.programs[engine]))
-        assert program == planned.programs[engine]
-        memory = fresh(layout)
-        execute(program, memories, memory)
-        for name in layout.tensors:
-            for box, place in pieces_of(layout, memory, name):
-                np.testing.assert_array_equal(place, part(values[name], box), err_msg=f"{engine} {name}{box}")
-        replaced = {alias.destination for alias in program.aliases}
+    values = number(wanted)
+    memories = run(planned, sources, engines, values)
+    for engine, layout in engines.items():
+        for name, box, place in places(layout, memories[engine]):
+            np.testing.assert_array_equal(place, part(values[name], box), err_msg=f"{engine} {name}{box}")
+        program = planned.programs[engine]
+        aliased = {name for t in program.receives if t.transport == "alias" for name in t.destination_storages}
         expected = fill(layout, values)
-        for name in set(memory) - replaced:
-            assert memory[name].tobytes() == expected[name].tobytes(), f"{engine} wrote beside its elements in {name}"
-        for copy in program.copies:
-            link = f"{program.sources[copy.source].member}>{engine}"
-            written[link] = written.get(link, 0) + math.prod(copy.shape) * ITEM_SIZES[copy.destination_region.dtype]
-    assert planned.num_bytes == written
+        for name in set(expected) - aliased:
+            assert memories[engine][name].tobytes() == expected[name].tobytes(), f"{engine}: {name} is written beside"
+    check_attestation(planned, sources, engines, wanted, here)
+    check_fan_out(planned, sources, engines, there)
+    surveyed = survey(sources, engines, allow_alias=allow_alias, grain=grain)
+    assert surveyed.links == planned.links
 
 
-@settings(max_examples=100, deadline=None)
+def check_attestation(
+    planned: Plan,
+    sources: dict[str, Layout],
+    engines: dict[str, Layout],
+    wanted: dict[str, tuple[int, ...]],
+    here: dict[str, str],
+) -> None:
+    """Over all trainers every element of a wanted tensor is digested once; an engine digests all that it wants."""
+    counts = {name: np.zeros(shape, np.int64) for name, shape in wanted.items()}
+    is_wanted = {name: any(len(layout.pieces_of(name)) for layout in engines.values()) for name in wanted}
+    for member, layout in sources.items():
+        attested = planned.programs[member].attestation
+        for tensor, dtype in zip(layout.tensors, attested.dtypes, strict=True):
+            assert dtype == (here[tensor.name] if is_wanted[tensor.name] else "")
+        for row in attested.rows.tolist():
+            name, piece = layout.tensors[layout.pieces.tensor_P[row]].name, layout.piece(row)
+            counts[name][tuple(slice(a, b) for a, b in zip(piece.box.start, piece.box.stop, strict=True))] += 1
+    for name in wanted:
+        assert (counts[name] == is_wanted[name]).all(), name
+    for engine, layout in engines.items():
+        assert planned.programs[engine].attestation.rows.tolist() == list(range(len(layout.pieces)))
+
+
+def check_fan_out(planned: Plan, sources: dict[str, Layout], engines: dict[str, Layout], there: dict[str, str]) -> None:
+    """To a host without trainers every distinct part of a held box that is wanted there is sent once."""
+    trainer_hosts = {layout.host for layout in sources.values()}
+    for host in {layout.host for layout in engines.values()} - trainer_hosts:
+        boxes = {
+            (tensor.name, tensor.dtype, piece.box)
+            for layout in engines.values()
+            if layout.host == host
+            for tensor in layout.tensors
+            for piece in layout.pieces_of(tensor.name)
+        }
+        parts = {
+            (name, dtype, piece.box.intersect(box))
+            for name, dtype, box in boxes
+            for layout in sources.values()
+            for piece in layout.pieces_of(name)
+        }
+        item_sizes = {(name, dtype): min(ITEM_SIZES[dtype], ITEM_SIZES[there[name]]) for name, dtype, _ in parts}
+        expected = sum(part.num_elements * item_sizes[name, dtype] for name, dtype, part in parts if part)
+        sent = sum(k.num_bytes for k in planned.links if k.round == 0 and engines[k.destination].host == host)
+        assert sent == expected
+
+
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_a_missing_part_is_refused_by_tensor_and_box(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 5), max_size=3)))
     boxes = grid(data, shape)
     lost = data.draw(st.sampled_from(boxes))
-    trainer, engine = Writer(data, SHARED), Writer(data, PrivateMemory())
-    trainer.add("model.norm.weight", shape, "float32", [box for box in boxes if box != lost])
-    engine.add("model.norm.weight", shape, "float32", [whole(shape)])
+    name = "model.norm.weight"
+    held = simple({name: (shape, "float32")}, boxes={name: [box for box in boxes if box != lost]})
     with pytest.raises(CoverageError) as caught:
-        plan({"trainer-0": trainer.layout()}, {"rollout-0": engine.layout()}, allow_alias=True)
-    message = str(caught.value)
-    named = re.search(r"model\.norm\.weight\[(.*)\], which no trainer holds", message)
-    assert named, message
+        plan({"trainer-0": held}, {"rollout-0": simple({name: (shape, "float32")}, PRIVATE)}, allow_alias=True)
+    named = re.search(r"rollout-0 wants model\.norm\.weight\[(.*)\], which no trainer holds", str(caught.value))
+    assert named, str(caught.value)
     spans = [tuple(map(int, span.split(":"))) for span in named[1].split(", ") if span]
     missing = Box(tuple(a for a, _ in spans), tuple(b - a for a, b in spans))
-    assert lost.contains(missing), message
+    assert lost.contains(missing), str(caught.value)
 
 
 # --- cases written by hand ---
 
 
-def simple(tensors: dict[str, tuple[tuple[int, ...], str]], address: Address = SHARED, host: str = "host") -> Layout:
-    """Whole tensors, each contiguous in a storage of its own."""
-    held, storages = {}, {}
-    for name, (shape, dtype) in tensors.items():
-        strides = contiguous_strides(shape, ITEM_SIZES[dtype])
-        held[name] = TensorLayout(shape, dtype, (Piece(whole(shape), name, 0, strides),))
-        storages[name] = Storage(math.prod(shape) * ITEM_SIZES[dtype], address)
-    return Layout(host, held, storages)
-
-
-def rows(name: str, shape: tuple[int, int], spans: list[tuple[int, int]], dtype: str = "float32") -> Layout:
+def rows(name: str, shape: tuple[int, int], spans: list[tuple[int, int]], host: str = "host") -> Layout:
     """Spans of rows, one after the other in one storage."""
-    item_size = ITEM_SIZES[dtype]
-    pieces, offset = [], 0
+    builder = LayoutBuilder(host)
+    tensor = builder.tensor(name, shape, "float32")
+    storage = builder.storage("s", sum(b - a for a, b in spans) * shape[1] * 4, SHARED)
+    offset = 0
     for start, stop in spans:
-        box = Box((start, 0), (stop - start, shape[1]))
-        pieces.append(Piece(box, "flat", offset, contiguous_strides(box.shape, item_size)))
-        offset += box.num_elements * item_size
-    return Layout("host", {name: TensorLayout(shape, dtype, tuple(pieces))}, {"flat": Storage(offset, SHARED)})
+        builder.add(tensor, Box((start, 0), (stop - start, shape[1])), storage, offset, (shape[1] * 4, 4))
+        offset += (stop - start) * shape[1] * 4
+    return builder.build()
 
 
-def plan_one(source: Layout, destination: Layout, *, allow_alias: bool = False) -> TransferProgram:
-    return plan({"trainer-0": source}, {"rollout-0": destination}, allow_alias=allow_alias).programs["rollout-0"]
+def only(planned: Plan, engine: str = "rollout-0") -> tuple[int, ...]:
+    """Return the shape of the only copy of an engine."""
+    (transfer,) = planned.programs[engine].receives
+    assert len(transfer.copies) == 1
+    return tuple(transfer.copies.shape_CD[0].tolist())
 
 
-def test_a_tensor_nobody_holds_is_refused() -> None:
-    with pytest.raises(CoverageError, match=r"rollout-0 wants lm_head\[0:2, 0:3\], which no trainer holds"):
-        plan_one(simple({"q": ((2, 3), "float32")}), simple({"lm_head": ((2, 3), "float32")}))
+def test_adjacent_rows_are_one_copy() -> None:
+    spans = [(0, 2), (2, 5), (5, 8)]
+    planned = plan({"t": rows("q", (8, 5), spans)}, {"rollout-0": rows("q", (8, 5), [(0, 8)])}, allow_alias=False)
+    assert only(planned) == (40,)
 
 
-def test_shapes_must_agree() -> None:
-    with pytest.raises(CoverageError, match=r"rollout-0 wants q of shape \(3, 2\), trainer-0 holds it as \(2, 3\)"):
-        plan_one(simple({"q": ((2, 3), "float32")}), simple({"q": ((3, 2), "float32")}))
-    two = {"trainer-0": simple({"q": ((2, 3), "float32")}), "trainer-1": simple({"q": ((2,), "float32")})}
-    with pytest.raises(CoverageError, match=r"trainer-0 holds q of shape \(2, 3\), trainer-1 holds it as \(2,\)"):
-        plan(two, {}, allow_alias=False)
+def test_replicas_send_long_ranges_however_an_engine_lists_its_pieces() -> None:
+    tensors = {f"w{index}": ((16, 4), "float32") for index in range(8)}
+    builder = LayoutBuilder("infer")
+    fused = builder.storage("fused", 8 * 256)
+    for index in (3, 0, 6, 5, 1, 7, 2, 4):
+        tensor = builder.tensor(f"w{index}", (16, 4), "float32")
+        builder.add(tensor, whole((16, 4)), fused, index * 256, (16, 4))
+    source = LayoutBuilder("train")
+    storage = source.storage("flat", 8 * 256)
+    for index, (name, (shape, dtype)) in enumerate(tensors.items()):
+        source.add(source.tensor(name, shape, dtype), whole(shape), storage, index * 256, (16, 4))
+    sources = {name: source.build() for name in ("t0", "t1")}
+    planned = plan(sources, {"e": builder.build()}, allow_alias=False, grain=1)
+    assert [t.copies.shape_CD.tolist() for t in planned.programs["e"].receives] == [[[256]], [[256]]]
 
 
-def test_types_without_a_conversion_are_refused() -> None:
-    with pytest.raises(RefitError, match=r"wants q as float32, trainer-0 holds int32: there is no conversion"):
-        plan_one(simple({"q": ((4,), "int32")}), simple({"q": ((4,), "float32")}))
+def test_columns_of_many_tensors_at_equal_distances_are_one_copy() -> None:
+    """A column shard of every expert, out of one grouped parameter into another."""
+    names = [f"expert.{index}" for index in range(6)]
+    source, engine = LayoutBuilder("host"), LayoutBuilder("host")
+    grouped, own = source.storage("w2", 6 * 4 * 8 * 4, SHARED), engine.storage("w2", 6 * 4 * 2 * 4)
+    for index, name in enumerate(names):
+        source.add(source.tensor(name, (4, 8), "float32"), whole((4, 8)), grouped, index * 4 * 8 * 4, (32, 4))
+        engine.add(engine.tensor(name, (4, 8), "float32"), Box((0, 2), (4, 2)), own, index * 4 * 2 * 4, (8, 4))
+    planned = plan({"t": source.build()}, {"rollout-0": engine.build()}, allow_alias=False)
+    assert only(planned) == (24, 2)
+
+
+def test_experts_at_other_distances_are_a_copy_of_one_more_dimension() -> None:
+    source, engine = LayoutBuilder("host"), LayoutBuilder("host")
+    grouped, own = source.storage("w2", 6 * 100 * 4, SHARED), engine.storage("w2", 6 * 4 * 2 * 4)
+    for index in range(6):
+        tensor = source.tensor(f"expert.{index}", (4, 8), "float32")
+        source.add(tensor, whole((4, 8)), grouped, index * 100 * 4, (32, 4))
+        tensor = engine.tensor(f"expert.{index}", (4, 8), "float32")
+        engine.add(tensor, Box((0, 2), (4, 2)), own, index * 4 * 2 * 4, (8, 4))
+    planned = plan({"t": source.build()}, {"rollout-0": engine.build()}, allow_alias=False)
+    assert only(planned) == (6, 4, 2)
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3, 8])
+@pytest.mark.parametrize("num_engines", [1, 2, 5])
+def test_replicas_send_even_shares_even_of_one_tensor(num_replicas: int, num_engines: int) -> None:
+    tensors = {"embedding": ((997, 16), "float32"), "norm": ((16,), "float32"), "q": ((64, 16), "float32")}
+    sources = {f"t{index}": simple(tensors, PRIVATE, f"train-{index}") for index in range(num_replicas)}
+    engines = {f"e{index}": simple(tensors, PRIVATE, f"infer-{index}") for index in range(num_engines)}
+    surveyed = survey(sources, engines, allow_alias=False, grain=64)
+    total = num_engines * (997 + 1 + 64) * 64
+    assert set(surveyed.egress) == set(sources)
+    for sent in surveyed.egress.values():
+        assert abs(sent - total / num_replicas) <= 2 * 64
+    assert set(surveyed.ingress.values()) == {total // num_engines}
+
+
+def test_a_rank_that_alone_holds_much_sends_less_of_what_is_replicated() -> None:
+    tensors = {"expert": ((100, 16), "float32"), "dense": ((300, 16), "float32")}
+    sources = {
+        f"t{index}": simple(tensors, PRIVATE, "train", boxes={"dense": [whole((300, 16))], "expert": experts})
+        for index, experts in enumerate([[whole((100, 16))], [], []])
+    }
+    surveyed = survey(sources, {"e": simple(tensors, PRIVATE, "infer")}, allow_alias=False, grain=64)
+    total = 400 * 64
+    assert all(abs(sent - total / 3) <= 2 * 64 for sent in surveyed.egress.values()), surveyed.egress
+
+
+def test_shares_take_into_account_what_other_replicas_have_given() -> None:
+    """Two of three ranks hold a matrix of 300 rows, all three another of 300: the third sends most of that."""
+    tensors = {"pair": ((300, 16), "float32"), "all": ((300, 16), "float32")}
+    boxes = [whole((300, 16))]
+    sources = {
+        name: simple(tensors, PRIVATE, "train", boxes={"all": boxes, "pair": boxes if name != "t2" else []})
+        for name in ("t0", "t1", "t2")
+    }
+    surveyed = survey(sources, {"e": simple(tensors, PRIVATE, "infer")}, allow_alias=False, grain=64)
+    assert all(abs(sent - 200 * 64) <= 2 * 64 for sent in surveyed.egress.values()), surveyed.egress
+
+
+def test_an_engine_within_reach_and_one_that_is_not_share_nothing() -> None:
+    tensors = {"q": ((64, 16), "float32")}
+    engines = {
+        "near": simple(tensors, PRIVATE, "host", "GPU-1"),
+        "far": simple(tensors, PRIVATE, "host", "cpu"),
+    }
+    planned = plan({"t": simple(tensors, CUDA, "host", "GPU-0")}, engines, allow_alias=False)
+    found = {(link.source, link.destination, link.transport, link.num_bytes) for link in planned.links}
+    assert found == {("t", "near", "cuda_ipc", 4096), ("t", "far", "stream", 4096)}
+
+
+def test_engines_of_a_host_share_what_comes_from_outside() -> None:
+    tensors = {"q": ((1024, 16), "float32")}
+    engines = {f"e{index}": simple(tensors, PRIVATE, "infer") for index in range(4)}
+    planned = plan({"t": simple(tensors, PRIVATE, "train")}, engines, allow_alias=False, grain=64)
+    outside = {k.destination: k.num_bytes for k in planned.links if k.round == 0}
+    assert outside == dict.fromkeys(engines, 256 * 64)
+    inside = [(k.source, k.destination, k.num_bytes) for k in planned.links if k.round == 1]
+    assert sorted(inside) == [(a, b, 256 * 64) for a in engines for b in engines if a != b]
+    (mesh,) = planned.meshes
+    assert mesh.members == (*engines, "t")
+
+
+def test_engines_without_fan_out_have_meshes_of_their_own() -> None:
+    tensors = {"q": ((1024, 16), "float32")}
+    engines = {f"e{index}": simple(tensors, PRIVATE, f"infer-{index}") for index in range(2)}
+    planned = plan({"t": simple(tensors, PRIVATE, "train")}, engines, allow_alias=False)
+    assert [mesh.members for mesh in planned.meshes] == [("e0", "t"), ("e1", "t")]
+    assert planned.programs["t"].meshes == planned.meshes
+
+
+def test_receivers_start_at_different_senders_and_both_ends_agree_on_the_order() -> None:
+    boxes = [Box((start, 0), (4, 4)) for start in range(0, 16, 4)]
+    tensors = {"q": ((16, 4), "float32")}
+    sources = {f"t{i}": simple(tensors, PRIVATE, "train", boxes={"q": [box]}) for i, box in enumerate(boxes)}
+    engines = {f"e{index}": simple(tensors, PRIVATE, f"infer-{index}") for index in range(4)}
+    planned = plan(sources, engines, allow_alias=False)
+    for turn in range(4):
+        assert {planned.programs[engine].receives[turn].source for engine in engines} == set(sources)
+        assert {planned.programs[source].sends[turn].destination for source in sources} == set(engines)
+        for engine in engines:
+            transfer = planned.programs[engine].receives[turn]
+            assert planned.programs[transfer.source].sends[turn] == transfer
 
 
 @pytest.mark.parametrize(
-    "source",
-    [simple({"q": ((4,), "float32")}, host="other"), simple({"q": ((4,), "float32")}, address=PrivateMemory())],
-    ids=["another host", "private memory"],
-)
-def test_memory_out_of_reach_is_refused_unless_another_rank_has_it(source: Layout) -> None:
-    wanted = simple({"q": ((4,), "float32")}, address=PrivateMemory())
-    with pytest.raises(RefitError, match=r"rollout-0 on host cannot reach q\[0:4\] in the memory of trainer-0"):
-        plan_one(source, wanted)
-    both = {"trainer-0": source, "trainer-1": simple({"q": ((4,), "float32")})}
-    assert plan(both, {"rollout-0": wanted}, allow_alias=False).num_bytes == {"trainer-1>rollout-0": 16}
-
-
-def egress(planned: Plan, num_ranks: int) -> list[int]:
-    sent = [0] * num_ranks
-    for link, num_bytes in planned.num_bytes.items():
-        sent[int(link.split(">")[0].removeprefix("trainer-"))] += num_bytes
-    return sent
-
-
-@settings(max_examples=50, deadline=None)
-@given(
-    num_ranks=st.integers(1, 4),
-    num_engines=st.integers(1, 3),
-    sizes=st.lists(st.integers(1, 1000), min_size=1, max_size=20),
-)
-def test_replicas_share_what_is_sent(num_ranks: int, num_engines: int, sizes: list[int]) -> None:
-    tensors = {f"t{index}": ((size,), "float32") for index, size in enumerate(sizes)}
-    sources = {f"trainer-{rank}": simple(tensors) for rank in range(num_ranks)}
-    planned = plan(sources, {f"rollout-{e}": simple(tensors) for e in range(num_engines)}, allow_alias=False)
-    sent = egress(planned, num_ranks)
-    assert sum(sent) == 4 * sum(sizes) * num_engines
-    assert max(sent) - min(sent) <= 4 * max(sizes)  # no rank is more than one tensor ahead
-
-
-def test_adjacent_pieces_become_one_copy() -> None:
-    source = rows("q", (8, 5), [(0, 3), (3, 4), (4, 8)])
-    destination = rows("q", (8, 5), [(0, 2), (2, 8)])
-    (copy,) = plan_one(source, destination).copies
-    assert (copy.shape, copy.num_bytes, copy.is_run) == ((40,), 160, True)
-
-
-def test_whole_tensors_that_continue_each_other_become_one_copy() -> None:
-    fused = Layout(
-        "host",
-        {
-            name: TensorLayout((4, 5), "float32", (Piece(whole((4, 5)), "qkv", 80 * index, (20, 4)),))
-            for index, name in enumerate("qkv")
-        },
-        {"qkv": Storage(240, SHARED)},
-    )
-    (copy,) = plan_one(fused, fused).copies
-    assert (copy.shape, copy.num_bytes) == ((60,), 240)
-
-
-def test_pieces_that_are_not_adjacent_in_the_source_stay_apart() -> None:
-    source = rows("q", (8, 5), [(4, 8), (0, 4)])
-    assert [copy.num_bytes for copy in plan_one(source, rows("q", (8, 5), [(0, 8)])).copies] == [80, 80]
-
-
-def test_blocks_of_different_width_below_each_other_stay_apart() -> None:
-    """They continue each other along the rows, on both sides, but joining them would move what nobody asked for."""
-    blocks = [Box((0, 0), (2, 4)), Box((2, 0), (2, 5))]
-    pieces = tuple(Piece(box, "matrix", 32 * box.start[0], (32, 4)) for box in blocks)
-    matrix = Layout("host", {"q": TensorLayout((4, 8), "float32", pieces)}, {"matrix": Storage(128, SHARED)})
-    assert sorted(copy.shape for copy in plan_one(matrix, matrix).copies) == [(2, 4), (2, 5)]
-
-
-def test_pieces_that_step_differently_stay_apart() -> None:
-    """The second starts where the first would go on, but its rows lie closer together."""
-    boxes = Box((0, 0), (2, 5)), Box((2, 0), (2, 5))
-    pieces = Piece(boxes[0], "flat", 0, (40, 4)), Piece(boxes[1], "flat", 80, (24, 4))
-    source = Layout("host", {"q": TensorLayout((4, 5), "float32", pieces)}, {"flat": Storage(160, SHARED)})
-    copies = plan_one(source, simple({"q": ((4, 5), "float32")})).copies
-    assert [copy.source_region.strides for copy in copies] == [(40, 4), (24, 4)]
-
-
-def test_a_whole_contiguous_parameter_is_aliased_where_allowed() -> None:
-    whole_q = simple({"q": ((4, 5), "float32")})
-    program = plan_one(whole_q, whole_q, allow_alias=True)
-    assert (program.copies, program.num_bytes) == ((), 0)
-    (alias,) = program.aliases
-    assert (alias.destination, alias.offset, alias.num_bytes, alias.dtype) == ("q", 0, 80, "float32")
-    assert plan_one(whole_q, whole_q).aliases == ()
-
-
-@pytest.mark.parametrize(
-    ("source", "destination"),
+    ("address", "host", "device", "transport"),
     [
-        (simple({"q": ((4, 5), "float32")}), simple({"q": ((4, 5), "bfloat16")})),
+        (SHARED, "host", "cpu", "shm"),
+        (SHARED, "host", "GPU-1", "shm"),
+        (CUDA, "host", "GPU-1", "cuda_ipc"),
+        (CUDA, "host", "cpu", "stream"),
+        (PRIVATE, "host", "cpu", "stream"),
+        (SHARED, "other", "cpu", "stream"),
+        (CUDA, "other", "GPU-1", "stream"),
+    ],
+)
+def test_the_transport_follows_from_where_both_are(address: Address, host: str, device: str, transport: str) -> None:
+    tensors = {"q": ((4, 5), "float32")}
+    source, engine = simple(tensors, address), simple(tensors, PRIVATE, host, device)
+    planned = plan({"t": source}, {"e": engine}, allow_alias=False)
+    assert [link.transport for link in planned.links] == [transport]
+    assert [t.transport for t in planned.programs["e"].receives] == [transport]
+
+
+def test_a_replica_within_reach_is_preferred() -> None:
+    tensors = {"q": ((4000, 5), "float32")}
+    sources = {"far": simple(tensors, SHARED, "other"), "near": simple(tensors, SHARED, "host")}
+    surveyed = survey(sources, {"e": simple(tensors, PRIVATE, "host")}, allow_alias=False, grain=1)
+    assert surveyed.egress == {"near": 80000}
+
+
+# --- aliases ---
+
+
+def test_whole_storages_of_one_type_are_aliased_and_replicas_do_not_part_them() -> None:
+    tensors = {"q": ((4, 5), "float32"), "k": ((7,), "float16")}
+    sources = {name: simple(tensors) for name in ("t0", "t1")}
+    planned = plan(sources, {"e": simple(tensors, PRIVATE)}, allow_alias=True, grain=1)
+    assert {t.transport for t in planned.programs["e"].receives} == {"alias"}
+    assert sum(link.num_bytes for link in planned.links) == 0
+
+
+@pytest.mark.parametrize(
+    ("source", "engine"),
+    [
+        (simple({"q": ((8, 5), "float32")}), simple({"q": ((8, 5), "bfloat16")}, PRIVATE)),
         (rows("q", (8, 5), [(4, 8), (0, 4)]), rows("q", (8, 5), [(0, 8)])),
+        (rows("q", (8, 5), [(0, 8)], "other"), rows("q", (8, 5), [(0, 8)])),
+        (simple({"q": ((8, 5), "float32")}, PRIVATE), simple({"q": ((8, 5), "float32")}, PRIVATE)),
+    ],
+    ids=["another element type", "two ranges", "another host", "private memory"],
+)
+def test_what_is_not_one_shared_range_of_one_type_is_copied(source: Layout, engine: Layout) -> None:
+    planned = plan({"t": source}, {"e": engine}, allow_alias=True)
+    assert all(transfer.transport != "alias" for transfer in planned.programs["e"].receives)
+
+
+# --- refusals ---
+
+
+def test_overlapping_boxes_of_two_ranks_are_refused() -> None:
+    sources = {"t0": rows("q", (8, 5), [(0, 5)]), "t1": rows("q", (8, 5), [(4, 8)])}
+    with pytest.raises(RefitError, match=r"t0 holds q\[0:5, 0:5\] and t1 holds q\[4:8, 0:5\]"):
+        plan(sources, {"e": rows("q", (8, 5), [(0, 8)])}, allow_alias=False)
+
+
+@pytest.mark.parametrize(
+    ("sources", "engines", "error", "message"),
+    [
+        ({"t": ((4,), "float32")}, {"e": ((5,), "float32")}, CoverageError, r"t holds w of shape \(4,\), e .* \(5,\)"),
+        ({"t": ((4,), "int32")}, {"e": ((4,), "float32")}, RefitError, "e wants w as float32, t holds int32"),
+        ({}, {"e": ((4,), "float32")}, CoverageError, r"e wants w\[0:4\], which no trainer holds"),
         (
-            rows("q", (8, 5), [(0, 8)]),
-            Layout("host", rows("q", (8, 5), [(0, 8)]).tensors, {"flat": Storage(164, SHARED)}),
+            {"t": ((4,), "float32")},
+            {"e": ((4,), "float32"), "f": ((4,), "float16")},
+            RefitError,
+            "e has w as float32, f as float16",
         ),
+        ({"t": ((4,), "float32")}, {"t": ((4,), "float32")}, RefitError, "t is both a source and a destination"),
+        ({"t": ((4,), "float32")}, {"e": ((4,), "float8_e4m3fn")}, RefitError, "there is no conversion"),
     ],
-    ids=["another element type", "two ranges", "more in the storage than the tensor"],
+    ids=["shape", "conversion", "absent", "two types", "both sides", "float8 without blocks"],
 )
-def test_what_is_not_one_range_of_one_type_is_copied(source: Layout, destination: Layout) -> None:
-    program = plan_one(source, destination, allow_alias=True)
-    assert program.aliases == ()
-    assert program.num_bytes == sum(math.prod(t.shape) * ITEM_SIZES[t.dtype] for t in destination.tensors.values())
+def test_contradictions_are_refused(
+    sources: dict[str, tuple[tuple[int, ...], str]],
+    engines: dict[str, tuple[tuple[int, ...], str]],
+    error: type[Exception],
+    message: str,
+) -> None:
+    held = {member: simple({"w": tensor}) for member, tensor in sources.items()}
+    wanted = {member: simple({"w": tensor}, PRIVATE) for member, tensor in engines.items()}
+    with pytest.raises(error, match=message):
+        plan(held, wanted, allow_alias=False)
 
 
-def test_a_transposed_source_is_not_aliased() -> None:
-    pieces = (Piece(whole((4, 5)), "q", 0, (4, 16)),)
-    source = Layout("host", {"q": TensorLayout((4, 5), "float32", pieces)}, {"q": Storage(80, SHARED)})
-    program = plan_one(source, simple({"q": ((4, 5), "float32")}), allow_alias=True)
-    assert program.aliases == ()
-    assert len(program.copies) == 1
+def test_a_replica_on_the_engines_own_gpu_is_read_before_its_neighbours() -> None:
+    sources = {f"t{i}": simple({"w": ((64, 8), "float32")}, CUDA, "a", f"gpu-{i}") for i in range(3)}
+    engines = {f"e{i}": simple({"w": ((64, 8), "float32")}, PRIVATE, "a", f"gpu-{i}") for i in (2, 0, 3)}
+    planned = plan(sources, engines, allow_alias=False, grain=1)
+    links = {(link.source, link.destination): link.num_bytes for link in planned.links}
+    assert links.pop(("t0", "e0")) == links.pop(("t2", "e2")) == 64 * 8 * 4
+    assert {destination for _, destination in links} == {"e3"}, "on a GPU without a trainer: from any"
+    assert sum(links.values()) == 64 * 8 * 4
 
 
-# --- layouts that contradict themselves ---
+def test_what_nobody_wants_is_not_attested() -> None:
+    held = simple({"q": ((4,), "float32"), "optimizer": ((4,), "float32")})
+    planned = plan({"t": held}, {"e": simple({"q": ((4,), "bfloat16")}, PRIVATE)}, allow_alias=False)
+    assert planned.programs["t"].attestation.dtypes == ("bfloat16", "")
+    assert planned.programs["t"].attestation.rows.tolist() == [0]
 
 
-def one_storage(num_bytes: int, *pieces: Piece, shape: tuple[int, ...] = (4, 4), dtype: str = "float32") -> Layout:
-    return Layout("host", {"q": TensorLayout(shape, dtype, pieces)}, {"s": Storage(num_bytes, SHARED)})
+def test_replicas_digest_even_shares() -> None:
+    tensors = {f"w{index}": ((100 + index, 4), "float32") for index in range(40)}
+    sources = {f"t{index}": simple(tensors) for index in range(4)}
+    planned = plan(sources, {"e": simple(tensors, PRIVATE)}, allow_alias=True)
+    shares = [
+        sum(layout.piece(row).box.num_elements for row in planned.programs[member].attestation.rows.tolist())
+        for member, layout in sources.items()
+    ]
+    assert max(shares) - min(shares) <= 2 * 140 * 4
 
 
-def piece(start: tuple[int, ...], shape: tuple[int, ...], offset: int = 0, strides: tuple[int, ...] = (16, 4)) -> Piece:
-    return Piece(Box(start, shape), "s", offset, strides)
+def test_replicas_are_planned_once_as_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolved: list[str] = []
+
+    def counted(engine: str, layout: Layout, tensors: Tensors, holdings: Holdings) -> Wants:
+        resolved.append(engine)
+        return resolve(engine, layout, tensors, holdings)
+
+    monkeypatch.setattr(planner, "resolve", counted)
+    tensors = {"q": ((4, 4), "float32")}
+    engines = {f"e{index}": simple(tensors, PRIVATE, f"infer-{index // 2}") for index in range(6)}
+    engines["other"] = simple(tensors, PRIVATE, boxes={"q": [Box((0, 0), (2, 4))]})
+    plan({"t": simple(tensors)}, engines, allow_alias=False)
+    assert resolved == ["e0", "other"]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        (one_storage(64, piece((0, 0), (2, 4)), piece((1, 0), (2, 4), 32)), r"q\[0:2, 0:4\] overlaps \[1:3, 0:4\]"),
-        (one_storage(99, piece((2, 0), (3, 4))), r"q\[2:5, 0:4\] lies outside the tensor's shape \(4, 4\)"),
-        (one_storage(99, piece((-1, 0), (2, 4))), r"lies outside the tensor's shape"),
-        (one_storage(64, piece((0,), (4,), 0, (4,))), r"lies outside the tensor's shape"),
-        (one_storage(63, piece((0, 0), (4, 4))), r"reaches outside storage 's' of 63 bytes"),
-        (one_storage(64, piece((0, 0), (4, 4), 4)), r"reaches outside storage 's' of 64 bytes"),
-        (one_storage(64, piece((0, 0), (2, 4), 2)), r"not multiples of 4 bytes"),
-        (one_storage(64, piece((0, 0), (2, 4), -4)), r"not multiples of 4 bytes"),
-        (one_storage(64, Piece(whole((4, 4)), "other", 0, (16, 4))), r"storage 'other', which is not described"),
-        (one_storage(64, piece((0, 0), (4, 4)), dtype="float3"), r"element type 'float3'"),
-    ],
-    ids=["overlap", "past the end", "negative", "rank", "storage", "offset", "odd", "below 0", "no storage", "dtype"],
-)
-def test_check_refuses_a_layout_that_contradicts_itself(wrong: Layout, message: str) -> None:
-    with pytest.raises(RefitError, match=message) as caught:
-        wrong.check("trainer-0")
-    assert str(caught.value).startswith("trainer-0: q")
+def test_values_are_told_apart() -> None:
+    """The comparisons above mean something only if no two elements are alike."""
+    values: Values = number({"a": (3, 4), "b": (5,)})
+    everything = np.concatenate([v.ravel() for v in values.values()])
+    assert len(np.unique(everything.astype(np.float16))) == 17
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        one_storage(64, piece((0, 0), (2, 4)), piece((2, 0), (2, 4), 28)),
-        one_storage(64, piece((0, 0), (4, 4), 0, (12, 4))),
-        one_storage(64, piece((0, 0), (4, 4), 0, (0, 4))),
-        one_storage(64, piece((0, 0), (4, 2)), piece((0, 2), (4, 2), 4)),
-    ],
-    ids=["ranges", "rows", "broadcast", "interleaved"],
-)
-def test_two_wanted_elements_may_not_share_memory(wrong: Layout) -> None:
-    wrong.check("rollout-0")
-    with pytest.raises(RefitError, match=r"rollout-0: storage 's': .* share memory"):
-        plan({}, {"rollout-0": wrong}, allow_alias=False)
-
-
-@settings(max_examples=200, deadline=None)
-@given(data=st.data())
-def test_shared_memory_is_found_exactly(data: st.DataObject) -> None:
-    """Compare with counting how often every byte is written."""
-    num_bytes, pieces = 0, []
-    for index in range(2):
-        shape = (1, data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4)))
-        strides = (0, *(2 * data.draw(st.integers(0, 9)) for _ in range(2)))
-        place = Piece(Box((index, 0, 0), shape), "s", 2 * data.draw(st.integers(0, 20)), strides)
-        pieces.append(place)
-        num_bytes = max(num_bytes, place.last + 2)
-    counts = np.zeros(num_bytes, np.int64)
-    for place in pieces:
-        for _, i, j in itertools.product(*map(range, place.box.shape)):
-            offset = place.offset_of(Box((place.box.start[0], i, j), (1, 1, 1)))
-            counts[offset : offset + 2] += 1
-    tested = one_storage(num_bytes, *pieces, shape=(2, 4, 4), dtype="float16")
-    tested.check("rollout-0")
-    if counts.max() > 1 or any(_refused_although_disjoint(place) for place in pieces):
-        with pytest.raises(RefitError, match="share memory"):
-            tested.check_writable("rollout-0")
-    else:
-        tested.check_writable("rollout-0")
-
-
-def _refused_although_disjoint(place: Piece) -> bool:
-    """Say whether no order of its dimensions nests: such a piece is refused, whether or not two elements collide."""
-    dims = sorted((s, n) for n, s in zip(place.box.shape, place.strides, strict=True) if n > 1)
-    return any(outer < inner * n for (inner, n), (outer, _) in itertools.pairwise([(2, 1), *dims]))
-
-
-# --- encoding ---
-
-
-@settings(max_examples=30, deadline=None)
-@given(data=st.data())
-def test_layouts_survive_the_wire(data: st.DataObject) -> None:
-    wanted = data.draw(shapes)
-    for layout in draw_sources(data, wanted, dict.fromkeys(wanted, "bfloat16")).values():
-        assert layouts.decode(layouts.encode(layout)) == layout
-        moved = {name: Storage(s.num_bytes, PrivateMemory()) for name, s in layout.storages.items()}
-        elsewhere = msgspec.structs.replace(layout, storages=moved)
-        assert layouts.fingerprint(elsewhere) == layouts.fingerprint(layout)
-        assert layouts.fingerprint(msgspec.structs.replace(layout, host="other")) != layouts.fingerprint(layout)
-
-
-@given(garbage=st.binary(max_size=64))
-def test_garbage_is_refused(garbage: bytes) -> None:
-    with pytest.raises(RefitError, match="not a layout"):
-        layouts.decode(garbage)
-    with pytest.raises(RefitError, match="not a transfer program"):
-        programs.decode(garbage)
-
-
-def test_planning_imports_no_torch() -> None:
-    code = (
-        "import sys, tandem.refit.planner, tandem.refit.program, tandem.refit.layout, tandem.refit.service\n"
-        "assert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+def test_engines_cut_differently_share_what_they_have_in_common() -> None:
+    """One engine wants all, two want halves; trainers hold quarters: every quarter is sent to the node once."""
+    tensors = {"q": ((1024, 16), "float32")}
+    quarters = [Box((start, 0), (256, 16)) for start in range(0, 1024, 256)]
+    halves = [Box((start, 0), (512, 16)) for start in (0, 512)]
+    sources = {f"t{i}": simple(tensors, PRIVATE, "train", boxes={"q": [box]}) for i, box in enumerate(quarters)}
+    engines = {f"e{i}": simple(tensors, PRIVATE, "infer", boxes={"q": [box]}) for i, box in enumerate(halves)}
+    engines["all"] = simple(tensors, PRIVATE, "infer")
+    surveyed = survey(sources, engines, allow_alias=False, grain=64)
+    assert sum(link.num_bytes for link in surveyed.links if link.round == 0) == 1024 * 64
+    assert surveyed.ingress == {"e0": 512 * 64, "e1": 512 * 64, "all": 1024 * 64}

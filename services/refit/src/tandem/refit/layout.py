@@ -3,20 +3,28 @@
 One vocabulary for both sides: the Hugging Face name of a tensor, its global shape, and boxes of it, each with the
 place in local storage where its elements lie. FSDP2 shards, tensor-parallel shards, fused ``qkv_proj`` parameters: all
 of them are just boxes. An adapter, which lives with its backend and nowhere else, is a function from a model to a
-`Layout`.
+`Layout`, which it fills with a `LayoutBuilder`.
+
+A layout keeps its pieces as columns (`Pieces`): a large mixture of experts has millions of them. `Box` and `Piece` are
+the same facts one at a time, for people, tests and error messages.
 
 No torch here: the planner runs in processes without it, for models of any size.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import msgspec
+import numpy as np
 
 from tandem.common.errors import RefitError
+from tandem.refit import columns
+from tandem.refit.columns import Ints, Table, pad_dims
 
 ITEM_SIZES = {
     "float64": 8,
@@ -33,6 +41,9 @@ ITEM_SIZES = {
     "bool": 1,
 }
 """Bytes an element, by the name torch gives the type."""
+
+DTYPES = tuple(ITEM_SIZES)
+"""Element types in the order of their codes in tables."""
 
 
 class Box(msgspec.Struct, frozen=True, array_like=True):
@@ -100,7 +111,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
 
     box: Box
     parameter: str
-    """Name of the local storage, a key of `Layout.storages`."""
+    """Name of the local storage, one of `Layout.storages`."""
     offset: int
     """Byte offset of the box's first element in that storage."""
     strides: tuple[int, ...]
@@ -117,14 +128,18 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
         return self.offset + sum((n - 1) * s for n, s in zip(self.box.shape, self.strides, strict=True))
 
 
-class TensorLayout(msgspec.Struct, frozen=True):
-    """What this process holds or wants of one tensor. Pieces do not overlap; together they may cover only a part."""
+class Tensor(msgspec.Struct, frozen=True):
+    """A global tensor, whoever holds what of it."""
 
+    name: str
+    """As in a Hugging Face checkpoint. Tied tensors appear once, under the name they are stored by."""
     shape: tuple[int, ...]
-    """Global shape."""
     dtype: str
     """Name of the element type as torch spells it, such as ``bfloat16``."""
-    pieces: tuple[Piece, ...]
+    block: tuple[int, ...] = ()
+    """Elements that share a scale along each dimension, such as ``(128, 128)``; empty if it is not quantised."""
+    scales: str = ""
+    """Name of the tensor of scales, of shape ``ceil(shape / block)``: element = value × its block's scale."""
 
 
 class SharedMemory(msgspec.Struct, frozen=True, tag=True):
@@ -140,139 +155,233 @@ class SharedMemory(msgspec.Struct, frozen=True, tag=True):
     """Of the file behind `fd`: a number that was closed and used again leads to another file, and is refused."""
 
 
+class CudaMemory(msgspec.Struct, frozen=True, tag=True):
+    """A storage in GPU memory that other processes of the host can open through CUDA IPC."""
+
+    pid: int
+    device: str
+    """UUID of the GPU."""
+    handle: bytes
+    """``cudaIpcMemHandle_t`` of the allocation that the storage lies in."""
+    offset: int
+    """Of the storage's first byte in that allocation."""
+
+
 class PrivateMemory(msgspec.Struct, frozen=True, tag=True):
     """A storage that only its own process can reach, such as an engine's parameters."""
 
 
-Address = SharedMemory | PrivateMemory
+Address = SharedMemory | CudaMemory | PrivateMemory
 
 
 class Storage(msgspec.Struct, frozen=True):
     """A contiguous range of bytes in one process."""
 
+    name: str
     num_bytes: int
     address: Address
 
 
+class Pieces(Table, frozen=True, eq=False):
+    """Pieces as columns: P rows, D the largest number of dimensions, dimensions right-aligned.
+
+    Missing dimensions stand in front with start 0, shape 1, stride 0. No piece is empty.
+    """
+
+    tensor_P: Ints
+    """Index into `Layout.tensors`."""
+    storage_P: Ints
+    """Index into `Layout.storages`."""
+    start_PD: Ints
+    shape_PD: Ints
+    offset_P: Ints
+    """Bytes."""
+    strides_PD: Ints
+    """Bytes."""
+
+
 class Layout(msgspec.Struct, frozen=True):
-    """Everything one process holds or wants."""
+    """Everything one process holds or wants. Pieces of a tensor do not overlap; they may cover only a part of it."""
 
     host: str
-    """Where the process runs; two processes of one host can share memory."""
-    tensors: dict[str, TensorLayout]
-    """By Hugging Face name. Tied tensors appear once, under the name they are stored by."""
-    storages: dict[str, Storage]
+    """Where the process runs; two processes of one host can share memory, and count as one node."""
+    device: str
+    """``cpu``, or the UUID of the GPU that the storages lie on."""
+    tensors: tuple[Tensor, ...]
+    """May name more than there are pieces of, so that ranks can share one tuple."""
+    storages: tuple[Storage, ...]
+    pieces: Pieces
+
+    def pieces_of(self, name: str) -> tuple[Piece, ...]:
+        """Return the pieces of one tensor. Raises `KeyError` if the layout does not name it."""
+        index = {tensor.name: index for index, tensor in enumerate(self.tensors)}[name]
+        return tuple(self.piece(int(row)) for row in np.flatnonzero(self.pieces.tensor_P == index))
+
+    def piece(self, row: int) -> Piece:
+        """Return one row of `pieces`."""
+        at = self.pieces
+        num_dims = len(self.tensors[at.tensor_P[row]].shape)
+        start, shape, strides = (
+            tuple(column_PD[row, column_PD.shape[1] - num_dims :].tolist())
+            for column_PD in (at.start_PD, at.shape_PD, at.strides_PD)
+        )
+        storage = self.storages[at.storage_P[row]].name
+        return Piece(Box(start, shape), storage, int(at.offset_P[row]), strides)
 
     def check(self, who: str) -> None:
         """Raise `RefitError` if a piece lies outside its tensor or its storage, or overlaps another of its tensor."""
-        for name, tensor in self.tensors.items():
-            if tensor.dtype not in ITEM_SIZES:
-                raise RefitError(f"{who}: {name} has element type {tensor.dtype!r}; known are {', '.join(ITEM_SIZES)}")
-            for piece in tensor.pieces:
-                self._check_piece(f"{who}: {name}{piece.box}", tensor, piece)
-            for one, other in _overlapping([piece.box for piece in tensor.pieces]):
-                raise RefitError(f"{who}: {name}{one} overlaps {other}")
+        from tandem.refit.checks import check  # which needs the types above
+
+        check(self, who)
 
     def check_writable(self, who: str) -> None:
         """Raise `RefitError` if two wanted elements share a byte of memory. After `check`."""
-        places: dict[str, list[_Place]] = {}
-        for name, tensor in self.tensors.items():
-            for piece in tensor.pieces:
-                if piece.box.num_elements:
-                    place = _Place(f"{name}{piece.box}", piece, ITEM_SIZES[tensor.dtype])
-                    places.setdefault(piece.parameter, []).append(place)
-        for storage, there in places.items():
-            _check_disjoint(f"{who}: storage {storage!r}", there)
+        from tandem.refit.checks import check_writable
 
-    def _check_piece(self, where: str, tensor: TensorLayout, piece: Piece) -> None:
-        item_size = ITEM_SIZES[tensor.dtype]
-        if not whole(tensor.shape).contains(piece.box) or len(piece.strides) != len(tensor.shape):
-            raise RefitError(f"{where} lies outside the tensor's shape {tensor.shape}")
-        storage = self.storages.get(piece.parameter)
-        if storage is None:
-            raise RefitError(f"{where} lies in storage {piece.parameter!r}, which is not described")
-        if any(step % item_size or step < 0 for step in (piece.offset, *piece.strides)):
-            raise RefitError(f"{where} has offset or strides that are not multiples of {item_size} bytes")
-        if piece.box.num_elements and piece.last + item_size > storage.num_bytes:
-            raise RefitError(f"{where} reaches outside storage {piece.parameter!r} of {storage.num_bytes} bytes")
+        check_writable(self, who)
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all that a plan depends on: two layouts that differ in addresses of one kind have the same."""
+        return fingerprint(self)
 
 
-def _overlapping(boxes: list[Box]) -> Iterator[tuple[Box, Box]]:
-    """Yield pairs of boxes that overlap, sweeping along the first dimension."""
-    ordered = sorted(boxes, key=lambda box: box.start)
-    for index, box in enumerate(ordered):
-        for other in ordered[index + 1 :]:
-            if box.start and other.start[0] >= box.stop[0]:
-                break
-            if box.intersect(other):
-                yield box, other
+class LayoutBuilder:
+    """Collects the pieces of a layout, one at a time or in families."""
 
+    def __init__(self, host: str, device: str = "cpu") -> None:
+        self._host = host
+        self._device = device
+        self._tensors: tuple[Tensor, ...] | list[Tensor] = []
+        self._storages: list[Storage] = []
+        self._families: list[Pieces] = []
+        self._singles: list[tuple[int, Box, int, int, tuple[int, ...]]] = []
 
-class _Place(msgspec.Struct, frozen=True):
-    """Where a wanted piece is written."""
+    def tensor(
+        self, name: str, shape: Sequence[int], dtype: str, *, block: Sequence[int] = (), scales: str = ""
+    ) -> int:
+        """Name a tensor; return its index."""
+        if isinstance(self._tensors, tuple):
+            self._tensors = list(self._tensors)
+        self._tensors.append(Tensor(name, tuple(shape), dtype, tuple(block), scales))
+        return len(self._tensors) - 1
 
-    label: str
-    piece: Piece
-    item_size: int
+    def add_tensors(self, tensors: tuple[Tensor, ...]) -> int:
+        """Name many tensors; return the index of the first. The first tuple is kept as it is, so ranks can share it."""
+        first = len(self._tensors)
+        self._tensors = [*self._tensors, *tensors] if first else tensors
+        return first
 
+    def storage(self, name: str, num_bytes: int, address: Address | None = None) -> int:
+        """Name a storage, private unless an address is given; return its index."""
+        self._storages.append(Storage(name, num_bytes, PrivateMemory() if address is None else address))
+        return len(self._storages) - 1
 
-def _check_disjoint(where: str, places: list[_Place]) -> None:
-    """Raise `RefitError` if the elements of places in one storage share a byte."""
-    for place in places:
-        dims = sorted((s, n) for n, s in zip(place.piece.box.shape, place.piece.strides, strict=True) if n > 1)
-        extents = [place.item_size, *(s * n for s, n in dims)]
-        if any(stride < extent for (stride, _), extent in zip(dims, extents, strict=False)):
-            raise RefitError(f"{where}: elements of {place.label} share memory with each other")
-    ordered = sorted(places, key=lambda place: place.piece.offset)
-    for index, one in enumerate(ordered):
-        for other in ordered[index + 1 :]:
-            if other.piece.offset >= one.piece.last + one.item_size:
-                break
-            if _share_a_byte(one, other):
-                raise RefitError(f"{where}: {one.label} and {other.label} share memory")
+    def add(self, tensor: int, box: Box, storage: int, offset: int, strides: Sequence[int]) -> None:
+        """Add one piece; nothing if its box is empty. Offset and strides in bytes."""
+        self._singles.append((tensor, box, storage, offset, tuple(strides)))
 
+    def add_many(self, tensor: Any, start: Any, shape: Any, storage: Any, offset: Any, strides: Any) -> None:
+        """Add a family of pieces of tensors that have the same number of dimensions d.
 
-def _share_a_byte(one: _Place, other: _Place) -> bool:
-    """Solve for an element of each and a byte in both: an integer equation over index ranges, exactly."""
-    ranges: dict[int, tuple[int, int]] = {1: (1 - other.item_size, one.item_size - 1)}
-    for place, sign in ((one, 1), (other, -1)):
-        for n, stride in zip(place.piece.box.shape, place.piece.strides, strict=True):
-            low, high = ranges.get(stride, (0, 0))
-            ends = sorted((0, sign * (n - 1)))
-            ranges[stride] = (low + ends[0], high + ends[1])
-    terms = sorted(((stride, low, high) for stride, (low, high) in ranges.items()), reverse=True)
-    return _is_solvable(other.piece.offset - one.piece.offset, terms)
+        Args:
+            tensor: indices, of shape ``(P,)`` or one for all; so are `storage` and `offset`.
+            start: of shape ``(P, d)``, or ``(d,)`` for all; so are `shape` and `strides`.
+            shape: as `start`; pieces without elements are left out.
+            storage: as `tensor`.
+            offset: as `tensor`, in bytes.
+            strides: as `start`, in bytes.
 
+        """
+        rows = [np.asarray(values, np.int64) for values in (tensor, storage, offset)]
+        dims = [np.asarray(values, np.int64) for values in (start, shape, strides)]
+        num = np.broadcast_shapes(*(v.shape[:1] for v in rows), *(v.shape[:1] for v in dims if v.ndim == 2), (1,))[0]
+        tensor_P, storage_P, offset_P = (np.broadcast_to(values, (num,)) for values in rows)
+        num_dims = max(values.shape[-1] for values in dims)
+        start_PD, shape_PD, strides_PD = (np.broadcast_to(values, (num, num_dims)) for values in dims)
+        self._families.append(Pieces(tensor_P, storage_P, start_PD, shape_PD, offset_P, strides_PD))
 
-def _is_solvable(total: int, terms: list[tuple[int, int, int]]) -> bool:
-    """Say whether ``sum(stride_k * c_k) == total`` for integers ``low_k <= c_k <= high_k``; strides fall."""
-    if not terms:
-        return total == 0
-    (stride, low, high), rest = terms[0], terms[1:]
-    if stride == 0:
-        return _is_solvable(total, rest)
-    rest_low = sum(s * a for s, a, _ in rest)
-    rest_high = sum(s * b for s, _, b in rest)
-    first = max(low, -((rest_high - total) // stride))  # rounds up
-    last = min(high, (total - rest_low) // stride)
-    return any(_is_solvable(total - stride * c, rest) for c in range(first, last + 1))
+    def build(self) -> Layout:
+        """Return the layout."""
+        families = [*self._families, *self._single_families()]
+        num_dims = max((family.start_PD.shape[1] for family in families), default=0)
+        no_rows = Pieces(
+            *(np.zeros((0, num_dims) if f.endswith("D") else 0, np.int64) for f in Pieces.__struct_fields__)
+        )
+        padded = [no_rows]
+        for family in families:
+            held = family.rows((family.shape_PD > 0).all(axis=1))
+            padded.append(
+                msgspec.structs.replace(
+                    held,
+                    start_PD=pad_dims(held.start_PD, num_dims, 0),
+                    shape_PD=pad_dims(held.shape_PD, num_dims, 1),
+                    strides_PD=pad_dims(held.strides_PD, num_dims, 0),
+                )
+            )
+        joined = (np.concatenate([getattr(p, field) for p in padded]) for field in Pieces.__struct_fields__)
+        return Layout(self._host, self._device, tuple(self._tensors), tuple(self._storages), Pieces(*joined))
+
+    def _single_families(self) -> Iterator[Pieces]:
+        """Yield the pieces that were added one at a time, by their number of dimensions."""
+        by_num_dims: dict[int, list[tuple[int, Box, int, int, tuple[int, ...]]]] = {}
+        for single in self._singles:
+            num_dims = len(self._tensors[single[0]].shape)
+            if {len(single[1].start), len(single[1].shape), len(single[4])} != {num_dims}:
+                raise RefitError(f"{self._tensors[single[0]].name}{single[1]} has the wrong number of dimensions")
+            by_num_dims.setdefault(num_dims, []).append(single)
+        for num_dims, singles in by_num_dims.items():
+            tensors, boxes, storages, offsets, strides = zip(*singles, strict=True)
+            tensor_P, storage_P, offset_P = (np.array(values, np.int64) for values in (tensors, storages, offsets))
+            start_PD, shape_PD, strides_PD = (
+                np.array(values, np.int64).reshape(len(singles), num_dims)
+                for values in ([box.start for box in boxes], [box.shape for box in boxes], strides)
+            )
+            yield Pieces(tensor_P, storage_P, start_PD, shape_PD, offset_P, strides_PD)
 
 
 def fingerprint(layout: Layout) -> str:
-    """Return a hash of all that a plan depends on: two layouts that differ in addresses only have the same."""
-    storages = {name: storage.num_bytes for name, storage in layout.storages.items()}
-    encoded = msgspec.msgpack.encode((layout.host, layout.tensors, storages), order="deterministic")
-    return hashlib.blake2b(encoded, digest_size=16).hexdigest()
+    """Return a hash of all that a plan depends on: two layouts that differ in addresses of one kind have the same."""
+    storages = [(storage.name, storage.num_bytes, type(storage.address).__name__) for storage in layout.storages]
+    told = hashlib.blake2b(
+        msgspec.msgpack.encode((layout.host, layout.device, layout.tensors, storages)), digest_size=16
+    )
+    for field in Pieces.__struct_fields__:
+        told.update(np.ascontiguousarray(getattr(layout.pieces, field)).data)
+    return told.hexdigest()
+
+
+class _Encoded(msgspec.Struct, frozen=True, array_like=True):
+    """A layout on the wire. What many ranks have in common is encoded apart, so that it is decoded once."""
+
+    host: str
+    device: str
+    tensors: bytes
+    storages: tuple[Storage, ...]
+    pieces: bytes
 
 
 def encode(layout: Layout) -> bytes:
     """Return the layout as msgpack."""
-    return msgspec.msgpack.encode(layout)
+    parts = msgspec.msgpack.encode(layout.tensors), layout.storages, columns.encode(layout.pieces)
+    return msgspec.msgpack.encode(_Encoded(layout.host, layout.device, *parts))
 
 
 def decode(encoded: bytes) -> Layout:
     """Read what `encode` wrote. Raises `RefitError` for anything else."""
     try:
-        return msgspec.msgpack.decode(encoded, type=Layout)
-    except msgspec.MsgspecError as error:
+        parts = msgspec.msgpack.decode(encoded, type=_Encoded)
+        tensors = _decode_tensors(parts.tensors)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise RefitError(f"not a layout: {error}") from error
+    return Layout(parts.host, parts.device, tensors, parts.storages, _decode_pieces(parts.pieces))
+
+
+@functools.lru_cache(maxsize=64)
+def _decode_tensors(encoded: bytes) -> tuple[Tensor, ...]:
+    return msgspec.msgpack.decode(encoded, type=tuple[Tensor, ...])
+
+
+@functools.lru_cache(maxsize=64)
+def _decode_pieces(encoded: bytes) -> Pieces:
+    return columns.decode(encoded, Pieces, "a layout")

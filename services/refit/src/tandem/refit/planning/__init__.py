@@ -1,0 +1,1 @@
+"""Steps of the planner, in the order in which `tandem.refit.planner` names them."""

@@ -1,0 +1,75 @@
+"""Who digests what, so that every version can be proven to have arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from tandem.refit.columns import Ints
+from tandem.refit.layout import DTYPES, Layout
+from tandem.refit.planning.choose import fill
+from tandem.refit.planning.holdings import Holdings
+from tandem.refit.planning.names import Side, Tensors
+from tandem.refit.program import Attestation
+
+
+def attestations(
+    sources: Mapping[str, Layout], destinations: Mapping[str, Layout], tensors: Tensors, holdings: Holdings
+) -> dict[str, Attestation]:
+    """Return the attestation of every member of both sides.
+
+    Of the trainers that hold the same box, the one that has least to digest does it. Of tensors that are quantised on
+    the way, what is digested is what was sent, in the trainers' precision: engines keep it in staging memory, and check
+    by themselves that values and scales were made from it. Scales made on the way are left out.
+    """
+    dtype_G = np.where(tensors.is_quantised_G, tensors.source_dtype_G, tensors.wanted_dtype_G)
+    dtype_G[tensors.source_dtype_G < 0] = -1
+    dtype_G[tensors.quantised_of_G >= 0] = -1
+    chosen_H = _choose(holdings, dtype_G)
+    member_H = holdings.member_H[chosen_H]
+    order = np.lexsort((holdings.row_H[chosen_H], member_H))
+    rows_H = holdings.row_H[chosen_H][order]
+    first_M = np.searchsorted(member_H[order], np.arange(len(sources) + 1))
+    known: dict[int, tuple[str, ...]] = {}
+    made: dict[str, Attestation] = {}
+    for index, (member, layout) in enumerate(sources.items()):
+        dtypes = _dtypes(layout, tensors.sources, member, dtype_G, known)
+        made[member] = Attestation(rows_H[first_M[index] : first_M[index + 1]], dtypes)
+    shared: dict[tuple[int, int], Ints] = {}
+    for member, layout in destinations.items():
+        key = id(layout.pieces), id(layout.tensors)
+        if key not in shared:
+            numbers_P = tensors.destinations.by_member[member][layout.pieces.tensor_P]
+            shared[key] = np.flatnonzero(dtype_G[numbers_P] >= 0)
+        made[member] = Attestation(shared[key], _dtypes(layout, tensors.destinations, member, dtype_G, known))
+    return made
+
+
+def _dtypes(
+    layout: Layout, side: Side, member: str, dtype_G: Ints, known: dict[int, tuple[str, ...]]
+) -> tuple[str, ...]:
+    if id(layout.tensors) not in known:
+        names = (*DTYPES, "")
+        known[id(layout.tensors)] = tuple(names[code] for code in dtype_G[side.by_member[member]].tolist())
+    return known[id(layout.tensors)]
+
+
+def _choose(holdings: Holdings, dtype_G: Ints) -> Ints:
+    """Return the row of `Holdings` that digests each attested box."""
+    boxes = holdings.index
+    size_B = np.where(dtype_G[boxes.tensor_B] >= 0, boxes.shape_BD.prod(axis=1), 0)
+    by_set = np.argsort(holdings.set_B, kind="stable")
+    first_S = np.searchsorted(holdings.set_B[by_set], np.arange(len(holdings.sets) + 1))
+    loads_M = np.zeros(len(holdings.members), np.int64)
+    chosen_B = holdings.first_B[:-1].copy()
+    for number in sorted(range(len(holdings.sets)), key=lambda n: len(holdings.sets[n][0])):
+        mine = by_set[first_S[number] : first_S[number + 1]]
+        member_R, _ = holdings.sets[number]
+        ends = np.cumsum(size_B[mine])
+        shares_R = fill(loads_M[member_R], int(ends[-1]))
+        middle = ends - size_B[mine] // 2
+        rank = np.searchsorted(np.cumsum(shares_R), middle, "left").clip(max=len(member_R) - 1)
+        chosen_B[mine] += rank
+        np.add.at(loads_M, member_R[rank], size_B[mine])
+    return chosen_B[size_B > 0]

@@ -1,0 +1,153 @@
+"""From the segments of lines to what moves between two processes, and in which round."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from tandem.refit.columns import Ints, Table
+from tandem.refit.layout import Layout
+from tandem.refit.planning.choose import Segments
+from tandem.refit.planning.holdings import CUDA, PRIVATE, SHARED, Holdings
+from tandem.refit.planning.sharing import Pattern
+from tandem.refit.planning.sweep import ranges
+from tandem.refit.planning.wants import Wants
+from tandem.refit.program import TransportName
+
+TRANSPORT_OF_KIND: dict[int, TransportName] = {PRIVATE: "stream", SHARED: "shm", CUDA: "cuda_ipc"}
+
+
+class Flows(Table, frozen=True, eq=False):
+    """Stretches of lines on links: F rows, by engine."""
+
+    engine_F: Ints
+    """Index of the receiver among all engines."""
+    round_F: Ints
+    source_F: Ints
+    """Index of a trainer in round 0, of an engine in round 1."""
+    kind_F: Ints
+    """Of memory; `PRIVATE` where it is sent."""
+    pattern_F: Ints
+    slot_F: Ints
+    """Of the receiver."""
+    source_slot_F: Ints
+    """Of the sender in round 1, else -1."""
+    low_F: Ints
+    high_F: Ints
+    num_bytes_F: Ints
+
+
+class Link(msgspec.Struct, frozen=True, kw_only=True):
+    """What one process gets from another in one round."""
+
+    source: str
+    destination: str
+    transport: TransportName
+    why: str
+    """A phrase: why this transport."""
+    round: int
+    num_bytes: int
+    num_copies: int
+    """At the most: a program joins those that continue each other."""
+    num_tensors: int
+
+
+def flows(patterns: Sequence[Pattern], segments: Segments, engines: Sequence[str]) -> Flows:
+    """Return the segments, and what engines of a node pass on to each other of them."""
+    number = {engine: index for index, engine in enumerate(engines)}
+    found: list[list[Ints]] = []
+    for index, pattern in enumerate(patterns):
+        mine = segments.rows(np.flatnonzero(segments.pattern_X == index))
+        engine_HS = np.array([[number[engine] for engine in host] for host in pattern.hosts], np.int64)
+        num_L = np.array([len(sharers) for sharers in pattern.sharers_L], np.int64)
+        first_L = np.cumsum(num_L) - num_L
+        flat = np.array([slot for sharers in pattern.sharers_L for slot in sharers], np.int64)
+        slot_X = flat[first_L[mine.line_X] + mine.sharer_X]
+        # Round 0: from trainers. Round 1: every sharer passes on what it got to the others.
+        x_F, other_F = ranges(first_L[mine.line_X], num_L[mine.line_X])
+        passed = flat[other_F] != slot_X[x_F]
+        x_F, other_F = x_F[passed], other_F[passed]
+        for rows, slot, source, kind, source_slot in (
+            (np.arange(len(mine)), slot_X, mine.member_X, mine.kind_X, np.full(len(mine), -1)),
+            (x_F, flat[other_F], engine_HS[mine.host_X[x_F], slot_X[x_F]], np.full(len(x_F), PRIVATE), slot_X[x_F]),
+        ):
+            engine = engine_HS[mine.host_X[rows], slot]
+            round_F = (source_slot >= 0).astype(np.int64)
+            pattern_F = np.full(len(rows), index)
+            low, high = mine.low_X[rows], mine.high_X[rows]
+            num_bytes = np.where(round_F == 0, high - low, pattern.bytes_inside(low, high))
+            found.append([engine, round_F, source, kind, pattern_F, slot, source_slot, low, high, num_bytes])
+    columns = [np.concatenate([np.zeros(0, np.int64), *parts]) for parts in zip(*found, strict=True)]
+    if not found:
+        return Flows(*([np.zeros(0, np.int64)] * len(Flows.__struct_fields__)))
+    order = np.argsort(columns[0], kind="stable")
+    return Flows(*(column[order] for column in columns))
+
+
+def link_keys(moved: Flows, num_engines: int, num_members: int) -> Ints:
+    """Return a number for the link of each flow: they sort by engine, then round, source and kind of memory."""
+    num_sources = max(num_engines, num_members, 1)
+    keys: Ints = ((moved.engine_F * 2 + moved.round_F) * num_sources + moved.source_F) * len(
+        TRANSPORT_OF_KIND
+    ) + moved.kind_F
+    return keys
+
+
+def links(
+    moved: Flows,
+    patterns: Sequence[Pattern],
+    wants: Sequence[Wants],
+    holdings: Holdings,
+    destinations: Mapping[str, Layout],
+) -> tuple[Link, ...]:
+    """Add up what moves over each link."""
+    engines = tuple(destinations)
+    keys, first, link_F = np.unique(
+        link_keys(moved, len(engines), len(holdings.members)), return_index=True, return_inverse=True
+    )
+    sums = np.zeros((3, len(keys)), np.int64)
+    np.add.at(sums[0], link_F, moved.num_bytes_F)
+    for index, pattern in enumerate(patterns):
+        rows = np.flatnonzero(moved.pattern_F == index)
+        begin = np.searchsorted(pattern.high_R, moved.low_F[rows], "right")
+        end = np.searchsorted(pattern.low_R, moved.high_F[rows], "left")
+        tensor_R = np.zeros(len(pattern.slot_R), np.int64)
+        for slot, number in enumerate(pattern.slots):
+            mine = pattern.slot_R == slot
+            tensor_R[mine] = wants[number].tensor_P[wants[number].want_N[pattern.part_R[mine]]]
+        changes_R = np.cumsum(np.concatenate([[0], tensor_R[1:] != tensor_R[:-1]])) if len(tensor_R) else tensor_R
+        np.add.at(sums[1], link_F[rows], end - begin)
+        np.add.at(sums[2], link_F[rows], changes_R[end - 1] - changes_R[begin] + 1)
+    made: list[Link] = []
+    hosts = [layout.host for layout in holdings.layouts]
+    for index, row in enumerate(first.tolist()):
+        engine, round_, source, kind = (
+            int(column[row]) for column in (moved.engine_F, moved.round_F, moved.source_F, moved.kind_F)
+        )
+        receiver = engines[engine]
+        is_here = not round_ and hosts[source] == destinations[receiver].host
+        made.append(
+            Link(
+                source=engines[source] if round_ else holdings.members[source],
+                destination=receiver,
+                transport=TRANSPORT_OF_KIND[kind],
+                why=_why(kind, round_, is_here),
+                round=round_,
+                num_bytes=int(sums[0, index]),
+                num_copies=int(sums[1, index]),
+                num_tensors=int(sums[2, index]),
+            )
+        )
+    return tuple(made)
+
+
+def _why(kind: int, round_: int, is_here: bool) -> str:
+    if round_:
+        return "passed on within the host, so that it was sent there once"
+    if kind == SHARED:
+        return "same host, and the source is in shared memory"
+    if kind == CUDA:
+        return "same host, and both are in GPU memory"
+    return "same host, but the source's memory is private" if is_here else "different hosts"

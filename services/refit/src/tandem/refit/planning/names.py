@@ -1,0 +1,186 @@
+"""What all layouts call their tensors: one number a name, and one shape and element type a side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.common.errors import CoverageError, RefitError
+from tandem.refit.columns import Ints, pad_dims
+from tandem.refit.layout import DTYPES, Box, Layout, Tensor, whole
+from tandem.refit.planning.tensors import TensorTable, make_table
+
+CONVERTIBLE = frozenset({"float64", "float32", "bfloat16", "float16"})
+"""Element types that a copy converts into one another, rounding to nearest."""
+
+QUANTISED = frozenset({"float8_e4m3fn", "float8_e5m2"})
+"""Element types that are made from those, a scale a block."""
+
+
+class Side:
+    """What the layouts of one side say of each tensor: G rows, one for each global number."""
+
+    def __init__(self, names: Names, layouts: Mapping[str, Layout]) -> None:
+        self.by_member: dict[str, Ints] = {}
+        """For each of a member's tensors, its global number."""
+        self.tensor_of: dict[int, tuple[Tensor, str]] = {}
+        """By global number: the tensor as this side describes it, and a member that does, for error messages."""
+        known: dict[int, Ints] = {}
+        is_noted: dict[int, NDArray[np.bool_]] = {}
+        for member, layout in layouts.items():
+            key = id(layout.tensors)
+            if key not in known:
+                known[key] = names.number(layout.tensors, member)
+            self.by_member[member] = known[key]
+            is_new = np.zeros(len(layout.tensors), bool)
+            is_new[layout.pieces.tensor_P] = True
+            is_new &= ~is_noted.setdefault(key, np.zeros(len(layout.tensors), bool))
+            is_noted[key] |= is_new
+            for local in np.flatnonzero(is_new).tolist():
+                self._note(int(known[key][local]), layout.tensors[local], member)
+
+    def _note(self, number: int, tensor: Tensor, member: str) -> None:
+        told, who = self.tensor_of.setdefault(number, (tensor, member))
+        if told is not tensor and (told.dtype, told.block, told.scales) != (tensor.dtype, tensor.block, tensor.scales):
+            raise RefitError(
+                f"{who} has {tensor.name} as {_kind(told)}, {member} as {_kind(tensor)}: "
+                "all members of one side must agree on the element type"
+            )
+
+
+class Names:
+    """Global numbers of tensors, in the order in which names are met."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        """By global number: the tensor as it was first described."""
+        self._numbers: dict[str, int] = {}
+        self._members: list[str] = []
+
+    def number(self, tensors: tuple[Tensor, ...], member: str) -> Ints:
+        """Return the global number of each tensor of a member.
+
+        Raises:
+            CoverageError: members give a tensor different shapes.
+            RefitError: a member names a tensor twice.
+
+        """
+        numbers = np.zeros(len(tensors), np.int64)
+        for index, tensor in enumerate(tensors):
+            number = self._numbers.setdefault(tensor.name, len(self.tensors))
+            if number == len(self.tensors):
+                self.tensors.append(tensor)
+                self._members.append(member)
+            elif self.tensors[number].shape != tensor.shape:
+                raise CoverageError(
+                    f"{self._members[number]} holds {tensor.name} of shape {self.tensors[number].shape}, "
+                    f"{member} describes it as {tensor.shape}"
+                )
+            numbers[index] = number
+        if len(np.unique(numbers)) != len(numbers):
+            twice = tensors[int(np.flatnonzero(np.bincount(numbers)[numbers] > 1)[0])].name
+            raise RefitError(f"{member} describes {twice} twice")
+        return numbers
+
+    def find(self, name: str) -> int | None:
+        """Return the number of a tensor, or None."""
+        return self._numbers.get(name)
+
+    def describe(self, number: int, start: Ints, shape: Ints) -> str:
+        """Return a tensor's name and a box of it; padded dimensions are left out."""
+        tensor = self.tensors[number]
+        first = len(start) - len(tensor.shape)
+        return f"{tensor.name}{Box(tuple(start[first:].tolist()), tuple(shape[first:].tolist()))}"
+
+
+class Tensors(msgspec.Struct, frozen=True, eq=False):
+    """Both sides' view of every tensor: G rows of D dimensions."""
+
+    names: Names
+    sources: Side
+    destinations: Side
+    table: TensorTable
+    source_dtype_G: Ints
+    """Index into `DTYPES`; -1 where no source holds the tensor."""
+    wanted_dtype_G: Ints
+    """-1 where no engine wants it."""
+    block_GD: Ints
+    """Elements of a block of those that are quantised on the way, right-aligned; 0 for all others."""
+    quantised_of_G: Ints
+    """Of tensors of scales that are made on the way: the number of the tensor whose scales they are; else -1."""
+
+    @property
+    def is_quantised_G(self) -> NDArray[np.bool_]:
+        """Whether the tensor is quantised on the way."""
+        is_quantised: NDArray[np.bool_] = self.block_GD.max(axis=1) > 0
+        return is_quantised
+
+
+def match(sources: Mapping[str, Layout], destinations: Mapping[str, Layout]) -> Tensors:
+    """Number the tensors of both sides, and say how each gets from its type here to its type there.
+
+    Raises:
+        CoverageError: an engine wants what no source holds, or in another shape.
+        RefitError: two members contradict each other, or there is no conversion.
+
+    """
+    names = Names()
+    held, wanted = Side(names, sources), Side(names, destinations)
+    table = make_table(tuple(names.tensors))
+    num = len(names.tensors)
+    num_dims = max(
+        [table.num_dims, *(layout.pieces.start_PD.shape[1] for layout in [*sources.values(), *destinations.values()])]
+    )
+    made = Tensors(
+        names,
+        held,
+        wanted,
+        msgspec.structs.replace(table, shape_TD=pad_dims(table.shape_TD, num_dims, 1)),
+        np.full(num, -1),
+        np.full(num, -1),
+        np.zeros((num, num_dims), np.int64),
+        np.full(num, -1),
+    )
+    for number, (tensor, _) in held.tensor_of.items():
+        made.source_dtype_G[number] = DTYPES.index(tensor.dtype)
+    for number, (tensor, member) in wanted.tensor_of.items():
+        made.wanted_dtype_G[number] = DTYPES.index(tensor.dtype)
+        if number in held.tensor_of:
+            _match_types(made, number, tensor, member)
+    for number, (tensor, member) in wanted.tensor_of.items():
+        if number not in held.tensor_of and made.quantised_of_G[number] < 0:
+            raise CoverageError(f"{member} wants {tensor.name}{whole(tensor.shape)}, which no trainer holds")
+    return made
+
+
+def _match_types(made: Tensors, number: int, tensor: Tensor, member: str) -> None:
+    """Refuse a conversion that does not exist; note one that quantises, and whose scales it makes."""
+    there, holder = made.sources.tensor_of[number]
+    if there.dtype == tensor.dtype or {there.dtype, tensor.dtype} <= CONVERTIBLE:
+        return
+    if there.dtype not in CONVERTIBLE or tensor.dtype not in QUANTISED or not tensor.block:
+        raise RefitError(
+            f"{member} wants {tensor.name} as {_kind(tensor)}, {holder} holds {_kind(there)}: there is no conversion"
+        )
+    if len(tensor.block) > len(tensor.shape) or min(tensor.block) < 1:
+        raise RefitError(f"{member} wants {tensor.name} of shape {tensor.shape} in blocks of {tensor.block}")
+    num_dims = made.block_GD.shape[1]
+    made.block_GD[number] = (1,) * (num_dims - len(tensor.block)) + tensor.block
+    scales = made.names.find(tensor.scales)
+    if scales is None:
+        return
+    block = (1,) * (len(tensor.shape) - len(tensor.block)) + tensor.block
+    expected = tuple(-(-n // b) for n, b in zip(tensor.shape, block, strict=True))
+    if made.names.tensors[scales].shape != expected:
+        raise RefitError(
+            f"{member} wants scales {tensor.scales} of shape {made.names.tensors[scales].shape}; "
+            f"{tensor.name} of shape {tensor.shape} in blocks of {tensor.block} has {expected}"
+        )
+    made.quantised_of_G[scales] = number
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{tensor.dtype} in blocks of {tensor.block}" if tensor.block else tensor.dtype

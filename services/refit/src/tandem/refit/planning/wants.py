@@ -1,0 +1,153 @@
+"""What an engine is to receive, as regions of what trainers hold; proven to be everything, exactly once.
+
+Engines with identical layouts (data-parallel replicas) want the same: it is worked out once for their class.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import msgspec
+import numpy as np
+
+from tandem.common.errors import CoverageError
+from tandem.refit.columns import Ints, pad_dims
+from tandem.refit.layout import Box, Layout, Pieces, PrivateMemory, Storage
+from tandem.refit.planning.holdings import Holdings
+from tandem.refit.planning.names import Tensors
+from tandem.refit.planning.quantisation import stage
+from tandem.refit.planning.tensors import ITEM_SIZE_OF_CODE
+from tandem.refit.program import Quantisation, Staging
+
+
+class Wants(msgspec.Struct, frozen=True, eq=False):
+    """What the engines of a class receive: wanted boxes (P rows), and their parts by held box (N rows).
+
+    Parts lie in the order in which they are written. `storages` are those of the layout, then staging.
+    """
+
+    layout: Layout
+    """Of one engine of the class."""
+    storages: tuple[Storage, ...]
+    staging: tuple[Staging, ...]
+    quantisations: tuple[Quantisation, ...]
+    tensor_P: Ints
+    """Global number."""
+    start_PD: Ints
+    storage_P: Ints
+    offset_P: Ints
+    strides_PD: Ints
+    dtype_P: Ints
+    want_N: Ints
+    box_N: Ints
+    """Row of a distinct box of `Holdings`."""
+    start_ND: Ints
+    shape_ND: Ints
+    num_bytes_N: Ints
+    """On a link from a trainer: of the smaller element type."""
+    widening_N: Ints
+    """How many times as many bytes it has in the engine's element type."""
+
+
+def classes(destinations: Mapping[str, Layout]) -> tuple[dict[str, int], list[str]]:
+    """Return the class of each engine, and an engine of each class."""
+    by_id: dict[int, bytes] = {}
+    by_content: dict[tuple[bytes, ...], int] = {}
+    class_of: dict[str, int] = {}
+    examples: list[str] = []
+    for member, layout in destinations.items():
+        if id(layout.tensors) not in by_id:
+            by_id[id(layout.tensors)] = hashlib.sha256(msgspec.msgpack.encode(layout.tensors)).digest()
+        if id(layout.pieces) not in by_id:
+            told = hashlib.sha256()
+            for field in Pieces.__struct_fields__:
+                column = np.ascontiguousarray(getattr(layout.pieces, field))
+                told.update(repr(column.shape).encode())
+                told.update(column.data)
+            by_id[id(layout.pieces)] = told.digest()
+        sizes = msgspec.msgpack.encode([(s.name, s.num_bytes) for s in layout.storages])
+        key = by_id[id(layout.tensors)], by_id[id(layout.pieces)], sizes
+        class_of[member] = by_content.setdefault(key, len(examples))
+        if class_of[member] == len(examples):
+            examples.append(member)
+    return class_of, examples
+
+
+def resolve(engine: str, layout: Layout, tensors: Tensors, holdings: Holdings) -> Wants:
+    """Work out what the class of an engine receives.
+
+    Raises:
+        CoverageError: a wanted element has no source; names the tensor and the box.
+
+    """
+    num_dims = tensors.table.num_dims
+    pieces = layout.pieces
+    tensor_P = tensors.destinations.by_member[engine][pieces.tensor_P]
+    is_staged_P = tensors.is_quantised_G[tensor_P] | (tensors.quantised_of_G[tensor_P] >= 0)
+    direct, row_P = pieces.rows(~is_staged_P), np.flatnonzero(is_staged_P)
+    staged = stage(layout, tensors, tensor_P[row_P], row_P)
+    tensor_P = np.concatenate([tensor_P[~is_staged_P], staged.tensor_Q])
+    start_PD = np.concatenate([pad_dims(direct.start_PD, num_dims, 0), staged.start_QD])
+    shape_PD = np.concatenate([pad_dims(direct.shape_PD, num_dims, 1), staged.shape_QD])
+    storage_P = np.concatenate([direct.storage_P, staged.staging_Q + len(layout.storages)])
+    offset_P = np.concatenate([direct.offset_P, staged.offset_Q])
+    strides_PD = np.concatenate([pad_dims(direct.strides_PD, num_dims, 0), staged.strides_QD])
+    dtypes_G = np.where(tensors.is_quantised_G, tensors.source_dtype_G, tensors.wanted_dtype_G)
+
+    met = list(holdings.index.meet(tensor_P, start_PD, shape_PD))
+    none = np.zeros(0, np.int64), np.zeros((0, num_dims), np.int64)
+    want_N = np.concatenate([none[0], *(m.want_N for m in met)])
+    box_N = np.concatenate([none[0], *(m.box_N for m in met)])
+    start_ND = np.concatenate([none[1], *(m.start_ND for m in met)])
+    shape_ND = np.concatenate([none[1], *(m.shape_ND for m in met)])
+    num_elements_N = shape_ND.prod(axis=1)
+    # Held boxes are disjoint, and so are their parts of a wanted box: if they add up to it, they are all of it.
+    found_P = np.zeros(len(tensor_P), np.int64)
+    np.add.at(found_P, want_N, num_elements_N)
+    short = np.flatnonzero(found_P != shape_PD.prod(axis=1))
+    if len(short):
+        row = int(short[0])
+        parts = want_N == row
+        raise _missing(engine, tensors, (tensor_P[row], start_PD[row], shape_PD[row]), start_ND[parts], shape_ND[parts])
+    begins_N = offset_P[want_N] + ((start_ND - start_PD[want_N]) * strides_PD[want_N]).sum(axis=1)
+    order = np.lexsort((begins_N, storage_P[want_N]))
+    want_N, num_elements_N = want_N[order], num_elements_N[order]
+    item_G = np.minimum(ITEM_SIZE_OF_CODE[tensors.source_dtype_G], ITEM_SIZE_OF_CODE[dtypes_G])
+    extra = [Storage(s.name, s.num_bytes, PrivateMemory()) for s in staged.staging]
+    return Wants(
+        layout=layout,
+        storages=(*layout.storages, *extra),
+        staging=staged.staging,
+        quantisations=staged.quantisations,
+        tensor_P=tensor_P,
+        start_PD=start_PD,
+        storage_P=storage_P,
+        offset_P=offset_P,
+        strides_PD=strides_PD,
+        dtype_P=dtypes_G[tensor_P],
+        want_N=want_N,
+        box_N=box_N[order],
+        start_ND=start_ND[order],
+        shape_ND=shape_ND[order],
+        num_bytes_N=num_elements_N * item_G[tensor_P[want_N]],
+        widening_N=(ITEM_SIZE_OF_CODE[dtypes_G] // item_G)[tensor_P[want_N]],
+    )
+
+
+def _missing(
+    engine: str, tensors: Tensors, wanted: tuple[Ints, Ints, Ints], start_ND: Ints, shape_ND: Ints
+) -> CoverageError:
+    """Say which part of a wanted box no trainer holds."""
+    number, start_D, shape_D = wanted
+    missing = [Box(tuple(start_D.tolist()), tuple(shape_D.tolist()))]
+    for start, shape in zip(start_ND.tolist(), shape_ND.tolist(), strict=True):
+        held = Box(tuple(start), tuple(shape))
+        rest: list[Box] = []
+        for part in missing:
+            common = part.intersect(held)
+            rest.extend([part] if common is None else part.without(common))
+        missing = rest
+    lost = missing[0]
+    what = tensors.names.describe(int(number), np.array(lost.start), np.array(lost.shape))
+    return CoverageError(f"{engine} wants {what}, which no trainer holds")
