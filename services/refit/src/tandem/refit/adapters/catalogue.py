@@ -1,0 +1,173 @@
+"""The tensors of a Hugging Face checkpoint: names, shapes and element types, without the weights.
+
+They come from a ``config.json`` for the architectures whose shapes are known here, and from the headers of safetensors
+files for any other. The names are those of checkpoints, where every expert has tensors of its own; how transformers
+fuses them in its modules is the business of `tandem.refit.adapters.huggingface`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.common.errors import ModelError
+from tandem.refit.adapters import headers
+from tandem.refit.adapters.geometry import BIAS, FAMILIES, Geometry, geometry_of, tensors_of
+from tandem.refit.layout import Tensor
+
+_QUANTISED = re.compile(r"_proj(_with_mqa)?\.weight$")
+_HALF = 2
+"""Bytes an element from which a checkpoint's type is taken for the weights' own and not for a quantisation."""
+
+
+class ModelShape(msgspec.Struct, frozen=True, eq=False, dict=True):
+    """What adapters need to know of a model. Made by `from_config` or `from_checkpoint`; equal only to itself."""
+
+    tensors: tuple[Tensor, ...]
+    """As a checkpoint has them; tied tensors once. Layouts share this very tuple."""
+    geometry: Geometry | None
+    """None for an architecture known only by its tensors; Megatron-Core and vLLM cannot lay such a model out."""
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements in all tensors."""
+        return sum(math.prod(tensor.shape) for tensor in self.tensors)
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        """Where each name is in `tensors`."""
+        return {tensor.name: index for index, tensor in enumerate(self.tensors)}
+
+    @property
+    def known(self) -> Geometry:
+        """The geometry. Raises `ModelError` where there is none."""
+        if self.geometry is None:
+            raise ModelError(f"only the tensors of this model are known; an adapter knows {', '.join(FAMILIES)}")
+        return self.geometry
+
+    def shape_of(self, pattern: str) -> tuple[int, ...] | None:
+        """Return the shape of the tensors of a name pattern; None if the model has none."""
+        found = self.indices(pattern)
+        held = found[found >= 0]
+        return self.tensors[held[0]].shape if held.size else None
+
+    def indices(self, pattern: str) -> NDArray[np.int64]:
+        """Return where the tensors of a name pattern are in `tensors`, -1 where the model has none.
+
+        Args:
+            pattern: a name, with ``{layer}`` and ``{expert}`` in the places of their numbers.
+
+        Returns:
+            Shape (layers, experts), (layers,) or (), by what the pattern has.
+        """
+        cache: dict[str, NDArray[np.int64]] = self.__dict__.setdefault("indices of pattern", {})
+        if pattern not in cache:
+            find = self.index.get
+            found: Any = find(pattern, -1)
+            if "{layer}" in pattern:
+                experts = self.known.experts
+                rows = [pattern.replace("{layer}", str(layer)) for layer in range(self.known.num_layers)]
+            if "{expert}" in pattern:
+                numbers = range(experts.num_experts if experts else 0)
+                found = [[find(row.replace("{expert}", str(expert)), -1) for expert in numbers] for row in rows]
+            elif "{layer}" in pattern:
+                found = [find(row, -1) for row in rows]
+            cache[pattern] = np.asarray(found, dtype=np.int64)
+        return cache[pattern]
+
+    @cached_property
+    def formats(self) -> NDArray[np.int64]:
+        """A number for each tensor: equal for those of the same element type and block of scales; shape (tensors,)."""
+        numbers: dict[tuple[str, tuple[int, ...]], int] = {}
+        found = [numbers.setdefault((tensor.dtype, tensor.block), len(numbers)) for tensor in self.tensors]
+        return np.array(found, np.int64)
+
+    @cached_property
+    def names_of_scales(self) -> frozenset[str]:
+        """Names of the tensors of scales."""
+        return frozenset(tensor.scales for tensor in self.tensors if tensor.scales)
+
+    def with_dtype(self, dtype: str) -> ModelShape:
+        """Return the model with its weights in another element type; router biases stay in float32."""
+        tensors = tuple(
+            tensor if tensor.name.endswith(BIAS) else Tensor(tensor.name, tensor.shape, dtype)
+            for tensor in self.tensors
+        )
+        return ModelShape(tensors, self.geometry)
+
+    def quantised(self, block: tuple[int, int] = (128, 128), dtype: str = "float8_e4m3fn") -> ModelShape:
+        """Return the model with the weights of its linear layers quantised, a float32 scale for each block of one.
+
+        As in the checkpoint of DeepSeek-V3 (arXiv:2412.19437, section 3.3): embeddings, norms, biases, routers and the
+        output layer stay as they are. The scales of ``name`` are called ``name_scale_inv``.
+        """
+        tensors: list[Tensor] = []
+        for tensor in self.tensors:
+            if not _QUANTISED.search(tensor.name):
+                tensors.append(tensor)
+                continue
+            scales = tensor.name + "_scale_inv"
+            rows, columns = (-(-n // size) for n, size in zip(tensor.shape, block, strict=True))
+            tensors.append(Tensor(tensor.name, tensor.shape, dtype, block, scales))
+            tensors.append(Tensor(scales, (rows, columns), "float32"))
+        return ModelShape(tuple(tensors), self.geometry)
+
+
+def from_config(config: Mapping[str, Any], dtype: str | None = None) -> ModelShape:
+    """Return the shape of the model that a ``config.json`` describes.
+
+    Args:
+        config: the file's content.
+        dtype: element type of the weights; default is the file's own, or bfloat16 where it has none.
+
+    Raises:
+        ModelError: the architecture is not known, or a field is missing or of the wrong kind.
+    """
+    if config.get("model_type") not in FAMILIES:
+        raise ModelError(f"model_type {config.get('model_type')!r} has no catalogue; known are {', '.join(FAMILIES)}")
+    try:
+        geometry = geometry_of(config)
+        named = dtype or config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+        return ModelShape(tuple(tensors_of(config, geometry, named)), geometry)
+    except KeyError as error:
+        raise ModelError(f"the model's configuration lacks {error}") from error
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise ModelError(f"the model's configuration does not describe a {config['model_type']}: {error}") from error
+
+
+def from_checkpoint(folder: Path) -> ModelShape:
+    """Return the shape of a checkpoint, from ``config.json`` and the headers of its safetensors files.
+
+    For a known architecture the tensors are the configuration's, which the headers must agree with: others, such as
+    the multi-token prediction layers of DeepSeek-V3 or the scales of a quantised checkpoint, take no part in a refit.
+    For any other architecture they are all of the headers'.
+
+    Raises:
+        ModelError: a file is missing or damaged, or contradicts the configuration.
+    """
+    found = headers.read_headers(folder)
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{folder / 'config.json'} cannot be read: {error}") from error
+    if config.get("model_type") not in FAMILIES:
+        return ModelShape(tuple(Tensor(name, shape, dtype) for name, (shape, dtype) in found.items()), None)
+    model = from_config(config)
+    tensors = []
+    for tensor in model.tensors:
+        shape, dtype = found.get(tensor.name, (None, ""))
+        if shape != tensor.shape:
+            there = "none" if shape is None else f"shape {shape}"
+            raise ModelError(f"{folder}: {tensor.name} should have shape {tensor.shape}, the checkpoint has {there}")
+        is_weight = dtype in headers.FLOATS and headers.FLOATS[dtype] >= _HALF
+        tensors.append(Tensor(tensor.name, tensor.shape, dtype) if is_weight else tensor)
+    return ModelShape(tuple(tensors), model.geometry)

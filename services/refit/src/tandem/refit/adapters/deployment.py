@@ -1,0 +1,107 @@
+"""Deployments: all ranks of a parallel program, and the hosts they run on."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Hashable, Mapping
+
+import msgspec
+import numpy as np
+
+from tandem.common.errors import RefitError
+from tandem.refit.adapters.catalogue import ModelShape
+from tandem.refit.layout import Layout, Storage
+
+
+class Hosts(msgspec.Struct, frozen=True):
+    """Hosts ``name-0``, ``name-1``, ... that take `per_host` ranks each, in order of rank."""
+
+    name: str
+    per_host: int = 8
+    has_gpus: bool = True
+    """Whether each rank has a GPU of its own."""
+    first: int = 0
+    """Places that are taken by others: rank 0 comes after them."""
+
+    def host(self, rank: int) -> str:
+        """Return the host of a rank."""
+        return f"{self.name}-{(self.first + rank) // self.per_host}"
+
+    def device(self, rank: int) -> str:
+        """Return the device of a rank, by a name that no other has."""
+        return f"{self.host(rank)}/gpu-{(self.first + rank) % self.per_host}" if self.has_gpus else "cpu"
+
+
+def locate(layout: Layout, found: Mapping[str, Storage]) -> Layout:
+    """Return a layout with the addresses of a process's live parameters.
+
+    Args:
+        layout: that an adapter made for the process.
+        found: contiguous parameters of the process, by name; it may have others that no tensor lies in.
+
+    Raises:
+        RefitError: the process lacks a parameter, or has it in another size: the adapter describes another model.
+    """
+    storages = []
+    for storage in layout.storages:
+        live = found.get(storage.name)
+        if live is None or live.num_bytes != storage.num_bytes:
+            there = "no such parameter" if live is None else f"{live.num_bytes} bytes"
+            raise RefitError(f"{storage.name} should have {storage.num_bytes} bytes, the process has {there}")
+        storages.append(Storage(storage.name, storage.num_bytes, live.address))
+    return msgspec.structs.replace(layout, storages=tuple(storages))
+
+
+class Deployment(msgspec.Struct, frozen=True):
+    """The parallel sizes of a program; its subclasses know what each rank holds."""
+
+    @property
+    @abstractmethod
+    def num_ranks(self) -> int:
+        """Processes of the program."""
+
+    @abstractmethod
+    def place(self, rank: int) -> Hashable:
+        """Return all that decides what a rank holds: replicas are ranks of equal places."""
+
+    @abstractmethod
+    def parameters(self, model: ModelShape, rank: int) -> Layout:
+        """Return the layout of a rank, of a process without a host."""
+
+    def layout(self, model: ModelShape, rank: int, host: str, device: str = "cpu") -> Layout:
+        """Return the layout of one rank.
+
+        Args:
+            model: as the process keeps it: its element types are the parameters'.
+            rank: in the whole program, as its library counts.
+            host: where the process runs.
+            device: UUID of its GPU, or ``cpu``.
+
+        Raises:
+            RefitError: there is no such rank, or the model cannot be split like that.
+        """
+        if not 0 <= rank < self.num_ranks:
+            raise RefitError(f"there is no rank {rank} among {self.num_ranks}")
+        return msgspec.structs.replace(self.parameters(model, rank), host=host, device=device)
+
+    def layouts(self, model: ModelShape, hosts: Hosts) -> tuple[Layout, ...]:
+        """Return the layouts of all ranks, in order of rank; replicas share the columns of their pieces.
+
+        Raises:
+            RefitError: as `layout` does, or no rank has a place for some tensor, which the adapter does not know then.
+        """
+        made: dict[Hashable, Layout] = {}
+        layouts = []
+        for rank in range(self.num_ranks):
+            place = self.place(rank)
+            if place not in made:
+                made[place] = self.parameters(model, rank)
+            layout = made[place]
+            layouts.append(msgspec.structs.replace(layout, host=hosts.host(rank), device=hosts.device(rank)))
+        is_held = np.zeros(len(model.tensors), np.bool_)
+        for layout in made.values():
+            is_held[layout.pieces.tensor_P] = True
+        if not is_held.all():
+            lost = model.tensors[int(np.argmin(is_held))].name
+            raise RefitError(f"{type(self).__name__} has no place for {(~is_held).sum()} tensors, the first is {lost}")
+        return tuple(layouts)

@@ -1,0 +1,140 @@
+"""Models of transformers sharded with DTensor: FSDP2, tensor parallelism, both, and replicas of either.
+
+Whatever the mesh, a rank holds one box of a parameter, contiguous in memory. Each axis of the mesh that shards a
+parameter cuts what is left as `torch.chunk` does: the first ranks get ``ceil(n / size)`` elements, the last ones fewer
+or none. The order of the cuts matters: FSDP2 wraps parameters that tensor parallelism has already cut, so it cuts
+after it although its axis is the outer one (``_StridedShard`` in torch).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from types import MappingProxyType
+
+from tandem.common.errors import RefitError
+from tandem.refit.adapters import huggingface
+from tandem.refit.adapters.catalogue import ModelShape
+from tandem.refit.adapters.deployment import Deployment
+from tandem.refit.adapters.parameters import RankBuilder
+from tandem.refit.layout import Box, Layout
+
+Cuts = Sequence[tuple[int, int]]
+"""Axis of the mesh and dimension of the parameter, in the order in which they are cut."""
+
+TENSOR_PLAN: Mapping[str, int] = MappingProxyType(
+    {
+        "embed_tokens.weight": 0,
+        "lm_head.weight": 0,
+        "q_proj.weight": 0,
+        "k_proj.weight": 0,
+        "v_proj.weight": 0,
+        "q_proj.bias": 0,
+        "k_proj.bias": 0,
+        "v_proj.bias": 0,
+        "q_b_proj.weight": 0,
+        "kv_b_proj.weight": 0,
+        "o_proj.weight": 1,
+        "gate_proj.weight": 0,
+        "up_proj.weight": 0,
+        "gate_proj.bias": 0,
+        "up_proj.bias": 0,
+        "down_proj.weight": 1,
+    }
+)
+"""Which dimension tensor parallelism cuts, by the end of a parameter's name; parameters without an entry stay whole."""
+
+
+def local_box(shape: Sequence[int], mesh: Sequence[int], coordinates: Sequence[int], cuts: Cuts) -> Box:
+    """Return the box of a parameter that the rank at some coordinates of a mesh holds; maybe empty.
+
+    Args:
+        shape: of the whole parameter.
+        mesh: ranks along each axis.
+        coordinates: of the rank, along each axis.
+        cuts: those that apply to this parameter.
+    """
+    start, stop = [0] * len(shape), list(shape)
+    for axis, dim in cuts:
+        step = -(-(stop[dim] - start[dim]) // mesh[axis])
+        start[dim] = min(stop[dim], start[dim] + coordinates[axis] * step)
+        stop[dim] = min(stop[dim], start[dim] + step)
+    return Box(tuple(start), tuple(b - a for a, b in zip(start, stop, strict=True)))
+
+
+def layout_on_mesh(
+    model: ModelShape,
+    mesh: Sequence[int],
+    rank: int,
+    cuts_of: Callable[[str, tuple[int, ...]], Cuts],
+    fuses_experts: bool = True,
+) -> Layout:
+    """Return the layout of a rank of any mesh, of a process without a host.
+
+    Args:
+        model: whose parameters are sharded.
+        mesh: ranks along each axis; the last axis varies fastest.
+        rank: in the mesh.
+        cuts_of: the cuts of a parameter, of its name pattern and shape.
+        fuses_experts: whether the experts of a layer are one parameter, as in transformers 5.
+    """
+    coordinates = _coordinates(rank, mesh)
+    builder = RankBuilder(model, range(model.geometry.num_layers if model.geometry else 0))
+    for parameter in huggingface.parameters(model, fuses_experts):
+        box = local_box(parameter.shape, mesh, coordinates, cuts_of(parameter.name, parameter.shape))
+        window, experts = box, parameter.experts
+        if experts and "{expert}" not in parameter.name:
+            # The first dimension is the experts': each of those left lies one further.
+            experts = experts[box.start[0] : box.stop[0]]
+            window = Box((0, *box.start[1:]), box.shape)
+        clipped = [fill.clip(window) for fill in parameter.fills]
+        builder.parameter(parameter.name, box.shape, [fill for fill in clipped if fill is not None], experts)
+    return builder.build()
+
+
+class DTensor(Deployment, frozen=True):
+    """FSDP2 over `shard` ranks of models that tensor parallelism cuts in `tensor` parts, `replicate` times (HSDP).
+
+    The mesh is (replicate, shard, tensor). Context-parallel ranks count among `shard`.
+    """
+
+    replicate: int = 1
+    shard: int = 1
+    tensor: int = 1
+    plan: Mapping[str, int] = TENSOR_PLAN
+    """What tensor parallelism cuts, as `TENSOR_PLAN`."""
+    fuses_experts: bool = True
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of the program."""
+        return math.prod(self._mesh)
+
+    @property
+    def _mesh(self) -> tuple[int, int, int]:
+        return self.replicate, self.shard, self.tensor
+
+    def cuts(self, name: str, shape: Sequence[int]) -> Cuts:
+        """Return the cuts of a parameter: tensor parallelism's, then FSDP's along the first dimension."""
+        end = name.rsplit(".", 2)[-2:]
+        dim = self.plan.get(".".join(end))
+        if dim is not None and dim >= len(shape):
+            raise RefitError(f"{name} has no dimension {dim} to cut")
+        first: Cuts = () if dim is None else ((2, dim),)
+        return (*first, (1, 0)) if shape else first
+
+    def place(self, rank: int) -> Hashable:
+        """Return the coordinates of a rank along the axes that shard."""
+        return _coordinates(rank, self._mesh)[1:]
+
+    def parameters(self, model: ModelShape, rank: int) -> Layout:
+        """Return the layout of a rank, of a process without a host."""
+        return layout_on_mesh(model, self._mesh, rank, self.cuts, self.fuses_experts)
+
+
+def _coordinates(rank: int, mesh: Sequence[int]) -> tuple[int, ...]:
+    coordinates = []
+    for size in reversed(mesh):
+        coordinates.append(rank % size)
+        rank //= size
+    return tuple(reversed(coordinates))

@@ -1,0 +1,210 @@
+"""Decoders of known architectures: their sizes, and the tensors that those imply."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from tandem.refit.layout import Tensor
+
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")
+"""The known architectures, by their ``model_type``."""
+
+BIAS = "e_score_correction_bias"
+"""What routers add to their scores when they choose experts; float32 whatever the weights are."""
+
+_QWEN3_HEAD = 128
+
+LAYER = "model.layers.{layer}."
+"""What the name of every tensor of a layer begins with; patterns keep the braces."""
+
+
+class Attention(msgspec.Struct, frozen=True):
+    """Attention with grouped heads: `num_heads` queries share `num_kv_heads` keys and values."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+class LatentAttention(msgspec.Struct, frozen=True):
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1)."""
+
+    num_heads: int
+    query_rank: int | None
+    """Rank that queries are compressed to; None where they are not."""
+    kv_rank: int
+    nope_dim: int
+    """Elements of a query or key head that carry no position."""
+    rope_dim: int
+    """Elements that carry the position; those of the keys are shared by all heads."""
+    value_dim: int
+
+
+class Experts(msgspec.Struct, frozen=True):
+    """A mixture of experts in place of the dense feed-forward network of some layers."""
+
+    num_experts: int
+    intermediate_size: int
+    """Of one routed expert."""
+    shared_size: int
+    """Intermediate size of the experts that see every token, taken as one; 0 where there are none."""
+    has_bias: bool
+    """Whether the router adds a correction to its scores (``e_score_correction_bias``, always float32)."""
+    layers: tuple[int, ...]
+    """The layers that have experts."""
+
+
+class Geometry(msgspec.Struct, frozen=True):
+    """The sizes that decide how a backend cuts a decoder of a known architecture."""
+
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    """Of dense layers."""
+    vocabulary_size: int
+    is_tied: bool
+    """Whether the output layer is the embedding: there is no ``lm_head.weight`` then."""
+    attention: Attention | LatentAttention
+    experts: Experts | None
+
+
+def geometry_of(config: Mapping[str, Any]) -> Geometry:
+    """Return the sizes that the ``config.json`` of a known architecture tells. Raises `KeyError` for what it lacks."""
+    num_heads = int(config["num_attention_heads"])
+    attention: Attention | LatentAttention
+    if config["model_type"] == "deepseek_v3":
+        attention = LatentAttention(
+            num_heads=num_heads,
+            query_rank=config["q_lora_rank"],
+            kv_rank=config["kv_lora_rank"],
+            nope_dim=config["qk_nope_head_dim"],
+            rope_dim=config["qk_rope_head_dim"],
+            value_dim=config["v_head_dim"],
+        )
+    else:
+        # What transformers takes where a file says nothing.
+        head_dim = _QWEN3_HEAD if config["model_type"] == "qwen3" else config["hidden_size"] // num_heads
+        attention = Attention(
+            num_heads=num_heads,
+            num_kv_heads=config.get("num_key_value_heads") or num_heads,
+            head_dim=config.get("head_dim") or head_dim,
+        )
+    return Geometry(
+        model_type=config["model_type"],
+        num_layers=config["num_hidden_layers"],
+        hidden_size=config["hidden_size"],
+        intermediate_size=config["intermediate_size"],
+        vocabulary_size=config["vocab_size"],
+        is_tied=bool(config.get("tie_word_embeddings", False)),
+        attention=attention,
+        experts=_experts(config),
+    )
+
+
+def _experts(config: Mapping[str, Any]) -> Experts | None:
+    layers = range(config["num_hidden_layers"])
+    if config["model_type"] == "qwen3_moe":
+        step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
+        return Experts(
+            num_experts=config.get("num_experts") or config["num_local_experts"],
+            intermediate_size=config["moe_intermediate_size"],
+            shared_size=0,
+            has_bias=False,
+            layers=tuple(layer for layer in layers if layer not in dense and (layer + 1) % step == 0),
+        )
+    if config["model_type"] == "deepseek_v3":
+        return Experts(
+            num_experts=config.get("n_routed_experts") or config["num_local_experts"],
+            intermediate_size=config["moe_intermediate_size"],
+            shared_size=(config["n_shared_experts"] or 0) * config["moe_intermediate_size"],
+            has_bias=True,
+            layers=tuple(layers[config["first_k_dense_replace"] :]),
+        )
+    return None
+
+
+def tensors_of(config: Mapping[str, Any], geometry: Geometry, dtype: str) -> Iterator[Tensor]:
+    """Yield the tensors of a checkpoint in the order of the layers."""
+    hidden, vocabulary = geometry.hidden_size, geometry.vocabulary_size
+    with_experts = geometry.experts.layers if geometry.experts else ()
+    attention = list(_attention(config, geometry))
+    yield Tensor("model.embed_tokens.weight", (vocabulary, hidden), dtype)
+    for layer in range(geometry.num_layers):
+        parts = [*attention, *(_moe(geometry) if layer in with_experts else _dense(config, geometry))]
+        parts += [("input_layernorm.weight", (hidden,)), ("post_attention_layernorm.weight", (hidden,))]
+        for name, shape in parts:
+            yield Tensor(LAYER.format(layer=layer) + name, shape, "float32" if name.endswith(BIAS) else dtype)
+    yield Tensor("model.norm.weight", (hidden,), dtype)
+    if not geometry.is_tied:
+        yield Tensor("lm_head.weight", (vocabulary, hidden), dtype)
+
+
+_Parts = Iterator[tuple[str, tuple[int, ...]]]
+
+
+def _attention(config: Mapping[str, Any], geometry: Geometry) -> _Parts:
+    hidden, sizes = geometry.hidden_size, geometry.attention
+    if isinstance(sizes, LatentAttention):
+        rows = _latent(sizes, hidden)
+        biased = {"q_a_proj", "kv_a_proj_with_mqa", "o_proj"} if config.get("attention_bias") else set()
+    else:
+        kv_rows = sizes.num_kv_heads * sizes.head_dim
+        rows = {
+            "q_proj": (sizes.num_heads * sizes.head_dim, hidden),
+            "k_proj": (kv_rows, hidden),
+            "v_proj": (kv_rows, hidden),
+            "o_proj": (hidden, sizes.num_heads * sizes.head_dim),
+        }
+        biased = set(rows) if config.get("attention_bias") else set()
+        if geometry.model_type == "qwen2":
+            biased = {"q_proj", "k_proj", "v_proj"}
+        if geometry.model_type.startswith("qwen3"):
+            yield "self_attn.q_norm.weight", (sizes.head_dim,)
+            yield "self_attn.k_norm.weight", (sizes.head_dim,)
+    for name, shape in rows.items():
+        yield f"self_attn.{name}.weight", shape
+        if name in biased:
+            yield f"self_attn.{name}.bias", shape[:1]
+
+
+def _latent(sizes: LatentAttention, hidden: int) -> dict[str, tuple[int, ...]]:
+    query_rows = sizes.num_heads * (sizes.nope_dim + sizes.rope_dim)
+    rows: dict[str, tuple[int, ...]] = {"q_proj": (query_rows, hidden)}
+    if sizes.query_rank is not None:
+        rank = sizes.query_rank
+        rows = {"q_a_proj": (rank, hidden), "q_a_layernorm": (rank,), "q_b_proj": (query_rows, rank)}
+    return rows | {
+        "kv_a_proj_with_mqa": (sizes.kv_rank + sizes.rope_dim, hidden),
+        "kv_a_layernorm": (sizes.kv_rank,),
+        "kv_b_proj": (sizes.num_heads * (sizes.nope_dim + sizes.value_dim), sizes.kv_rank),
+        "o_proj": (hidden, sizes.num_heads * sizes.value_dim),
+    }
+
+
+def _dense(config: Mapping[str, Any], geometry: Geometry) -> _Parts:
+    for name, shape in _feed_forward("mlp.", geometry.hidden_size, geometry.intermediate_size):
+        yield name, shape
+        if config.get("mlp_bias"):
+            yield name.replace(".weight", ".bias"), shape[:1]
+
+
+def _moe(geometry: Geometry) -> _Parts:
+    experts = geometry.experts
+    assert experts is not None, "only called for layers with experts"
+    yield "mlp.gate.weight", (experts.num_experts, geometry.hidden_size)
+    if experts.has_bias:
+        yield f"mlp.gate.{BIAS}", (experts.num_experts,)
+    for expert in range(experts.num_experts):
+        yield from _feed_forward(f"mlp.experts.{expert}.", geometry.hidden_size, experts.intermediate_size)
+    if experts.shared_size:
+        yield from _feed_forward("mlp.shared_experts.", geometry.hidden_size, experts.shared_size)
+
+
+def _feed_forward(prefix: str, hidden: int, intermediate: int) -> _Parts:
+    yield f"{prefix}gate_proj.weight", (intermediate, hidden)
+    yield f"{prefix}up_proj.weight", (intermediate, hidden)
+    yield f"{prefix}down_proj.weight", (hidden, intermediate)

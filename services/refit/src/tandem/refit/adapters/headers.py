@@ -1,0 +1,65 @@
+"""Headers of safetensors files: eight bytes of length, little-endian, then that much JSON. No weights are read."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+from tandem.common.errors import ModelError
+
+_INDEX = "model.safetensors.index.json"
+_LONGEST_HEADER = 100_000_000
+"""Bytes; the format's own limit."""
+
+FLOATS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+"""Bytes an element of the types that weights have."""
+
+_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+
+
+def read_headers(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Return shape and element type of every tensor of a checkpoint, in the order of its files.
+
+    Where there is an index, its files are the checkpoint's; otherwise all of the folder are. Raises `ModelError`.
+    """
+    index = folder / _INDEX
+    if index.is_file():
+        try:
+            files = sorted({folder / str(name) for name in json.loads(index.read_bytes())["weight_map"].values()})
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise ModelError(f"{index} is not an index of safetensors files: {error}") from error
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"{folder} has no safetensors files")
+    found: dict[str, tuple[tuple[int, ...], str]] = {}
+    for file in files:
+        found |= _read_header(file)
+    return found
+
+
+def _read_header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > _LONGEST_HEADER:
+                raise ValueError(f"its header would have {length} bytes")
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        return {name: (tuple(entry["shape"]), _DTYPES[entry["dtype"]]) for name, entry in header.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise ModelError(f"{path} has no readable safetensors header: {error}") from error

@@ -1,0 +1,100 @@
+"""A model as transformers keeps it: every tensor whole, in a parameter of its own name.
+
+From transformers 5 the experts of a layer are fused in memory: ``experts.gate_up_proj`` of shape
+(experts, 2 × intermediate, hidden) and ``experts.down_proj`` of shape (experts, hidden, intermediate), though a
+checkpoint has three tensors for each expert.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Hashable, Iterator
+
+import msgspec
+
+from tandem.refit.adapters.catalogue import ModelShape
+from tandem.refit.adapters.deployment import Deployment
+from tandem.refit.adapters.geometry import LAYER
+from tandem.refit.adapters.parameters import Fill, RankBuilder, stack
+from tandem.refit.layout import Layout, whole
+
+_IN_LAYER = re.compile(r"^model\.layers\.\d+\.")
+_OF_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+class Parameter(msgspec.Struct, frozen=True):
+    """A kind of parameter of the whole model; as for `RankBuilder.parameter`."""
+
+    name: str
+    shape: tuple[int, ...]
+    fills: tuple[Fill, ...]
+    experts: range = range(0)
+
+
+@functools.lru_cache(maxsize=8)
+def parameters(model: ModelShape, fuses_experts: bool = True) -> tuple[Parameter, ...]:
+    """Return every kind of parameter of a model, whole, in the order of its tensors.
+
+    Args:
+        model: any; for an architecture known only by its tensors, each is a kind of its own.
+        fuses_experts: whether the experts of a layer are one parameter, as in transformers 5.
+    """
+    if model.geometry is None:
+        return tuple(_plain(tensor.name, tensor.shape) for tensor in model.tensors)
+    experts = model.geometry.experts
+    found: dict[str, Parameter] = {}
+    for tensor in model.tensors:
+        if tensor.name in model.names_of_scales:
+            continue  # They follow the tensors that they scale.
+        name = _OF_EXPERT.sub(".experts.{expert}.", _IN_LAYER.sub(LAYER, tensor.name))
+        if "{expert}" not in name:
+            found.setdefault(name, _plain(name, tensor.shape))
+        elif not fuses_experts:
+            assert experts is not None, "the tensors of experts come from its sizes"
+            plain = _plain(name, tensor.shape)
+            found.setdefault(name, msgspec.structs.replace(plain, experts=range(experts.num_experts)))
+    if experts is not None and fuses_experts:
+        found |= {parameter.name: parameter for parameter in _fused(model)}
+    return tuple(found.values())
+
+
+def _plain(name: str, shape: tuple[int, ...]) -> Parameter:
+    return Parameter(name, shape, (Fill(name, whole(shape), (0,) * len(shape)),))
+
+
+def _fused(model: ModelShape) -> Iterator[Parameter]:
+    hidden, experts = model.known.hidden_size, model.known.experts
+    assert experts is not None, "only called for a model with experts"
+    prefix = LAYER + "mlp.experts."
+    gate_up = (experts.intermediate_size, hidden)
+    parts = stack(*((f"{prefix}{{expert}}.{part}_proj.weight", whole(gate_up)) for part in ("gate", "up")))
+    down = Fill(f"{prefix}{{expert}}.down_proj.weight", whole(gate_up[::-1]), (0, 0, 0))
+    of_layer = range(experts.num_experts)
+    fused = tuple(msgspec.structs.replace(part, at=(0, *part.at)) for part in parts)
+    yield Parameter(prefix + "gate_up_proj", (experts.num_experts, 2 * gate_up[0], hidden), fused, of_layer)
+    yield Parameter(prefix + "down_proj", (experts.num_experts, *gate_up[::-1]), (down,), of_layer)
+
+
+class HuggingFace(Deployment, frozen=True):
+    """One process, or several that each hold the whole model."""
+
+    num_replicas: int = 1
+    fuses_experts: bool = True
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of the program."""
+        return self.num_replicas
+
+    def place(self, rank: int) -> Hashable:
+        """Return the same for all ranks."""
+        return ()
+
+    def parameters(self, model: ModelShape, rank: int) -> Layout:
+        """Return the layout of a rank, of a process without a host."""
+        num_layers = model.geometry.num_layers if model.geometry else 0
+        builder = RankBuilder(model, range(num_layers))
+        for parameter in parameters(model, self.fuses_experts):
+            builder.parameter(parameter.name, parameter.shape, parameter.fills, parameter.experts)
+        return builder.build()

@@ -1,0 +1,236 @@
+"""Megatron-Core's GPTModel: tensor, pipeline (also virtual), context, expert, expert-tensor and data parallel.
+
+What it fuses: ``linear_qkv`` has the heads in groups, the queries of a group before its key and value; ``linear_fc1``
+has a rank's rows of the gate before its rows of the up projection; the vocabulary is padded. Each is cut by tensor
+parallelism along its rows, ``linear_proj`` and ``linear_fc2`` along their columns. As in Megatron-Core 0.16.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable
+from typing import Literal
+
+import msgspec
+
+from tandem.common.errors import RefitError
+from tandem.refit.adapters import stages
+from tandem.refit.adapters.catalogue import ModelShape
+from tandem.refit.adapters.deployment import Deployment
+from tandem.refit.adapters.geometry import LAYER, Attention, Experts, LatentAttention
+from tandem.refit.adapters.parameters import Fill, RankBuilder, cut, stack
+from tandem.refit.layout import Box, Layout, whole
+
+_ATTENTION = LAYER + "self_attn."
+_HERE = "{layer}."
+
+
+class Coordinates(msgspec.Struct, frozen=True):
+    """Where a rank stands along the axes that decide what it holds."""
+
+    tp: int
+    pp: int
+    ep: int
+    etp: int
+
+
+class Megatron(Deployment, frozen=True):
+    """Parallel sizes and switches by the names that Megatron-Core's configuration has for them, shortened."""
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    dp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    """Tensor parallel size of experts; None: `tp`."""
+    vpp: int = 1
+    """Virtual pipeline size: chunks of the model on each stage."""
+    num_layers_in_first_stage: int | None = None
+    num_layers_in_last_stage: int | None = None
+    order: str = "tp-cp-ep-dp-pp"
+    """The axes from the one that varies fastest; `ep` counts among them for experts, `cp` for the rest."""
+    vocabulary_divisor: int = 128
+    """The vocabulary is padded to a multiple of this times `tp` (``make_vocab_size_divisible_by``)."""
+    transformer_engine: bool = True
+    """Whether layers are Transformer Engine's, which keep the norm before a linear layer in that layer."""
+    experts: Literal["grouped", "sequential", "legacy"] = "grouped"
+    """TEGroupedMLP (``weight0``, ``weight1``, ...), SequentialMLP, or GroupedMLP (all experts in one, transposed)."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of the program."""
+        return self.tp * self.pp * self.cp * self.dp
+
+    @property
+    def expert_tensor_size(self) -> int:
+        """Tensor parallel size of experts."""
+        return self.tp if self.etp is None else self.etp
+
+    def place(self, rank: int) -> Hashable:
+        """Return the coordinates of a rank."""
+        return self.coordinates(rank)
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Return where a rank stands. Raises `RefitError` if the sizes or the order make no sense."""
+        if sorted(self.order.split("-")) != ["cp", "dp", "ep", "pp", "tp"]:
+            raise RefitError(f"the order of ranks has to name tp, cp, ep, dp and pp once each, not {self.order!r}")
+        etp = self.expert_tensor_size
+        expert_dp, rest = divmod(self.num_ranks, etp * self.ep * self.pp)
+        if rest:
+            raise RefitError(f"{self.num_ranks} ranks cannot be split in etp {etp} × ep {self.ep} × pp {self.pp}")
+        dense = self._along({"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp}, rank)
+        sparse = self._along({"tp": etp, "ep": self.ep, "dp": expert_dp, "pp": self.pp}, rank)
+        if dense["pp"] != sparse["pp"]:
+            raise RefitError(f"rank {rank} would have experts of another pipeline stage; let the order end in pp")
+        return Coordinates(dense["tp"], dense["pp"], sparse["ep"], sparse["tp"])
+
+    def _along(self, sizes: dict[str, int], rank: int) -> dict[str, int]:
+        found = {}
+        for axis in self.order.split("-"):
+            rank, found[axis] = divmod(rank, sizes.get(axis, 1))
+        return found
+
+    def parameters(self, model: ModelShape, rank: int) -> Layout:
+        """Return the layout of a rank, of a process without a host."""
+        return _Rank(self, model, self.coordinates(rank)).build()
+
+
+class _Rank:
+    """One rank while it is laid out."""
+
+    def __init__(self, sizes: Megatron, model: ModelShape, at: Coordinates) -> None:
+        self._sizes, self._model, self._at, self._geometry = sizes, model, at, model.known
+        in_ends = sizes.num_layers_in_first_stage, sizes.num_layers_in_last_stage
+        chunks = stages.megatron(self._geometry.num_layers, sizes.pp, sizes.vpp, *in_ends)[at.pp]
+        self._prefixes = [f"{chunk}." if sizes.vpp > 1 else "" for chunk in range(sizes.vpp)]
+        layers = [layer for chunk in chunks for layer in chunk]
+        names = [
+            f"{prefix}decoder.layers.{local}"
+            for prefix, chunk in zip(self._prefixes, chunks, strict=True)
+            for local in range(len(chunk))
+        ]
+        self._builder = RankBuilder(model, layers, names)
+        self._sparse = frozenset(self._geometry.experts.layers if self._geometry.experts else ())
+        self._dense = frozenset(layers) - self._sparse
+
+    def build(self) -> Layout:
+        self._ends()
+        if isinstance(self._geometry.attention, LatentAttention):
+            self._latent_attention()
+        else:
+            self._attention(self._geometry.attention)
+        self._norms()
+        self._feed_forward(_HERE + "mlp.", LAYER + "mlp.")
+        self._feed_forward(_HERE + "mlp.shared_experts.", LAYER + "mlp.shared_experts.")
+        if self._geometry.experts is not None:
+            self._builder.whole(_HERE + "mlp.router.weight", LAYER + "mlp.gate.weight")
+            self._builder.whole(_HERE + "mlp.router.expert_bias", LAYER + "mlp.gate.e_score_correction_bias")
+            self._experts(self._geometry.experts)
+        return self._builder.build()
+
+    def _ends(self) -> None:
+        """Add embedding, last norm and output layer to the stages that have them."""
+        sizes, at, is_tied = self._sizes, self._at, self._geometry.is_tied
+        rows, hidden = self._geometry.vocabulary_size, self._geometry.hidden_size
+        multiple = sizes.vocabulary_divisor * sizes.tp
+        num_rows = -(-rows // multiple) * multiple // sizes.tp
+        held = Box((at.tp * num_rows, 0), (num_rows, hidden)).intersect(whole((rows, hidden)))
+        embedding = "model.embed_tokens.weight"
+        output = embedding if is_tied else "lm_head.weight"
+        if at.pp == 0 and held is not None:
+            name = self._prefixes[0] + "embedding.word_embeddings.weight"
+            self._builder.parameter(name, (num_rows, hidden), stack((embedding, held)))
+        if at.pp == sizes.pp - 1:
+            self._builder.whole(self._prefixes[-1] + "decoder.final_layernorm.weight", "model.norm.weight")
+            # Without pipeline stages the output layer uses the embedding itself; the last of several has a copy.
+            if held is not None and not (is_tied and sizes.pp == 1):
+                name = self._prefixes[-1] + "output_layer.weight"
+                self._builder.parameter(name, (num_rows, hidden), stack((output, held)))
+
+    def _attention(self, sizes: Attention) -> None:
+        head, hidden = sizes.head_dim, self._geometry.hidden_size
+        num_queries = sizes.num_heads // sizes.num_kv_heads * head
+        num_rows = num_queries + 2 * head
+        parts = ("q", 0, num_queries), ("k", num_queries, head), ("v", num_queries + head, head)
+        # With more ranks than groups, a rank has a part of a group.
+        mine = cut((sizes.num_kv_heads * num_rows,), 0, self._at.tp, self._sizes.tp)
+        for kind, columns in (("weight", (hidden,)), ("bias", ())):
+            window = Box((*mine.start, *(0 for _ in columns)), (*mine.shape, *columns))
+            fills = []
+            for group, (part, first, n) in itertools.product(range(sizes.num_kv_heads), parts):
+                start, at = ((row, *(0 for _ in columns)) for row in (group * n, group * num_rows + first))
+                fill = Fill(f"{_ATTENTION}{part}_proj.{kind}", Box(start, (n, *columns)), at).clip(window)
+                fills += [] if fill is None else [fill]
+            if self._model.shape_of(f"{_ATTENTION}q_proj.{kind}") is not None:
+                self._builder.parameter(f"{_HERE}self_attention.linear_qkv.{kind}", window.shape, fills)
+        for part in "qk":
+            name = f"{_HERE}self_attention.{part}_layernorm.weight"
+            self._builder.whole(name, f"{_ATTENTION}{part}_norm.weight")
+        self._output_projection()
+
+    def _latent_attention(self) -> None:
+        here, fuses = _HERE + "self_attention.", self._sizes.transformer_engine
+        for part, down in (("q", "q_a_proj"), ("kv", "kv_a_proj_with_mqa")):
+            for kind in ("weight", "bias"):
+                name, tensor = f"{here}linear_{part}_down_proj.{kind}", f"{_ATTENTION}{down}.{kind}"
+                # Transformer Engine's down projections are whole on every rank.
+                self._builder.whole(name, tensor) if fuses else self._cut(name, tensor)
+            norm = f"linear_{part}_up_proj.layer_norm_weight" if fuses else f"{part}_layernorm.weight"
+            self._builder.whole(here + norm, f"{_ATTENTION}{part}_a_layernorm.weight")
+            self._cut(f"{here}linear_{part}_up_proj.weight", f"{_ATTENTION}{part}_b_proj.weight")
+        self._cut(here + "linear_q_proj.weight", _ATTENTION + "q_proj.weight")
+        self._output_projection()
+
+    def _output_projection(self) -> None:
+        self._cut(_HERE + "self_attention.linear_proj.weight", _ATTENTION + "o_proj.weight", dim=1)
+        self._builder.whole(_HERE + "self_attention.linear_proj.bias", _ATTENTION + "o_proj.bias")
+
+    def _norms(self) -> None:
+        fuses, is_latent = self._sizes.transformer_engine, isinstance(self._geometry.attention, LatentAttention)
+        before = "self_attention.linear_qkv.layer_norm_weight" if fuses and not is_latent else "input_layernorm.weight"
+        self._builder.whole(_HERE + before, LAYER + "input_layernorm.weight")
+        before = "mlp.linear_fc1.layer_norm_weight" if fuses else "pre_mlp_layernorm.weight"
+        self._builder.whole(_HERE + before, LAYER + "post_attention_layernorm.weight", self._dense)
+        name = _HERE + "pre_mlp_layernorm.weight"
+        self._builder.whole(name, LAYER + "post_attention_layernorm.weight", self._sparse)
+
+    def _feed_forward(self, here: str, there: str) -> None:
+        """Add a dense network, or the shared experts, which are one."""
+        for kind in ("weight", "bias"):
+            shape = self._model.shape_of(f"{there}gate_proj.{kind}")
+            if shape is not None:
+                box = cut(shape, 0, self._at.tp, self._sizes.tp)
+                fills = stack(*((f"{there}{part}_proj.{kind}", box) for part in ("gate", "up")))
+                self._builder.parameter(f"{here}linear_fc1.{kind}", (2 * box.shape[0], *box.shape[1:]), fills)
+        self._cut(f"{here}linear_fc2.weight", f"{there}down_proj.weight", dim=1)
+        self._builder.whole(f"{here}linear_fc2.bias", f"{there}down_proj.bias")
+
+    def _experts(self, sizes: Experts) -> None:
+        """Add the routed experts of this rank."""
+        mine = cut((sizes.num_experts,), 0, self._at.ep, self._sizes.ep)
+        experts, count = range(mine.start[0], mine.stop[0]), mine.shape[0]
+        hidden, etp = self._geometry.hidden_size, self._sizes.expert_tensor_size
+        rows = cut((sizes.intermediate_size, hidden), 0, self._at.etp, etp)
+        columns = cut((hidden, sizes.intermediate_size), 1, self._at.etp, etp)
+        there = LAYER + "mlp.experts.{expert}."
+        first = stack(*((f"{there}{part}_proj.weight", rows) for part in ("gate", "up")))
+        second = stack((there + "down_proj.weight", columns))
+        n = rows.shape[0]
+        here = _HERE + "mlp.experts."
+        if self._sizes.experts == "legacy":
+            turned = [Fill(fill.tensor, fill.box, (0, 0, fill.at[0]), axes=(2, 1)) for fill in first]
+            self._builder.parameter(here + "weight1", (count, hidden, 2 * n), turned, experts)
+            turned = [Fill(fill.tensor, fill.box, (0, 0, 0), axes=(2, 1)) for fill in second]
+            self._builder.parameter(here + "weight2", (count, n, hidden), turned, experts)
+            return
+        name = (
+            "linear_{fc}.weight{{expert}}"
+            if self._sizes.experts == "grouped"
+            else "local_experts.{{expert}}.linear_{fc}.weight"
+        )
+        self._builder.parameter(here + name.format(fc="fc1"), (2 * n, hidden), first, experts)
+        self._builder.parameter(here + name.format(fc="fc2"), (hidden, n), second, experts)
+
+    def _cut(self, name: str, tensor: str, dim: int = 0) -> None:
+        self._builder.share(name, tensor, dim, self._at.tp, self._sizes.tp)

@@ -1,0 +1,209 @@
+"""What adapters are written with: parameters as a backend names them, filled with boxes of a checkpoint's tensors.
+
+An adapter says of each kind of parameter, once for all layers and experts, what it is called, what shape it has in this
+process and which boxes of which tensors lie where in it; `RankBuilder` turns that into the columns of a layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Sequence
+
+import msgspec
+import numpy as np
+
+from tandem.common.errors import RefitError
+from tandem.refit.adapters.catalogue import ModelShape
+from tandem.refit.columns import Ints
+from tandem.refit.layout import ITEM_SIZES, Box, Layout, LayoutBuilder, Tensor, contiguous_strides
+
+
+class Fill(msgspec.Struct, frozen=True):
+    """A box of a tensor and where it lies in a parameter."""
+
+    tensor: str
+    """Name pattern of the tensor, with ``{layer}`` and ``{expert}`` in the places of their numbers."""
+    box: Box
+    """Of the tensor."""
+    at: tuple[int, ...]
+    """Index in the parameter of the box's first element."""
+    axes: tuple[int, ...] = ()
+    """Along which dimension of the parameter each of the tensor runs; empty: along the last ones, in order."""
+
+    def dims(self, num_dims: int) -> tuple[int, ...]:
+        """Return `axes`, written out, for a parameter of `num_dims` dimensions."""
+        return self.axes or tuple(range(num_dims - len(self.box.shape), num_dims))
+
+    def clip(self, window: Box) -> Fill | None:
+        """Return what of this lies in a window of the parameter, placed in an array that is that window; or None."""
+        dims = self.dims(len(window.start))
+        place, shape = list(self.at), [1] * len(window.start)
+        for dim, n in zip(dims, self.box.shape, strict=True):
+            shape[dim] = n
+        common = Box(tuple(place), tuple(shape)).intersect(window)
+        if common is None:
+            return None
+        start = tuple(a + common.start[dim] - self.at[dim] for a, dim in zip(self.box.start, dims, strict=True))
+        at = tuple(a - b for a, b in zip(common.start, window.start, strict=True))
+        return Fill(self.tensor, Box(start, tuple(common.shape[dim] for dim in dims)), at, self.axes)
+
+
+def stack(*parts: tuple[str, Box]) -> tuple[Fill, ...]:
+    """Return boxes one after the other along the first dimension of a parameter, as `numpy.concatenate` would."""
+    fills, row = [], 0
+    for tensor, box in parts:
+        fills.append(Fill(tensor, box, (row, *(0 for _ in box.shape[1:]))))
+        row += box.shape[0]
+    return tuple(fills)
+
+
+def cut(shape: Sequence[int], dim: int, rank: int, size: int) -> Box:
+    """Return the share of one of `size` ranks along a dimension. Raises `RefitError` if it does not come out even."""
+    if shape[dim] % size:
+        raise RefitError(f"{shape[dim]} elements cannot be split evenly over {size} ranks")
+    n = shape[dim] // size
+    start, share = [0] * len(shape), list(shape)
+    start[dim], share[dim] = rank * n, n
+    return Box(tuple(start), tuple(share))
+
+
+class RankBuilder:
+    """Collects the parameters of one process."""
+
+    def __init__(self, model: ModelShape, layers: Sequence[int] = (), names: Sequence[str] = ()) -> None:
+        """Begin.
+
+        Args:
+            model: whose tensors fill the parameters.
+            layers: the layers that the process has, by their numbers in the checkpoint.
+            names: what stands for ``{layer}`` in the names of parameters, one for each of `layers`; default: its
+                number.
+        """
+        self._model = model
+        self._layers = np.asarray(layers, np.int64)
+        self._names = list(names) or [str(layer) for layer in layers]
+        # The host is filled in for each process that is laid out like this one.
+        self._builder = LayoutBuilder(host="")
+        self._builder.add_tensors(model.tensors)
+
+    def whole(self, name: str, tensor: str, only: Container[int] | None = None) -> None:
+        """Add a parameter that is a whole tensor, as `parameter` does."""
+        self.share(name, tensor, 0, 0, 1, only)
+
+    def share(self, name: str, tensor: str, dim: int, rank: int, size: int, only: Container[int] | None = None) -> None:
+        """Add a parameter that is the share of one of `size` ranks of a tensor cut along `dim`."""
+        shape = self._model.shape_of(tensor)
+        if shape is not None:
+            box = cut(shape, dim, rank, size)
+            self.parameter(name, box.shape, stack((tensor, box)), only=only)
+
+    def build(self) -> Layout:
+        """Return the layout, of a process without a host."""
+        return self._builder.build()
+
+    def parameter(
+        self,
+        name: str,
+        shape: Sequence[int],
+        fills: Sequence[Fill],
+        experts: range = range(0),
+        only: Container[int] | None = None,
+    ) -> None:
+        """Add a parameter, once for each layer of this process that has its tensors; never, if the model has not.
+
+        Args:
+            name: of the parameter, with ``{layer}``, and ``{expert}`` if each expert has one of its own.
+            shape: of the parameter in this process.
+            fills: what lies in it; the rest, padding, is nobody's.
+            experts: of this process, where the tensors are experts'. In a parameter that holds them all, each lies one
+                further along the first dimension; ``{expert}`` in `name` counts from 0.
+            only: layers that may have it; None: all.
+
+        Raises:
+            RefitError: a layer has some of the tensors but not all, or their element types differ.
+        """
+        if not fills or not math.prod(shape):
+            return
+        found = [self._find(fill.tensor, experts) for fill in fills]
+        rows = np.flatnonzero(np.any([(tensors_LE >= 0).any(axis=1) for tensors_LE in found], axis=0))
+        if only is not None:
+            rows = rows[[int(layer) in only for layer in self._layers[rows]]]
+        if not len(rows):
+            return
+        tensors = [tensors_LE[rows] for tensors_LE in found]
+        if any((tensors_LE < 0).any() for tensors_LE in tensors):
+            raise RefitError(f"{name}: the model lacks some of the tensors that lie in it")
+        if len({number for tensors_LE in tensors for number in np.unique(self._model.formats[tensors_LE])}) > 1:
+            raise RefitError(f"{name}: the tensors that lie in it have different element types")
+        self._place(name, tuple(shape), fills, tensors, rows)
+        first = self._model.tensors[tensors[0][0, 0]]
+        if first.block:
+            scales = [self._scales_of(tensors_LE) for tensors_LE in tensors]
+            scaled = [
+                _scale_fill(fill, first.block, self._model.tensors[t[0, 0]])
+                for fill, t in zip(fills, tensors, strict=True)
+            ]
+            self._place(name + "_scale_inv", _blocks(shape, first.block), scaled, scales, rows)
+
+    def _find(self, pattern: str, experts: range) -> Ints:
+        """Return indices of tensors, shape (layers, experts), 1 where the pattern has neither; -1: there is none."""
+        found: Ints = self._model.indices(pattern)
+        if "{layer}" in pattern:
+            found = found[self._layers]
+        if "{expert}" in pattern:
+            return found[:, experts.start : experts.stop : experts.step]
+        return found.reshape(-1, 1)
+
+    def _place(
+        self, name: str, shape: tuple[int, ...], fills: Sequence[Fill], tensors: Sequence[Ints], rows: Ints
+    ) -> None:
+        item_size = ITEM_SIZES[self._model.tensors[tensors[0][0, 0]].dtype]
+        num_experts = tensors[0].shape[1]
+        is_one_each = "{expert}" in name
+        storages_LE = self._storages(name, rows, num_experts if is_one_each else 1, math.prod(shape) * item_size)
+        strides = contiguous_strides(shape, item_size)
+        steps_E = np.arange(num_experts) * (0 if is_one_each or num_experts == 1 else strides[0])
+        for fill, tensor_LE in zip(fills, tensors, strict=True):
+            offset = sum(index * stride for index, stride in zip(fill.at, strides, strict=True))
+            storage_LE, offset_LE = (np.broadcast_to(v, tensor_LE.shape) for v in (storages_LE, offset + steps_E))
+            self._builder.add_many(
+                tensor_LE.ravel(),
+                fill.box.start,
+                fill.box.shape,
+                storage_LE.ravel(),
+                offset_LE.ravel(),
+                [strides[dim] for dim in fill.dims(len(shape))],
+            )
+
+    def _storages(self, name: str, rows: Ints, num_experts: int, num_bytes: int) -> Ints:
+        """Name the storage of each layer and expert; shape (layers, experts)."""
+        names = [self._names[row] for row in rows] if "{layer}" in name else [""]
+        return np.array(
+            [
+                [self._builder.storage(name.format(layer=layer, expert=e), num_bytes) for e in range(num_experts)]
+                for layer in names
+            ],
+            dtype=np.int64,
+        )
+
+    def _scales_of(self, tensors_LE: Ints) -> Ints:
+        index, tensors = self._model.index, self._model.tensors
+        flat = [index[tensors[tensor].scales] for tensor in tensors_LE.ravel()]
+        return np.array(flat, np.int64).reshape(tensors_LE.shape)
+
+
+def _blocks(shape: Sequence[int], block: Sequence[int]) -> tuple[int, ...]:
+    """Return how many blocks cover an array; `block` is for its last dimensions."""
+    whole = len(shape) - len(block)
+    return *shape[:whole], *(-(-n // size) for n, size in zip(shape[whole:], block, strict=True))
+
+
+def _scale_fill(fill: Fill, block: Sequence[int], tensor: Tensor) -> Fill:
+    """Return where the scales of a fill lie in the parameter of scales."""
+    at = list(fill.at)
+    for dim, size, a, b, n in zip(fill.dims(len(at)), block, fill.box.start, fill.box.stop, tensor.shape, strict=True):
+        if a % size or fill.at[dim] % size or (b % size and b != n):
+            raise RefitError(f"{tensor.name}{fill.box} does not end where its blocks of {size} elements do")
+        at[dim] //= size
+    start = tuple(a // size for a, size in zip(fill.box.start, block, strict=True))
+    return Fill(fill.tensor, Box(start, _blocks(fill.box.shape, block)), tuple(at), fill.axes)

@@ -1,0 +1,193 @@
+"""vLLM's models: tensor, pipeline, data and expert parallel, in any element type, also float8 with blocks of scales.
+
+What it fuses: ``qkv_proj`` has a rank's query heads, then its key heads, then its value heads, and ranks share a key
+head where there are more ranks than key heads; ``gate_up_proj`` has a rank's rows of the gate before its rows of the up
+projection; ``w13_weight`` and ``w2_weight`` have the experts of a rank; ``fused_qkv_a_proj`` (DeepSeek) has both down
+projections, whole. The vocabulary is padded to a multiple of 64 and cut over the ranks. Names and shapes are those of
+vLLM 0.32 as its weight loaders fill them: a backend that packs or turns weights after loading has to be switched off,
+or to refill from these. Some models have embeddings on pipeline stages that never read them: those are not wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import msgspec
+
+from tandem.common.errors import RefitError
+from tandem.refit.adapters import stages
+from tandem.refit.adapters.catalogue import ModelShape
+from tandem.refit.adapters.deployment import Deployment
+from tandem.refit.adapters.geometry import LAYER, Attention, Experts, LatentAttention
+from tandem.refit.adapters.parameters import RankBuilder, cut, stack
+from tandem.refit.layout import Box, Layout, whole
+
+_ATTENTION = LAYER + "self_attn."
+_VOCABULARY_PADDING = 64
+
+
+class Coordinates(msgspec.Struct, frozen=True):
+    """Where a rank stands along the axes that decide what it holds."""
+
+    tp: int
+    pp: int
+    expert: int
+    """Among the `dp` × `tp` ranks of a stage that share its experts."""
+
+
+class Vllm(Deployment, frozen=True):
+    """Parallel sizes by vLLM's names. Ranks are counted with `tp` fastest, then `pp`, `dp`, and the replicas."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    """Data parallel: dense weights are repeated, experts are spread over ``dp × tp`` ranks."""
+    replicas: int = 1
+    """Engines that know nothing of each other."""
+    expert_parallel: bool = False
+    """Whether each rank has whole experts (``enable_expert_parallel``); otherwise a part of every expert."""
+    experts_module: str = "mlp.experts.routed_experts"
+    """Where in a layer ``w13_weight`` is: ``mlp.experts`` in older releases."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of all engines."""
+        return self.tp * self.pp * self.dp * self.replicas
+
+    @property
+    def repeats_shared_experts(self) -> bool:
+        """Whether each rank has the shared experts whole, as vLLM does where it spreads a batch over `tp`."""
+        return self.expert_parallel and self.tp > 1 and self.dp > 1
+
+    def place(self, rank: int) -> Hashable:
+        """Return the coordinates of a rank."""
+        return self.coordinates(rank)
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Return where a rank stands."""
+        rank, tp = divmod(rank, self.tp)
+        rank, pp = divmod(rank, self.pp)
+        return Coordinates(tp, pp, rank % self.dp * self.tp + tp)
+
+    def parameters(self, model: ModelShape, rank: int) -> Layout:
+        """Return the layout of a rank, of a process without a host."""
+        return _Rank(self, model, self.coordinates(rank)).build()
+
+
+class _Rank:
+    """One rank while it is laid out."""
+
+    def __init__(self, sizes: Vllm, model: ModelShape, at: Coordinates) -> None:
+        self._sizes, self._model, self._at, self._geometry = sizes, model, at, model.known
+        self._builder = RankBuilder(model, stages.vllm(self._geometry.num_layers, sizes.pp)[at.pp])
+
+    def build(self) -> Layout:
+        self._ends()
+        if isinstance(self._geometry.attention, LatentAttention):
+            self._latent_attention(self._geometry.attention)
+        else:
+            self._attention(self._geometry.attention)
+        self._cut(_ATTENTION + "o_proj.weight", dim=1)
+        for name in ("self_attn.o_proj.bias", "input_layernorm.weight", "post_attention_layernorm.weight"):
+            self._whole(LAYER + name)
+        self._feed_forward(LAYER + "mlp.")
+        self._feed_forward(LAYER + "mlp.shared_experts.", is_cut=not self._sizes.repeats_shared_experts)
+        if self._geometry.experts is not None:
+            self._whole(LAYER + "mlp.gate.weight")
+            self._whole(LAYER + "mlp.gate.e_score_correction_bias")
+            self._experts(self._geometry.experts)
+        return self._builder.build()
+
+    def _ends(self) -> None:
+        """Add embedding, last norm and output layer to the stages that have them."""
+        is_first, is_last = self._at.pp == 0, self._at.pp == self._sizes.pp - 1
+        embedding = "model.embed_tokens.weight"
+        if is_first or (is_last and self._geometry.is_tied):
+            self._vocabulary(embedding)
+        if is_last:
+            self._whole("model.norm.weight")
+            if not self._geometry.is_tied:
+                self._vocabulary("lm_head.weight")
+
+    def _vocabulary(self, name: str) -> None:
+        rows, hidden = self._geometry.vocabulary_size, self._geometry.hidden_size
+        padded = -(-rows // _VOCABULARY_PADDING) * _VOCABULARY_PADDING
+        share = cut((padded, hidden), 0, self._at.tp, self._sizes.tp)
+        held = share.intersect(whole((rows, hidden)))
+        if held is not None:
+            self._builder.parameter(name, share.shape, stack((name, held)))
+
+    def _attention(self, sizes: Attention) -> None:
+        tp, head = self._sizes.tp, sizes.head_dim
+        num_kv_heads = max(1, sizes.num_kv_heads // tp)
+        if sizes.num_heads % tp or num_kv_heads * tp % sizes.num_kv_heads:
+            heads = f"{sizes.num_heads} query heads and {sizes.num_kv_heads} key heads"
+            raise RefitError(f"{heads} cannot be split over {tp} ranks")
+        num_heads, first_kv = sizes.num_heads // tp, self._at.tp * sizes.num_kv_heads // tp
+        rows = ("q", self._at.tp * num_heads, num_heads), ("k", first_kv, num_kv_heads), ("v", first_kv, num_kv_heads)
+        for kind in ("weight", "bias"):
+            if self._model.shape_of(f"{_ATTENTION}q_proj.{kind}") is None:
+                continue
+            columns = (self._geometry.hidden_size,) if kind == "weight" else ()
+            boxes = [
+                (f"{_ATTENTION}{part}_proj.{kind}", Box((head * a, *(0 for _ in columns)), (head * n, *columns)))
+                for part, a, n in rows
+            ]
+            self._fused(f"{_ATTENTION}qkv_proj.{kind}", *boxes)
+        for part in "qk":
+            self._whole(f"{_ATTENTION}{part}_norm.weight")
+
+    def _latent_attention(self, sizes: LatentAttention) -> None:
+        hidden = self._geometry.hidden_size
+        keys = f"{_ATTENTION}kv_a_proj_with_mqa.weight"
+        if sizes.query_rank is None:
+            self._whole(keys)
+        else:
+            queries = f"{_ATTENTION}q_a_proj.weight", whole((sizes.query_rank, hidden))
+            both = queries, (keys, whole((sizes.kv_rank + sizes.rope_dim, hidden)))
+            self._fused(f"{_ATTENTION}fused_qkv_a_proj.weight", *both)
+        for part in ("q_a", "kv_a"):
+            self._whole(f"{_ATTENTION}{part}_layernorm.weight")
+        for part in ("q", "q_b", "kv_b"):
+            self._cut(f"{_ATTENTION}{part}_proj.weight")
+
+    def _feed_forward(self, prefix: str, is_cut: bool = True) -> None:
+        """Add a dense network, or the shared experts, which are one."""
+        rank, size = (self._at.tp, self._sizes.tp) if is_cut else (0, 1)
+        for kind in ("weight", "bias"):
+            shape = self._model.shape_of(f"{prefix}gate_proj.{kind}")
+            if shape is not None:
+                box = cut(shape, 0, rank, size)
+                self._fused(
+                    f"{prefix}gate_up_proj.{kind}", *((f"{prefix}{p}_proj.{kind}", box) for p in ("gate", "up"))
+                )
+        down = f"{prefix}down_proj.weight"
+        self._builder.share(down, down, 1, rank, size)
+        self._whole(f"{prefix}down_proj.bias")
+
+    def _experts(self, sizes: Experts) -> None:
+        at, size = self._at.expert, self._sizes.dp * self._sizes.tp
+        ep, ep_size, tp, tp_size = (at, size, 0, 1) if self._sizes.expert_parallel else (0, 1, at, size)
+        count, extra = divmod(sizes.num_experts, ep_size)
+        first = ep * count + min(ep, extra)
+        experts = range(first, first + count + (ep < extra))
+        hidden = self._geometry.hidden_size
+        rows = cut((sizes.intermediate_size, hidden), 0, tp, tp_size)
+        columns = cut((hidden, sizes.intermediate_size), 1, tp, tp_size)
+        there, here = LAYER + "mlp.experts.{expert}.", f"{LAYER}{self._sizes.experts_module}."
+        fills = stack(*((f"{there}{part}_proj.weight", rows) for part in ("gate", "up")))
+        stacked = [msgspec.structs.replace(fill, at=(0, *fill.at)) for fill in fills]
+        self._builder.parameter(f"{here}w13_weight", (len(experts), 2 * rows.shape[0], hidden), stacked, experts)
+        fill = msgspec.structs.replace(stack((there + "down_proj.weight", columns))[0], at=(0, 0, 0))
+        self._builder.parameter(f"{here}w2_weight", (len(experts), *columns.shape), [fill], experts)
+
+    def _fused(self, name: str, *parts: tuple[str, Box]) -> None:
+        """Add a parameter that is boxes one after the other."""
+        num_rows = sum(box.shape[0] for _, box in parts)
+        self._builder.parameter(name, (num_rows, *parts[0][1].shape[1:]), stack(*parts))
+
+    def _whole(self, name: str) -> None:
+        self._builder.whole(name, name)
+
+    def _cut(self, name: str, dim: int = 0) -> None:
+        self._builder.share(name, name, dim, self._at.tp, self._sizes.tp)

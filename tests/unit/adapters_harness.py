@@ -1,0 +1,116 @@
+"""Models small enough to lay out element by element, and what a layout makes of their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tandem.refit.adapters.catalogue import ModelShape, from_config
+from tandem.refit.layout import Layout
+
+Arrays = dict[str, NDArray[Any]]
+Weights = dict[str, torch.Tensor]
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 150,
+    "tie_word_embeddings": False,
+}
+QWEN2 = LLAMA | {"model_type": "qwen2", "tie_word_embeddings": True}
+QWEN3 = LLAMA | {"model_type": "qwen3", "head_dim": 6, "tie_word_embeddings": True}
+QWEN3_MOE = QWEN3 | {
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "decoder_sparse_step": 2,
+    "mlp_only_layers": [3],
+    "tie_word_embeddings": False,
+}
+DEEPSEEK: dict[str, Any] = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "moe_intermediate_size": 8,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 2,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "vocab_size": 150,
+    "tie_word_embeddings": False,
+}
+EVERY = {config["model_type"]: config for config in (LLAMA, QWEN2, QWEN3, QWEN3_MOE, DEEPSEEK)}
+
+
+def model_of(config: Mapping[str, Any]) -> ModelShape:
+    """A model whose elements are integers, to be told apart; float32 where weights always are."""
+    return from_config(config, dtype="int32")
+
+
+def weights_of(model: ModelShape) -> Weights:
+    """No two elements of the model are equal, none is zero, and all are exact in float32."""
+    weights, first = {}, 1
+    for tensor in model.tensors:
+        n = int(np.prod(tensor.shape))
+        weights[tensor.name] = torch.arange(first, first + n).reshape(tensor.shape).to(getattr(torch, tensor.dtype))
+        first += n
+    assert first < 2**24
+    return weights
+
+
+def materialise(layout: Layout, weights: Weights) -> Arrays:
+    """The storages of a process once every piece is written: bytes by name, zero where there is no piece."""
+    memory = {storage.name: np.zeros(storage.num_bytes, np.uint8) for storage in layout.storages}
+    written = {name: np.zeros(len(memory_B), np.int8) for name, memory_B in memory.items()}
+    for row in range(len(layout.pieces)):
+        piece, tensor = layout.piece(row), layout.tensors[layout.pieces.tensor_P[row]]
+        values = weights[tensor.name].numpy()
+        inside = tuple(slice(a, b) for a, b in zip(piece.box.start, piece.box.stop, strict=True))
+        assert values[inside].shape == piece.box.shape, "the box lies inside the tensor"
+        shape, offset, strides = piece.box.shape, piece.offset, piece.strides
+        np.ndarray(shape, values.dtype, memory[piece.parameter], offset, strides)[...] = values[inside]
+        for byte in range(values.itemsize):
+            np.ndarray(shape, np.int8, written[piece.parameter], offset + byte, strides)[...] += 1
+    assert all((counts_B <= 1).all() for counts_B in written.values()), "no byte is written twice"
+    return memory
+
+
+def assert_holds(layout: Layout, weights: Weights, expected: Mapping[str, torch.Tensor]) -> None:
+    """A process has the parameters expected of it, byte by byte; padding is zero in both."""
+    memory = materialise(layout, weights)
+    assert set(memory) == {name for name, parameter in expected.items() if parameter.count_nonzero()}
+    for name, memory_B in memory.items():
+        parameter = expected[name].contiguous().numpy()
+        assert memory_B.nbytes == parameter.nbytes, name
+        np.testing.assert_array_equal(memory_B.view(parameter.dtype).reshape(parameter.shape), parameter, name)
+
+
+def replicas(layouts: Sequence[Layout]) -> dict[str, set[int]]:
+    """How often the elements of each tensor are held over all processes: one number where it is the same for all."""
+    tensors = layouts[0].tensors
+    counts = {tensor.name: np.zeros(tensor.shape, np.int64) for tensor in tensors}
+    for layout in layouts:
+        for row in range(len(layout.pieces)):
+            piece = layout.piece(row)
+            inside = tuple(slice(a, b) for a, b in zip(piece.box.start, piece.box.stop, strict=True))
+            counts[layout.tensors[layout.pieces.tensor_P[row]].name][inside] += 1
+    return {name: set(np.unique(counts_).tolist()) for name, counts_ in counts.items()}

@@ -1,0 +1,81 @@
+"""Weights that go from one library's layout to another's by a plan arrive as that library would have loaded them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from adapters_harness import DEEPSEEK, LLAMA, QWEN2, QWEN3_MOE, Arrays, materialise, model_of, weights_of
+
+from tandem.refit.adapters.deployment import Deployment, Hosts
+from tandem.refit.adapters.dtensor import DTensor
+from tandem.refit.adapters.huggingface import HuggingFace
+from tandem.refit.adapters.megatron import Megatron
+from tandem.refit.adapters.vllm import Vllm
+from tandem.refit.planner import Plan, plan
+from tandem.refit.program import Transfer
+
+PAIRS = {
+    "Megatron TP × PP to vLLM TP": (LLAMA, Megatron(tp=2, pp=2), Vllm(tp=4)),
+    "Megatron EP to vLLM TP": (QWEN3_MOE, Megatron(dp=4, ep=4), Vllm(tp=2, replicas=2)),
+    "Megatron EP × ETP to vLLM EP": (
+        DEEPSEEK,
+        Megatron(tp=2, pp=2, dp=2, ep=2, etp=1),
+        Vllm(tp=2, dp=2, expert_parallel=True),
+    ),
+    "Megatron, experts transposed, to vLLM": (QWEN3_MOE, Megatron(tp=2, dp=2, ep=2, experts="legacy"), Vllm(tp=4)),
+    "FSDP to vLLM TP": (QWEN2, DTensor(shard=4), Vllm(tp=2)),
+    "FSDP of fused experts to vLLM TP beyond the key heads": (QWEN3_MOE, DTensor(shard=3), Vllm(tp=8)),
+    "FSDP × TP to transformers": (LLAMA, DTensor(shard=3, tensor=2), HuggingFace()),
+    "transformers to Megatron": (QWEN2, HuggingFace(), Megatron(tp=2, pp=2, vpp=2)),
+}
+
+
+def run(transfer: Transfer, memory: Mapping[str, Arrays]) -> None:
+    """Copy integers as the transfer says."""
+    at = transfer.copies
+    for row in range(len(at)):
+        shape = at.shape_CD[row].tolist()
+        source = memory[transfer.source][transfer.source_storages[at.source_C[row]].name]
+        destination = memory[transfer.destination][transfer.destination_storages[at.destination_C[row]]]
+        offsets = int(at.source_offset_C[row]), int(at.destination_offset_C[row])
+        kinds = [np.float32 if dtype == "float32" else np.int32 for dtype in transfer.dtypes(row)]
+        from_, to = (
+            np.ndarray(shape, kind, memory_B, offset, strides.tolist())
+            for kind, memory_B, offset, strides in zip(
+                kinds,
+                (source, destination),
+                offsets,
+                (at.source_strides_CD[row], at.destination_strides_CD[row]),
+                strict=True,
+            )
+        )
+        to[...] = from_
+
+
+def refit(planned: Plan, memory: Mapping[str, Arrays]) -> None:
+    transfers = [transfer for program in planned.programs.values() for transfer in program.receives]
+    for transfer in sorted(transfers, key=lambda transfer: transfer.round):
+        run(transfer, memory)
+
+
+@pytest.mark.parametrize(("config", "trainer", "engine"), PAIRS.values(), ids=PAIRS)
+def test_what_arrives_is_what_was_meant(config: dict[str, Any], trainer: Deployment, engine: Deployment) -> None:
+    model = model_of(config)
+    weights = weights_of(model)
+    hosts = Hosts("trainers", per_host=4), Hosts("engines", per_host=4)
+    sources, wanted = (
+        {f"{hosts.name}-{rank}": layout for rank, layout in enumerate(sizes.layouts(model, hosts))}
+        for sizes, hosts in zip((trainer, engine), hosts, strict=True)
+    )
+    memory = {name: materialise(layout, weights) for name, layout in sources.items()}
+    for name, layout in wanted.items():
+        layout.check(name)
+        layout.check_writable(name)
+        memory[name] = {storage.name: np.zeros(storage.num_bytes, np.uint8) for storage in layout.storages}
+    refit(plan(sources, wanted, allow_alias=False), memory)
+    for name, layout in wanted.items():
+        for storage, expected_B in materialise(layout, weights).items():
+            np.testing.assert_array_equal(memory[name][storage], expected_B, f"{name} {storage}")
