@@ -1,4 +1,4 @@
-"""The digest does not depend on sharding, notices every kind of damage, and is the sum that its docstring says."""
+"""The digest of a box does not depend on sharding, notices every kind of damage, and is the sum its docstring says."""
 
 from __future__ import annotations
 
@@ -9,51 +9,41 @@ import sys
 import numpy as np
 import pytest
 import torch
+from digest_harness import boxes_between, part, random_tensor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.common.errors import RefitError
-from tandem.refit import digest
-from tandem.refit.digest import combine, digest_box, digest_layout
-from tandem.refit.layout import Box, Layout, Piece, PrivateMemory, Storage, TensorLayout, whole
+from tandem.refit.digests import kernels as digest_kernels
+from tandem.refit.digests.kernels import MAX_COLUMNS, Span
+from tandem.refit.digests.task import combine, digest_box
+from tandem.refit.digests.terms import multipliers, salt, signed_digits
+from tandem.refit.layout import Box, whole
 
 NAME = "model.layers.0.self_attn.q_proj.weight"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8]
-
-
-def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Return random bits, so that every one of them counts: negative, subnormal, infinite and NaN elements too."""
-    item_size = torch.empty((), dtype=dtype).element_size()
-    generator = torch.Generator().manual_seed(seed)
-    raw = torch.randint(0, 256, (*shape, item_size), dtype=torch.uint8, generator=generator)
-    return raw.view(dtype).reshape(shape)
 
 
 def digest_of(values: torch.Tensor, name: str = NAME) -> int:
     return digest_box(name, tuple(values.shape), whole(values.shape), values)
 
 
-def part(values: torch.Tensor, box: Box) -> torch.Tensor:
-    return values[tuple(itertools.starmap(slice, zip(box.start, box.stop, strict=True)))]
-
-
-def boxes_between(cuts: list[list[int]]) -> list[Box]:
-    spans = [[(a, b - a) for a, b in itertools.pairwise(edges)] for edges in cuts]
-    return [Box(tuple(a for a, _ in cell), tuple(n for _, n in cell)) for cell in itertools.product(*spans)]
+def signed_bytes(element: torch.Tensor) -> int:
+    """Return ``e``: the bytes of an element as signed digits to base 256."""
+    return sum(b * 256**j for j, b in enumerate(element.reshape(1).view(torch.int8).tolist()))
 
 
 def reference(name: str, values: torch.Tensor) -> int:
     """Return the sum in the docstring, one element at a time, with Python's integers."""
-    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32}[values.element_size()]
     shape = tuple(values.shape) or (1,)
-    bits = values.reshape(shape).contiguous().view(integers)
+    elements = values.reshape(shape).contiguous()
     total = 0
     for index in itertools.product(*map(range, shape)):
-        term = int(bits[index])
+        term = signed_bytes(elements[index])
         for dim, i in enumerate(index):
-            term *= int(digest._multipliers(len(shape) - dim, i + 1)[i])
+            term *= int(multipliers(len(shape) - dim, i + 1)[i])
         total += term
-    return total * digest._salt(name, tuple(values.shape), str(values.dtype).removeprefix("torch.")) % 2**64
+    return total * salt(name, tuple(values.shape), str(values.dtype).removeprefix("torch.")) % 2**64
 
 
 shapes = st.lists(st.integers(1, 7), max_size=3).map(tuple)
@@ -66,26 +56,73 @@ def test_it_is_the_sum_in_the_docstring(shape: tuple[int, ...], dtype: torch.dty
     assert digest_of(values) == reference(NAME, values)
 
 
-def test_rows_longer_than_a_block_and_tables_that_grow() -> None:
-    long = random_tensor((3, digest._BLOCK_ELEMENTS + 17), torch.bfloat16)
-    num_columns = long.shape[1]
-    cuts = [[0, 1, 3], [0, 5, digest._BLOCK_ELEMENTS, num_columns]]
-    shares = [digest_box(NAME, tuple(long.shape), box, part(long, box)) for box in boxes_between(cuts)]
-    bits = long.view(torch.int16).numpy().astype(np.int64)
-    rows, columns = digest._multipliers(2, 3)[:3], digest._multipliers(1, num_columns)[:num_columns]
+def test_rows_longer_than_a_slab_and_tables_that_grow() -> None:
+    num_columns = 3 * MAX_COLUMNS + 17
+    long = random_tensor((3, num_columns), torch.bfloat16)
+    cuts = [[0, 1, 3], [0, 5, MAX_COLUMNS + 1, num_columns]]
+    shares = [digest_box(NAME, (3, num_columns), box, part(long, box)) for box in boxes_between(cuts)]
+    bytes_RCB = long.view(torch.int8).view(3, num_columns, 2).numpy().astype(np.int64)
+    elements_RC = bytes_RCB[..., 0] + 256 * bytes_RCB[..., 1]
     with np.errstate(over="ignore"):
-        total = int(((bits * columns).sum(axis=1) * rows).sum())
-    expected = total * digest._salt(NAME, (3, num_columns), "bfloat16") % 2**64
+        total = int(
+            ((elements_RC * multipliers(1, num_columns)[:num_columns]).sum(axis=1) * multipliers(2, 3)[:3]).sum()
+        )
+    expected = total * salt(NAME, (3, num_columns), "bfloat16") % 2**64
     assert digest_of(long) == combine(*shares) == expected
 
 
+def test_tall_tensors_are_cut_into_slabs() -> None:
+    tall = random_tensor((5000, 2, 300), torch.float32)
+    cuts = [[0, 4999, 5000], [0, 1, 2], [0, 7, 300]]
+    assert combine(*(digest_box(NAME, (5000, 2, 300), box, part(tall, box)) for box in boxes_between(cuts))) == (
+        digest_of(tall)
+    )
+
+
 def test_multipliers_are_odd_distinct_and_do_not_change_as_the_table_grows() -> None:
-    before = digest._multipliers(1, 10)[:10].tolist()
-    grown = digest._multipliers(1, 5000)
+    before = multipliers(1, 10)[:10].tolist()
+    grown = multipliers(1, 5000)
     assert grown[:10].tolist() == before
     assert all(m % 2 for m in grown.tolist())
     assert len(set(grown.tolist())) == len(grown)
-    assert set(digest._multipliers(2, 10)[:10].tolist()).isdisjoint(before)
+    assert set(multipliers(2, 10)[:10].tolist()).isdisjoint(before)
+
+
+def test_every_pattern_of_bits_is_another_number() -> None:
+    patterns = torch.arange(-(2**15), 2**15).to(torch.int16)
+    assert len({signed_bytes(pattern) for pattern in patterns}) == 2**16
+
+
+@settings(max_examples=60, deadline=None)
+@given(numbers=st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=5), item_size=st.sampled_from([1, 2, 4]))
+def test_signed_digits_make_the_number_again(numbers: list[int], item_size: int) -> None:
+    digits_KJ = signed_digits(np.array(numbers, np.int64), item_size).astype(object)
+    for row, digits_J in enumerate(digits_KJ):
+        number = sum(digit * 256**j for j, digit in enumerate(digits_J))
+        assert (number - numbers[row // item_size] * 256 ** (row % item_size)) % 2**64 == 0
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    rows=st.integers(1, 40),
+    columns=st.integers(1, 300),
+    item_size=st.sampled_from([1, 2, 4]),
+    step=st.integers(1, 9),
+    extreme=st.booleans(),
+)
+def test_all_kernels_give_the_same_sums(rows: int, columns: int, item_size: int, step: int, extreme: bool) -> None:
+    """Those for a GPU too, run on the CPU."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32}[item_size]
+    words_RC = random_tensor((rows, columns), integers)
+    if extreme:
+        words_RC.view(torch.int8).fill_(-128)
+    spans: tuple[Span, ...] = ((1, 3, columns, step),)
+    sums_R = digest_kernels._byte_sums(words_RC, spans)
+    assert torch.equal(digest_kernels._wide_sums(words_RC, spans), sums_R)
+    assert torch.equal(digest_kernels._device_sums(words_RC, spans), sums_R)
+    m = multipliers(1, 3 + columns * step)
+    exact = sum(signed_bytes(words_RC[0, c]) * int(m[3 + c * step]) for c in range(columns))
+    assert (int(sums_R[0]) - exact) % 2**64 == 0
 
 
 @settings(max_examples=100, deadline=None)
@@ -110,7 +147,7 @@ def test_an_empty_shard_adds_nothing() -> None:
     assert combine() == 0
 
 
-def test_shares_add_up_lane_by_lane() -> None:
+def test_shares_add_up_modulo_two_to_the_64() -> None:
     assert combine(2**64 - 1, 2) == 1
     assert combine(5, 7) == combine(7, 5) == 12
 
@@ -187,41 +224,11 @@ def test_transposing_a_square_and_reading_bytes_as_another_type_change_it() -> N
     assert digest_of(square.reshape(4, 9)) != digest_of(square)
 
 
-# --- where a layout says that it lies ---
-
-
-def test_a_layout_is_read_from_where_it_says_that_it_lies() -> None:
-    q, k, scale = (random_tensor(shape, torch.bfloat16, seed) for seed, shape in enumerate([(4, 6), (2, 6), ()]))
-    fused = torch.cat((random_tensor((1, 6), torch.bfloat16, 9), q, k))  # a row of something else comes first
-    flat = torch.empty(fused.numel() + 3, dtype=torch.bfloat16)
-    held = flat[3:].view_as(fused).copy_(fused)  # a parameter need not lie at the start of its storage
-    layout = Layout(
-        "host",
-        {
-            "q": TensorLayout(
-                (4, 6),
-                "bfloat16",
-                (Piece(Box((0, 0), (4, 2)), "qk", 12, (12, 2)), Piece(Box((0, 2), (4, 4)), "qk", 16, (12, 2))),
-            ),
-            "k": TensorLayout((2, 6), "bfloat16", (Piece(whole((2, 6)), "qk", 60, (12, 2)),)),
-            "scale": TensorLayout((), "bfloat16", (Piece(whole(()), "scale", 0, ()),)),
-        },
-        {"qk": Storage(84, PrivateMemory()), "scale": Storage(2, PrivateMemory())},
-    )
-    layout.check("test")
-    expected = combine(digest_of(q, "q"), digest_of(k, "k"), digest_of(scale, "scale"))
-    assert digest_layout(layout, {"qk": held, "scale": scale}) == expected
-    held[0] += 1  # outside both tensors
-    assert digest_layout(layout, {"qk": held, "scale": scale}) == expected
-    held[1, 2] = 1.0
-    assert digest_layout(layout, {"qk": held, "scale": scale}) != expected
-
-
 def test_wide_elements_are_refused() -> None:
     with pytest.raises(RefitError, match="digests are of elements of 1, 2 or 4 bytes"):
         digest_of(torch.zeros(3, dtype=torch.float64))
 
 
-def test_combining_imports_no_torch() -> None:
-    code = "import sys; from tandem.refit.digest import combine; combine(1, 2); assert 'torch' not in sys.modules"
+def test_what_compares_digests_imports_no_torch() -> None:
+    code = "import sys; from tandem.refit.digests import comparison, task; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,163 @@
+"""Do engines hold what the trainers meant to send? Compares digests; see `tandem.refit.digests.terms`.
+
+No torch here: the refit service compares, for models of any size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.common.errors import RefitError
+from tandem.refit.layout import Layout, Tensor
+
+Digests = NDArray[np.uint64]
+"""One member's shares, one for each of its `Layout.tensors`."""
+
+Held = tuple[Layout, Digests]
+
+_NUM_NAMED = 3
+"""Tensors that are named for each engine that differs."""
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """An engine that does not hold what was meant for it."""
+
+    engine: str
+    tensors: tuple[str, ...]
+    """The first of those that differ, in the order of the layouts."""
+    num_tensors: int
+    """How many differ."""
+
+    def __str__(self) -> str:
+        others = self.num_tensors - len(self.tensors)
+        return ", ".join(self.tensors) + (f" and {others} more" if others else "")
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """What comparing the digests of a version says."""
+
+    differences: tuple[Difference, ...]
+    """Empty if every engine holds what was meant for it."""
+    digest: int
+    """Of all tensors together, as the trainers have them."""
+
+    @property
+    def differing(self) -> dict[str, str]:
+        """The engines that differ, and for each which tensors."""
+        return {difference.engine: str(difference) for difference in self.differences}
+
+
+def compare(sources: Mapping[str, Held], engines: Mapping[str, Mapping[str, Held]]) -> Verdict:
+    """Compare what engines digested with what trainers did.
+
+    A tensor's shares, added up over an engine's members, must be the sources' sum times the number of times that the
+    engine holds it: twice, for example, if two tensor-parallel ranks both have the whole of it. Tensors that nobody
+    digested, such as scales that an engine makes, agree.
+
+    Args:
+        sources: layout and digests of each trainer rank. Over all of them each element is digested once.
+        engines: for each engine, layout and digests of each of its members (one, unless it is itself sharded).
+
+    Raises:
+        RefitError: a member sent digests for another number of tensors than its layout has, or the members of an
+            engine hold a part of a tensor that was digested more often than the rest.
+
+    """
+    names = _Names()
+    sent_N = names.total(sources)
+    differences = []
+    for engine, members in engines.items():
+        held_N = names.total(members)
+        sent_N = _padded(sent_N, len(held_N))
+        times_N = names.times_held(engine, members, (held_N != 0) | (sent_N != 0))
+        wrong = np.flatnonzero(held_N != sent_N * times_N)
+        if len(wrong):
+            first = tuple(names.name(int(index)) for index in wrong[:_NUM_NAMED])
+            differences.append(Difference(engine, first, len(wrong)))
+    return Verdict(tuple(differences), combine(*sent_N.tolist()))
+
+
+def unchanged(previous: Mapping[str, Digests], current: Mapping[str, Digests]) -> bool:
+    """Say whether all tensors of all sources have the digests that they had before.
+
+    After an optimizer step with an update that is not zero that is an error: what was digested is not what was trained.
+    Both must be digests of the same elements: of all, or of one choice (a `Sampling` of one version).
+    """
+    return previous.keys() == current.keys() and all(np.array_equal(previous[name], current[name]) for name in current)
+
+
+def combine(*digests: int) -> int:
+    """Add shares up, modulo 2**64."""
+    return sum(digests) % 2**64
+
+
+def to_bytes(digests_T: Digests) -> bytes:
+    """Return digests as they travel: unsigned 64-bit little-endian integers."""
+    return digests_T.astype("<u8").tobytes()
+
+
+def from_bytes(encoded: bytes) -> Digests:
+    """Read what `to_bytes` wrote. Raises `RefitError` for anything else."""
+    if len(encoded) % 8:
+        raise RefitError(f"{len(encoded)} bytes are not digests of 8 bytes each")
+    return np.frombuffer(encoded, "<u8").astype(np.uint64)
+
+
+class _Names:
+    """Numbers for the names of tensors, over all layouts. Layouts that share a tuple of tensors cost one look-up."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+        self._tensors: list[Tensor] = []
+        self._of_tuple: dict[int, tuple[Sequence[Tensor], NDArray[np.int64]]] = {}
+        """By identity. The tuple is kept, so that no other one gets its identity."""
+
+    def name(self, number: int) -> str:
+        return self._tensors[number].name
+
+    def total(self, members: Mapping[str, Held]) -> Digests:
+        """Return the sum of the members' shares of each tensor that has a number so far."""
+        total_N = np.zeros(0, np.uint64)
+        for member, (layout, digests_T) in members.items():
+            if len(digests_T) != len(layout.tensors):
+                raise RefitError(f"{member} sent {len(digests_T)} digests for {len(layout.tensors)} tensors")
+            numbers_T = self._numbers_of(layout)
+            total_N = _padded(total_N, len(self._tensors))
+            total_N[numbers_T] += digests_T
+        return _padded(total_N, len(self._tensors))
+
+    def times_held(
+        self, engine: str, members: Mapping[str, Held], is_digested_N: NDArray[np.bool_]
+    ) -> NDArray[np.uint64]:
+        """Return how many times the members together hold each tensor."""
+        elements_N = np.zeros(len(self._tensors), np.int64)
+        for layout, _ in members.values():
+            pieces, numbers_T = layout.pieces, self._numbers_of(layout)
+            num_T = np.bincount(pieces.tensor_P, pieces.shape_PD.prod(axis=1), len(layout.tensors))
+            elements_N[numbers_T] += num_T.astype(np.int64)  # exact in float64 below 2**53 elements
+        sizes_N = np.array([max(1, math.prod(tensor.shape)) for tensor in self._tensors], np.int64)
+        times_N, left_N = np.divmod(elements_N, sizes_N)
+        uneven = np.flatnonzero((left_N > 0) & is_digested_N)
+        if len(uneven):
+            name = self.name(int(uneven[0]))
+            raise RefitError(f"{engine} holds some elements of {name} more often than others: cannot attest it")
+        return times_N.astype(np.uint64)
+
+    def _numbers_of(self, layout: Layout) -> NDArray[np.int64]:
+        known = self._of_tuple.get(id(layout.tensors))
+        if known is None:
+            for tensor in layout.tensors:
+                if self._numbers.setdefault(tensor.name, len(self._tensors)) == len(self._tensors):
+                    self._tensors.append(tensor)
+            numbers_T = np.array([self._numbers[tensor.name] for tensor in layout.tensors], np.int64)
+            known = self._of_tuple[id(layout.tensors)] = layout.tensors, numbers_T
+        return known[1]
+
+
+def _padded(values_N: Digests, num: int) -> Digests:
+    return np.concatenate([values_N, np.zeros(num - len(values_N), np.uint64)]) if num > len(values_N) else values_N

@@ -1,0 +1,149 @@
+"""The inner sums of a digest, on the CPU and on a GPU.
+
+On a CPU the sum over the columns is a product of two matrices of bytes, those of the elements and the digits of the
+multipliers (`tandem.refit.digests.terms.signed_digits`), which the processor's 8-bit dot products run at about half the
+speed of memory. Where torch has no exact and fast one, elements are widened to 64 bits and multiplied as integers. All
+ways give the same number.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Callable
+
+import torch
+
+from tandem.common.errors import RefitError
+from tandem.refit.digests import terms
+
+Span = tuple[int, int, int, int]
+"""Global indices along one dimension: the dimension (1 is the last), the first index, how many, the step."""
+
+MAX_COLUMNS = 2**14
+"""Elements of a row that are summed at once: a sum of 2**16 products of two bytes, if elements have 4, fits 32 bits."""
+
+_FEW_COLUMNS = 2**8
+"""Rows shorter than this are joined, if dimensions outside them allow it."""
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+_LOWER_SIGNS = {1: 0, 2: 0x80, 4: 0x808080}
+"""The top bit of each byte but the last."""
+
+
+def slab_sum(values: torch.Tensor, spans: list[Span]) -> torch.Tensor:
+    """Return ``sum_i e(i) * m_1(i_1) * ... * m_n(i_n)`` modulo 2**64 over a small part of a tensor.
+
+    Args:
+        values: elements of 1, 2 or 4 bytes, any strides, at least one dimension and one element, and at most
+            `MAX_COLUMNS` along the last dimension.
+        spans: for each dimension, from the first, which global indices they have.
+
+    Returns:
+        A scalar of type int64 on the device of `values`.
+
+    Raises:
+        RefitError: the elements have another size.
+
+    """
+    if values.element_size() not in _INTEGERS:
+        raise RefitError(f"element type {values.dtype}: digests are of elements of 1, 2 or 4 bytes")
+    first = len(spans) - 1
+    num_columns = spans[first][2]
+    while first and num_columns < _FEW_COLUMNS and num_columns * spans[first - 1][2] <= MAX_COLUMNS:
+        first -= 1
+        num_columns *= spans[first][2]
+    words_RC = values.reshape(-1, num_columns)
+    if words_RC.stride(1) != 1:  # a copy even of one column, whose stride is any number
+        words_RC = words_RC.clone(memory_format=torch.contiguous_format)
+    words_RC = words_RC.view(_INTEGERS[values.element_size()])
+    kernel = _device_sums if values.is_cuda else _cpu_kernel()
+    sums_R = kernel(words_RC, tuple(spans[first:]))
+    if not first:
+        return sums_R[0]
+    rows_R = _products(spans[:first], values.device)
+    return (sums_R * rows_R).sum()
+
+
+def _products(spans: list[Span] | tuple[Span, ...], device: torch.device) -> torch.Tensor:
+    """Return the products of multipliers for all combinations of indices, the last dimension running fastest."""
+    joined = _multipliers(spans[0], device)
+    for span in spans[1:]:
+        joined = (joined[:, None] * _multipliers(span, device)).view(-1)
+    return joined
+
+
+_tables: dict[tuple[int, torch.device], torch.Tensor] = {}
+
+
+def _multipliers(span: Span, device: torch.device) -> torch.Tensor:
+    dim, first, num, step = span
+    stop = first + (num - 1) * step + 1
+    table = _tables.get((dim, device))
+    if table is None or len(table) < stop:
+        table = _tables[dim, device] = torch.from_numpy(terms.multipliers(dim, stop)).to(device)
+    return table[first:stop:step]
+
+
+# --- sums over columns: words_RC of a signed integer type, unit stride within a row; returns sums_R, int64 ---
+
+Kernel = Callable[[torch.Tensor, tuple[Span, ...]], torch.Tensor]
+
+
+def _byte_sums(words_RC: torch.Tensor, columns: tuple[Span, ...]) -> torch.Tensor:
+    """Multiply bytes by digits, exactly, in 32 bits."""
+    digits_KJ, powers_J = _digits(columns, words_RC.element_size())
+    sums_RJ = torch._int_mm(words_RC.view(torch.int8), digits_KJ)
+    return torch.mv(sums_RJ.long(), powers_J)
+
+
+def _wide_sums(words_RC: torch.Tensor, columns: tuple[Span, ...]) -> torch.Tensor:
+    """Widen to 64 bits and multiply as integers, a few rows at a time so that they stay in the cache."""
+    multipliers_C = _products(columns, words_RC.device)
+    rows_at_once = max(1, 2**17 // len(multipliers_C))
+    return torch.cat([torch.mv(_widened(block), multipliers_C) for block in torch.split(words_RC, rows_at_once)])
+
+
+def _device_sums(words_RC: torch.Tensor, columns: tuple[Span, ...]) -> torch.Tensor:
+    """As `_wide_sums`; CUDA has no matrix-vector product of integers."""
+    return (_widened(words_RC) * _products(columns, words_RC.device)).sum(dim=1)
+
+
+def _widened(words_RC: torch.Tensor) -> torch.Tensor:
+    """Return ``e`` of each element, int64. Flipping a byte's top bit and subtracting it turns 0..255 to -128..127."""
+    lower_signs = _LOWER_SIGNS[words_RC.element_size()]
+    wide_RC = words_RC.long()
+    return wide_RC.bitwise_xor_(lower_signs).sub_(lower_signs) if lower_signs else wide_RC
+
+
+@functools.lru_cache(maxsize=64)
+def _digits(columns: tuple[Span, ...], item_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the digits of the columns' multipliers, a row for each byte, and the weight of each digit."""
+    multipliers_C = _products(columns, torch.device("cpu"))
+    digits_KJ = torch.from_numpy(terms.signed_digits(multipliers_C.contiguous().numpy(), item_size))
+    return digits_KJ, 256 ** torch.arange(terms.NUM_DIGITS)
+
+
+@functools.cache
+def _cpu_kernel() -> Kernel:
+    """Return the faster kernel of those that are exact here.
+
+    Processors without 8-bit dot products add products in 16 bits that saturate, and torch falls back to plain loops
+    where its libraries have no such product, so both are tried, on the largest sums there can be.
+    """
+    extreme_RC = torch.full((16, MAX_COLUMNS), -0x7F7F7F80, dtype=torch.int32)  # each byte is -128
+    columns = ((1, 0, MAX_COLUMNS, 1),)
+    bytes_in_place_S, wide_S = (kernel(extreme_RC, columns) for kernel in (_byte_sums, _wide_sums))
+    if not torch.equal(bytes_in_place_S, wide_S):
+        return _wide_sums
+    return min((_byte_sums, _wide_sums), key=lambda kernel: _seconds(kernel, extreme_RC, columns))
+
+
+def _seconds(kernel: Kernel, words_RC: torch.Tensor, columns: tuple[Span, ...]) -> float:
+    best = math.inf
+    for _ in range(3):
+        started = time.perf_counter()
+        kernel(words_RC, columns)
+        best = min(best, time.perf_counter() - started)
+    return best

@@ -1,0 +1,259 @@
+"""Digests of weights that do not depend on how the weights are sharded, taken beside other work.
+
+`tandem.refit.digests.terms` says what a digest is and why damage shows in it. A process digests what its `Attestation`
+names: a trainer what it holds, converted to the element type that engines hold; an engine what it computes with. Each
+gets one number a tensor, its share, and over the processes that hold a tensor the shares add up modulo 2**64;
+`tandem.refit.digests.comparison` compares the sums.
+
+Of a tensor that is quantised on the way an engine makes the values and scales itself, so they cannot be compared with
+the trainer's elements. What is digested is the staging memory that they were made from: give `DigestTask` the
+program's quantisations, and the staging memory among the storages. It then reads the engine's pieces of these tensors
+where they lie in staging memory, in the element type that they have there (``Quantisation.staging_dtype``, to which
+the trainer's attestation must convert too), and leaves the scales out. That the values and scales are the quantisation
+of that memory, bit for bit, is checked by `tandem.refit.transports.quantise`, on the engine.
+
+Importing this imports no torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.refit.digests import terms
+from tandem.refit.digests.comparison import combine
+from tandem.refit.digests.parts import Parts, Sampling, parts_of
+from tandem.refit.layout import DTYPES, ITEM_SIZES, Box, Layout
+from tandem.refit.program import Attestation, Quantisation
+
+if TYPE_CHECKING:  # what compares digests needs no torch
+    import torch
+
+    from tandem.refit.digests.kernels import Span
+
+__all__ = ["DigestTask", "Sampling", "combine", "digest_box", "digest_layout", "everything"]
+
+_SLAB_BYTES = {"cpu": 2**21, "cuda": 2**23}
+"""Weights digested at a time: about a millisecond on a CPU; on a GPU few launches, which widen each element twice."""
+
+_ROWS_AT_ONCE = 2**10
+"""Parts that become Python numbers at a time."""
+
+
+class DigestTask:
+    """The digests of what one process holds, computed a slab at a time.
+
+    Memory beside the weights: one slab, and the multipliers. Weights that are not numbers may seem to differ: torch
+    rounds a float32 NaN to one of two patterns of bits, depending on how it lies in memory.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        storages: Mapping[str, torch.Tensor],
+        attestation: Attestation | None = None,
+        *,
+        sampling: Sampling | None = None,
+        quantisations: Sequence[Quantisation] = (),
+    ) -> None:
+        """Prepare; nothing is read yet.
+
+        Args:
+            layout: of the process.
+            storages: by name of the storage, a tensor of any type whose first element is byte 0 and that lies in one
+                gapless range; all on one device. They must hold still until the task is done.
+            attestation: which pieces to digest, and the element type to convert to first; default: everything as it is.
+            sampling: digest only some rows; default: all.
+            quantisations: of the process's program; their staging memory must be among `storages`.
+
+        Raises:
+            RefitError: a quantised tensor is not staged.
+
+        """
+        attestation = everything(layout) if attestation is None else attestation
+        self._layout = layout
+        self._parts, names = parts_of(layout, attestation, quantisations, sampling)
+        self._ranges = {index: _flat(storages[names[index]]) for index in np.unique(self._parts.storage_P).tolist()}
+        self._typed: dict[tuple[int, int], torch.Tensor] = {}
+        self._converted: torch.Tensor | None = None
+        self._totals_T: torch.Tensor | None = None
+        self._work = self._run()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of weights that the task reads."""
+        item_size_D = np.array([ITEM_SIZES[dtype] for dtype in DTYPES])
+        return int((self._parts.shape_PD.prod(axis=1) * item_size_D[self._parts.dtype_P]).sum())
+
+    def advance(self, seconds: float) -> bool:
+        """Work until the time is up and the slab at hand is finished; return whether everything is.
+
+        Does one slab at least. On a GPU it is the launches that take this time, not the work.
+
+        Raises:
+            RefitError: elements are not of 1, 2 or 4 bytes.
+
+        """
+        deadline = time.perf_counter() + seconds
+        return all(time.perf_counter() < deadline for _ in self._work)
+
+    def result(self) -> NDArray[np.uint64]:
+        """Return this process's share of the digest of each of `Layout.tensors`; does what is left to do.
+
+        Tensors of which it digests nothing have 0.
+        """
+        self.advance(math.inf)
+        digests_T = np.zeros(len(self._layout.tensors), np.uint64)
+        if self._totals_T is None:
+            return digests_T
+        digested, rows = np.unique(self._parts.tensor_P, return_index=True)
+        salts = np.zeros(len(digested), np.uint64)
+        for index, (tensor, row) in enumerate(zip(digested.tolist(), rows.tolist(), strict=True)):
+            named = self._layout.tensors[tensor]
+            salts[index] = terms.salt(named.name, named.shape, DTYPES[self._parts.hashed_P[row]])
+        digests_T[digested] = self._totals_T.cpu().numpy().view(np.uint64)[digested] * salts
+        return digests_T
+
+    def _run(self) -> Iterator[None]:
+        """Digest part after part, stopping after each slab."""
+        import torch
+
+        if not len(self._parts):
+            return
+        device = next(iter(self._ranges.values())).device
+        self._totals_T = torch.zeros(len(self._layout.tensors), dtype=torch.int64, device=device)
+        for first in range(0, len(self._parts), _ROWS_AT_ONCE):
+            rows = self._parts.rows(slice(first, first + _ROWS_AT_ONCE))
+            for row in zip(*(getattr(rows, field).tolist() for field in Parts.__struct_fields__), strict=True):
+                yield from self._digest(*row)
+
+    def _digest(
+        self,
+        tensor: int,
+        storage: int,
+        dtype: int,
+        hashed: int,
+        start: list[int],
+        step: list[int],
+        shape: list[int],
+        offset: int,
+        strides: list[int],
+    ) -> Iterator[None]:
+        """Add the digest of one part to its tensor's; the arguments are a row of `Parts`."""
+        import torch
+
+        from tandem.refit.digests.kernels import slab_sum
+
+        assert self._totals_T is not None
+        item_size = ITEM_SIZES[DTYPES[dtype]]
+        flat = self._typed.get((storage, dtype))
+        if flat is None:
+            flat = self._typed[storage, dtype] = self._ranges[storage].view(getattr(torch, DTYPES[dtype]))
+        missing = len(shape) - len(self._layout.tensors[tensor].shape)
+        values = flat.as_strided(
+            shape[missing:] or [1],
+            [stride // item_size for stride in strides[missing:]] or [1],
+            flat.storage_offset() + offset // item_size,
+        )
+        hashed_dtype = getattr(torch, DTYPES[hashed])
+        for slab, spans in _slabs(values, _spans(start[missing:], shape[missing:], step[missing:])):
+            self._totals_T[tensor].add_(slab_sum(self._as(slab, hashed_dtype), spans))
+            yield
+
+    def _as(self, slab: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return a slab converted, in memory that the next one uses again."""
+        if slab.dtype == dtype:
+            return slab
+        if self._converted is None or self._converted.dtype != dtype or len(self._converted) < slab.numel():
+            self._converted = slab.new_empty(_slab_elements(slab), dtype=dtype)
+        return self._converted[: slab.numel()].view(slab.shape).copy_(slab)
+
+
+def digest_layout(
+    layout: Layout,
+    storages: Mapping[str, torch.Tensor],
+    attestation: Attestation | None = None,
+    *,
+    sampling: Sampling | None = None,
+    quantisations: Sequence[Quantisation] = (),
+) -> NDArray[np.uint64]:
+    """Return the digests of what a process holds, one a tensor: a `DigestTask` run to its end."""
+    return DigestTask(layout, storages, attestation, sampling=sampling, quantisations=quantisations).result()
+
+
+def everything(layout: Layout) -> Attestation:
+    """Return the attestation of all pieces of a layout, as they are."""
+    return Attestation(np.arange(len(layout.pieces)), tuple(tensor.dtype for tensor in layout.tensors))
+
+
+def digest_box(name: str, global_shape: tuple[int, ...], box: Box, values: torch.Tensor) -> int:
+    """Return a box's share of the digest of tensor `name`.
+
+    Args:
+        name: Hugging Face name of the tensor.
+        global_shape: shape of the whole tensor.
+        box: the part that `values` holds.
+        values: of the box's shape, any strides, elements of 1, 2 or 4 bytes.
+
+    Returns:
+        An unsigned 64-bit number; add shares up with `combine`.
+
+    Raises:
+        RefitError: the elements have another size.
+
+    """
+    from tandem.refit.digests.kernels import slab_sum
+
+    if box.num_elements == 0:
+        return 0
+    assert tuple(values.shape) == box.shape, f"{name}: {tuple(values.shape)} is not the shape of {box}"
+    spans = _spans(box.start, box.shape, (1,) * len(box.shape))
+    whole = values.detach().reshape(box.shape or (1,))
+    total = sum(int(slab_sum(slab, slab_spans)) for slab, slab_spans in _slabs(whole, spans))
+    return combine(total * terms.salt(name, global_shape, str(values.dtype).removeprefix("torch.")))
+
+
+def _spans(start: Sequence[int], shape: Sequence[int], step: Sequence[int]) -> list[Span]:
+    """Return the global indices along each dimension; a scalar is a vector of one element."""
+    num_dims = len(shape)
+    spans = [(num_dims - dim, *span) for dim, span in enumerate(zip(start, shape, step, strict=True))]
+    return spans or [(1, 0, 1, 1)]
+
+
+def _slabs(values: torch.Tensor, spans: list[Span]) -> Iterator[tuple[torch.Tensor, list[Span]]]:
+    """Cut a part into slabs, and say which global indices each has."""
+    from tandem.refit.digests.kernels import MAX_COLUMNS
+
+    sizes = [num for _, _, num, _ in spans]
+    budget = _slab_elements(values)
+    steps = [0] * len(sizes)
+    for dim in reversed(range(len(sizes))):
+        most = min(budget, MAX_COLUMNS) if dim == len(sizes) - 1 else budget
+        steps[dim] = max(1, min(sizes[dim], most))
+        budget //= steps[dim]
+    if steps == sizes:
+        yield values, spans
+        return
+    for corner in itertools.product(*(range(0, size, step) for size, step in zip(sizes, steps, strict=True))):
+        slab, slab_spans = values, []
+        for (dim, first, size, stride), at, most in zip(spans, corner, steps, strict=True):
+            num = min(most, size - at)
+            slab = slab.narrow(len(spans) - dim, at, num)
+            slab_spans.append((dim, first + at * stride, num, stride))
+        yield slab, slab_spans
+
+
+def _slab_elements(values: torch.Tensor) -> int:
+    return _SLAB_BYTES[values.device.type] // values.element_size()
+
+
+def _flat(storage: torch.Tensor) -> torch.Tensor:
+    """Return a storage as a vector of its elements, without a copy."""
+    held = storage.detach()
+    return held.as_strided((held.numel(),), (1,))
