@@ -6,15 +6,15 @@ Run as a script: ``writer RANK NUM_RANKS`` or ``reader``. Orders are lines on st
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import msgspec
 import torch
 
 from tandem.refit import layout, planner
-from tandem.refit.layout import Box, Layout, Piece, PrivateMemory, Storage, TensorLayout, contiguous_strides, whole
-from tandem.refit.transports import shm
+from tandem.refit.layout import Box, Layout, LayoutBuilder, contiguous_strides, whole
+from tandem.refit.transports import bind, shm
 
+TIMEOUT_S = 60.0
 SHAPES = {"q": (8, 6), "k": (4, 6), "norm": (6,), "embed": (64, 6)}
 FUSED = ("q", "k")
 """Both lie in one storage of the engine."""
@@ -39,41 +39,42 @@ def shard_of(name: str, rank: int, num_ranks: int) -> Box:
 
 def engine_layout(dtype: str) -> Layout:
     """Return what an engine wants: everything, ``q`` and ``k`` in one storage."""
-    item_size = layout.ITEM_SIZES[dtype]
-    tensors, num_bytes = {}, {}
+    builder, item_size = LayoutBuilder("host"), layout.ITEM_SIZES[dtype]
+    sizes = {name: int(torch.Size(shape).numel()) * item_size for name, shape in SHAPES.items()}
+    fused = builder.storage("qk", sum(sizes[name] for name in FUSED))
+    offset = 0
     for name, shape in SHAPES.items():
-        storage = "qk" if name in FUSED else name
-        offset = num_bytes.get(storage, 0)
-        piece = Piece(whole(shape), storage, offset, contiguous_strides(shape, item_size))
-        tensors[name] = TensorLayout(shape, dtype, (piece,))
-        num_bytes[storage] = offset + int(torch.Size(shape).numel()) * item_size
-    return Layout("host", tensors, {name: Storage(n, PrivateMemory()) for name, n in num_bytes.items()})
+        storage = fused if name in FUSED else builder.storage(name, sizes[name])
+        at = offset if name in FUSED else 0
+        strides = contiguous_strides(shape, item_size)
+        builder.add(builder.tensor(name, shape, dtype), whole(shape), storage, at, strides)
+        offset += sizes[name] if name in FUSED else 0
+    return builder.build()
 
 
 def engine_parameters(dtype: str) -> dict[str, torch.Tensor]:
     """Return the storages that `engine_layout` describes, not written yet."""
     item_size = layout.ITEM_SIZES[dtype]
     storages = engine_layout(dtype).storages
-    return {n: torch.full((s.num_bytes // item_size,), -1.0, dtype=getattr(torch, dtype)) for n, s in storages.items()}
+    return {s.name: torch.full((s.num_bytes // item_size,), -1.0, dtype=getattr(torch, dtype)) for s in storages}
 
 
 def _share(rank: int, num_ranks: int) -> tuple[Layout, dict[str, torch.Tensor]]:
     shards: dict[str, torch.Tensor] = {}
-    tensors, storages = {}, {}
+    builder = LayoutBuilder("host")
     for name, shape in SHAPES.items():
         box = shard_of(name, rank, num_ranks)
         padded = torch.zeros(3 + box.num_elements)  # the shard does not lie at the start of its storage
         shards[name] = padded[3:].view(box.shape)
         address = shm.share(shards[name])
         assert shm.share(padded) == address, "sharing twice changes nothing"
-        piece = Piece(box, name, 12, contiguous_strides(box.shape, 4))
-        tensors[name] = TensorLayout(shape, "float32", (piece,))
-        storages[name] = Storage(padded.nbytes, address)
-    return Layout("host", tensors, storages), shards
+        storage = builder.storage(name, padded.nbytes, address)
+        builder.add(builder.tensor(name, shape, "float32"), box, storage, 12, contiguous_strides(box.shape, 4))
+    return builder.build(), shards
 
 
-def _reply(value: Any) -> None:
-    sys.stdout.buffer.write(msgspec.json.encode(value) + b"\n")
+def _reply(value: bytes) -> None:
+    sys.stdout.buffer.write(value + b"\n")
     sys.stdout.flush()
 
 
@@ -85,7 +86,7 @@ def write(rank: int, num_ranks: int) -> None:
         for name, shard in shards.items():
             box = shard_of(name, rank, num_ranks)
             shard.copy_(values_of(version)[name][box.start[0] : box.stop[0]])
-        _reply(held)
+        _reply(layout.encode(held).hex().encode())
         order = sys.stdin.readline()
         if not order:
             return
@@ -94,13 +95,13 @@ def write(rank: int, num_ranks: int) -> None:
 
 def read() -> None:
     """Bind to the layout in the first order and run for every later one; ``scribble`` writes to what is aliased."""
-    source = msgspec.json.decode(sys.stdin.readline(), type=Layout)
+    source = layout.decode(bytes.fromhex(sys.stdin.readline()))
     parameters = engine_parameters("float32")
     planned = planner.plan({"trainer-0": source}, {"rollout-0": engine_layout("float32")}, allow_alias=True)
-    bound = shm.bind(planned.programs["rollout-0"], parameters)
+    bound = bind(planned.programs["rollout-0"], parameters)
     while True:
-        bound.run()
-        _reply({name: parameter.double().sum().item() for name, parameter in parameters.items()})
+        bound.run(TIMEOUT_S)
+        _reply(msgspec.json.encode({name: parameter.double().sum().item() for name, parameter in parameters.items()}))
         order = sys.stdin.readline()
         if not order:
             return

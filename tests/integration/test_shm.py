@@ -18,13 +18,12 @@ import pytest
 import torch
 
 from tandem.common.errors import RefitError
+from tandem.refit import layout
 from tandem.refit.layout import Layout, SharedMemory
 from tandem.refit.planner import plan
 from tandem.refit.program import TransferProgram, decode, encode
-from tandem.refit.transports import shm
-from tests.integration.shm_processes import FUSED, SHAPES, engine_layout, engine_parameters, values_of
-
-TIMEOUT_S = 60.0
+from tandem.refit.transports import BoundProgram, bind, shm
+from tests.integration.shm_processes import FUSED, SHAPES, TIMEOUT_S, engine_layout, engine_parameters, values_of
 
 
 class Peer:
@@ -89,13 +88,17 @@ def start_writers(peers: contextlib.ExitStack, num_ranks: int = 1) -> tuple[list
     writers = [Peer("writer", str(rank), str(num_ranks)) for rank in range(num_ranks)]
     for writer in writers:
         peers.callback(writer.close)
-    held = [msgspec.json.decode(writer.reply(), type=Layout) for writer in writers]
-    return writers, {f"trainer-{rank}": layout for rank, layout in enumerate(held)}
+    held = [layout.decode(bytes.fromhex(writer.reply().decode())) for writer in writers]
+    return writers, {f"trainer-{rank}": described for rank, described in enumerate(held)}
 
 
 def make_program(sources: dict[str, Layout], dtype: str = "float32", *, allow_alias: bool = False) -> TransferProgram:
     planned = plan(sources, {"rollout-0": engine_layout(dtype)}, allow_alias=allow_alias)
     return decode(encode(planned.programs["rollout-0"]))
+
+
+def run(bound: BoundProgram) -> int:
+    return sum(bound.run(TIMEOUT_S).values())
 
 
 def assert_holds(parameters: dict[str, torch.Tensor], version: int, dtype: torch.dtype = torch.float32) -> None:
@@ -119,7 +122,7 @@ def num_mapped() -> int:
 def test_every_element_arrives_at_every_version(num_ranks: int, peers: contextlib.ExitStack) -> None:
     writers, sources = start_writers(peers, num_ranks)
     parameters = engine_parameters("float32")
-    bound = shm.bind(make_program(sources), parameters)
+    bound = bind(make_program(sources), parameters)
     assert all((parameter == -1).all() for parameter in parameters.values()), "binding alone writes nothing"
     num_bytes = sum(parameter.nbytes for parameter in parameters.values())
     for version in (0, 1, 2):
@@ -127,7 +130,7 @@ def test_every_element_arrives_at_every_version(num_ranks: int, peers: contextli
             for writer in writers:
                 writer.ask(str(version))
             assert_holds(parameters, version - 1)
-        assert bound.run() == num_bytes
+        assert run(bound) == num_bytes
         assert_holds(parameters, version)
     bound.close()
 
@@ -135,8 +138,8 @@ def test_every_element_arrives_at_every_version(num_ranks: int, peers: contextli
 def test_float32_is_rounded_to_bfloat16_on_the_way(peers: contextlib.ExitStack) -> None:
     _, sources = start_writers(peers, 2)
     parameters = engine_parameters("bfloat16")
-    bound = shm.bind(make_program(sources, "bfloat16", allow_alias=True), parameters)
-    assert bound.run() == sum(parameter.nbytes for parameter in parameters.values())
+    bound = bind(make_program(sources, "bfloat16", allow_alias=True), parameters)
+    assert run(bound) == sum(parameter.nbytes for parameter in parameters.values())
     assert_holds(parameters, 0, torch.bfloat16)
 
 
@@ -145,17 +148,18 @@ def test_an_alias_shows_the_next_version_with_nothing_copied(peers: contextlib.E
     parameters = engine_parameters("float32")
     addresses = {name: parameter.data_ptr() for name, parameter in parameters.items()}
     program = make_program(sources, allow_alias=True)
-    assert {alias.destination for alias in program.aliases} == parameters.keys() - {"qk"}
-    bound = shm.bind(program, parameters)
+    (alias,) = (transfer for transfer in program.receives if transfer.transport == "alias")
+    assert set(alias.destination_storages) == parameters.keys() - {"qk"}
+    bound = bind(program, parameters)
     fused_bytes = parameters["qk"].nbytes
-    assert bound.run() == bound.num_bytes == fused_bytes
+    assert run(bound) == bound.num_bytes == fused_bytes
     assert_holds(parameters, 0)
     assert {name for name, p in parameters.items() if p.data_ptr() == addresses[name]} == {"qk"}
 
     writer.ask("1")
     for name in SHAPES.keys() - FUSED:
         torch.testing.assert_close(parameters[name], values_of(1)[name].flatten(), rtol=0, atol=0)
-    bound.run()
+    run(bound)
     assert_holds(parameters, 1)
 
 
@@ -164,21 +168,21 @@ def test_a_killed_writer_leaves_readable_memory_and_nothing_else(peers: contextl
     (writer,), sources = start_writers(peers)
     copied, aliased = engine_parameters("float32"), engine_parameters("float32")
     program = make_program(sources)
-    bound = shm.bind(program, copied)
-    alias = shm.bind(make_program(sources, allow_alias=True), aliased)
+    bound = bind(program, copied)
+    alias = bind(make_program(sources, allow_alias=True), aliased)
     assert num_mapped() > mapped_before
     writer.kill()
     assert segments() == before
-    for run, parameters in ((bound, copied), (alias, aliased)):
-        run.run()
+    for each, parameters in ((bound, copied), (alias, aliased)):
+        run(each)
         assert_holds(parameters, 0)
 
     with pytest.raises(RefitError, match=rf"'\w+' of trainer-0: its process {writer.process.pid} is gone"):
-        shm.bind(program, engine_parameters("float32"))
+        bind(program, engine_parameters("float32"))
 
     bound.close()
     alias.close()
-    del aliased, parameters, run
+    del aliased, parameters, each
     gc.collect()
     assert num_mapped() == mapped_before, "the memory is gone with the last tensor that reads it"
 
@@ -188,14 +192,14 @@ def test_a_killed_reader_leaves_nothing(peers: contextlib.ExitStack) -> None:
     (writer,), sources = start_writers(peers)
     reader = Peer("reader")
     peers.callback(reader.close)
-    sums = msgspec.json.decode(reader.ask(msgspec.json.encode(sources["trainer-0"]).decode()))
+    sums = msgspec.json.decode(reader.ask(layout.encode(sources["trainer-0"]).hex()))
     assert sums["embed"] == pytest.approx(values_of(0)["embed"].double().sum().item())
     reader.kill()
     assert segments() == before
 
     writer.ask("1")
     parameters = engine_parameters("float32")
-    shm.bind(make_program(sources), parameters).run()
+    bind(make_program(sources), parameters).run(TIMEOUT_S)
     assert_holds(parameters, 1)
 
 
@@ -203,23 +207,25 @@ def test_a_write_to_an_alias_kills_the_engine_and_not_the_weights(peers: context
     _, sources = start_writers(peers)
     reader = Peer("reader")
     peers.callback(reader.close)
-    reader.ask(msgspec.json.encode(sources["trainer-0"]).decode())
+    reader.ask(layout.encode(sources["trainer-0"]).hex())
     reader.tell("scribble")
     assert reader.process.wait(TIMEOUT_S) == -signal.SIGSEGV
     parameters = engine_parameters("float32")
-    shm.bind(make_program(sources), parameters).run()
+    bind(make_program(sources), parameters).run(TIMEOUT_S)
     assert_holds(parameters, 0)
 
 
 def test_a_descriptor_that_was_used_again_is_refused(peers: contextlib.ExitStack) -> None:
     _, sources = start_writers(peers)
     program = make_program(sources)
-    (first, *others) = program.sources
+    (transfer,) = program.receives
+    (first, *others) = transfer.source_storages
     assert isinstance(first.address, SharedMemory)
     reused = msgspec.structs.replace(first.address, inode=first.address.inode + 1)
-    wrong = msgspec.structs.replace(program, sources=(msgspec.structs.replace(first, address=reused), *others))
+    storages = (msgspec.structs.replace(first, address=reused), *others)
+    wrong = msgspec.structs.replace(program, receives=(msgspec.structs.replace(transfer, source_storages=storages),))
     with pytest.raises(RefitError, match="the memory it was planned for is gone"):
-        shm.bind(wrong, engine_parameters("float32"))
+        bind(wrong, engine_parameters("float32"))
 
 
 @pytest.mark.parametrize("allow_alias", [False, True])
@@ -237,7 +243,7 @@ def test_an_engine_that_is_not_what_was_planned_for_is_refused_untouched(
     for message, parameters in wrong.items():
         addresses = {name: parameter.data_ptr() for name, parameter in parameters.items()}
         with pytest.raises(RefitError, match=f"rollout-0.*{message}"):
-            shm.bind(program, parameters)
+            bind(program, parameters)
         assert addresses == {name: parameter.data_ptr() for name, parameter in parameters.items()}
         assert all((parameter == -1).all() for parameter in parameters.values())
 

@@ -10,13 +10,15 @@ from __future__ import annotations
 import mmap
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from tandem.common.errors import RefitError
-from tandem.refit.layout import ITEM_SIZES, SharedMemory
-from tandem.refit.program import Alias, Copy, Region, Source, TransferProgram
+from tandem.refit.layout import ITEM_SIZES, SharedMemory, Storage
+from tandem.refit.program import Transfer
+from tandem.refit.transports.memory import Memory
 
 
 def share(tensor: torch.Tensor) -> SharedMemory:
@@ -41,137 +43,77 @@ def share(tensor: torch.Tensor) -> SharedMemory:
     return SharedMemory(pid=os.getpid(), fd=fd, inode=os.fstat(fd).st_ino)
 
 
-def bind(program: TransferProgram, destinations: Mapping[str, torch.Tensor]) -> ShmProgram:
-    """Open the program's sources and bind it to the engine's parameters.
+def open_storage(storage: Storage, source: str, member: str) -> torch.Tensor:
+    """Map a storage of another process, `source`, for reading only; return its bytes as uint8.
+
+    The mapping goes with the last tensor that views it. Raises `RefitError` in the name of `member` if the storage
+    cannot be opened because its process is gone or belongs to another user.
+    """
+    what = f"{storage.name!r} of {source}"
+    if not isinstance(storage.address, SharedMemory):
+        raise RefitError(f"{member} cannot open {what}: it is private to that process")
+    path = f"/proc/{storage.address.pid}/fd/{storage.address.fd}"
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise RefitError(
+            f"{member} cannot open {what}: {_why(error, storage.address)}; memory is shared by processes that run on "
+            "one machine, in one container, as one user"
+        ) from error
+    try:
+        status = os.fstat(fd)
+        if status.st_ino != storage.address.inode or status.st_size < storage.num_bytes:
+            raise RefitError(f"{member} cannot open {what}: the memory it was planned for is gone")
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE  # no page faults in the first refit
+        mapped = mmap.mmap(fd, storage.num_bytes, flags, mmap.PROT_READ)
+    except OSError as error:
+        raise RefitError(f"{member} cannot map {what}: {error.strerror}") from error
+    finally:
+        os.close(fd)
+    with warnings.catch_warnings():
+        # The memory is mapped for reading only; nothing writes to it, and a write would fault.
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        return torch.frombuffer(mapped, dtype=torch.uint8)
+
+
+def aliases(
+    transfer: Transfer, opened: Sequence[torch.Tensor], memory: Memory, member: str
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the parameters that an alias re-points, each with a tensor in the source's memory that takes its place.
 
     Args:
-        program: made by `tandem.refit.planner.plan`.
-        destinations: the engine's live parameters by storage name. Byte 0 of a storage is its parameter's first
-            element. Those that are aliased are re-pointed at the trainer's memory here and now: each `run` of the
-            trainer's optimizer shows through at once, and a write to them faults, because the memory is mapped for
-            reading only.
+        transfer: whose copies cover each of its destinations whole.
+        opened: bytes of each source storage.
+        memory: of this process.
+        member: this process, for errors.
 
     Raises:
-        RefitError: a source cannot be opened because its process is gone or belongs to another user, or a destination
-            is not what was planned for. No destination was touched.
+        RefitError: a parameter is not what was planned for: nothing has been re-pointed.
 
     """
-    opened = [_Opened(source, program.engine) for source in program.sources]
-    pairs = [
-        (_destination(program.engine, copy, destinations), opened[copy.source].view(copy.source_region, copy.shape))
-        for copy in program.copies
-    ]
-    aliased = [
-        (_parameter(program.engine, alias, alias.dtype, destinations), opened[alias.source].range(alias))
-        for alias in program.aliases
-    ]
-    for parameter, range_ in aliased:
-        if parameter.nbytes != range_.nbytes:
-            raise RefitError(f"{program.engine} has a parameter of {parameter.nbytes} bytes for {range_.nbytes} bytes")
-    for parameter, range_ in aliased:
-        parameter.data = range_.as_strided(parameter.shape, parameter.stride())
-    return ShmProgram(program, pairs)
-
-
-class ShmProgram:
-    """A program bound to memory on both sides; `run` looks nothing up."""
-
-    def __init__(self, program: TransferProgram, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self.num_copies = len(pairs)
-        self.num_bytes = program.num_bytes
-        self._destinations = [destination for destination, _ in pairs]
-        self._sources = [source for _, source in pairs]
-
-    @torch.no_grad()
-    def run(self) -> int:
-        """Copy everything once; return the bytes written.
-
-        The trainer must not step meanwhile. The sources are mapped, so this does not notice that the trainer has died.
-        """
-        if self._destinations:
-            torch._foreach_copy_(self._destinations, self._sources)
-        return self.num_bytes
-
-    def close(self) -> None:
-        """Drop the views; a mapping goes with the last tensor that reads it, aliased parameters included."""
-        self._destinations = []
-        self._sources = []
-
-
-class _Opened:
-    """A source storage, mapped for reading."""
-
-    def __init__(self, source: Source, engine: str) -> None:
-        self._what = f"{source.storage!r} of {source.member}"
-        self._engine = engine
-        if not isinstance(source.address, SharedMemory):
-            raise RefitError(f"{engine} cannot open {self._what}: it is private to that process")
-        path = f"/proc/{source.address.pid}/fd/{source.address.fd}"
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise RefitError(
-                f"{engine} cannot open {self._what}: {_why(error, source.address)}; memory is shared by processes that "
-                "run on one machine, in one container, as one user"
-            ) from error
-        try:
-            status = os.fstat(fd)
-            if status.st_ino != source.address.inode or status.st_size < source.num_bytes:
-                raise RefitError(f"{engine} cannot open {self._what}: the memory it was planned for is gone")
-            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE  # no page faults in the first refit
-            self._map = mmap.mmap(fd, source.num_bytes, flags, mmap.PROT_READ)
-        except OSError as error:
-            raise RefitError(f"{engine} cannot map {self._what}: {error.strerror}") from error
-        finally:
-            os.close(fd)
-
-    def view(self, region: Region, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return the region as a tensor that reads the trainer's memory."""
-        flat = self._elements(region.dtype, 0, len(self._map) // ITEM_SIZES[region.dtype])
-        return _strided(flat, region, shape, f"{self._engine}: {self._what}")
-
-    def range(self, alias: Alias) -> torch.Tensor:
-        """Return all elements of an alias as one dimension."""
-        return self._elements(alias.dtype, alias.offset, alias.num_bytes // ITEM_SIZES[alias.dtype])
-
-    def _elements(self, dtype: str, offset: int, count: int) -> torch.Tensor:
-        with warnings.catch_warnings():
-            # The memory is mapped for reading only; nothing writes to it, and a write would fault.
-            warnings.filterwarnings("ignore", message="The given buffer is not writable")
-            return torch.frombuffer(self._map, dtype=getattr(torch, dtype), offset=offset, count=count)
+    at = transfer.copies
+    pairs = []
+    for index, name in enumerate(transfer.destination_storages):
+        rows = np.flatnonzero(at.destination_C == index)
+        if not len(rows):
+            continue
+        tensor, dtype = transfer.tensors[at.tensor_C[rows[0]]], transfer.dtypes(int(rows[0]))[1]
+        parameter = memory.tensor(name, dtype, tensor)
+        num_bytes = int(at.shape_CD[rows].prod(axis=1, dtype=np.int64).sum()) * ITEM_SIZES[dtype]
+        if parameter.nbytes != num_bytes:
+            raise RefitError(f"{member} has {name!r} of {parameter.nbytes} bytes for {num_bytes} bytes of {tensor}")
+        shift_C = at.source_offset_C[rows] - at.destination_offset_C[rows]
+        is_one_range = (shift_C == shift_C[0]).all() and (at.source_C[rows] == at.source_C[rows[0]]).all()
+        has_equal_strides = (at.source_strides_CD[rows] == at.destination_strides_CD[rows])[at.shape_CD[rows] > 1].all()
+        assert is_one_range, f"{name} is spread over {transfer.source}"
+        assert has_equal_strides, f"{name} lies in another order at {transfer.source}"
+        first = int(shift_C[0])
+        range_ = opened[int(at.source_C[rows[0]])][first : first + num_bytes].view(parameter.dtype)
+        pairs.append((parameter, range_.as_strided(parameter.shape, parameter.stride())))
+    return pairs
 
 
 def _why(error: OSError, address: SharedMemory) -> str:
     if os.path.exists(f"/proc/{address.pid}"):
         return f"{error.strerror} (process {address.pid}, descriptor {address.fd})"
     return f"its process {address.pid} is gone"
-
-
-def _parameter(engine: str, part: Copy | Alias, dtype: str, destinations: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the parameter that a copy or an alias is for, in the element type that was planned for."""
-    parameter = destinations.get(part.destination)
-    if parameter is None:
-        raise RefitError(f"{engine} has no parameter {part.destination!r}, which the plan for {part.tensor} writes")
-    if parameter.dtype != getattr(torch, dtype):
-        raise RefitError(
-            f"{engine} has {part.destination!r} as {parameter.dtype}, the plan for {part.tensor} as {dtype}"
-        )
-    return parameter
-
-
-def _destination(engine: str, copy: Copy, destinations: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the destination of a copy as a view of the engine's parameter."""
-    region = copy.destination_region
-    parameter = _parameter(engine, copy, region.dtype, destinations).detach()
-    flat = parameter.as_strided((parameter.numel(),), (1,))
-    return _strided(flat, region, copy.shape, f"{engine}: {copy.destination!r}")
-
-
-def _strided(flat: torch.Tensor, region: Region, shape: tuple[int, ...], what: str) -> torch.Tensor:
-    """Return a region of a storage that is given as one dimension. Raises `RefitError` if it does not lie inside."""
-    item_size = flat.element_size()
-    strides = [stride // item_size for stride in region.strides]
-    last = region.offset // item_size + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-    if last >= flat.numel():
-        raise RefitError(f"{what} has {flat.nbytes} bytes, the plan reaches byte {(last + 1) * item_size}")
-    return flat.as_strided(shape, strides, flat.storage_offset() + region.offset // item_size)

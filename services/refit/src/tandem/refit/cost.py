@@ -1,0 +1,171 @@
+"""How long a refit takes at given rates, and what no plan could beat. Pure arithmetic over links.
+
+Everything moves at once: a process sends and receives over several kinds of wire together, but over one kind a byte
+at a time. So a round takes as long as the busiest process needs on its busiest wire, and a refit as long as its rounds.
+What is sent is installed (copied from a bucket to its place) while the next bucket travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from tandem.refit.layout import Layout
+from tandem.refit.planning.flows import Link
+from tandem.refit.transports.sizes import DEPTH, bucket_bytes
+
+Wire = Literal["memory", "same_gpu", "peer_gpu", "network"]
+"""What bytes pass through, as ``cluster.links`` names it."""
+
+_GB = 1e9
+
+
+class Rates(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes a second."""
+
+    memory: float
+    same_gpu: float
+    peer_gpu: float
+    network: float
+
+    @classmethod
+    def from_gigabytes(cls, *, memory: float, same_gpu: float, peer_gpu: float, network: float) -> Rates:
+        """Take rates in GB/s (10^9 bytes), as the configuration has them."""
+        return cls(memory=memory * _GB, same_gpu=same_gpu * _GB, peer_gpu=peer_gpu * _GB, network=network * _GB)
+
+    def of(self, wire: Wire) -> float:
+        """Return the rate of a wire."""
+        rate: float = getattr(self, wire)
+        return rate
+
+
+class Cost(msgspec.Struct, frozen=True, kw_only=True):
+    """What a refit takes."""
+
+    seconds: float
+    """Of the plan."""
+    bound_s: float
+    """``max(egress, ingress, install)`` with every load spread evenly: no plan of these bytes takes less."""
+    limited_by: str
+    """What takes the longest, such as ``trainer-3 sends 2.1 GB over the network``."""
+    egress_s: float
+    """What trainers send, if each sent the same; those whose memory others read have nothing to do."""
+    ingress_s: float
+    """What the neediest host receives from trainers, if each of its processes received the same."""
+    install_s: float
+    """Writing what the neediest engine holds, in its own memory."""
+
+
+def wire_of(link: Link, device_of: Mapping[str, str], host_of: Mapping[str, str]) -> Wire | None:
+    """Return what a link passes through; None if nothing moves."""
+    source, destination = device_of[link.source], device_of[link.destination]
+    match link.transport:
+        case "alias":
+            return None
+        case "shm":
+            return "memory"
+        case "cuda_ipc":
+            return "same_gpu" if source == destination else "peer_gpu"
+        case "stream":
+            if host_of[link.source] != host_of[link.destination]:
+                return "network"
+            return "memory" if "cpu" in (source, destination) else "peer_gpu"
+
+
+def cost(links: Sequence[Link], layouts: Mapping[str, Layout], num_sources: int, rates: Rates) -> Cost:
+    """Predict what the links of a plan take.
+
+    Args:
+        links: of `tandem.refit.planner.plan` or `survey`.
+        layouts: of all members.
+        num_sources: trainers, among whom an even load would be spread.
+        rates: of the wires.
+
+    """
+    device_of = {member: layout.device for member, layout in layouts.items()}
+    host_of = {member: layout.host for member, layout in layouts.items()}
+    loads: dict[int, Load] = {}
+    received: dict[str, int] = {}
+    for link in links:
+        wire = wire_of(link, device_of, host_of)
+        if wire is None:
+            continue
+        load = loads.setdefault(link.round, {})
+        for end in ((link.destination, "receives", wire), (link.source, "sends", wire))[: _num_busy_ends(link)]:
+            load[end] = load.get(end, 0) + link.num_bytes
+        received[link.destination] = received.get(link.destination, 0) + link.num_bytes
+    rounds = [max(_seconds(load, rates), default=(0.0, "")) for load in loads.values()]
+    first = loads.get(0, {})
+    egress_s = sum(n / rates.of(wire) for (_, does, wire), n in first.items() if does == "sends") / num_sources
+    ingress_s = _even_ingress(first, host_of, rates)
+    install_s = max((n / _install_rate(device_of[member], rates) for member, n in received.items()), default=0.0)
+    bound_s = max(egress_s, ingress_s, install_s)
+    return Cost(
+        seconds=max(sum(seconds for seconds, _ in rounds), bound_s),
+        bound_s=bound_s,
+        limited_by=max(rounds, default=(0.0, "nothing: no byte moves"))[1],
+        egress_s=egress_s,
+        ingress_s=ingress_s,
+        install_s=install_s,
+    )
+
+
+Load = dict[tuple[str, str, Wire], int]
+"""Bytes by process, what it does with them (``sends``, ``receives``), and wire."""
+
+
+def _even_ingress(load: Load, host_of: Mapping[str, str], rates: Rates) -> float:
+    """Return the seconds of the neediest host, if its processes received equal parts of what comes over each wire."""
+    entering: dict[tuple[str, Wire], list[int]] = {}
+    for (member, does, wire), num_bytes in load.items():
+        if does == "receives":
+            entering.setdefault((host_of[member], wire), []).append(num_bytes)
+    return max((sum(amounts) / len(amounts) / rates.of(wire) for (_, wire), amounts in entering.items()), default=0.0)
+
+
+def _num_busy_ends(link: Link) -> int:
+    """Return how many of a link's ends have work: what reads another's memory leaves its owner alone."""
+    return 2 if link.transport == "stream" else 1
+
+
+def _install_rate(device: str, rates: Rates) -> float:
+    return rates.memory if device == "cpu" else rates.same_gpu
+
+
+def _seconds(load: Load, rates: Rates) -> Iterable[tuple[float, str]]:
+    """Yield the seconds of each process on each wire, and what it does there."""
+    for (member, does, wire), num_bytes in load.items():
+        where = {"memory": "in memory", "same_gpu": "within its GPU", "peer_gpu": "from GPU to GPU"}
+        yield (
+            num_bytes / rates.of(wire),
+            f"{member} {does} {num_bytes / _GB:.3g} GB {where.get(wire, 'over the network')}",
+        )
+
+
+def bucket_memory(links: Sequence[Link]) -> dict[str, int]:
+    """Return the most bytes that each process has in buckets at once, for what it streams."""
+    streams = [link for link in links if link.transport == "stream"]
+    taken: dict[tuple[str, int], int] = {}
+    size_of = _mesh_sizes(streams)
+    for link in streams:
+        num_bytes = DEPTH * bucket_bytes(size_of[link.destination], link.num_bytes)
+        for member in (link.source, link.destination):
+            taken[member, link.round] = taken.get((member, link.round), 0) + num_bytes
+    peak: dict[str, int] = {}
+    for (member, _), num_bytes in taken.items():
+        peak[member] = max(peak.get(member, 0), num_bytes)
+    return peak
+
+
+def _mesh_sizes(streams: Sequence[Link]) -> dict[str, int]:
+    """Return how many processes each receiver's mesh has: engines that pass weights on to each other share one."""
+    mesh_of: dict[str, set[str]] = {}
+    for link in streams:
+        mesh_of.setdefault(link.destination, {link.destination}).add(link.source)
+    for link in streams:
+        if link.round and mesh_of[link.destination] is not mesh_of.get(link.source):
+            joined = mesh_of[link.destination] | mesh_of.get(link.source, set())
+            mesh_of.update(dict.fromkeys(joined & mesh_of.keys(), joined))
+    return {receiver: len(members) for receiver, members in mesh_of.items()}

@@ -1,0 +1,30 @@
+"""Many copies at once, between tensors that this process can reach, looked up once and run at every refit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tandem.refit.transports import gpu_copy
+
+
+class Copier:
+    """Copies each source into its destination, converting where element types differ."""
+
+    def __init__(self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """Take views of equal shapes, pair by pair; no two destinations may share memory."""
+        self._destinations = list(destinations)
+        self._sources = list(sources)
+        tensors = (*self._destinations, *self._sources)
+        on_one_gpu = bool(tensors) and all(tensor.is_cuda and tensor.device == tensors[0].device for tensor in tensors)
+        # Launching a kernel a slice would leave a GPU idle most of the time.
+        self._kernels = gpu_copy.prepare(self._destinations, self._sources) if on_one_gpu else None
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Copy everything; on a GPU, only queue it on the current stream."""
+        if self._kernels is not None:
+            self._kernels.launch()
+        elif self._destinations:
+            torch._foreach_copy_(self._destinations, self._sources)

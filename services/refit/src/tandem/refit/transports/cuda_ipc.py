@@ -1,0 +1,146 @@
+"""GPU memory between processes of one host: the trainer tells a handle, engines copy straight out of its parameters.
+
+The CUDA driver is called directly. Torch's own sharing keeps a reference count in a file of shared memory for each
+tensor that is sent, and frees nothing until the receiver has let go of it; parameters live as long as their process,
+so handle and offset are all that is needed.
+
+An allocation is opened once, whatever number of storages lie in it. The caller sees to it that the trainer's kernels
+that write parameters are done (``torch.cuda.synchronize``) before an engine runs, as it sees to it that the trainer
+does not step meanwhile.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import weakref
+from typing import Any
+
+import torch
+
+from tandem.common.errors import RefitError
+from tandem.refit.layout import CudaMemory, Storage
+
+_LAZY_PEER_ACCESS = 1
+
+
+class _Handle(ctypes.Structure):
+    """``CUipcMemHandle``."""
+
+    _fields_ = (("reserved", ctypes.c_char * 64),)
+
+
+class _Bytes:
+    """Memory that torch can take as a tensor without a copy, and that stays open for as long as it is used."""
+
+    def __init__(self, address: int, num_bytes: int, allocation: Allocation) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (address, False),
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "strides": None,
+            "version": 3,
+        }
+        self._allocation = allocation
+
+
+class Allocation:
+    """An allocation of another process, open until it is closed."""
+
+    def __init__(self, handle: bytes, device: torch.device, what: str) -> None:
+        """Open it. Raises `RefitError` beginning with `what`."""
+        self._device = device
+        address = ctypes.c_uint64()
+        with torch.cuda.device(device):
+            raw = _Handle.from_buffer_copy(handle)
+            _check(_driver().cuIpcOpenMemHandle_v2(ctypes.byref(address), raw, _LAZY_PEER_ACCESS), what)
+        self.address = address.value
+
+    def view(self, offset: int, num_bytes: int) -> torch.Tensor:
+        """Return bytes of it as a uint8 tensor, which keeps it open."""
+        return torch.as_tensor(_Bytes(self.address + offset, num_bytes, self), device=self._device)
+
+    def __del__(self) -> None:
+        if getattr(self, "address", 0):
+            with torch.cuda.device(self._device):
+                _driver().cuIpcCloseMemHandle(ctypes.c_uint64(self.address))
+
+
+_open_allocations: weakref.WeakValueDictionary[tuple[int, bytes], Allocation] = weakref.WeakValueDictionary()
+
+
+def open_storage(storage: Storage, source: str, member: str, device: torch.device) -> torch.Tensor:
+    """Return the bytes of a storage of another process, `source`, as a uint8 tensor on `device`.
+
+    The allocation is closed with the last tensor that views it. Raises `RefitError` in the name of `member`.
+    """
+    address = storage.address
+    what = f"{member} cannot open {storage.name!r} of {source}"
+    if not isinstance(address, CudaMemory):
+        raise RefitError(f"{what}: it is private to that process")
+    if not is_alive(address.pid):
+        raise RefitError(f"{what}: its process {address.pid} is gone")
+    key = address.pid, address.handle
+    allocation = _open_allocations.get(key)
+    if allocation is None:
+        allocation = _open_allocations[key] = Allocation(address.handle, device, what)
+    return allocation.view(address.offset, storage.num_bytes)
+
+
+def share(tensor: torch.Tensor) -> CudaMemory:
+    """Return the address of a CUDA tensor's storage, for other processes of this host. The tensor stays where it is.
+
+    Raises:
+        RefitError: it is not on a GPU, has no bytes, or was not allocated by ``cudaMalloc``.
+
+    """
+    storage = tensor.untyped_storage()
+    if storage.device.type != "cuda" or storage.nbytes() == 0:
+        raise RefitError(f"a storage of {storage.nbytes()} bytes on {storage.device} cannot be shared through CUDA IPC")
+    base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
+    what = f"{storage.nbytes()} bytes on {storage.device} cannot be shared through CUDA IPC"
+    with torch.cuda.device(storage.device):
+        pointer = ctypes.c_uint64(storage.data_ptr())
+        _check(_driver().cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), pointer), what)
+        # Memory of the allocator's expandable segments has no such handle.
+        hint = f"{what}; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True rules it out"
+        _check(_driver().cuIpcGetMemHandle(ctypes.byref(handle), base), hint)
+    offset = storage.data_ptr() - base.value
+    return CudaMemory(pid=os.getpid(), device=device_uuid(storage.device), handle=bytes(handle), offset=offset)
+
+
+def device_uuid(device: torch.device) -> str:
+    """Return the UUID of a GPU, which is the same in every process, whatever devices it sees."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def is_alive(pid: int) -> bool:
+    """Say whether a process of this host exists and has not exited."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@functools.cache
+def _driver() -> Any:
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    driver = ctypes.CDLL("libcuda.so.1")
+    driver.cuIpcOpenMemHandle_v2.argtypes = (ctypes.POINTER(ctypes.c_uint64), _Handle, ctypes.c_uint)
+    driver.cuIpcCloseMemHandle.argtypes = (ctypes.c_uint64,)
+    driver.cuIpcGetMemHandle.argtypes = (ctypes.POINTER(_Handle), ctypes.c_uint64)
+    driver.cuMemGetAddressRange_v2.argtypes = (
+        ctypes.POINTER(ctypes.c_uint64),
+        ctypes.POINTER(ctypes.c_size_t),
+        ctypes.c_uint64,
+    )
+    return driver
+
+
+def _check(status: int, what: str) -> None:
+    if status:
+        name = ctypes.c_char_p()
+        _driver().cuGetErrorName(status, ctypes.byref(name))
+        raise RefitError(f"{what}: {(name.value or b'CUDA error').decode()} ({status})")

@@ -1,0 +1,99 @@
+"""Copies inside one GPU's address space in a few launches: a Triton kernel over a table of tiles.
+
+Memory of a peer GPU or of another process, opened through CUDA IPC, lies in the same address space.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from tandem.refit.columns import Ints, Table
+from tandem.refit.transports.segments import Strided, Tiles, tiles
+
+_CONVERTED = (torch.float32, torch.bfloat16, torch.float16)
+"""Types between which the kernel rounds as torch does."""
+
+_BLOCK = 1024
+
+
+class Kernels:
+    """Launches over tables that lie on the GPU; the tensors are kept so that their addresses stay theirs."""
+
+    def __init__(self, launches: list[Callable[[], object]], kept: list[torch.Tensor]) -> None:
+        self._launches = launches
+        self._kept = kept
+
+    def launch(self) -> None:
+        """Queue all copies on the current stream."""
+        for launch in self._launches:
+            launch()
+
+
+def prepare(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Kernels | None:
+    """Return launches that copy each source into its destination; None if there is no Triton.
+
+    Pairs whose types the kernel does not convert are left to torch.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return None
+    launches: list[Callable[[], object]] = []
+    for (to, from_), rows in by_types(destinations, sources).items():
+        chosen = [destinations[row] for row in rows], [sources[row] for row in rows]
+        if to == from_ or (to in _CONVERTED and from_ in _CONVERTED):
+            for word, table in tiles(strided(*chosen), to.itemsize, from_.itemsize, converts=to != from_).items():
+                launches.append(_launch(table, word, to, from_, destinations[0].device))
+        else:
+            launches.append(functools.partial(torch._foreach_copy_, *chosen))
+    return Kernels(launches, [*destinations, *sources])
+
+
+def by_types(
+    destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+) -> dict[tuple[torch.dtype, torch.dtype], list[int]]:
+    """Return the indices of pairs by their element types, without those that have no elements."""
+    found: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
+    for index, (to, from_) in enumerate(zip(destinations, sources, strict=True)):
+        if to.numel():
+            found.setdefault((to.dtype, from_.dtype), []).append(index)
+    return found
+
+
+def strided(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Strided:
+    """Return pairs of tensors, of one element type at each end, by their addresses."""
+    num_dims = max(tensor.dim() for tensor in destinations)
+    shape_CD = _column(destinations, num_dims, lambda tensor: tensor.shape, 1)
+    to_CD = _column(destinations, num_dims, lambda tensor: tensor.stride(), 0) * destinations[0].element_size()
+    from_CD = _column(sources, num_dims, lambda tensor: tensor.stride(), 0) * sources[0].element_size()
+    to_C, from_C = (np.array([t.data_ptr() for t in side], np.int64) for side in (destinations, sources))
+    return Strided(to_C, from_C, shape_CD, to_CD, from_CD)
+
+
+def rows_of(table: Table) -> Ints:
+    """Return a table with its columns side by side, as a kernel reads it."""
+    return np.stack([getattr(table, field) for field in table.__struct_fields__], axis=1)
+
+
+def _column(
+    tensors: Sequence[torch.Tensor], num_dims: int, look: Callable[[torch.Tensor], Sequence[int]], fill: int
+) -> Ints:
+    rows = [(fill,) * (num_dims - tensor.dim()) + tuple(look(tensor)) for tensor in tensors]
+    return np.array(rows, np.int64).reshape(len(rows), num_dims)
+
+
+def _launch(table: Tiles, word: int, to: torch.dtype, from_: torch.dtype, device: torch.device) -> Callable[[], object]:
+    from tandem.refit.transports import gpu_kernel  # which imports Triton
+
+    table_M8 = torch.from_numpy(rows_of(table)).to(device)
+    types: tuple[Any, Any] = gpu_kernel.types(word, to, from_)
+
+    def launch() -> None:
+        with torch.cuda.device(device):
+            gpu_kernel.copy_tiles[(len(table_M8),)](table_M8, *types, BLOCK=_BLOCK)
+
+    return launch

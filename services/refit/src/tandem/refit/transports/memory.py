@@ -1,0 +1,116 @@
+"""The storages of one process as tensors: what copies read and write."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from tandem.common.errors import RefitError
+from tandem.refit.columns import Ints
+from tandem.refit.layout import DTYPES, ITEM_SIZES
+from tandem.refit.program import Copies
+
+_ITEM_SIZE_OF_CODE = np.array([ITEM_SIZES[name] for name in DTYPES], np.int64)
+
+
+class Side(NamedTuple):
+    """One end of C copies; strides and offsets in bytes."""
+
+    storages: Sequence[str]
+    storage_C: Ints
+    offset_C: Ints
+    shape_CD: Ints
+    strides_CD: Ints
+    dtype_C: Ints
+
+
+def source_side(copies: Copies, storages: Sequence[str]) -> Side:
+    """Return what the copies read."""
+    at = copies
+    return Side(storages, at.source_C, at.source_offset_C, at.shape_CD, at.source_strides_CD, at.source_dtype_C)
+
+
+def destination_side(copies: Copies, storages: Sequence[str]) -> Side:
+    """Return what the copies write."""
+    at = copies
+    strides_CD, dtype_C = at.destination_strides_CD, at.destination_dtype_C
+    return Side(storages, at.destination_C, at.destination_offset_C, at.shape_CD, strides_CD, dtype_C)
+
+
+def item_sizes(dtype_C: Ints) -> Ints:
+    """Return bytes an element for codes of element types."""
+    sizes_C: Ints = _ITEM_SIZE_OF_CODE[dtype_C]
+    return sizes_C
+
+
+def wire_bytes(copies: Copies) -> Ints:
+    """Return the bytes that each copy moves over a link: its elements in the smaller of its two types."""
+    sizes_C = np.minimum(item_sizes(copies.source_dtype_C), item_sizes(copies.destination_dtype_C))
+    moved_C: Ints = copies.shape_CD.prod(axis=1, dtype=np.int64) * sizes_C
+    return moved_C
+
+
+def torch_dtype(code: int) -> torch.dtype:
+    """Return torch's type for a code."""
+    dtype: torch.dtype = getattr(torch, DTYPES[code])
+    return dtype
+
+
+class Memory:
+    """Storages by name. Views of them are checked before they are made, and name the tensor they are for."""
+
+    def __init__(self, who: str, storages: Mapping[str, torch.Tensor]) -> None:
+        """Take the storages; `who` begins error messages. A tensor of uint8 can be seen as any type."""
+        self._who = who
+        self._storages = storages
+        self._flats: dict[tuple[str, int], torch.Tensor] = {}
+
+    def views(self, side: Side, names: Sequence[str], tensor_C: Ints) -> list[torch.Tensor]:
+        """Return one tensor a copy that shares the memory. Raises `RefitError`."""
+        if not len(side.storage_C):
+            return []
+        size_C = item_sizes(side.dtype_C)
+        ends_C = side.offset_C + ((side.shape_CD - 1) * side.strides_CD).sum(axis=1) + size_C
+        keys, which_C = np.unique(np.stack([side.storage_C, side.dtype_C]), axis=1, return_inverse=True)
+        which_C = which_C.reshape(-1)
+        flats = []
+        for number, (storage, dtype) in enumerate(keys.T.tolist()):
+            rows = np.flatnonzero(which_C == number)
+            name = side.storages[storage]
+            flats.append(self._flat(name, dtype, names[tensor_C[rows[0]]]))
+            furthest = rows[ends_C[rows].argmax()]
+            if ends_C[furthest] > flats[-1].nbytes:
+                raise RefitError(
+                    f"{self._who}: {name!r} has {flats[-1].nbytes} bytes, the plan for {names[tensor_C[furthest]]} "
+                    f"reaches byte {ends_C[furthest]}"
+                )
+        first_C = side.offset_C // size_C + np.array([flat.storage_offset() for flat in flats])[which_C]
+        strides_CD = side.strides_CD // size_C[:, None]
+        columns = (which_C.tolist(), side.shape_CD.tolist(), strides_CD.tolist(), first_C.tolist())
+        return [flats[which].as_strided(*where) for which, *where in zip(*columns, strict=True)]
+
+    def tensor(self, name: str, dtype: str, wanted_for: str) -> torch.Tensor:
+        """Return a whole storage as it was given. Raises `RefitError` if there is none or its type is another."""
+        held = self._storages.get(name)
+        if held is None:
+            raise RefitError(f"{self._who} has no parameter {name!r}, which the plan for {wanted_for} needs")
+        if held.dtype not in (getattr(torch, dtype), torch.uint8):
+            raise RefitError(f"{self._who} has {name!r} as {held.dtype}, the plan for {wanted_for} as {dtype}")
+        return held
+
+    def flat(self, name: str, dtype: str, wanted_for: str) -> torch.Tensor:
+        """Return a whole storage as one dimension of elements."""
+        return self._flat(name, DTYPES.index(dtype), wanted_for)
+
+    def _flat(self, name: str, code: int, wanted_for: str) -> torch.Tensor:
+        if (name, code) not in self._flats:
+            held = self.tensor(name, DTYPES[code], wanted_for).detach()
+            flat = held.as_strided((held.numel(),), (1,))
+            if held.dtype != torch_dtype(code):
+                whole = flat.numel() // ITEM_SIZES[DTYPES[code]] * ITEM_SIZES[DTYPES[code]]
+                flat = flat[:whole].view(torch_dtype(code))
+            self._flats[name, code] = flat
+        return self._flats[name, code]

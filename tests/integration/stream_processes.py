@@ -1,0 +1,272 @@
+"""Processes that stream weights to each other: what tests start, and the script that they start.
+
+Run as a script: ``FOLDER NAME=DESCRIPTOR ...``. It forks one process a member, which finds its layout and program in
+the folder and takes orders, one JSON line each, from a socket with that descriptor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import PrefixStore, TCPStore
+
+from tandem.common.errors import RefitError
+from tandem.refit import layout, program
+from tandem.refit.layout import ITEM_SIZES, Box, Layout, LayoutBuilder, contiguous_strides, whole
+from tandem.refit.planner import Plan
+from tandem.refit.transports import BoundProgram, bind, stream
+from tandem.refit.transports.stream import Group
+
+TIMEOUT_S = 60.0
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+COLUMNS = ("down",)
+"""Tensors of which an engine's shard is columns."""
+
+
+def fsdp(rank: int, num_ranks: int, shapes: Shapes, dtype: str = "float32") -> Layout:
+    """Describe a shard of the rows of each tensor, one storage a tensor; the last rank may have fewer."""
+    builder, size = LayoutBuilder(f"trainer-host-{rank}"), ITEM_SIZES[dtype]
+    for name, (rows, *rest) in shapes.items():
+        step = -(-rows // num_ranks)
+        start, stop = min(rows, rank * step), min(rows, (rank + 1) * step)
+        box = Box((start, *(0 for _ in rest)), (stop - start, *rest))
+        storage = builder.storage(name, box.num_elements * size)
+        builder.add(builder.tensor(name, (rows, *rest), dtype), box, storage, 0, contiguous_strides(box.shape, size))
+    return builder.build()
+
+
+def tensor_parallel(rank: int, size: int, shapes: Shapes, dtype: str = "float32", host: str = "engine-host") -> Layout:
+    """Describe a tensor-parallel shard, all of it in one storage: rows, or columns, or a whole vector."""
+    builder, item, offset, pieces = LayoutBuilder(host), ITEM_SIZES[dtype], 0, []
+    for name, shape in shapes.items():
+        dim = len(shape) - 1 if name in COLUMNS else 0
+        box = whole(shape)
+        if len(shape) > 1:
+            step = shape[dim] // size
+            start, extent = list(box.start), list(box.shape)
+            start[dim], extent[dim] = rank * step, step
+            box = Box(tuple(start), tuple(extent))
+        pieces.append((builder.tensor(name, shape, dtype), box, offset))
+        offset += box.num_elements * item
+    storage = builder.storage("everything", offset)
+    for tensor, box, at in pieces:
+        builder.add(tensor, box, storage, at, contiguous_strides(box.shape, item))
+    return builder.build()
+
+
+def planned(plan: Plan, member: str) -> dict[str, int]:
+    """Return the bytes that a plan has for each link of a member."""
+    found: dict[str, int] = {}
+    for link in plan.links:
+        if member in (link.source, link.destination):
+            name = f"{link.source}>{link.destination}"
+            found[name] = found.get(name, 0) + link.num_bytes
+    return found
+
+
+def values(name: str, shape: tuple[int, ...], version: int) -> torch.Tensor:
+    """Return a tensor of a version in float32: neighbours differ, and so do names and versions."""
+    num = math.prod(shape)
+    first = sum(name.encode()) * 31 + version * 7919
+    return ((torch.arange(num, dtype=torch.int64) + first) % 9973).float().reshape(shape) / 64 - 70
+
+
+def allocate(described: Layout) -> dict[str, torch.Tensor]:
+    """Return the memory that a layout describes, as bytes of a pattern that no weight has."""
+    return {s.name: torch.full((s.num_bytes,), 0xA5, dtype=torch.uint8) for s in described.storages}
+
+
+def views(
+    described: Layout, storages: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[int, tuple[slice, ...], torch.Tensor]]:
+    """Yield each piece: its tensor's index, its box as slices, and a view of where it lies."""
+    at = described.pieces
+    for row, index in enumerate(at.tensor_P.tolist()):
+        piece = described.piece(row)
+        dtype = getattr(torch, described.tensors[index].dtype)
+        memory = storages[described.storages[at.storage_P[row]].name].view(dtype)
+        strides = [stride // dtype.itemsize for stride in piece.strides]
+        box = tuple(slice(a, b) for a, b in zip(piece.box.start, piece.box.stop, strict=True))
+        yield index, box, memory.as_strided(piece.box.shape, strides, piece.offset // dtype.itemsize)
+
+
+def write(described: Layout, storages: Mapping[str, torch.Tensor], version: int) -> None:
+    """Write a version to all pieces."""
+    made: dict[int, torch.Tensor] = {}
+    for index, box, view in views(described, storages):
+        tensor = described.tensors[index]
+        if index not in made:
+            made = {index: values(tensor.name, tensor.shape, version)}
+        view.copy_(made[index][box])
+
+
+def differing(described: Layout, storages: Mapping[str, torch.Tensor], version: int, source_dtype: str) -> list[str]:
+    """Return the tensors that differ anywhere from a version that came from elements of `source_dtype`."""
+    found = []
+    for index, box, view in views(described, storages):
+        tensor = described.tensors[index]
+        meant = values(tensor.name, tensor.shape, version)[box].to(getattr(torch, source_dtype)).to(view.dtype)
+        if not torch.equal(view, meant):
+            found.append(tensor.name)
+    return found
+
+
+class Member:
+    """One end of everything: a trainer or an engine of raw memory, in whatever process."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name = name
+        self.layout = layout.decode((folder / f"{name}.layout").read_bytes())
+        self.program = program.decode((folder / f"{name}.program").read_bytes())
+        self.storages = allocate(self.layout)
+        self.groups: dict[str, Group] = {}
+        self.hosted: list[TCPStore] = []
+        self.bound: BoundProgram = bind(self.program, self.storages, self.groups)
+
+    def connect(self, host: str, port: int, epoch: int = 0, timeout_s: float = TIMEOUT_S) -> None:
+        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
+        prefixed = PrefixStore(f"epoch {epoch}", store)
+        for mesh in self.program.meshes:
+            if mesh.name in self.groups:
+                self.groups[mesh.name].close()
+            self.groups[mesh.name] = stream.connect(mesh, self.name, prefixed, "cpu", timeout_s)
+
+    def close(self) -> None:
+        self.bound.close()
+        for group in self.groups.values():
+            group.close()
+        self.groups.clear()
+
+    def obey(self, order: dict[str, Any]) -> dict[str, Any]:
+        do, started = order.pop("do"), time.monotonic()
+        try:
+            if do == "host":
+                store = TCPStore(order["host"], order["port"], is_master=True, wait_for_workers=False)
+                self.hosted.append(store)
+            elif do == "connect":
+                self.connect(**order)
+            elif do == "write":
+                write(self.layout, self.storages, order["version"])
+            elif do == "run":
+                counted = self.bound.run(order["deadline_s"], order.get("only"))
+                return {"counted": counted, "seconds": time.monotonic() - started}
+            elif do == "differing":
+                return {"differing": differing(self.layout, self.storages, order["version"], order["source_dtype"])}
+        except RefitError as error:
+            return {"error": str(error), "seconds": time.monotonic() - started}
+        return {}
+
+
+class Remote:
+    """A member in another process."""
+
+    def __init__(self, name: str, wire: socket.socket) -> None:
+        self.name = name
+        self._wire = wire
+        wire.settimeout(TIMEOUT_S)
+        self._lines = wire.makefile("rb")
+        self.pid: int = self.reply()["pid"]
+
+    def tell(self, do: str, **order: Any) -> None:
+        self._wire.sendall(json.dumps({"do": do, **order}).encode() + b"\n")
+
+    def reply(self) -> dict[str, Any]:
+        line = self._lines.readline()
+        assert line, f"{self.name} has ended"
+        reply: dict[str, Any] = json.loads(line)
+        return reply
+
+    def ask(self, do: str, **order: Any) -> dict[str, Any]:
+        self.tell(do, **order)
+        return self.reply()
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        os.kill(self.pid, number)
+
+    def close(self) -> None:
+        self._lines.close()
+        self._wire.close()
+
+
+def save(folder: Path, plan: Plan, layouts: Mapping[str, Layout]) -> None:
+    """Write what members need to know."""
+    for name, described in layouts.items():
+        (folder / f"{name}.layout").write_bytes(layout.encode(described))
+        (folder / f"{name}.program").write_bytes(program.encode(plan.programs[name]))
+
+
+@contextlib.contextmanager
+def remotes(folder: Path, names: list[str], prefix: tuple[str, ...] = ()) -> Iterator[dict[str, Remote]]:
+    """Start members in processes of their own, behind a command such as ``ip netns exec``; end them all."""
+    pairs = {name: socket.socketpair() for name in names}
+    arguments = [f"{name}={theirs.fileno()}" for name, (_, theirs) in pairs.items()]
+    process = subprocess.Popen(
+        [*prefix, sys.executable, __file__, str(folder), *arguments],
+        pass_fds=[theirs.fileno() for _, theirs in pairs.values()],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    started: dict[str, Remote] = {}
+    try:
+        for _, theirs in pairs.values():
+            theirs.close()
+        for name, (ours, _) in pairs.items():
+            started[name] = Remote(name, ours)
+        yield started
+    finally:
+        for name, (ours, _) in pairs.items():
+            started[name].close() if name in started else ours.close()
+        try:
+            process.wait(TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise
+
+
+def _serve(name: str, folder: Path, wire: socket.socket) -> None:
+    member = Member(name, folder)
+    with wire, wire.makefile("rb") as orders:
+        wire.sendall(json.dumps({"pid": os.getpid()}).encode() + b"\n")
+        for line in orders:
+            wire.sendall(json.dumps(member.obey(json.loads(line))).encode() + b"\n")
+    member.close()
+
+
+def main(folder: Path, descriptors: dict[str, int]) -> None:
+    """Fork a process a member and wait for them all."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    torch.set_num_threads(1)
+    pids = []
+    for name, own in descriptors.items():
+        pid = os.fork()
+        if not pid:
+            for other in descriptors.values():
+                if other != own:
+                    os.close(other)
+            _serve(name, folder, socket.socket(fileno=own))
+            os._exit(0)
+        pids.append(pid)
+    for own in descriptors.values():
+        os.close(own)
+    for pid in pids:
+        os.waitpid(pid, 0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), {name: int(own) for name, _, own in (word.partition("=") for word in sys.argv[2:])})

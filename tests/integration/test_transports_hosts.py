@@ -1,0 +1,114 @@
+"""Two network namespaces with a virtual cable between them stand for two hosts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tandem.refit.layout import Layout
+from tandem.refit.planner import Plan, plan
+from tests.integration.stream_processes import Remote, fsdp, planned, remotes, save, tensor_parallel
+
+SHAPES = {"embed": (2000, 1500), "down": (1000, 3000), "norm": (1500,)}
+ADDRESSES = {"trainers": "10.98.76.1", "engines": "10.98.76.2"}
+PORT = 29555
+"""Of the store, inside a namespace that nobody else is in."""
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
+
+
+@pytest.fixture
+def hosts() -> Iterator[dict[str, str]]:
+    """Return the namespace of each host."""
+    made = {host: f"tandem-{host}-{os.getpid()}" for host in ADDRESSES}
+    cable = {host: f"tdm{host[0]}{os.getpid()}" for host in ADDRESSES}
+    with contextlib.ExitStack() as stack:
+        try:
+            for name in made.values():
+                ip("netns", "add", name)
+                stack.callback(ip, "netns", "del", name)
+            ip("link", "add", cable["trainers"], "type", "veth", "peer", "name", cable["engines"])
+            for host, name in made.items():
+                ip("link", "set", cable[host], "netns", name)
+                ip("-n", name, "link", "set", cable[host], "name", "cable")
+                ip("-n", name, "addr", "add", f"{ADDRESSES[host]}/24", "dev", "cable")
+                ip("-n", name, "link", "set", "cable", "up")
+                ip("-n", name, "link", "set", "lo", "up")
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"network namespaces cannot be made here: {getattr(error, 'stderr', error)!r}")
+        yield made
+
+
+@contextlib.contextmanager
+def scene(
+    folder: Path, hosts: dict[str, str], sources: dict[str, Layout], engines: dict[str, Layout]
+) -> Iterator[tuple[dict[str, Remote], Plan]]:
+    """Yield all members, started on their hosts and connected, and the plan."""
+    made = plan(sources, engines, allow_alias=False)
+    save(folder, made, {**sources, **engines})
+    at = {host: ("ip", "netns", "exec", name) for host, name in hosts.items()}
+    with remotes(folder, [*sources], at["trainers"]) as there, remotes(folder, [*engines], at["engines"]) as here:
+        members = {**there, **here}
+        members["trainer-0"].ask("host", host=ADDRESSES["trainers"], port=PORT)
+        for member in members.values():
+            member.tell("connect", host=ADDRESSES["trainers"], port=PORT)
+        assert [member.reply() for member in members.values()] == [{} for _ in members]
+        yield members, made
+
+
+def run(members: dict[str, Remote], made: Plan, version: int) -> None:
+    for name, member in members.items():
+        if name.startswith("trainer"):
+            member.ask("write", version=version)
+    for member in members.values():
+        member.tell("run", deadline_s=30.0)
+    for name, member in members.items():
+        assert member.reply()["counted"] == planned(made, name)
+    for name, member in members.items():
+        if name.startswith("rollout"):
+            assert member.ask("differing", version=version, source_dtype="float32") == {"differing": []}
+
+
+def carried(namespace: str) -> int:
+    """Return the bytes that came out of the cable at one end."""
+    command = ["ip", "netns", "exec", namespace, "cat", "/sys/class/net/cable/statistics/rx_bytes"]
+    return int(subprocess.run(command, check=True, capture_output=True, timeout=20).stdout)
+
+
+def test_replicas_on_another_host_get_each_byte_over_the_cable_once(hosts: dict[str, str], tmp_path: Path) -> None:
+    sources = {f"trainer-{rank}": fsdp(rank, 2, SHAPES) for rank in range(2)}
+    engines = {f"rollout-{rank}": tensor_parallel(0, 1, SHAPES, "bfloat16") for rank in range(2)}
+    with scene(tmp_path, hosts, sources, engines) as (members, made):
+        run(members, made, 1)
+        before = carried(hosts["engines"])
+        run(members, made, 2)
+        crossed = carried(hosts["engines"]) - before
+    payload = sum(link.num_bytes for link in made.links if link.source.startswith("trainer"))
+    assert payload == sum(storage.num_bytes for storage in engines["rollout-0"].storages)
+    assert payload <= crossed < 1.05 * payload, "headers, and no second copy"
+
+
+def test_a_host_that_is_cut_off_is_named_when_the_deadline_passes(hosts: dict[str, str], tmp_path: Path) -> None:
+    sources = {"trainer-0": fsdp(0, 1, SHAPES)}
+    engines = {"rollout-0": tensor_parallel(0, 1, SHAPES)}
+    with scene(tmp_path, hosts, sources, engines) as (members, made):
+        run(members, made, 1)
+        ip("-n", hosts["engines"], "link", "set", "cable", "down")
+        started = time.monotonic()
+        for member in members.values():
+            member.tell("run", deadline_s=2.0)
+        told = {name: member.reply()["error"] for name, member in members.items()}
+        assert 1.5 < time.monotonic() - started < 8
+        assert "trainer-0 failed while sending" in told["trainer-0"]
+        assert "to rollout-0" in told["trainer-0"]
+        assert "rollout-0 failed while receiving" in told["rollout-0"]
+        assert "from trainer-0" in told["rollout-0"]
+        assert all(error.endswith("the deadline passed") for error in told.values())
