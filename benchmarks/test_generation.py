@@ -10,40 +10,23 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 import transformers
 
 from tandem.common.messages import SamplingParameters
+from tandem.refit.planner import plan
+from tandem.refit.transports import shm
 from tandem.rollout.engine import Request
+from tandem.rollout.engines.skeleton import weights_of
 from tandem.rollout.engines.transformers import TransformersEngine
 
 NUM_PROMPTS = 16
 NUM_SAMPLES = 8
 VOCABULARY = 512
 NUM_THREADS = 1
-
-
-class CopyFromModel:
-    """Fills the engine from a model of this process; moving weights is another benchmark's question."""
-
-    num_copies = 0
-    num_bytes = 0
-
-    def __init__(self, model: Any, engine: TransformersEngine) -> None:
-        self._model = model
-        self._engine = engine
-
-    def run(self) -> int:
-        wanted = self._engine.parameters()
-        with torch.no_grad():
-            for name, parameter in self._model.named_parameters():
-                wanted[name].copy_(parameter)
-        return 0
-
-    def close(self) -> None:
-        pass
 
 
 @pytest.fixture(scope="module")
@@ -104,8 +87,15 @@ def make_engine(model: Any) -> TransformersEngine:
     engine = TransformersEngine(
         folder, num_slots=NUM_PROMPTS * NUM_SAMPLES, max_total_sequence_length=128, dtype="float32"
     )
-    engine.use(CopyFromModel(model, engine))
-    engine.apply(0)
+    weights = weights_of(model)
+    storages = tuple(
+        msgspec.structs.replace(storage, address=shm.share(weights.storages[storage.name]))
+        for storage in weights.layout.storages
+    )
+    source = msgspec.structs.replace(weights.layout, storages=storages)
+    programs = plan({"trainer-0": source}, {"rollout-0": engine.layout()}, allow_alias=False).programs
+    engine.install(programs["rollout-0"], {})
+    engine.apply(0, 60.0)
     return engine
 
 

@@ -16,7 +16,15 @@ from tandem.common.batch import TrainingBatch
 from tandem.common.config import Config
 from tandem.trainer import step
 from tandem.trainer.backends.dtensor import DTensorBackend
-from tests.integration.trainer_harness import ADAMW, ARCHITECTURES, make_batch, make_config, make_model, run_ranks
+from tests.integration.trainer_harness import (
+    ADAMW,
+    ARCHITECTURES,
+    digest_of,
+    make_batch,
+    make_config,
+    make_model,
+    run_ranks,
+)
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 
@@ -29,7 +37,7 @@ def train_rank(rank: int, config: Config, batches: Sequence[TrainingBatch], fold
     results = [step.train(backend, batch, config) for batch in batches]
     if folder is not None:
         backend.save(folder)
-    return [result.metrics for result in results], backend.digest()
+    return [result.metrics for result in results], digest_of(backend)
 
 
 def trained_weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -198,9 +206,9 @@ def test_sft_matches_hugging_faces_own_loss(world_size: int, tmp_path: Path) -> 
 
 def evaluate_rank(rank: int, config: Config, batch: TrainingBatch) -> dict[str, float]:
     backend = DTensorBackend(config, checkpoint=None)
-    before = backend.digest()
+    before = digest_of(backend)
     metrics = step.evaluate(backend, batch, config)
-    assert backend.digest() == before
+    assert digest_of(backend) == before
     return metrics
 
 
@@ -266,7 +274,7 @@ def count_layer_passes(rank: int, config: Config, batches: Sequence[TrainingBatc
     backend = DTensorBackend(config, checkpoint=None)
     backend._policy.model.layers[0].self_attn.register_forward_pre_hook(count)
     metrics = [step.train(backend, batch, config).metrics for batch in batches]
-    return passes, (metrics, backend.digest())
+    return passes, (metrics, digest_of(backend))
 
 
 def test_the_same_inputs_give_the_same_bits(tmp_path: Path) -> None:
@@ -288,15 +296,15 @@ def train_on_nan(rank: int, config: Config) -> tuple[str, bool]:
 
     backend = DTensorBackend(config, checkpoint=None)
     step.train(backend, make_batch(), config)
-    before = backend.digest()
+    before = digest_of(backend)
     batch = make_batch()
     advantages = batch.advantages_S.copy()
     advantages[3] = np.nan
     with pytest.raises(TrainingError) as raised:
         step.train(backend, msgspec.structs.replace(batch, advantages_S=advantages), config)
-    unchanged = backend.digest() == before
+    unchanged = digest_of(backend) == before
     step.train(backend, batch, config)  # and training can go on
-    return str(raised.value), unchanged and backend.digest() != before
+    return str(raised.value), unchanged and digest_of(backend) != before
 
 
 def test_the_learning_rate_follows_its_schedule(tmp_path: Path) -> None:

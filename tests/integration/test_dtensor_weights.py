@@ -20,11 +20,11 @@ from tandem.common.config import Config
 from tandem.common.config.schema import NewModel
 from tandem.common.errors import ModelError, TandemError
 from tandem.common.tokenizer import write_new_model
-from tandem.refit import digest
+from tandem.refit.digests import task as digest
 from tandem.refit.layout import Layout, SharedMemory, whole
 from tandem.trainer import step
 from tandem.trainer.backends.dtensor import DTensorBackend
-from tests.integration.trainer_harness import ARCHITECTURES, make_batch, make_config, make_model, run_ranks
+from tests.integration.trainer_harness import ARCHITECTURES, digest_of, make_batch, make_config, make_model, run_ranks
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 
@@ -35,12 +35,13 @@ def read_piecewise(layouts: Sequence[Layout]) -> dict[str, np.ndarray[Any, Any]]
     written: dict[str, np.ndarray[Any, Any]] = {}
     for layout in layouts:
         layout.check("rank")
-        for name, tensor in layout.tensors.items():
+        storages = {storage.name: storage for storage in layout.storages}
+        for tensor in layout.tensors:
             assert tensor.dtype == "float32"
-            whole_tensor = tensors.setdefault(name, np.zeros(tensor.shape, dtype=np.float32))
-            count = written.setdefault(name, np.zeros(tensor.shape, dtype=np.int32))
-            for piece in tensor.pieces:
-                storage = layout.storages[piece.parameter]
+            whole_tensor = tensors.setdefault(tensor.name, np.zeros(tensor.shape, dtype=np.float32))
+            count = written.setdefault(tensor.name, np.zeros(tensor.shape, dtype=np.int32))
+            for piece in layout.pieces_of(tensor.name):
+                storage = storages[piece.parameter]
                 assert isinstance(storage.address, SharedMemory)
                 fd = os.open(f"/proc/{storage.address.pid}/fd/{storage.address.fd}", os.O_RDONLY)
                 with mmap.mmap(fd, storage.num_bytes, mmap.MAP_SHARED, mmap.PROT_READ) as mapped:
@@ -58,7 +59,7 @@ def read_piecewise(layouts: Sequence[Layout]) -> dict[str, np.ndarray[Any, Any]]
 def exchange_layouts(backend: DTensorBackend) -> list[Layout]:
     """Return every rank's layout."""
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, backend.layout())
+    dist.all_gather_object(everyone, backend.weights().layout)
     return everyone
 
 
@@ -116,14 +117,14 @@ def test_digest_shares_add_up_to_the_digest_of_the_model_engines_hold(precision:
 
 def digest_before_and_after(rank: int, config: Config) -> tuple[int, int]:
     backend = DTensorBackend(config, checkpoint=None)
-    before = backend.digest()
+    before = digest_of(backend, config.policy.precision)
     step.train(backend, make_batch(), config)
-    return before, backend.digest()
+    return before, digest_of(backend, config.policy.precision)
 
 
 def initial_digest(rank: int, config: Config) -> tuple[int, int]:
     backend = DTensorBackend(config, checkpoint=None)
-    return backend.digest(), backend.num_parameters
+    return digest_of(backend), backend.num_parameters
 
 
 def test_a_new_models_weights_are_decided_by_its_seed_alone(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tandem.coordinator.journal import read_journal
 from tests.integration.harness import (
     Command,
     all_gone,
@@ -208,18 +209,69 @@ def test_services_started_by_hand_notice_that_the_coordinator_was_killed() -> No
             assert "the coordinator was silent" in refit.output()
 
 
-@pytest.mark.parametrize("kind", ["trainer", "rollout", "refit"])
-def test_kill_9_of_a_service_ends_the_run_with_its_name(kind: str) -> None:
+def process_of(run: Command, kind: str, index: int = 0) -> psutil.Process:
+    """Return a process that the coordinator launched."""
+    found = [c for c in run.children() if f"tandem.{kind}.cli" in " ".join(c.cmdline())]
+    return sorted(found, key=lambda process: process.create_time())[index]
+
+
+@pytest.mark.parametrize("kind", ["trainer", "refit"])
+def test_kill_9_of_a_service_that_cannot_be_replaced_ends_the_run_with_its_name(kind: str) -> None:
     with Command("coordinator", "up", write_config(LONG)) as run:
         run.wait_for("step 2/1000")
         children = run.children()
-        (victim,) = (child for child in children if f"tandem.{kind}.cli" in " ".join(child.cmdline()))
+        victim = process_of(run, kind)
         killed_at = time.monotonic()
         victim.kill()
         assert run.wait() == 1
         assert time.monotonic() - killed_at < 10.0
         assert re.search(rf"error: {kind}-0 failed while .*: killed by SIGKILL", run.output()), run.output()
         assert all_gone([c for c in children if c != victim], 5.0) == []
+
+
+@pytest.mark.parametrize("aliased", [True, False])
+def test_kill_9_of_an_engine_changes_nothing_but_the_time_it_takes(aliased: bool) -> None:
+    steps = {"grpo": {"max_num_steps": 12, "val_period": 6}, "checkpointing": {"save_period": 12}}
+    config = write_config(steps | {"cluster": {"rollouts": 2}, "refit": {"alias": "auto" if aliased else "never"}})
+    undisturbed = coordinator("up", config, "logger.log_dir=undisturbed")
+    assert undisturbed.returncode == 0, undisturbed.stderr
+    with Command("coordinator", "up", config) as run:
+        run.wait_for("step 2/12")
+        process_of(run, "rollout").kill()
+        run.wait_for(r"rollout-\d is lost: killed by SIGKILL.*; another is launched in its place")
+        assert run.wait() == 0, run.output()
+    assert weights_of("run/checkpoints/step_12") == weights_of("undisturbed/checkpoints/step_12")
+    for a, b in zip(steps_of("run"), steps_of("undisturbed"), strict=True):
+        assert deterministic(a.metrics) == deterministic(b.metrics)
+    with read_journal(Path("run")) as journal:
+        refits = journal.refits()
+    assert {refit.version for refit in refits} == set(range(13))
+
+
+def test_an_engine_that_dies_again_and_again_ends_the_run() -> None:
+    with Command("coordinator", "up", write_config(LONG | {"cluster": {"max_replacements": 1}})) as run:
+        run.wait_for("step 2/1000")
+        process_of(run, "rollout").kill()
+        run.wait_for("another is launched")
+        wait_until(lambda: len(run.children()) == 3, lambda: "the replacement")
+        process_of(run, "rollout").kill()
+        assert run.wait() == 1
+        assert re.search(r"error: rollout-0 failed while .*replaced 1 times before", run.output()), run.output()
+
+
+def test_an_engine_started_by_hand_is_replaced_by_hand() -> None:
+    over = {"cluster": {"launch": {"trainers": 1, "refit": True}}, "grpo": {"max_num_steps": 8}}
+    with Command("coordinator", "up", write_config(over)) as run:
+        address = run.wait_for(r"listens on (tcp://\S+)")[1]
+        with Command("rollout", "--coordinator", address) as first:
+            run.wait_for("step 2/8")
+            first.signal(signal.SIGKILL)
+            first.wait()
+            run.wait_for("start another: rollout --coordinator")
+            with Command("rollout", "--coordinator", address) as second:
+                assert run.wait() == 0, run.output()
+                assert second.wait() == 0
+    assert [s.step for s in steps_of()] == list(range(1, 9))
 
 
 def test_a_killed_run_resumes_from_its_last_checkpoint() -> None:
@@ -235,11 +287,57 @@ def test_a_killed_run_resumes_from_its_last_checkpoint() -> None:
     assert all(math.isfinite(s.metrics["loss"]) for s in steps)
 
 
-def test_a_stopped_service_is_noticed_by_its_silence() -> None:
+def test_a_stopped_engine_is_noticed_by_its_silence_and_replaced() -> None:
+    over = {"cluster": {"heartbeat_timeout_s": 2.0}, "grpo": {"max_num_steps": 8}}
+    with Command("coordinator", "up", write_config(over)) as run:
+        run.wait_for("step 2/8")
+        victim = process_of(run, "rollout")
+        victim.send_signal(signal.SIGSTOP)
+        run.wait_for(r"rollout-0 is lost: no heartbeat for \d+ s")
+        assert run.wait() == 0, run.output()
+        assert not psutil.pid_exists(victim.pid)
+    assert [s.step for s in steps_of()] == list(range(1, 9))
+
+
+def test_a_stopped_trainer_is_noticed_by_its_silence() -> None:
     with Command("coordinator", "up", write_config(LONG | {"cluster": {"heartbeat_timeout_s": 2.0}})) as run:
         run.wait_for("step 2/1000")
-        (victim,) = (c for c in run.children() if "tandem.rollout.cli" in " ".join(c.cmdline()))
+        victim = process_of(run, "trainer")
         victim.send_signal(signal.SIGSTOP)
         assert run.wait() == 1
-        assert re.search(r"error: rollout-0 failed while .*: no heartbeat for \d+ s", run.output()), run.output()
+        assert re.search(r"error: trainer-0 failed while .*: no heartbeat for \d+ s", run.output()), run.output()
         assert not psutil.pid_exists(victim.pid)
+
+
+# --- refits ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verify", ["off", "sampled", "full"])
+def test_every_refit_leaves_a_record(verify: str) -> None:
+    ended = coordinator("up", write_config({"refit": {"verify": verify, "alias": "never"}, "cluster": {"rollouts": 2}}))
+    assert ended.returncode == 0, ended.stderr
+    with read_journal(Path("run")) as journal:
+        refits = journal.refits()
+    assert [refit.version for refit in refits] == [0, 1, 2, 3]
+    num_bytes = sum(len(tensor) for tensor in weights_of("run/checkpoints/latest").values())
+    for refit in refits:
+        assert refit.engines == ("rollout-0", "rollout-1")
+        assert refit.num_bytes == {f"trainer-0>rollout-{i}": num_bytes for i in range(2)}
+        assert {"transfer", "copy", "commit"} <= refit.seconds.keys()
+        assert 0 < refit.bound_s <= refit.predicted_s
+    digests = [refit.digest for refit in refits]
+    assert len(set(digests)) == (1 if verify == "off" else 4)
+    listed = coordinator("refits", "run")
+    assert listed.returncode == 0, listed.stderr
+    assert "trainer-0>rollout-1" in listed.stdout
+    assert ("not verified" in listed.stdout) == (verify == "off")
+    assert all(f"{digest:016x}" in listed.stdout for digest in digests if digest)
+
+
+def test_a_learning_rate_that_changes_no_weight_is_an_error() -> None:
+    """An update of so little is lost; the optimizer believes that it has trained."""
+    over = {"policy": {"precision": "bfloat16", "optimizer": {"kwargs": {"lr": 1e-60}}}}
+    ended = coordinator("up", write_config(over))
+    assert ended.returncode == 1
+    (line,) = ended.stderr.splitlines()
+    assert re.match(r"error: refit-0 failed while committing version 1: .*no weight has changed", line), line

@@ -22,6 +22,9 @@ from tandem.common.batch import TrainingBatch
 from tandem.common.config import Config, build_config
 from tandem.common.config.schema import NewModel
 from tandem.common.tokenizer import write_new_model
+from tandem.refit.digests.task import combine, digest_layout
+from tandem.refit.program import Attestation
+from tandem.trainer.backend import Backend
 
 VOCABULARY = 24
 DEADLINE_S = 120.0
@@ -119,6 +122,14 @@ def make_batch(num_sequences: int = 8, *, seed: int = 0, max_length: int = 14) -
         generation_logprobs_T=logprobs_T,
         advantages_S=random.normal(0.0, 1.0, num_sequences).astype(np.float32),
     )
+
+
+def digest_of(backend: Backend, dtype: str = "float32") -> int:
+    """Return the digest of what a rank holds, all tensors together, as engines hold it that want `dtype`."""
+    weights = backend.weights()
+    pieces, tensors = weights.layout.pieces, weights.layout.tensors
+    attestation = Attestation(np.arange(len(pieces)), (dtype,) * len(tensors))
+    return combine(*digest_layout(weights.layout, weights.storages, attestation).tolist())
 
 
 def make_groups(*sizes: int, seed: int = 0, max_prompt: int = 8, max_response: int = 9) -> TrainingBatch:

@@ -87,12 +87,12 @@ ARRAYS = {
 
 def test_arrays_arrive_to_the_bit_in_both_directions(hub: Hub) -> None:
     link, peer = joined(hub)
-    order = CommitVersion(command_id=1, deadline_s=5.0, version=3, sources={}, destinations={})
+    order = CommitVersion(command_id=1, deadline_s=5.0, version=3, digests={}, has_update=False)
     hub.send(peer, encode(order, ARRAYS))
     received = link.receive(10.0)
     assert received is not None
     assert received.message == order
-    link.send(encode(VersionCommitted(command_id=1, version=3), received.arrays))
+    link.send(encode(VersionCommitted(command_id=1, version=3, differing={}, digest=0), received.arrays))
     _, reply, arrays = next_from(hub, VersionCommitted)
     assert reply.version == 3
     assert arrays.keys() == ARRAYS.keys()
@@ -131,15 +131,31 @@ def test_heartbeats_flow_while_the_process_is_busy(hub: Hub) -> None:
     ids=["missing", "surplus", "short", "objects", "no dtype", "no manifest"],
 )
 def test_spoiled_arrays_are_refused(spoil: Any) -> None:
-    frames: Frames = encode(VersionCommitted(command_id=1, version=3), ARRAYS)
+    frames: Frames = encode(VersionCommitted(command_id=1, version=3, differing={}, digest=0), ARRAYS)
     CODEC.decode(frames)
     with pytest.raises(WireError):
         CODEC.decode(spoil(frames))
 
 
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"\x82\xa4type\xb0VersionCommitted\xa9differing\x81\xa1a\xa2\x00\x80",
+        b"\x82\xa4type\xa8Problem\xff",
+        b"\x82\xa4type\xa6Failed\xa5error" + b"\x91" * 100_000,
+    ],
+    ids=["text that is none", "tag that is none", "bottomless"],
+)
+def test_bytes_that_are_no_message_are_refused(header: bytes) -> None:
+    with pytest.raises(WireError):
+        CODEC.decode([header])
+    with pytest.raises(WireError):
+        check_version(header)
+
+
 def with_manifest(headers: list[tuple[str, str, tuple[int, ...]]], *array_frames: bytes) -> Frames:
     """Return a message whose manifest says what a dishonest or broken sender might say."""
-    (header,) = encode(VersionCommitted(command_id=1, version=3))
+    (header,) = encode(VersionCommitted(command_id=1, version=3, differing={}, digest=0))
     return [header, msgspec.msgpack.encode(headers), *array_frames]
 
 
@@ -180,7 +196,7 @@ def test_impossible_manifests_are_refused(frames: Frames) -> None:
 @pytest.mark.parametrize("array", [np.array([{}], dtype=object), np.array(["a"]), np.array([1j])])
 def test_arrays_that_may_not_travel_are_not_sent(array: Any) -> None:
     with pytest.raises(WireError, match=r"'bad' of dtype .* may not travel"):
-        encode(VersionCommitted(command_id=1, version=3), {"bad": array})
+        encode(VersionCommitted(command_id=1, version=3, differing={}, digest=0), {"bad": array})
 
 
 def test_another_version_is_told_both() -> None:
@@ -311,7 +327,7 @@ def test_bytes_that_are_no_message_reach_the_process_as_an_error(hub: Hub) -> No
         hub.send(peer, [junk])
         with pytest.raises(WireError, match="not a message of this link"):
             link.receive(10.0)
-    order = CommitVersion(command_id=1, deadline_s=5.0, version=3, sources={}, destinations={})
+    order = CommitVersion(command_id=1, deadline_s=5.0, version=3, digests={}, has_update=False)
     hub.send(peer, encode(order))  # the link itself is as good as before
     received = link.receive(10.0)
     assert received is not None
@@ -330,7 +346,8 @@ class Counting:
         self.count += 1
         if order.version < 0:
             raise ValueError("a bug")
-        self.member.reply(order.command_id, VersionCommitted(command_id=order.command_id, version=self.count))
+        reply = VersionCommitted(command_id=order.command_id, version=self.count, differing={}, digest=0)
+        self.member.reply(order.command_id, reply)
 
     def work(self) -> bool:
         return False
@@ -358,11 +375,11 @@ def test_an_order_that_comes_twice_is_carried_out_once(hub: Hub) -> None:
     welcome = {name: getattr(WELCOME, name) for name in WELCOME.__struct_fields__}
     hub.send(peer, encode(Welcome(**welcome | {"config_json": config_to_json(config)})))
     for command_id, version in ((1, 5), (1, 5), (2, 5), (1, 5)):
-        order = CommitVersion(command_id=command_id, deadline_s=5.0, version=version, sources={}, destinations={})
+        order = CommitVersion(command_id=command_id, deadline_s=5.0, version=version, digests={}, has_update=False)
         hub.send(peer, encode(order))
         _, reply, _ = next_from(hub, VersionCommitted)
         assert (reply.command_id, reply.version) == (command_id, command_id)
-    bad = CommitVersion(command_id=3, deadline_s=5.0, version=-1, sources={}, destinations={})
+    bad = CommitVersion(command_id=3, deadline_s=5.0, version=-1, digests={}, has_update=False)
     hub.send(peer, encode(bad))
     _, failed, _ = next_from(hub, Failed)
     assert failed.error == "ValueError: a bug"

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 import transformers
 from numpy.typing import NDArray
 
 from tandem.common.messages import SamplingParameters
+from tandem.refit.layout import Layout
+from tandem.refit.planner import plan
+from tandem.refit.program import TransferProgram
+from tandem.refit.transports import shm
 from tandem.rollout.engine import Completion, Engine, Request
+from tandem.rollout.engines.skeleton import weights_of
 from tandem.rollout.engines.transformers import TransformersEngine
 
 VOCABULARY = 61
@@ -52,35 +58,32 @@ def make_model(architecture: str, folder: Path, *, seed: int = 0, **changes: Any
     return model
 
 
-@dataclasses.dataclass
-class CopyFromModels:
-    """A bound program whose source is a model of this process: run after run, the next model of the list."""
-
-    models: list[Any]
-    engine: TransformersEngine
-    num_copies: int = 0
-    num_bytes: int = 0
-    is_closed: bool = False
-
-    def run(self) -> int:
-        model = self.models.pop(0) if len(self.models) > 1 else self.models[0]
-        source = dict(model.named_parameters())
-        wanted = self.engine.parameters()
-        assert source.keys() == wanted.keys()
-        with torch.no_grad():
-            for name, parameter in wanted.items():
-                parameter.copy_(source[name])
-        return sum(parameter.nbytes for parameter in wanted.values())
-
-    def close(self) -> None:
-        self.is_closed = True
+def shared_layout(model: Any) -> Layout:
+    """Move a model's parameters into shared memory, and describe them as a trainer would."""
+    weights = weights_of(model)
+    storages = tuple(
+        msgspec.structs.replace(storage, address=shm.share(weights.storages[storage.name]))
+        for storage in weights.layout.storages
+    )
+    return msgspec.structs.replace(weights.layout, storages=storages)
 
 
-def make_engine(folder: Path, *models: Any, num_slots: int = 8, max_length: int = 64) -> TransformersEngine:
-    """Build an engine that holds version 0, the weights of the first model."""
+def make_program(source: Layout, engine: Engine, *, allow_alias: bool = False) -> TransferProgram:
+    """Plan how an engine gets its weights from one trainer rank."""
+    return plan({"trainer-0": source}, {"rollout-0": engine.layout()}, allow_alias=allow_alias).programs["rollout-0"]
+
+
+def refit(engine: Engine, model: Any, version: int) -> None:
+    """Bring an engine to what `model` holds, by a whole refit out of the memory of a copy of it."""
+    source = copy.deepcopy(model)
+    engine.install(make_program(shared_layout(source), engine), {})
+    engine.apply(version, 60.0)
+
+
+def make_engine(folder: Path, model: Any, *, num_slots: int = 8, max_length: int = 64) -> TransformersEngine:
+    """Build an engine that holds version 0, the weights of the model."""
     engine = TransformersEngine(folder, num_slots=num_slots, max_total_sequence_length=max_length, dtype="float32")
-    engine.use(CopyFromModels(list(models), engine))
-    engine.apply(0)
+    refit(engine, model, 0)
     return engine
 
 

@@ -60,7 +60,13 @@ NEW_KEYS = [
     "cluster.deadlines.refit_s",
     "cluster.deadlines.save_s",
     "cluster.deadlines.evaluate_s",
+    "cluster.max_replacements",
+    "cluster.links.memory",
+    "cluster.links.same_gpu",
+    "cluster.links.peer_gpu",
+    "cluster.links.network",
     "refit.alias",
+    "refit.verify",
 ]
 """Keys that NeMo-RL v0.3 does not have."""
 

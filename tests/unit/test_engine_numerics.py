@@ -9,11 +9,11 @@ import pytest
 import torch
 from engine_harness import (
     ARCHITECTURES,
-    CopyFromModels,
     make_engine,
     make_model,
     random_prompts,
     reference_logprobs,
+    refit,
     request,
     run_all,
 )
@@ -103,8 +103,7 @@ def test_bfloat16_matches_a_bfloat16_forward(tmp_path: Path) -> None:
     model = make_model("qwen3", tmp_path).to(torch.bfloat16)
     engine = TransformersEngine(tmp_path, num_slots=4, max_total_sequence_length=32, dtype="bfloat16")
     assert {parameter.dtype for parameter in engine.parameters().values()} == {torch.bfloat16}
-    engine.use(CopyFromModels([model], engine))
-    engine.apply(0)
+    refit(engine, model, 0)
     finished = run_all(engine, [request(index, (1, 2, 3 + index)) for index in range(4)])
     for index, made in finished.items():
         expected_T = reference_logprobs(model.float(), (1, 2, 3 + index), made.token_ids_T)

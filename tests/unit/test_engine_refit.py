@@ -9,44 +9,24 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from engine_harness import make_model, reference_logprobs, request, run_all
+from engine_harness import make_model, make_program, reference_logprobs, request, run_all, shared_layout
 
 from tandem.common.errors import RefitError
-from tandem.refit.digest import combine, digest_box
-from tandem.refit.layout import Layout
-from tandem.refit.planner import plan
-from tandem.refit.program import TransferProgram
-from tandem.refit.transports import shm
+from tandem.refit.digests.task import digest_layout
 from tandem.rollout.engine import Engine
-from tandem.rollout.engines.skeleton import layout_of
+from tandem.rollout.engines.skeleton import weights_of
 from tandem.rollout.engines.transformers import TransformersEngine
 
 PROMPT = (2, 7, 1, 8)
 
 
-def share_model(model: Any) -> Layout:
-    """Move a model's parameters into shared memory and describe them as a trainer would."""
-    layout = layout_of(model)
-    parameters = dict(model.named_parameters())
-    storages = {
-        name: msgspec.structs.replace(storage, address=shm.share(parameters[name]))
-        for name, storage in layout.storages.items()
-    }
-    return msgspec.structs.replace(layout, storages=storages)
+def digest_of(model: Any) -> list[int]:
+    weights = weights_of(model)
+    return digest_layout(weights.layout, weights.storages).tolist()
 
 
-def digest_of(model: Any) -> int:
-    layout = layout_of(model)
-    return combine(
-        *(
-            digest_box(name, tuple(parameter.shape), layout.tensors[name].pieces[0].box, parameter)
-            for name, parameter in model.named_parameters()
-        )
-    )
-
-
-def make_program(source: Layout, engine: Engine, *, allow_alias: bool) -> TransferProgram:
-    return plan({"trainer-0": source}, {"rollout-0": engine.layout()}, allow_alias=allow_alias).programs["rollout-0"]
+def held_by(engine: Engine) -> list[int]:
+    return engine.digest_task(None).result().tolist()
 
 
 def empty_engine(folder: Path) -> TransformersEngine:
@@ -59,19 +39,19 @@ def test_weights_arrive_through_shared_memory(architecture: str, allow_alias: bo
     model = make_model(architecture, tmp_path)
     engine: Engine = empty_engine(tmp_path)
     num_model_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    bound = engine.install(make_program(share_model(model), engine, allow_alias=allow_alias))
+    bound = engine.install(make_program(shared_layout(model), engine, allow_alias=allow_alias), {})
     assert engine.version is None
     assert bound.num_bytes == (0 if allow_alias else num_model_bytes)
-    assert engine.apply(0) == bound.num_bytes
-    assert engine.digest() == digest_of(model)
+    assert engine.apply(0, 60.0) == {"trainer-0>rollout-0": bound.num_bytes}
+    assert held_by(engine) == digest_of(model)
 
     with torch.no_grad():  # a training step
         for parameter in model.parameters():
             parameter.mul_(0.5)
     # Aliases see the step at once; copies only when they are applied.
-    assert (engine.digest() == digest_of(model)) == allow_alias
-    engine.apply(1)
-    assert engine.digest() == digest_of(model)
+    assert (held_by(engine) == digest_of(model)) == allow_alias
+    engine.apply(1, 60.0)
+    assert held_by(engine) == digest_of(model)
     made = run_all(engine, [request(0, PROMPT)])[0]
     assert made.versions_T.tolist() == [1] * 12
     assert np.abs(made.logprobs_T - reference_logprobs(model, PROMPT, made.token_ids_T)).max() < 1e-5
@@ -82,10 +62,10 @@ def test_a_restarted_trainer_is_installed_anew_whether_aliased_before_or_not(tmp
     models = [make_model("qwen3", tmp_path, seed=seed) for seed in range(3)]
     engine = empty_engine(tmp_path)
     for version, (model, allow_alias) in enumerate(zip(models, [True, False, True], strict=True)):
-        engine.install(make_program(share_model(model), engine, allow_alias=allow_alias))
+        engine.install(make_program(shared_layout(model), engine, allow_alias=allow_alias), {})
         assert engine.version is None
-        engine.apply(version)
-        assert engine.digest() == digest_of(model)
+        engine.apply(version, 60.0)
+        assert held_by(engine) == digest_of(model)
         made = run_all(engine, [request(version, PROMPT)])[version]
         assert np.abs(made.logprobs_T - reference_logprobs(model, PROMPT, made.token_ids_T)).max() < 1e-5
 
@@ -93,15 +73,17 @@ def test_a_restarted_trainer_is_installed_anew_whether_aliased_before_or_not(tmp
 def test_a_source_that_is_gone_leaves_the_engine_without_a_version(tmp_path: Path) -> None:
     model = make_model("qwen3", tmp_path)
     engine = empty_engine(tmp_path)
-    program = make_program(share_model(model), engine, allow_alias=False)
-    engine.install(program)
-    engine.apply(0)
+    program = make_program(shared_layout(model), engine, allow_alias=False)
+    engine.install(program, {})
+    engine.apply(0, 60.0)
+    (transfer,) = program.receives
     gone = tuple(
-        msgspec.structs.replace(source, address=msgspec.structs.replace(source.address, pid=2**22 + 1))
-        for source in program.sources
+        msgspec.structs.replace(storage, address=msgspec.structs.replace(storage.address, pid=2**22 + 1))
+        for storage in transfer.source_storages
     )
+    lost = msgspec.structs.replace(program, receives=(msgspec.structs.replace(transfer, source_storages=gone),))
     with pytest.raises(RefitError, match="trainer-0"):
-        engine.install(msgspec.structs.replace(program, sources=gone))
+        engine.install(lost, {})
     assert engine.version is None
     with pytest.raises(RefitError, match="no whole weight version"):
         engine.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import socket
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,15 @@ import tokenizers
 import torch
 from engine_harness import (
     VOCABULARY,
-    CopyFromModels,
     make_engine,
     make_model,
+    make_program,
     random_prompts,
     reference_logprobs,
+    refit,
     request,
     run_all,
+    shared_layout,
 )
 
 from tandem.common.errors import DataError, ModelError, RefitError
@@ -206,11 +209,11 @@ def test_prompts_beyond_a_steps_budget_wait_for_the_next(
 
 def test_tokens_carry_the_version_that_made_them(model: Any, tmp_path: Path) -> None:
     newer = make_model("qwen3", tmp_path, seed=1)
-    engine = make_engine(tmp_path, model, newer)
+    engine = make_engine(tmp_path, model)
     engine.add_request(request(0, PROMPT, max_new_tokens=6))
     for _ in range(2):
         engine.step()
-    assert engine.apply(7) == sum(parameter.nbytes for parameter in newer.parameters())
+    refit(engine, newer, 7)
     assert engine.version == 7
     made = run_all(engine, [])[0]
     assert made.versions_T.tolist() == [0, 0, 7, 7, 7, 7]
@@ -221,42 +224,34 @@ def test_tokens_carry_the_version_that_made_them(model: Any, tmp_path: Path) -> 
     assert np.abs(fresh.logprobs_T - reference_logprobs(newer, PROMPT, fresh.token_ids_T)).max() < 1e-5
 
 
-class FailsTheSecondTime(CopyFromModels):
-    """Runs once; then writes one tensor and loses its source."""
-
-    def run(self) -> int:
-        if self.num_copies == 0:
-            self.num_copies += 1
-            return super().run()
-        with torch.no_grad():
-            next(iter(self.engine.parameters().values())).zero_()
-        raise RefitError("trainer-0 is gone")
-
-
 def test_an_engine_serves_no_token_until_it_holds_a_whole_version(model: Any, tmp_path: Path) -> None:
     engine = TransformersEngine(tmp_path, num_slots=2, max_total_sequence_length=64, dtype="float32")
     assert engine.version is None
     with pytest.raises(RefitError, match="no transfer program"):
-        engine.apply(0)
-    failing = FailsTheSecondTime([model], engine)
-    engine.use(failing)
+        engine.apply(0, 60.0)
+    source = copy.deepcopy(model)
+    engine.install(make_program(shared_layout(source), engine), {})
     assert engine.version is None
     engine.add_request(request(0, PROMPT))
     with pytest.raises(RefitError, match="no whole weight version"):
         engine.step()
-    engine.apply(1)
+    engine.apply(1, 60.0)
     engine.step()
-    with pytest.raises(RefitError, match="trainer-0 is gone"):
-        engine.apply(2)
+    with pytest.raises(RefitError, match="the deadline passed"):
+        engine.apply(2, -1.0)
     assert engine.version is None
     with pytest.raises(RefitError, match="no whole weight version"):
         engine.step()
-    engine.use(CopyFromModels([model], engine))
-    assert failing.is_closed
-    engine.apply(3)
+    engine.apply(3, 60.0)
     made = run_all(engine, [])[0]
     assert made.versions_T.tolist() == [1] + [3] * 11
     assert np.abs(made.logprobs_T - reference_logprobs(model, PROMPT, made.token_ids_T)).max() < 1e-5
+
+
+def test_an_engine_that_is_not_asked_keeps_its_version(model: Any, tmp_path: Path) -> None:
+    engine = make_engine(tmp_path, model)
+    assert engine.apply(1, 60.0, only=("rollout-1",)) == {}
+    assert engine.version == 0
 
 
 def test_weights_that_are_not_numbers_are_reported(model: Any, tmp_path: Path) -> None:
@@ -264,8 +259,7 @@ def test_weights_that_are_not_numbers_are_reported(model: Any, tmp_path: Path) -
     broken = make_model("qwen3", tmp_path)
     with torch.no_grad():
         broken.get_input_embeddings().weight.fill_(torch.nan)
-    engine.use(CopyFromModels([broken], engine))
-    engine.apply(4)
+    refit(engine, broken, 4)
     engine.add_request(request(0, PROMPT))
     with pytest.raises(ModelError, match="weight version 4 gives probabilities that are not numbers"):
         engine.step()
@@ -295,12 +289,12 @@ def test_layout_describes_the_live_parameters(model: Any, tmp_path: Path) -> Non
     layout = engine.layout()
     expected = dict(model.named_parameters())
     assert "lm_head.weight" not in expected  # tied
-    assert layout.tensors.keys() == layout.storages.keys() == expected.keys()
+    assert [tensor.name for tensor in layout.tensors] == list(expected)
+    assert [storage.name for storage in layout.storages] == list(expected)
     assert layout.host == socket.gethostname()
-    for name, parameter in expected.items():
-        tensor, storage = layout.tensors[name], layout.storages[name]
+    for tensor, storage, (name, parameter) in zip(layout.tensors, layout.storages, expected.items(), strict=True):
         assert (tensor.shape, tensor.dtype) == (tuple(parameter.shape), "float32")
-        (piece,) = tensor.pieces
+        (piece,) = layout.pieces_of(name)
         assert (piece.box.start, piece.box.shape) == ((0,) * parameter.dim(), tuple(parameter.shape))
         assert piece.strides == tuple(4 * stride for stride in parameter.stride())
         assert (piece.parameter, piece.offset) == (name, 0)

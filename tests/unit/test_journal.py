@@ -18,18 +18,30 @@ def record(step: int, **metrics: float) -> StepRecord:
     return StepRecord(step=step, version=step, metrics=metrics, seconds={"total": 1.5, "generation": 0.5})
 
 
+def refit(version: int) -> RefitRecord:
+    return RefitRecord(
+        version=version,
+        engines=("rollout-0",),
+        num_bytes={"trainer-0>rollout-0": 7_000_000},
+        seconds={"transfer": 0.012, "copy": 0.01, "attest": 0.2, "digest": 0.05, "commit": 0.001},
+        predicted_s=0.008,
+        bound_s=0.005,
+        digest=2**64 - 1,
+        quarantined={"rollout-0": "q_proj differs"},
+    )
+
+
 def test_what_is_committed_is_read_back() -> None:
     with Journal.create(Path("run"), b'{"a": 1}', "grpo") as journal:
         first = journal.commit_step(record(1, reward=0.25, kl=math.nan))
-        journal.record_refit(
-            RefitRecord(step=1, version=1, seconds=0.01, num_bytes=7, digests={"rollout-0": 2**64 - 1})
-        )
+        journal.record_refit(refit(1))
         journal.record_event("trainer-0", "joined")
     with read_journal(Path("run")) as reader:
         (step,) = reader.steps()
         assert (step.step, step.seconds, step.metrics["reward"]) == (1, first.seconds, 0.25)
         assert math.isnan(step.metrics["kl"])
-        assert reader.refits()[0].digests == {"rollout-0": 2**64 - 1}
+        assert reader.refits() == [refit(1)]
+        assert reader.refits()[0].share_of_bound == 0.5
         assert reader.config_json == b'{"a": 1}'
         assert [(member, text) for _, member, text in reader.events()] == [("trainer-0", "joined")]
 
@@ -38,11 +50,13 @@ def test_a_step_that_is_done_over_again_is_superseded_not_lost() -> None:
     with Journal.create(Path("run"), b"{}", "grpo") as journal:
         for step in (1, 2, 3):
             journal.commit_step(record(step, reward=step))
+            journal.record_refit(refit(step))
         assert journal.forget_after(1) == 2
         journal.commit_step(record(2, reward=20.0))
         assert [(s.step, s.metrics["reward"]) for s in journal.steps()] == [(1, 1.0), (2, 20.0)]
         assert [s.metrics["reward"] for s in journal.superseded_steps()] == [2.0, 3.0]
         assert journal.last_step() == 2
+        assert [r.version for r in journal.refits()] == [1]
 
 
 def test_a_folder_has_one_coordinator_at_a_time() -> None:

@@ -16,7 +16,7 @@ import pytest
         "import tandem.coordinator.report",
         "import tandem.coordinator.algorithms",
         "import tandem.common.telemetry, tandem.common.service, tandem.common.tokenizer",
-        "import tandem.refit.planner, tandem.refit.program, tandem.refit.service, tandem.refit.digest",
+        "import tandem.refit.planner, tandem.refit.program, tandem.refit.service, tandem.refit.digests.task",
         "import tandem.trainer.cli, tandem.rollout.cli",
     ],
 )

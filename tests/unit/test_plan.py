@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -11,16 +12,21 @@ import pytest
 
 from tandem.common.errors import CommandFailed, DeadlineExceeded, ServiceLost
 from tandem.common.messages import (
+    Attest,
+    Attested,
     BuildEngine,
     BuildTrainer,
     CheckpointSaved,
     CommitVersion,
+    ConnectMesh,
     EngineBuilt,
     Evaluated,
     Failed,
     Generated,
     InstallProgram,
+    MeshConnected,
     OpenRendezvous,
+    PlannedMesh,
     PlanTransfers,
     ProgramInstalled,
     Refit,
@@ -33,10 +39,11 @@ from tandem.common.messages import (
     TransfersPlanned,
     VersionCommitted,
 )
-from tandem.coordinator.plan import (
+from tandem.coordinator.decisions import (
     Action,
     CommitStep,
     Deadlines,
+    DiscardSamples,
     Dispatch,
     DispatchBatch,
     DispatchPrompts,
@@ -47,11 +54,13 @@ from tandem.coordinator.plan import (
     Lost,
     Phase,
     PublishCheckpoint,
+    RecordRefit,
+    Replace,
     Replied,
     RunShape,
-    SynchronousPlan,
     Ticked,
 )
+from tandem.coordinator.plan import SynchronousPlan
 
 GRPO = RunShape(
     algorithm="grpo",
@@ -66,6 +75,8 @@ GRPO = RunShape(
     resume_from="",
     checkpoint_folder="ck/{step}",
     allow_alias=True,
+    is_verified=True,
+    max_replacements=1,
     deadlines=Deadlines(join=10, build=20, generate=30, train=40, evaluate=50, refit=5, save=60),
 )
 SFT = msgspec.structs.replace(GRPO, algorithm="sft", expected={"trainer": 1}, validate_at_start=False)
@@ -86,7 +97,12 @@ def answer(action: Dispatch | DispatchPrompts | DispatchBatch) -> Reply:
         if action.purpose == "validate":
             return Evaluated(command_id=action.command_id, step=action.step, metrics={})
         return Trained(
-            command_id=action.command_id, step=action.step, version=action.step, metrics={}, seconds={}, digest=7
+            command_id=action.command_id,
+            step=action.step,
+            version=action.step,
+            metrics={},
+            seconds={},
+            has_update=action.member == "trainer-0",
         )
     command_id = action.order.command_id
     match action.order:
@@ -94,18 +110,31 @@ def answer(action: Dispatch | DispatchPrompts | DispatchBatch) -> Reply:
             return RendezvousOpened(command_id=command_id, host="127.0.0.1", port=1234)
         case BuildTrainer():
             layout = f"{action.member} holds".encode()
-            return TrainerBuilt(command_id=command_id, version=0, num_parameters=1, layout=layout, digest=3)
+            return TrainerBuilt(command_id=command_id, version=0, num_parameters=1, layout=layout)
         case BuildEngine():
             return EngineBuilt(command_id=command_id, layout=f"{action.member} wants".encode())
-        case PlanTransfers(destinations=destinations):
-            programs = {engine: f"program of {engine}".encode() for engine in destinations}
-            return TransfersPlanned(command_id=command_id, programs=programs, num_bytes={}, seconds=0.0)
+        case PlanTransfers(sources=sources, destinations=destinations):
+            return TransfersPlanned(
+                command_id=command_id,
+                programs={member: f"program of {member}".encode() for member in [*sources, *destinations]},
+                senders=(),
+                meshes=(),
+                num_bytes={},
+                predicted_s=0.5,
+                bound_s=0.25,
+                seconds=0.0,
+            )
         case InstallProgram():
             return ProgramInstalled(command_id=command_id, num_copies=1, num_bytes=1)
+        case ConnectMesh(mesh=mesh):
+            return MeshConnected(command_id=command_id, mesh=mesh)
         case Refit(version=version):
-            return Refitted(command_id=command_id, version=version, num_bytes=1, seconds=0.0, digest=6)
+            return Refitted(command_id=command_id, version=version, num_bytes={}, seconds=0.0)
+        case Attest(version=version):
+            digests = f"{action.member} at {version}".encode()
+            return Attested(command_id=command_id, version=version, digests=digests, seconds=0.0)
         case CommitVersion(version=version):
-            return VersionCommitted(command_id=command_id, version=version)
+            return VersionCommitted(command_id=command_id, version=version, differing={}, digest=9)
         case SaveCheckpoint():
             return CheckpointSaved(command_id=command_id, num_bytes=1)
 
@@ -117,8 +146,9 @@ class Cluster:
         self.plan = SynchronousPlan(shape, now=0.0)
         self.now = 0.0
         self.pending: list[Dispatch | DispatchPrompts | DispatchBatch] = []
-        self.done: list[CommitStep | PublishCheckpoint | Finish] = []
+        self.done: list[Action] = []
         self.orders: list[Dispatch | DispatchPrompts | DispatchBatch] = []
+        self.adjust: Callable[[Reply], Reply] = lambda reply: reply
 
     def give(self, event: Any) -> list[Action]:
         actions = self.plan.handle(event)
@@ -138,7 +168,7 @@ class Cluster:
     def answer_next(self) -> None:
         action = self.pending.pop(0)
         self.now += 1.0
-        self.give(Replied(now=self.now, member=action.member, reply=answer(action)))
+        self.give(Replied(now=self.now, member=action.member, reply=self.adjust(answer(action))))
 
     def run_until(self, phase: Phase) -> None:
         for _ in range(500):
@@ -173,13 +203,15 @@ def test_a_whole_grpo_run_in_order() -> None:
     cluster = Cluster(GRPO)
     cluster.join_all()
     cluster.run_until(Phase.FINISHED)
-    step = ["DispatchPrompts:train:{0} ×2", "DispatchBatch:train:{0} ×2", "Refit ×2", "CommitVersion ×1"]
+    generate, commit = "DispatchPrompts:train:{0} ×2", "CommitVersion ×1"
+    train, refit, attest = "DispatchBatch:train:{0} ×2", "Refit ×2", "Attest ×4"
     validate = "DispatchPrompts:validate:{0} ×2"
-    expected = ["OpenRendezvous ×1", "BuildEngine ×2", "BuildTrainer ×2", "PlanTransfers ×1", "InstallProgram ×2"]
-    expected += ["Refit ×2", "CommitVersion ×1", validate.format(0)]
-    expected += [s.format(1) for s in step]
-    expected += [s.format(2) for s in step] + [validate.format(2), "SaveCheckpoint ×2"]
-    expected += [s.format(3) for s in step] + [validate.format(3), "SaveCheckpoint ×2"]
+    expected = ["OpenRendezvous ×1", "BuildEngine ×2", "BuildTrainer ×2", "PlanTransfers ×1", "InstallProgram ×4"]
+    expected += [refit, attest, validate.format(0), commit]
+    expected += [generate.format(1), train.format(1), refit]
+    expected += [attest, generate.format(2), commit, train.format(2), refit]
+    expected += [attest, validate.format(2), commit, "SaveCheckpoint ×2", generate.format(3), train.format(3), refit]
+    expected += [attest, validate.format(3), commit, "SaveCheckpoint ×2"]
     assert kinds(cluster) == expected
     assert cluster.commits() == [0, 1, 2, 3]
     assert cluster.done[-1] == Finish(outcome="finished")
@@ -187,12 +219,15 @@ def test_a_whole_grpo_run_in_order() -> None:
     assert [cluster.done[i + 1] for i in published] == [a for a in cluster.done if isinstance(a, CommitStep)][2:]
 
 
+def orders_of(cluster: Cluster, kind: type[Any]) -> list[Any]:
+    return [a.order for a in cluster.orders if isinstance(a, Dispatch) and isinstance(a.order, kind)]
+
+
 def test_layouts_and_programs_reach_the_right_processes() -> None:
     cluster = Cluster(GRPO)
     cluster.join_all()
     cluster.run_until(Phase.REFITTING)
-    orders = [a.order for a in cluster.orders if isinstance(a, Dispatch)]
-    (planning,) = [o for o in orders if isinstance(o, PlanTransfers)]
+    (planning,) = orders_of(cluster, PlanTransfers)
     assert planning.sources == {"trainer-0": b"trainer-0 holds", "trainer-1": b"trainer-1 holds"}
     assert planning.destinations == {"rollout-0": b"rollout-0 wants", "rollout-1": b"rollout-1 wants"}
     installs = {
@@ -200,18 +235,60 @@ def test_layouts_and_programs_reach_the_right_processes() -> None:
         for a in cluster.orders
         if isinstance(a, Dispatch) and isinstance(a.order, InstallProgram)
     }
-    assert installs == {"rollout-0": b"program of rollout-0", "rollout-1": b"program of rollout-1"}
+    assert installs == {m: f"program of {m}".encode() for m in ("trainer-0", "trainer-1", "rollout-0", "rollout-1")}
 
 
 def test_a_version_is_committed_with_every_digest() -> None:
     cluster = Cluster(GRPO)
     cluster.join_all()
     cluster.run_until(Phase.FINISHED)
-    commits = [a.order for a in cluster.orders if isinstance(a, Dispatch) and isinstance(a.order, CommitVersion)]
+    commits = orders_of(cluster, CommitVersion)
     assert [c.version for c in commits] == [0, 1, 2, 3]
-    assert commits[0].sources == {"trainer-0": 3, "trainer-1": 3}
-    assert commits[1].sources == {"trainer-0": 7, "trainer-1": 7}
-    assert commits[1].destinations == {"rollout-0": 6, "rollout-1": 6}
+    members = ("trainer-0", "trainer-1", "rollout-0", "rollout-1")
+    assert commits[1].digests == {member: f"{member} at 1".encode() for member in members}
+    assert [c.has_update for c in commits] == [False, True, True, True]
+    records = [a for a in cluster.done if isinstance(a, RecordRefit)]
+    assert [r.version for r in records] == [0, 1, 2, 3]
+    assert records[1].engines == ("rollout-0", "rollout-1")
+    assert (records[1].digest, records[1].predicted_s, records[1].bound_s) == (9, 0.5, 0.25)
+    assert set(records[1].seconds) == {"transfer", "attest", "commit"}
+
+
+def test_no_sample_is_trained_on_before_its_version_is_attested() -> None:
+    cluster = Cluster(GRPO)
+    cluster.join_all()
+    cluster.run_until(Phase.TRAINING)
+    cluster.run_until(Phase.GENERATING)
+    attests = [a for a in cluster.pending if isinstance(a, Dispatch)]
+    assert {a.member for a in attests} == {"trainer-0", "trainer-1", "rollout-0", "rollout-1"}
+    cluster.pending = [a for a in cluster.pending if isinstance(a, DispatchPrompts)]
+    for _ in range(2):
+        cluster.answer_next()  # every sample is here
+    assert cluster.plan.phase is Phase.GENERATING
+    cluster.pending = list(attests)
+    for _ in range(4):
+        cluster.answer_next()
+    assert cluster.plan.phase is Phase.GENERATING
+    cluster.answer_next()  # the commit
+    assert cluster.plan.phase is Phase.TRAINING
+
+
+def test_without_verification_a_version_is_committed_without_digests() -> None:
+    cluster = Cluster(msgspec.structs.replace(GRPO, is_verified=False))
+    cluster.join_all()
+    cluster.run_until(Phase.FINISHED)
+    assert orders_of(cluster, Attest) == []
+    assert [(c.version, c.digests) for c in orders_of(cluster, CommitVersion)] == [(0, {}), (1, {}), (2, {}), (3, {})]
+
+
+def test_the_last_version_is_attested_even_if_nothing_follows() -> None:
+    cluster = Cluster(msgspec.structs.replace(GRPO, validate_every=0, save_every=0))
+    cluster.join_all()
+    cluster.run_until(Phase.FINISHED)
+    assert [c.version for c in orders_of(cluster, CommitVersion)] == [0, 1, 2, 3]
+    assert cluster.commits() == [0, 1, 2, 3]
+    assert isinstance(cluster.done[-2], RecordRefit)
+    assert cluster.done[-1] == Finish(outcome="finished")
 
 
 def test_every_group_goes_to_one_engine() -> None:
@@ -251,10 +328,8 @@ def test_a_resumed_run_begins_after_its_checkpoint() -> None:
     cluster = Cluster(msgspec.structs.replace(GRPO, first_step=3, resume_from="ck/step_2"))
     cluster.join_all()
     cluster.run_until(Phase.FINISHED)
-    builds = [a.order for a in cluster.orders if isinstance(a, Dispatch) and isinstance(a.order, BuildTrainer)]
-    assert {b.checkpoint for b in builds} == {"ck/step_2"}
-    refits = [a.order.version for a in cluster.orders if isinstance(a, Dispatch) and isinstance(a.order, Refit)]
-    assert refits == [2, 2, 3, 3]
+    assert {b.checkpoint for b in orders_of(cluster, BuildTrainer)} == {"ck/step_2"}
+    assert [refit.version for refit in orders_of(cluster, Refit)] == [2, 2, 3, 3]
     assert cluster.commits() == [3]
 
 
@@ -265,8 +340,8 @@ def test_seconds_by_phase_add_up() -> None:
     for commit in (a for a in cluster.done if isinstance(a, CommitStep) and a.step > 0):
         parts = {name: s for name, s in commit.seconds.items() if name != "total"}
         assert sum(parts.values()) == pytest.approx(commit.seconds["total"])
-        assert parts["generation"] == 2.0
-        assert parts["refit"] == 3.0
+        assert parts["generation"] == (2.0 if commit.step != 2 else 7.0)  # beside it, five orders attest version 1
+        assert parts["refit"] == 2.0
 
 
 # --- failure ---------------------------------------------------------------------------------------------------------
@@ -278,14 +353,23 @@ def only_finish(actions: list[Action]) -> Finish:
     return finish
 
 
-def test_a_lost_process_ends_the_run_and_is_named() -> None:
+@pytest.mark.parametrize("member", ["trainer-1", "refit-0"])
+def test_a_lost_process_ends_the_run_and_is_named(member: str) -> None:
     cluster = Cluster(GRPO)
     cluster.join_all()
     cluster.run_until(Phase.GENERATING)
-    finish = only_finish(cluster.give(Lost(now=cluster.now, member="rollout-1", why="killed by SIGKILL")))
+    finish = only_finish(cluster.give(Lost(now=cluster.now, member=member, why="killed by SIGKILL")))
     assert isinstance(finish.error, ServiceLost)
-    assert str(finish.error) == "rollout-1 failed while generating: killed by SIGKILL"
+    assert str(finish.error) == f"{member} failed while generating: killed by SIGKILL"
     assert cluster.plan.handle(Ticked(now=1e9)) == []
+
+
+def test_an_engine_that_is_lost_before_the_first_refit_ends_the_run() -> None:
+    cluster = Cluster(GRPO)
+    cluster.join_all()
+    cluster.run_until(Phase.INSTALLING)
+    finish = only_finish(cluster.give(Lost(now=cluster.now, member="rollout-1", why="gone")))
+    assert str(finish.error) == "rollout-1 failed while installing transfer programs: gone"
 
 
 def test_a_failed_command_ends_the_run_with_the_processes_own_words() -> None:
@@ -336,6 +420,212 @@ def test_an_answer_that_comes_twice_counts_once() -> None:
     assert cluster.give(reply) == []
     assert cluster.give(reply) == []  # the other rank is still training
     assert cluster.plan.phase is Phase.TRAINING
+
+
+# --- engines that are lost, torn or wrong ----------------------------------------------------------------------------
+
+
+def lose(cluster: Cluster, engine: str) -> list[Action]:
+    cluster.pending = [a for a in cluster.pending if a.member != engine]
+    return cluster.give(Lost(now=cluster.now, member=engine, why="killed by SIGKILL"))
+
+
+def replace(cluster: Cluster, engine: str) -> None:
+    cluster.give(Joined(now=cluster.now, member=engine, kind="rollout"))
+
+
+def orders_to(cluster: Cluster, member: str, since: int) -> list[str]:
+    named = [
+        type(a.order).__name__ if isinstance(a, Dispatch) else type(a).__name__
+        for a in cluster.orders[since:]
+        if a.member == member
+    ]
+    return named
+
+
+def test_an_engine_lost_while_generating_is_replaced_and_its_groups_are_generated_again() -> None:
+    cluster = Cluster(GRPO)
+    cluster.join_all()
+    cluster.run_until(Phase.TRAINING)
+    cluster.run_until(Phase.GENERATING)
+    since = len(cluster.orders)
+    actions = lose(cluster, "rollout-1")
+    assert actions == [
+        Replace(member="rollout-1", why="killed by SIGKILL"),
+        DiscardSamples(step=2, purpose="train", groups=(1, 3)),
+    ]
+    while cluster.pending:
+        cluster.answer_next()
+    assert cluster.plan.phase is Phase.GENERATING  # the others are done
+    replace(cluster, "rollout-1")
+    cluster.run_until(Phase.TRAINING)
+    assert orders_to(cluster, "rollout-1", since) == [
+        "BuildEngine", "InstallProgram", "Refit", "Attest", "DispatchPrompts"
+    ]  # fmt: skip
+    assert orders_to(cluster, "rollout-0", since) == []
+    assert orders_to(cluster, "trainer-0", since) == ["DispatchBatch"]
+    again = [a for a in cluster.orders[since:] if isinstance(a, DispatchPrompts)]
+    assert [(a.member, a.groups) for a in again] == [("rollout-1", (1, 3))]
+    (refit,) = (a.order for a in cluster.orders[since:] if isinstance(a, Dispatch) and isinstance(a.order, Refit))
+    assert (refit.version, refit.only) == (1, ("rollout-1",))
+    cluster.run_until(Phase.FINISHED)
+    assert cluster.commits() == [0, 1, 2, 3]
+
+
+def test_an_engine_lost_while_training_joins_the_next_refit() -> None:
+    cluster = Cluster(GRPO)
+    cluster.join_all()
+    cluster.run_until(Phase.TRAINING)
+    assert lose(cluster, "rollout-0") == [Replace(member="rollout-0", why="killed by SIGKILL")]
+    replace(cluster, "rollout-0")
+    cluster.run_until(Phase.REFITTING)
+    cluster.run_until(Phase.GENERATING)
+    refits = [(r.version, r.only) for r in orders_of(cluster, Refit)]
+    assert refits[2:] == [(1, ()), (1, ())]
+
+
+def test_an_engine_lost_while_refitting_gets_the_version_alone() -> None:
+    cluster = Cluster(GRPO)
+    cluster.join_all()
+    cluster.run_until(Phase.TRAINING)
+    cluster.run_until(Phase.REFITTING)
+    lose(cluster, "rollout-0")
+    cluster.answer_next()  # the other engine
+    assert cluster.plan.phase is Phase.REFITTING
+    replace(cluster, "rollout-0")
+    cluster.run_until(Phase.GENERATING)
+    assert [(r.version, r.only) for r in orders_of(cluster, Refit)][-1] == (1, ("rollout-0",))
+    cluster.run_until(Phase.FINISHED)
+    assert cluster.commits() == [0, 1, 2, 3]
+
+
+def test_an_engine_that_is_lost_too_often_ends_the_run() -> None:
+    cluster = Cluster(GRPO)
+    cluster.join_all()
+    cluster.run_until(Phase.GENERATING)
+    lose(cluster, "rollout-0")
+    replace(cluster, "rollout-0")
+    finish = only_finish(lose(cluster, "rollout-0"))
+    assert str(finish.error) == ("rollout-0 failed while generating: killed by SIGKILL; it was replaced 1 times before")
+
+
+def test_a_replacement_that_does_not_come_ends_the_run() -> None:
+    cluster = Cluster(GRPO)
+    cluster.join_all()
+    cluster.run_until(Phase.GENERATING)
+    lose(cluster, "rollout-0")
+    while cluster.pending:
+        cluster.answer_next()
+    finish = only_finish(cluster.give(Ticked(now=cluster.now + 10.5)))
+    assert str(finish.error) == (
+        "rollout-0 failed while waiting for a replacement: no process has taken its place within 10 s"
+    )
+
+
+def test_a_replacement_that_wants_something_else_ends_the_run() -> None:
+    cluster = Cluster(GRPO)
+    cluster.join_all()
+    cluster.run_until(Phase.GENERATING)
+    lose(cluster, "rollout-0")
+    replace(cluster, "rollout-0")
+    (build,) = (a for a in cluster.pending if isinstance(a, Dispatch) and isinstance(a.order, BuildEngine))
+    reply = EngineBuilt(command_id=build.order.command_id, layout=b"something else")
+    finish = only_finish(cluster.give(Replied(now=cluster.now, member="rollout-0", reply=reply)))
+    assert "wants other weights" in str(finish.error)
+
+
+def test_an_engine_that_differs_is_quarantined_refitted_and_asked_again() -> None:
+    cluster = Cluster(GRPO)
+    cluster.join_all()
+    cluster.run_until(Phase.TRAINING)
+    cluster.run_until(Phase.GENERATING)
+    since = len(cluster.orders)
+    assert differ(cluster, "rollout-1", "q_proj differs")[0] == DiscardSamples(step=2, purpose="train", groups=(1, 3))
+    cluster.run_until(Phase.TRAINING)
+    assert orders_to(cluster, "rollout-1", since)[-3:] == ["Refit", "Attest", "DispatchPrompts"]
+    record = [a for a in cluster.done if isinstance(a, RecordRefit)][-1]
+    assert record.quarantined == {"rollout-1": "it does not hold version 1: q_proj differs"}
+    assert record.engines == ("rollout-0", "rollout-1")
+
+
+def differ(cluster: Cluster, engine: str, what: str) -> list[Action]:
+    """Answer until the version is to be committed; answer that with an engine that differs; return the actions."""
+    for _ in range(100):
+        action = cluster.pending[0]
+        if isinstance(action, Dispatch) and isinstance(action.order, CommitVersion):
+            cluster.pending.pop(0)
+            reply = VersionCommitted(
+                command_id=action.order.command_id, version=action.order.version, differing={engine: what}, digest=9
+            )
+            return sorted(
+                cluster.give(Replied(now=cluster.now, member="refit-0", reply=reply)),
+                key=lambda a: not isinstance(a, DiscardSamples),
+            )
+        cluster.answer_next()
+    raise AssertionError("no version was committed")
+
+
+def test_an_engine_that_differs_twice_ends_the_run() -> None:
+    cluster = Cluster(GRPO)
+    cluster.join_all()
+    cluster.run_until(Phase.GENERATING)
+    differ(cluster, "rollout-1", "q_proj differs")
+    finish = only_finish(differ(cluster, "rollout-1", "q_proj still differs"))
+    assert str(finish.error) == (
+        "rollout-1 failed while attesting a weight version: it does not hold version 1: q_proj still differs"
+    )
+
+
+def fail_refit(cluster: Cluster) -> list[Action]:
+    action = cluster.pending.pop(0)
+    assert isinstance(action, Dispatch)
+    assert isinstance(action.order, Refit)
+    failed = Failed(command_id=action.order.command_id, phase="refitting", error="the memory is gone", expected=True)
+    return cluster.give(Erred(now=cluster.now, member=action.member, failed=failed))
+
+
+def test_a_torn_engine_is_refitted_once_more_before_the_run_fails() -> None:
+    cluster = Cluster(GRPO)
+    cluster.join_all()
+    cluster.run_until(Phase.REFITTING)
+    (again,) = fail_refit(cluster)
+    assert isinstance(again, Dispatch)
+    assert (again.member, again.order.only) == ("rollout-0", ("rollout-0",))  # type: ignore[union-attr]
+    cluster.answer_next()  # the other engine
+    assert cluster.plan.phase is Phase.REFITTING
+    finish = only_finish(fail_refit(cluster))
+    assert str(finish.error) == "rollout-0 failed while refitting: the memory is gone"
+
+
+def test_a_replaced_engine_is_connected_again_with_those_it_streams_with() -> None:
+    cluster = Cluster(GRPO)
+    mesh = PlannedMesh(name="to rollout-1", members=("trainer-0", "rollout-1"))
+    cluster.adjust = lambda reply: (
+        msgspec.structs.replace(reply, meshes=(mesh,), senders=("trainer-0",))
+        if isinstance(reply, TransfersPlanned)
+        else reply
+    )
+    cluster.join_all()
+    cluster.run_until(Phase.GENERATING)
+    connects = orders_of(cluster, ConnectMesh)
+    assert [(c.epoch, c.rendezvous_host, c.rendezvous_port) for c in connects] == [(0, "127.0.0.1", 1234)] * 2
+    since = len(cluster.orders)
+    lose(cluster, "rollout-1")
+    replace(cluster, "rollout-1")
+    cluster.run_until(Phase.TRAINING)
+    assert [c.epoch for c in orders_of(cluster, ConnectMesh)[2:]] == [1, 1]
+    assert orders_to(cluster, "trainer-0", since)[:2] == ["ConnectMesh", "Refit"]
+    assert orders_to(cluster, "rollout-0", since) == []
+
+
+def test_an_engine_lost_after_an_interrupt_is_not_replaced() -> None:
+    cluster = Cluster(GRPO)
+    cluster.join_all()
+    cluster.run_until(Phase.TRAINING)
+    interrupt(cluster)
+    assert lose(cluster, "rollout-1") == []
+    cluster.run_until(Phase.FINISHED)
+    assert cluster.commits() == [0, 1]
 
 
 # --- Ctrl-C ----------------------------------------------------------------------------------------------------------

@@ -111,7 +111,7 @@ def test_a_report_has_the_curves_and_the_breakdown() -> None:
 def test_the_breakdown_adds_up() -> None:
     ledger = StepLedger()
     spent = {"logprobs": 0.2, "reference_logprobs": 0.1, "policy_training": 0.6}
-    ledger.trained(Trained(command_id=1, step=1, version=1, metrics={}, seconds=spent, digest=0))
+    ledger.trained(Trained(command_id=1, step=1, version=1, metrics={}, seconds=spent, has_update=True))
     seconds = ledger.breakdown({"total": 2.0, "training": 1.0, "generation": 1.0})
     assert seconds == pytest.approx({"total": 2.0, "generation": 1.0, "get_logprobs": 0.3, "policy_training": 0.7})
 

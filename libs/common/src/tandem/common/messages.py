@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Raised whenever a message changes shape; both ends of a link must hold the same number."""
 
 ServiceKind = Literal["trainer", "rollout", "refit"]
@@ -136,8 +136,6 @@ class TrainerBuilt(Message, frozen=True, kw_only=True, tag=True):
     num_parameters: int
     layout: bytes
     """An encoded `tandem.refit.layout.Layout`: what this rank holds, and where."""
-    digest: int
-    """This rank's share of the digest of the weights as engines will hold them; shares add up modulo 2**64."""
 
 
 class Train(Command, frozen=True, kw_only=True, tag=True):
@@ -159,8 +157,8 @@ class Trained(Message, frozen=True, kw_only=True, tag=True):
     """Rank 0's metrics, already reduced over all ranks; empty from the others."""
     seconds: dict[str, float]
     """Seconds by phase: ``policy_training``, ``logprobs``, ``reference_logprobs``."""
-    digest: int
-    """This rank's share of the digest of `version`, as in `TrainerBuilt`."""
+    has_update: bool
+    """Whether an optimizer step had a gradient and a learning rate that are not zero, so that weights must differ."""
 
 
 class Evaluate(Command, frozen=True, kw_only=True, tag=True):
@@ -207,39 +205,6 @@ class EngineBuilt(Message, frozen=True, kw_only=True, tag=True):
     command_id: int
     layout: bytes
     """An encoded `tandem.refit.layout.Layout`: what this engine wants, and where."""
-
-
-class InstallProgram(Command, frozen=True, kw_only=True, tag=True):
-    """Open the memory a transfer program reads from and bind the program to the engine's own tensors."""
-
-    program: bytes
-    """An encoded `tandem.refit.program.TransferProgram`."""
-
-
-class ProgramInstalled(Message, frozen=True, kw_only=True, tag=True):
-    """The program is bound; a `Refit` from now on only copies."""
-
-    command_id: int
-    num_copies: int
-    num_bytes: int
-    """Bytes one refit will move into this engine; zero where every tensor is an alias."""
-
-
-class Refit(Command, frozen=True, kw_only=True, tag=True):
-    """Bring the engine to `version`. Until the answer, the engine serves no token."""
-
-    version: int
-
-
-class Refitted(Message, frozen=True, kw_only=True, tag=True):
-    """The engine holds `version`, whole."""
-
-    command_id: int
-    version: int
-    num_bytes: int
-    seconds: float
-    digest: int
-    """Layout-independent digest of what the engine now computes with; see `tandem.refit.digest`."""
 
 
 class Problem(Message, frozen=True, kw_only=True):
@@ -327,6 +292,84 @@ class Generated(Message, frozen=True, kw_only=True, tag=True):
     """Seconds by phase: ``generation``, ``rewards``."""
 
 
+# --- the weight plane: coordinator to trainer and rollout, and back ---------------------------------------------------
+
+
+class InstallProgram(Command, frozen=True, kw_only=True, tag=True):
+    """Open the memory a transfer program reads from and bind the program to the process's own tensors.
+
+    Engines and trainer ranks alike get one.
+    """
+
+    program: bytes
+    """An encoded `tandem.refit.program.TransferProgram`."""
+
+
+class ProgramInstalled(Message, frozen=True, kw_only=True, tag=True):
+    """The program is bound; a `Refit` from now on only copies."""
+
+    command_id: int
+    num_copies: int
+    num_bytes: int
+    """Bytes one refit will move into this process; zero where every tensor is an alias."""
+
+
+class ConnectMesh(Command, frozen=True, kw_only=True, tag=True):
+    """Connect to the other processes of a mesh, which stream to each other; every member gets the same order.
+
+    Again, with a new `epoch`, when one of them was replaced.
+    """
+
+    mesh: str
+    members: tuple[str, ...]
+    epoch: int
+    """How often the mesh has been connected before."""
+    rendezvous_host: str
+    rendezvous_port: int
+
+
+class MeshConnected(Message, frozen=True, kw_only=True, tag=True):
+    """The process has reached every other member of the mesh."""
+
+    command_id: int
+    mesh: str
+
+
+class Refit(Command, frozen=True, kw_only=True, tag=True):
+    """Run the transfer program: an engine receives `version` and serves no token until it has answered; others send."""
+
+    version: int
+    only: tuple[str, ...] = ()
+    """Engines to bring to `version`; empty for all."""
+
+
+class Refitted(Message, frozen=True, kw_only=True, tag=True):
+    """The engine holds `version`, whole; a sender has sent all of it."""
+
+    command_id: int
+    version: int
+    num_bytes: dict[str, int]
+    """Bytes counted at this end of each link, named ``trainer-0>rollout-1``."""
+    seconds: float
+
+
+class Attest(Command, frozen=True, kw_only=True, tag=True):
+    """Compute the digests of `version` from memory, beside other work; orders that come meanwhile are not held up."""
+
+    version: int
+
+
+class Attested(Message, frozen=True, kw_only=True, tag=True):
+    """What the process holds of `version`; see `tandem.refit.digests.task`."""
+
+    command_id: int
+    version: int
+    digests: bytes
+    """Its share of the digest of each tensor of its layout, in order: unsigned 64-bit little-endian integers."""
+    seconds: float
+    """Time spent computing."""
+
+
 # --- coordinator to refit and back -----------------------------------------------------------------------------------
 
 
@@ -341,32 +384,51 @@ class PlanTransfers(Command, frozen=True, kw_only=True, tag=True):
     """True if no engine generates while the trainer steps, so that engines may read the trainer's memory in place."""
 
 
+class PlannedMesh(Message, frozen=True, kw_only=True):
+    """Processes that stream to each other."""
+
+    name: str
+    members: tuple[str, ...]
+
+
 class TransfersPlanned(Message, frozen=True, kw_only=True, tag=True):
-    """A program for each engine, proven to write each wanted element exactly once."""
+    """A program for each process, proven to write each wanted element exactly once."""
 
     command_id: int
     programs: dict[str, bytes]
-    """Encoded `tandem.refit.program.TransferProgram` by engine."""
+    """Encoded `tandem.refit.program.TransferProgram` by member."""
+    senders: tuple[str, ...]
+    """Members that have something to do in a refit beside the engines that receive."""
+    meshes: tuple[PlannedMesh, ...]
     num_bytes: dict[str, int]
     """Bytes one refit moves over each link, named ``trainer-0>rollout-1``."""
+    predicted_s: float
+    """Seconds that a refit should take at the rates of ``cluster.links``."""
+    bound_s: float
+    """Seconds below which no plan could come at these rates: see `tandem.refit.cost`."""
     seconds: float
+    """Time spent planning."""
 
 
 class CommitVersion(Command, frozen=True, kw_only=True, tag=True):
-    """Every engine says that it holds `version`: compare digests and make it the current version."""
+    """Compare what engines hold with what trainers meant to send, and make `version` the current one."""
 
     version: int
-    sources: dict[str, int]
-    """Digest shares by trainer rank."""
-    destinations: dict[str, int]
-    """Digests by engine."""
+    digests: dict[str, bytes]
+    """By member, trainers and engines, as in `Attested`; empty where ``refit.verify`` is off."""
+    has_update: bool
+    """Whether the weights must differ from those of the version before."""
 
 
 class VersionCommitted(Message, frozen=True, kw_only=True, tag=True):
-    """Samples of `version` may be trained on."""
+    """Samples of `version` may be trained on, but for those of engines that differ."""
 
     command_id: int
     version: int
+    differing: dict[str, str]
+    """Engines that do not hold `version`, and which tensors differ; they must be refitted."""
+    digest: int
+    """Of the whole of `version`; zero where ``refit.verify`` is off."""
 
 
 Membership = Hello | Heartbeat | Goodbye | Failed
@@ -375,21 +437,25 @@ Membership = Hello | Heartbeat | Goodbye | Failed
 Admission = Welcome | Refused | Heartbeat | Shutdown
 """What the coordinator may send to any process."""
 
-ToTrainer = Admission | OpenRendezvous | BuildTrainer | Train | Evaluate | SaveCheckpoint
-FromTrainer = Membership | RendezvousOpened | TrainerBuilt | Trained | Evaluated | CheckpointSaved
+PlaneOrder = InstallProgram | ConnectMesh | Refit | Attest
+"""What trainers and engines alike do for the weight plane."""
+PlaneReply = ProgramInstalled | MeshConnected | Refitted | Attested
 
-ToRollout = Admission | BuildEngine | InstallProgram | Refit | Generate
-FromRollout = Membership | EngineBuilt | ProgramInstalled | Refitted | SamplesFinished | Generated
-
-ToRefit = Admission | PlanTransfers | CommitVersion
-FromRefit = Membership | TransfersPlanned | VersionCommitted
-
-TrainerOrder = OpenRendezvous | BuildTrainer | Train | Evaluate | SaveCheckpoint
-RolloutOrder = BuildEngine | InstallProgram | Refit | Generate
+TrainerOrder = OpenRendezvous | BuildTrainer | PlaneOrder | Train | Evaluate | SaveCheckpoint
+RolloutOrder = BuildEngine | PlaneOrder | Generate
 RefitOrder = PlanTransfers | CommitVersion
 Order = TrainerOrder | RolloutOrder | RefitOrder
 
-TrainerReply = RendezvousOpened | TrainerBuilt | Trained | Evaluated | CheckpointSaved
-RolloutReply = EngineBuilt | ProgramInstalled | Refitted | SamplesFinished | Generated
+TrainerReply = RendezvousOpened | TrainerBuilt | PlaneReply | Trained | Evaluated | CheckpointSaved
+RolloutReply = EngineBuilt | PlaneReply | SamplesFinished | Generated
 RefitReply = TransfersPlanned | VersionCommitted
 Reply = TrainerReply | RolloutReply | RefitReply
+
+ToTrainer = Admission | TrainerOrder
+FromTrainer = Membership | TrainerReply
+
+ToRollout = Admission | RolloutOrder
+FromRollout = Membership | RolloutReply
+
+ToRefit = Admission | RefitOrder
+FromRefit = Membership | RefitReply

@@ -24,6 +24,13 @@ LINKS: dict[str, UnionType] = {
     "Coordinator to refit": messages.RefitOrder,
     "Refit to coordinator": messages.RefitReply,
 }
+_PARTS = (
+    messages.PromptGroup,
+    messages.Problem,
+    messages.SamplingParameters,
+    messages.SampleScored,
+    messages.PlannedMesh,
+)
 _MARKED = re.compile(r"(<!-- messages -->\n).*?(<!-- /messages -->)", re.DOTALL)
 
 
@@ -43,7 +50,7 @@ def tables() -> str:
                 shown.add(message)
                 lines += ["", *_table(message)]
     lines += ["", "### Parts of messages"]
-    for part in (messages.PromptGroup, messages.Problem, messages.SamplingParameters, messages.SampleScored):
+    for part in _PARTS:
         lines += ["", *_table(part)]
     return "\n".join(lines)
 

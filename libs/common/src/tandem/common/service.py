@@ -35,7 +35,7 @@ from tandem.common.messages import (
 from tandem.common.wire import Arrays, Frames, Link, encode
 
 _IDLE_POLL_S = 1.0
-_REMEMBERED_COMMANDS = 4
+_REMEMBERED_COMMANDS = 16
 _PR_SET_PDEATHSIG = 1
 
 

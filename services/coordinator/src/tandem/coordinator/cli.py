@@ -29,6 +29,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return _check(arguments)
             case "report":
                 return _report(arguments)
+            case "refits":
+                return _refits(arguments)
+            case "plan":
+                return _plan(arguments)
             case other:
                 raise AssertionError(other)
     except ConfigError as error:
@@ -64,6 +68,10 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="summarise a run: curves as PNG and JSON, and where the time went")
     report.add_argument("run", type=Path, metavar="RUN", help="run folder: logger.log_dir of its configuration")
     report.add_argument("--out", type=Path, help="folder for report.png and report.json (default: the run folder)")
+    refits = commands.add_parser("refits", help="list a run's refits: bytes by link, seconds, share of the bound")
+    refits.add_argument("run", type=Path, metavar="RUN", help="run folder: logger.log_dir of its configuration")
+    plan = commands.add_parser("plan", help="explain a refit before anything runs: transports, bytes, predicted time")
+    _add_config_arguments(plan)
     return parser
 
 
@@ -110,6 +118,24 @@ def _report(arguments: argparse.Namespace) -> int:
 
     write_report(arguments.run, arguments.out or arguments.run)
     print(format_summary(arguments.run))
+    return 0
+
+
+def _refits(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from tandem.coordinator.refits import print_refits
+
+    print_refits(arguments.run, Console())
+    return 0
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from tandem.coordinator.explain import explain
+
+    explain(load_config(arguments.config, arguments.overrides, to_run=False), Console())
     return 0
 
 

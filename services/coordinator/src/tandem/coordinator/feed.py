@@ -39,6 +39,10 @@ class Feed(Protocol):
         """Keep finished samples until their step's batch is made."""
         ...
 
+    def discard_samples(self, step: int, purpose: Purpose, groups: Sequence[int]) -> None:
+        """Forget the samples of these groups: others will come in their place."""
+        ...
+
     def batch(self, step: int, purpose: Purpose) -> tuple[TrainingBatch, dict[str, float]]:
         """Return the batch of `step` and the metrics of the samples it was made from. The same for every rank."""
         ...

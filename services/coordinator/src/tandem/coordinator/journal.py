@@ -51,16 +51,30 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RefitRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One weight version that reached every engine whole."""
+    """One weight version that reached these engines whole."""
 
-    step: int
     version: int
-    seconds: float
-    """From the first order to the commit."""
-    num_bytes: int
-    """Bytes moved, all engines together; zero where they read the trainer's memory in place."""
-    digests: dict[str, int]
-    """What each engine said it holds; see `tandem.refit.digest`."""
+    """The number of training steps behind it."""
+    engines: tuple[str, ...]
+    num_bytes: dict[str, int]
+    """Bytes counted on each link, named ``trainer-0>rollout-1``; none where engines read the trainer's memory."""
+    seconds: dict[str, float]
+    """By phase. Wall time of the coordinator: ``transfer``, ``attest`` (beside other work) and ``commit``; of the
+    slowest process: ``copy``, which is part of transfer, and ``digest``, which is part of attest."""
+    predicted_s: float
+    """What the plan said that copy takes."""
+    bound_s: float
+    """What no plan could do it in; see `tandem.refit.cost`."""
+    digest: int
+    """Of the whole version, as every engine holds it; zero if it was not verified. See `tandem.refit.digests.task`."""
+    quarantined: dict[str, str]
+    """Engines that had to be refitted once more, and why."""
+
+    @property
+    def share_of_bound(self) -> float:
+        """The bound over what copying took: one is the best there is."""
+        copy_s = self.seconds.get("copy", 0.0)
+        return self.bound_s / copy_s if copy_s else 1.0
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,19 +126,8 @@ class JournalReader:
 
     def refits(self) -> list[RefitRecord]:
         """Return every refit of a version that still counts, in order."""
-        rows = self._rows(
-            "SELECT step, version, seconds, num_bytes, digests FROM refits WHERE superseded_at IS NULL ORDER BY id"
-        )
-        return [
-            RefitRecord(
-                step=step,
-                version=version,
-                seconds=seconds,
-                num_bytes=num_bytes,
-                digests=msgspec.json.decode(digests, type=dict[str, int]),
-            )
-            for step, version, seconds, num_bytes, digests in rows
-        ]
+        rows = self._rows("SELECT record FROM refits WHERE superseded_at IS NULL ORDER BY id")
+        return [msgspec.json.decode(record, type=RefitRecord) for (record,) in rows]
 
     def events(self) -> list[tuple[float, str, str]]:
         """Return what happened to processes, in order: Unix time, member, text."""
@@ -239,13 +242,12 @@ class Journal(JournalReader):
         return record
 
     def record_refit(self, record: RefitRecord) -> None:
-        """Write that a weight version reached every engine."""
-        # Digests are unsigned 64-bit numbers, which SQLite has not: hence JSON.
-        digests = msgspec.json.encode(record.digests).decode()
+        """Write that a weight version reached engines."""
+        # A digest is an unsigned 64-bit number, which SQLite has not: hence JSON.
+        encoded = msgspec.json.encode(record).decode()
         with self._transaction() as connection:
             connection.execute(
-                "INSERT INTO refits (at, step, version, seconds, num_bytes, digests) VALUES (?, ?, ?, ?, ?, ?)",
-                (time.time(), record.step, record.version, record.seconds, record.num_bytes, digests),
+                "INSERT INTO refits (at, step, record) VALUES (?, ?, ?)", (time.time(), record.version, encoded)
             )
 
     def record_event(self, member: str, text: str) -> None:

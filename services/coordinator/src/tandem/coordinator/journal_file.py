@@ -18,7 +18,7 @@ from tandem.common.messages import PROTOCOL_VERSION
 
 JOURNAL_NAME = "journal.sqlite"
 LOCK_NAME = "lock"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Raised whenever a table changes; a journal of another version is refused, never guessed at."""
 
 _APPLICATION_ID = 0x54414E44
@@ -46,8 +46,7 @@ CREATE TABLE seconds (
     PRIMARY KEY (step_id, phase)
 ) WITHOUT ROWID;
 CREATE TABLE refits (
-    id INTEGER PRIMARY KEY, at REAL NOT NULL, step INTEGER NOT NULL, version INTEGER NOT NULL, seconds REAL NOT NULL,
-    num_bytes INTEGER NOT NULL, digests TEXT NOT NULL, superseded_at REAL
+    id INTEGER PRIMARY KEY, at REAL NOT NULL, step INTEGER NOT NULL, record TEXT NOT NULL, superseded_at REAL
 );
 CREATE TABLE events (id INTEGER PRIMARY KEY, at REAL NOT NULL, member TEXT NOT NULL, text TEXT NOT NULL);
 """

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -40,8 +39,14 @@ class Launched(msgspec.Struct, frozen=True, kw_only=True):
     launch_id: str
     """Its `Hello` carries this, so that the process is known when it joins."""
     kind: ServiceKind
+    number: int
     log: Path
     process: subprocess.Popen[bytes]
+
+    @property
+    def name(self) -> str:
+        """Its name in the run, such as ``rollout-0``."""
+        return f"{self.kind}-{self.number}"
 
     def describe_death(self) -> str:
         """Say how it ended, with the last lines it wrote."""
@@ -58,8 +63,10 @@ class LocalProcesses:
         self._coordinator = coordinator
         self._log_folder = log_folder
         self._running: dict[str, Launched] = {}
+        self._launched: dict[str, ServiceKind] = {}
+        """Every process ever launched, by name."""
 
-    def start(self, kind: ServiceKind, number: int, environment: Mapping[str, str]) -> Launched:
+    def start(self, kind: ServiceKind, number: int) -> Launched:
         """Start one process; its output goes to ``<kind>-<number>.log`` in the log folder."""
         launch_id = secrets.token_hex(8)
         log = self._log_folder / f"{kind}-{number}.log"
@@ -71,11 +78,24 @@ class LocalProcesses:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env={**_ENVIRONMENT, **os.environ, **environment},
+                env={**_ENVIRONMENT, **os.environ},
             )
-        launched = Launched(launch_id=launch_id, kind=kind, log=log, process=process)
+        launched = Launched(launch_id=launch_id, kind=kind, number=number, log=log, process=process)
         self._running[launch_id] = launched
+        self._launched[launched.name] = kind
         return launched
+
+    def restart(self, name: str) -> Launched | None:
+        """Start a process in the place of one that is lost, and may only be hanging; None if it was not ours."""
+        kind = self._launched.get(name)
+        if kind is None:
+            return None
+        for launched in list(self._running.values()):
+            if launched.name == name:
+                launched.process.kill()
+                launched.process.wait(_TERMINATE_GRACE_S)
+                del self._running[launched.launch_id]
+        return self.start(kind, int(name.rpartition("-")[2]))
 
     def died(self) -> list[Launched]:
         """Return the processes that ended since the last call."""

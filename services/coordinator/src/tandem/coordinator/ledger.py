@@ -4,17 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import msgspec
-
-from tandem.common.messages import Evaluated, Generated, Refitted, Trained
-
-
-class EngineRefit(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine's part in a refit."""
-
-    num_bytes: int
-    seconds: float
-    digest: int
+from tandem.common.messages import Attested, Evaluated, Generated, Refitted, Trained
 
 
 class StepLedger:
@@ -22,8 +12,6 @@ class StepLedger:
 
     def __init__(self) -> None:
         self.metrics: dict[str, float] = {}
-        self.refits: dict[str, EngineRefit] = {}
-        """By engine."""
         self._training_seconds: dict[str, float] = {}
         self._rewards_s = 0.0
         self._num_generated_tokens = 0
@@ -43,10 +31,6 @@ class StepLedger:
             self._num_generated_tokens += reply.num_tokens
             self._rewards_s = max(self._rewards_s, reply.seconds.get("rewards", 0.0))
 
-    def refitted(self, engine: str, reply: Refitted) -> None:
-        """Note an engine's refit."""
-        self.refits[engine] = EngineRefit(num_bytes=reply.num_bytes, seconds=reply.seconds, digest=reply.digest)
-
     def breakdown(self, phases: Mapping[str, float]) -> dict[str, float]:
         """Return the step's seconds by the names of NeMo-RL's published table.
 
@@ -65,6 +49,25 @@ class StepLedger:
             self.metrics["tokens_per_s"] = self._num_generated_tokens / seconds["total"]
             self.metrics["generation_tokens_per_s"] = self._num_generated_tokens / max(seconds["generation"], 1e-9)
         return seconds
+
+
+class RefitLedger:
+    """What processes said of a refit, until it is recorded."""
+
+    def __init__(self) -> None:
+        self.num_bytes: dict[str, int] = {}
+        """Counted on each link, named ``trainer-0>rollout-1``; a stream is counted at both ends, and is one link."""
+        self.seconds: dict[str, float] = {}
+        """Of the slowest process, by phase: ``copy`` and ``digest``."""
+
+    def refitted(self, reply: Refitted) -> None:
+        """Note that a process has received or sent all it should."""
+        self.num_bytes |= reply.num_bytes
+        _keep_maxima(self.seconds, {"copy": reply.seconds})
+
+    def attested(self, reply: Attested) -> None:
+        """Note that a process has computed its digests."""
+        _keep_maxima(self.seconds, {"digest": reply.seconds})
 
 
 def _keep_maxima(into: dict[str, float], seconds: Mapping[str, float]) -> None:

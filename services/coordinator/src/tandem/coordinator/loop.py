@@ -17,6 +17,7 @@ from typing import assert_never
 import msgspec
 
 from tandem.common.messages import (
+    Attested,
     Evaluate,
     Evaluated,
     Generate,
@@ -30,13 +31,10 @@ from tandem.common.messages import (
     TrainerBuilt,
 )
 from tandem.common.wire import Arrays, Frames, encode
-from tandem.coordinator.feed import Feed
-from tandem.coordinator.launch import LocalProcesses
-from tandem.coordinator.ledger import StepLedger
-from tandem.coordinator.members import Registry
-from tandem.coordinator.plan import (
+from tandem.coordinator.decisions import (
     Action,
     CommitStep,
+    DiscardSamples,
     Dispatch,
     DispatchBatch,
     DispatchPrompts,
@@ -45,10 +43,16 @@ from tandem.coordinator.plan import (
     Interrupted,
     Lost,
     PublishCheckpoint,
+    RecordRefit,
+    Replace,
     Replied,
-    SynchronousPlan,
     Ticked,
 )
+from tandem.coordinator.feed import Feed
+from tandem.coordinator.launch import LocalProcesses
+from tandem.coordinator.ledger import RefitLedger, StepLedger
+from tandem.coordinator.members import Registry
+from tandem.coordinator.plan import SynchronousPlan
 from tandem.coordinator.recorder import Recorder
 
 _POLL_S = 0.1
@@ -81,6 +85,7 @@ class Loop:
         self._feed = feed
         self._recorder = recorder
         self._ledger = StepLedger()
+        self._refits = RefitLedger()
         self._sent: dict[int, Sent] = {}
         self._interrupts = 0
         self._finish: Finish | None = None
@@ -108,7 +113,7 @@ class Loop:
         yield from self._registry.receive(_POLL_S)
         now = time.monotonic()
         for launched in self._processes.died():
-            yield Lost(now=now, member=self._registry.name_of(launched), why=launched.describe_death()), {}
+            yield Lost(now=now, member=launched.name, why=launched.describe_death()), {}
         while self._interrupts:
             self._interrupts -= 1
             self._recorder.note("interrupted: finishing or abandoning the step; press Ctrl-C again to stop at once")
@@ -118,7 +123,7 @@ class Loop:
 
     def _keep(self, event: Event, arrays: Arrays) -> None:
         """Keep what a reply brings besides the fact that it came."""
-        if not isinstance(event, Replied) or event.reply.command_id not in self._plan.outstanding:
+        if not isinstance(event, Replied) or event.reply.command_id not in self._plan.orders.outstanding:
             return
         match event.reply:
             case SamplesFinished() as finished:
@@ -131,7 +136,9 @@ class Loop:
             case Generated() as generated:
                 self._ledger.generated(generated)
             case Refitted() as refitted:
-                self._ledger.refitted(event.member, refitted)
+                self._refits.refitted(refitted)
+            case Attested() as attested:
+                self._refits.attested(attested)
             case TrainerBuilt() as built:
                 self._recorder.note(f"{event.member} holds a model of {built.num_parameters / 1e6:.1f}M parameters")
             case _:
@@ -148,6 +155,13 @@ class Loop:
                 self._send_prompts(action)
             case DispatchBatch():
                 self._send_batch(action)
+            case DiscardSamples(step=step, purpose=purpose, groups=groups):
+                self._feed.discard_samples(step, purpose, groups)
+            case Replace(member=member, why=why):
+                self._replace(member, why)
+            case RecordRefit():
+                self._recorder.record_refit(action, self._refits)
+                self._refits = RefitLedger()
             case PublishCheckpoint(step=step):
                 self._recorder.publish_checkpoint(step, self._ledger.metrics)
             case CommitStep():
@@ -165,7 +179,7 @@ class Loop:
 
     def _resend(self, now: float) -> None:
         """Send unanswered orders once more, in case their connection broke on the way."""
-        self._sent = {i: sent for i, sent in self._sent.items() if i in self._plan.outstanding}
+        self._sent = {i: sent for i, sent in self._sent.items() if i in self._plan.orders.outstanding}
         for command_id, sent in self._sent.items():
             if now > sent.resend_at:
                 self._registry.send(sent.member, sent.frames)
@@ -188,6 +202,18 @@ class Loop:
         make = Train if action.purpose == "train" else Evaluate
         order = make(command_id=action.command_id, deadline_s=action.deadline_s, step=action.step)
         self._send(action.member, order, batch.to_frames())
+
+    def _replace(self, member: str, why: str) -> None:
+        """Launch a process in the place of one that is lost, or ask for one if the lost one was started by hand."""
+        self._registry.forget(member)
+        launched = self._processes.restart(member)
+        if launched is None:
+            kind = member.rpartition("-")[0]
+            how = f"start another: {kind} --coordinator {self._registry.address}"
+        else:
+            self._registry.reserve(launched)
+            how = "another is launched in its place"
+        self._recorder.note(f"{member} is lost: {why}; {how}")
 
     def _commit(self, action: CommitStep) -> None:
         for line in self._feed.validation_examples(action.step, self._recorder.num_examples):

@@ -23,8 +23,8 @@ from tandem.common.messages import (
     ServiceKind,
     Welcome,
 )
+from tandem.coordinator.decisions import Erred, Event, Joined, Lost, Replied
 from tandem.coordinator.launch import Launched
-from tandem.coordinator.plan import Erred, Event, Joined, Lost, Replied
 
 _CODECS: dict[ServiceKind, wire.Codec[Any]] = {
     "trainer": wire.Codec(FromTrainer),
@@ -72,13 +72,21 @@ class Registry:
         self.members: dict[str, Member] = {}
         self._last_beat = time.monotonic()
 
-    def reserve(self, launched: Launched, name: str) -> None:
-        """Keep `name` for a process that was just launched."""
-        self._reserved[launched.launch_id] = name
+    @property
+    def address(self) -> str:
+        """Where processes join."""
+        return self._hub.address
 
-    def name_of(self, launched: Launched) -> str:
-        """Return the name kept for a launched process."""
-        return self._reserved[launched.launch_id]
+    def reserve(self, launched: Launched) -> None:
+        """Keep the name of a process that was just launched."""
+        self._reserved[launched.launch_id] = launched.name
+
+    def forget(self, name: str) -> None:
+        """Free the name of a member that is lost; whatever it still sends is dropped."""
+        member = self.members.pop(name, None)
+        if member is not None:
+            del self._by_peer[member.peer]
+        self._reserved = {launch_id: kept for launch_id, kept in self._reserved.items() if kept != name}
 
     def receive(self, timeout_s: float) -> Iterator[tuple[Event, wire.Arrays]]:
         """Wait up to `timeout_s` for something to happen; yield what did, with its arrays."""
@@ -165,7 +173,7 @@ class Registry:
         if now - self._last_beat >= self._pulse.interval_s:
             self._last_beat = now
             self.broadcast(Heartbeat())
-        for member in self.members.values():
+        for member in list(self.members.values()):  # who hears of it may forget the member
             silent_s = now - member.last_seen
             if silent_s > self._pulse.timeout_s:
                 yield Lost(now=now, member=member.name, why=f"no heartbeat for {silent_s:.0f} s ({member.phase})")

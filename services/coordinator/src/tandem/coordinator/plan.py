@@ -6,239 +6,59 @@ a list of events and actions. `tandem.coordinator.loop` carries the actions out.
 
 The synchronous plan does one phase at a time::
 
-    joining -> building -> planning -> installing -> refitting -> committing the version -> [validating] -> [saving]
-                                                         ^                                                     |
-                                                         |                                            commit the step
-                                                         |                                                     |
-                                                      training  <------------------ generating  <--------------+
+    joining -> building -> planning -> installing -> connecting -> refitting -> [validating] -> [saving]
+                                                                       ^                           |
+                                                                       |                    commit the step
+                                                                       |                           |
+                                                                    training  <-- generating  <----+
 
-A phase is over when nothing is outstanding: every order it gave was answered. SFT has no engines: it goes from building
-to training, and from training to validating.
+A phase is over when nothing is outstanding: every order was answered, and no engine is on its way back. A version is
+attested beside the phase that follows its refit, and is outstanding there, so no sample is used before that. SFT has no
+engines: it goes from building to training, and from training to validating. What concerns weights is in
+`tandem.coordinator.weights`.
 """
 
 from __future__ import annotations
 
-import enum
-from typing import Literal, TypedDict, assert_never
-
-import msgspec
+from typing import Literal, assert_never
 
 from tandem.common.errors import CommandFailed, DeadlineExceeded, ServiceError, ServiceLost
 from tandem.common.messages import (
     BuildEngine,
     BuildTrainer,
-    CheckpointSaved,
-    CommitVersion,
-    EngineBuilt,
-    Evaluated,
     Failed,
-    Generated,
-    InstallProgram,
     OpenRendezvous,
-    PlanTransfers,
-    ProgramInstalled,
     Purpose,
-    Refit,
-    Refitted,
     RendezvousOpened,
     Reply,
     SamplesFinished,
     SaveCheckpoint,
     ServiceKind,
     Trained,
-    TrainerBuilt,
-    TransfersPlanned,
-    VersionCommitted,
 )
-
-# --- events ----------------------------------------------------------------------------------------------------------
-
-
-class Joined(msgspec.Struct, frozen=True, kw_only=True):
-    """A process was admitted."""
-
-    now: float
-    member: str
-    kind: ServiceKind
-
-
-class Replied(msgspec.Struct, frozen=True, kw_only=True):
-    """A process answered a command, or a part of it."""
-
-    now: float
-    member: str
-    reply: Reply
-
-
-class Erred(msgspec.Struct, frozen=True, kw_only=True):
-    """A process could not carry out a command."""
-
-    now: float
-    member: str
-    failed: Failed
-
-
-class Lost(msgspec.Struct, frozen=True, kw_only=True):
-    """A process died or fell silent."""
-
-    now: float
-    member: str
-    why: str
-
-
-class Ticked(msgspec.Struct, frozen=True, kw_only=True):
-    """Time passed."""
-
-    now: float
-
-
-class Interrupted(msgspec.Struct, frozen=True, kw_only=True):
-    """The user asked to stop."""
-
-    now: float
-
-
-Event = Joined | Replied | Erred | Lost | Ticked | Interrupted
-
-
-# --- actions ---------------------------------------------------------------------------------------------------------
-
-PlainOrder = (
-    OpenRendezvous
-    | BuildTrainer
-    | SaveCheckpoint
-    | BuildEngine
-    | InstallProgram
-    | Refit
-    | PlanTransfers
-    | CommitVersion
+from tandem.coordinator.decisions import (
+    Action,
+    CommitStep,
+    DiscardSamples,
+    Dispatch,
+    DispatchBatch,
+    DispatchPrompts,
+    Erred,
+    Event,
+    Finish,
+    Interrupted,
+    Joined,
+    Lost,
+    Phase,
+    PublishCheckpoint,
+    Replied,
+    RunShape,
+    Ticked,
 )
-"""Orders that need nothing but what the plan knows."""
+from tandem.coordinator.orders import Orders, Promise
+from tandem.coordinator.weights import WeightPlane
 
-
-class Dispatch(msgspec.Struct, frozen=True, kw_only=True):
-    """Send this order."""
-
-    member: str
-    order: PlainOrder
-
-
-class DispatchPrompts(msgspec.Struct, frozen=True, kw_only=True):
-    """Send this engine the prompt groups `groups` of `step`, as a `Generate`."""
-
-    member: str
-    command_id: int
-    deadline_s: float
-    step: int
-    purpose: Purpose
-    groups: tuple[int, ...]
-
-
-class DispatchBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """Send this trainer the batch of `step`, as a `Train` or an `Evaluate`."""
-
-    member: str
-    command_id: int
-    deadline_s: float
-    step: int
-    purpose: Purpose
-
-
-class PublishCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Every rank has written its part: give the checkpoint of `step` its final name."""
-
-    step: int
-
-
-class CommitStep(msgspec.Struct, frozen=True, kw_only=True):
-    """Write the step to the journal: now it is done."""
-
-    step: int
-    version: int
-    seconds: dict[str, float]
-    """Wall seconds by phase of this step, and ``total``."""
-
-
-class Finish(msgspec.Struct, frozen=True, kw_only=True):
-    """The run is over: end every process."""
-
-    outcome: Literal["finished", "interrupted", "failed"]
-    error: ServiceError | None = None
-
-
-Action = Dispatch | DispatchPrompts | DispatchBatch | PublishCheckpoint | CommitStep | Finish
-
-
-# --- what the plan is told at the start ------------------------------------------------------------------------------
-
-
-class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds each kind of order may take."""
-
-    join: float
-    build: float
-    generate: float
-    train: float
-    evaluate: float
-    refit: float
-    save: float
-
-
-class RunShape(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything about a run that its plan depends on."""
-
-    algorithm: Literal["grpo", "sft"]
-    expected: dict[ServiceKind, int]
-    """How many processes of each kind make the run complete."""
-    first_step: int
-    """The step to begin with: 1, or one after the step a resumed run was saved at."""
-    last_step: int
-    num_groups: int
-    """Prompt groups a training step; zero for SFT."""
-    num_validation_groups: int
-    validate_every: int
-    """Steps between validations; zero for never."""
-    validate_at_start: bool
-    save_every: int
-    """Steps between checkpoints; zero for never. The last step is always saved unless it is zero."""
-    resume_from: str
-    """Checkpoint folder to restore; empty for none."""
-    checkpoint_folder: str
-    """Folder a checkpoint is written to before it gets its final name; ``{step}`` stands for the step."""
-    allow_alias: bool
-    deadlines: Deadlines
-
-
-class Phase(enum.Enum):
-    """What the run as a whole is doing; the value completes "while ..."."""
-
-    JOINING = "joining"
-    BUILDING = "building"
-    PLANNING = "planning transfers"
-    INSTALLING = "installing transfer programs"
-    REFITTING = "refitting"
-    COMMITTING = "committing a weight version"
-    GENERATING = "generating"
-    TRAINING = "training"
-    VALIDATING = "validating"
-    SAVING = "saving a checkpoint"
-    FINISHED = "finished"
-
-
-class Outstanding(msgspec.Struct, frozen=True, kw_only=True):
-    """An order that was not answered yet."""
-
-    member: str
-    phase: Phase
-    deadline: float
-    allowed_s: float
-
-
-class Promise(TypedDict):
-    """The two fields every command has."""
-
-    command_id: int
-    deadline_s: float
+_SET_UP = (Phase.JOINING, Phase.BUILDING, Phase.PLANNING, Phase.INSTALLING, Phase.CONNECTING)
 
 
 class SynchronousPlan:
@@ -250,90 +70,96 @@ class SynchronousPlan:
         self.step = shape.first_step - 1
         """The step in progress, or the last one done."""
         self.members: dict[str, ServiceKind] = {}
-        self.outstanding: dict[int, Outstanding] = {}
-        self._next_command_id = 1
+        self.orders = Orders(now)
+        self.plane = WeightPlane(shape, self.orders)
         self._phase_since = self._step_since = now
         self._seconds: dict[str, float] = {}
-        self._now = now
-        self._layouts: dict[str, bytes] = {}
-        self._digests: dict[str, int] = {}
-        self._programs: dict[str, bytes] = {}
+        self._hands: dict[str, tuple[int, ...]] = {}
+        """The prompt groups that each engine generates for in this phase."""
         self._version = shape.first_step - 1
-        self._trained = False
+        self._has_update = False
+        """Whether the training step in progress must have changed the weights."""
+        self._is_trained = False
         """Whether the step in progress has stepped the optimizer."""
-        self._committed = False
+        self._is_committed = False
         """Whether the step in progress is in the journal; true while an interrupted run saves the step before."""
-        self._interrupted = False
+        self._is_interrupted = False
 
     def handle(self, event: Event) -> list[Action]:
         """Take one event; return the actions it leads to, in order."""
-        self._now = event.now
-        if self.phase is Phase.FINISHED:
+        self.orders.now = event.now
+        if self._is_over():
             return []
+        try:
+            actions = self._take(event)
+            actions += self._settle_hands()
+            if not self._is_over() and not self.orders.outstanding and not self.plane.is_recovering:
+                actions += self._next_phase()
+        except ServiceError as error:
+            actions = self._fail(error)
+        return actions
+
+    def _take(self, event: Event) -> list[Action]:
         match event:
             case Joined(member=member, kind=kind):
                 self.members[member] = kind
-                actions: list[Action] = []
+                return self.plane.take_replacement(member) if member in self.plane.engines else []
             case Replied(member=member, reply=reply):
-                actions = self._take_reply(member, reply)
+                return self._take_reply(member, reply)
             case Erred(member=member, failed=failed):
-                return self._fail_command(member, failed)
+                return self._take_failure(member, failed)
             case Lost(member=member, why=why):
-                return self._fail(ServiceLost(member, self.phase.value, why))
+                return self._take_loss(member, why)
             case Ticked():
-                return self._check_deadlines()
+                self._check_deadlines()
+                return []
             case Interrupted():
                 return self._interrupt()
             case other:
                 assert_never(other)
-        if not actions and not self.outstanding:
-            actions = self._next_phase()
-        return actions
-
-    # --- replies -----------------------------------------------------------------------------------------------------
 
     def _take_reply(self, member: str, reply: Reply) -> list[Action]:
-        if reply.command_id not in self.outstanding:
+        if reply.command_id not in self.orders.outstanding:
             return []  # a repetition, or the answer to an order that was abandoned
         if isinstance(reply, SamplesFinished):
             return []  # part of an answer; the loop keeps the samples
-        del self.outstanding[reply.command_id]
-        match reply:
-            case RendezvousOpened(host=host, port=port):
-                return self._build_trainers(host, port)
-            case TrainerBuilt(layout=layout, digest=digest):
-                self._layouts[member] = layout
-                self._digests[member] = digest
-            case EngineBuilt(layout=layout):
-                self._layouts[member] = layout
-            case TransfersPlanned(programs=programs):
-                self._programs = programs
-            case Refitted(digest=digest):
-                self._digests[member] = digest
-            case Trained(digest=digest):
-                self._digests[member] = digest
-            case ProgramInstalled() | VersionCommitted() | Generated() | Evaluated() | CheckpointSaved():
-                pass
-            case other:
-                assert_never(other)
-        return []
+        del self.orders.outstanding[reply.command_id]
+        if isinstance(reply, Trained):
+            self._has_update |= reply.has_update
+        actions = self.plane.take_reply(member, reply)
+        return self._build_trainers(reply) if isinstance(reply, RendezvousOpened) else actions
 
-    def _build_trainers(self, host: str, port: int) -> list[Action]:
-        ranks = self._all("trainer")
-        return [
-            Dispatch(
-                member=rank,
-                order=BuildTrainer(
-                    rendezvous_host=host,
-                    rendezvous_port=port,
-                    world_size=len(ranks),
-                    version=self._version,
-                    checkpoint=self.shape.resume_from,
-                    **self._promise(rank),
-                ),
-            )
-            for rank in ranks
-        ]
+    def _take_failure(self, member: str, failed: Failed) -> list[Action]:
+        order = self.orders.outstanding.pop(failed.command_id, None)
+        if order is None:
+            return []
+        if order.phase is Phase.REFITTING or (order.phase is Phase.ATTESTING and member in self.plane.engines):
+            return self.plane.take_failure(member, failed)
+        raise CommandFailed(
+            member, failed.phase, failed.error if failed.expected else f"{failed.error}\n{failed.traceback}"
+        )
+
+    def _take_loss(self, member: str, why: str) -> list[Action]:
+        """Replace an engine that is lost; the run cannot go on without any other process."""
+        if self._is_interrupted and self.members.get(member) == "rollout":
+            self.orders.drop(member)
+            return []
+        if self.phase in _SET_UP or member not in self.plane.engines:
+            raise ServiceLost(member, self.phase.value, why)
+        return self.plane.take_loss(member, self.phase.value, why)
+
+    def _settle_hands(self) -> list[Action]:
+        """Discard what engines made that do not count any more, and ask those that can for it again."""
+        actions: list[Action] = []
+        purpose: Purpose = "train" if self.phase is Phase.GENERATING else "validate"
+        for engine in self.plane.take_suspects():
+            if engine in self._hands:
+                self.orders.drop(engine, Phase.GENERATING, Phase.VALIDATING)
+                actions.append(DiscardSamples(step=self.step, purpose=purpose, groups=self._hands[engine]))
+        for engine in self.plane.take_restored():
+            if engine in self._hands:
+                actions.append(self._prompts(engine, purpose))
+        return actions
 
     # --- phases ------------------------------------------------------------------------------------------------------
 
@@ -345,28 +171,34 @@ class SynchronousPlan:
             case Phase.BUILDING:
                 return self._plan_transfers() if self._has_engines() else self._begin()
             case Phase.PLANNING:
-                return self._install()
+                self._enter(Phase.INSTALLING)
+                return self.plane.install()
             case Phase.INSTALLING:
+                self._enter(Phase.CONNECTING)
+                return self.plane.connect() or self._refit()
+            case Phase.CONNECTING:
                 return self._refit()
             case Phase.REFITTING:
-                return self._commit_version()
-            case Phase.COMMITTING:
-                return self._validate_or_go_on() if self._trained else self._begin()
+                attest = self.plane.attest()
+                return attest + (self._validate_or_go_on() if self._is_trained else self._begin())
             case Phase.GENERATING:
                 return self._train()
             case Phase.TRAINING:
-                self._trained = True
+                self._is_trained = True
                 self._version = self.step
-                if self._interrupted or not self._has_engines():
+                if self._is_interrupted or not self._has_engines():
                     return self._validate_or_go_on()
                 return self._refit()
             case Phase.VALIDATING:
+                self._hands = {}
                 return self._save_or_go_on()
             case Phase.SAVING:
                 publish = PublishCheckpoint(step=self.step)
-                return [publish, *(self._finish("interrupted") if self._committed else self._commit_step())]
+                return [publish, *(self._finish("interrupted") if self._is_committed else self._commit_step())]
+            case Phase.ATTESTING:
+                return self._next_step()
             case Phase.FINISHED:
-                return []
+                raise AssertionError("no phase follows")
             case other:
                 assert_never(other)
 
@@ -378,57 +210,51 @@ class SynchronousPlan:
             *(Dispatch(member=e, order=BuildEngine(**self._promise(e))) for e in self._all("rollout")),
         ]
 
+    def _build_trainers(self, opened: RendezvousOpened) -> list[Action]:
+        ranks = self._all("trainer")
+        return [
+            Dispatch(
+                member=rank,
+                order=BuildTrainer(
+                    rendezvous_host=opened.host,
+                    rendezvous_port=opened.port,
+                    world_size=len(ranks),
+                    version=self._version,
+                    checkpoint=self.shape.resume_from,
+                    **self._promise(rank),
+                ),
+            )
+            for rank in ranks
+        ]
+
     def _plan_transfers(self) -> list[Action]:
         self._enter(Phase.PLANNING)
-        order = PlanTransfers(
-            sources={name: self._layouts[name] for name in self._all("trainer")},
-            destinations={name: self._layouts[name] for name in self._all("rollout")},
-            allow_alias=self.shape.allow_alias,
-            **self._promise("refit-0"),
-        )
-        return [Dispatch(member="refit-0", order=order)]
-
-    def _install(self) -> list[Action]:
-        self._enter(Phase.INSTALLING)
-        return [
-            Dispatch(member=engine, order=InstallProgram(program=program, **self._promise(engine)))
-            for engine, program in self._programs.items()
-        ]
+        return self.plane.plan_transfers(self._all("trainer"), self._all("rollout"))
 
     def _refit(self) -> list[Action]:
         self._enter(Phase.REFITTING)
-        return [
-            Dispatch(member=engine, order=Refit(version=self._version, **self._promise(engine)))
-            for engine in self._all("rollout")
-        ]
-
-    def _commit_version(self) -> list[Action]:
-        self._enter(Phase.COMMITTING)
-        order = CommitVersion(
-            version=self._version,
-            sources={name: self._digests[name] for name in self._all("trainer")},
-            destinations={name: self._digests[name] for name in self._all("rollout")},
-            **self._promise("refit-0"),
-        )
-        return [Dispatch(member="refit-0", order=order)]
+        return self.plane.refit(self._version, has_update=self._has_update)
 
     def _begin(self) -> list[Action]:
         """Everything is built: validate the starting weights if asked to, else start the first step."""
         self._step_since = self._now
         self._seconds = {}
-        if self._interrupted:
+        if self._is_interrupted:
             return self._finish("interrupted")
         if self.shape.validate_at_start and self.step == 0:
             return self._validate()
         return self._next_step()
 
     def _next_step(self) -> list[Action]:
-        if self._interrupted:
+        if self._is_interrupted:
             return self._finish("interrupted")
         if self.step >= self.shape.last_step:
-            return self._finish("finished")
+            if not self.orders.outstanding:
+                return self._finish("finished")
+            self._enter(Phase.ATTESTING)  # of the last version, if nothing was validated or saved beside it
+            return []
         self.step += 1
-        self._trained = self._committed = False
+        self._is_trained = self._is_committed = False
         self._step_since = self._now
         self._seconds = {}
         return self._generate() if self._has_engines() else self._train()
@@ -439,12 +265,15 @@ class SynchronousPlan:
 
     def _train(self) -> list[Action]:
         self._enter(Phase.TRAINING)
+        self._hands = {}
+        self._has_update = False
+        self.plane.release()
         return self._dispatch_batches("train")
 
     def _validate_or_go_on(self) -> list[Action]:
         every = self.shape.validate_every
         due = every > 0 and (self.step % every == 0 or self.step == self.shape.last_step)
-        if due and not self._interrupted:
+        if due and not self._is_interrupted:
             return self._validate()
         return self._save_or_go_on()
 
@@ -456,7 +285,7 @@ class SynchronousPlan:
 
     def _save_or_go_on(self) -> list[Action]:
         every = self.shape.save_every
-        due = every > 0 and (self.step % every == 0 or self.step == self.shape.last_step or self._interrupted)
+        due = every > 0 and (self.step % every == 0 or self.step == self.shape.last_step or self._is_interrupted)
         return self._save() if due and self.step > 0 else self._commit_step()
 
     def _save(self) -> list[Action]:
@@ -470,45 +299,44 @@ class SynchronousPlan:
     def _commit_step(self) -> list[Action]:
         self._note_phase_seconds()
         seconds = {**self._seconds, "total": self._now - self._step_since}
-        self._committed = True
+        self._is_committed = True
         return [CommitStep(step=self.step, version=self._version, seconds=seconds), *self._next_step()]
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def _interrupt(self) -> list[Action]:
         """Finish a step that is training, abandon one that is generating; then save and end. Asked twice: end now."""
-        if self._interrupted or self.phase in (
-            Phase.JOINING,
-            Phase.BUILDING,
-            Phase.PLANNING,
-            Phase.INSTALLING,
-        ):
+        if self._is_interrupted or self.phase in _SET_UP:
             return self._finish("interrupted")
-        self._interrupted = True
+        self._is_interrupted = True
+        if self.phase in (Phase.VALIDATING, Phase.GENERATING):
+            self.orders.outstanding.clear()
+            self._hands = {}
+        self.plane.stop()
         if self.phase is Phase.VALIDATING:
-            self.outstanding.clear()
             return self._save_or_go_on()
         if self.phase is Phase.GENERATING:
-            self.outstanding.clear()
             return self._abandon_step()
         return []
 
     def _abandon_step(self) -> list[Action]:
         """Go back to the last step that was done, and save it if it was not saved."""
         self.step -= 1
-        self._committed = True
+        self._is_committed = True
         if self.step < self.shape.first_step or self.shape.save_every == 0 or self.step % self.shape.save_every == 0:
             return self._finish("interrupted")
         return self._save()
 
-    def _check_deadlines(self) -> list[Action]:
+    def _check_deadlines(self) -> None:
+        """Raise `DeadlineExceeded` for the first order, or process, that is late."""
         if self.phase is Phase.JOINING and self._now - self._phase_since > self.shape.deadlines.join:
-            return self._fail(DeadlineExceeded("coordinator", "waiting for processes to join", self.missing()))
-        for outstanding in self.outstanding.values():
-            if self._now > outstanding.deadline:
-                what = f"no answer within {outstanding.allowed_s:g} s"
-                return self._fail(DeadlineExceeded(outstanding.member, outstanding.phase.value, what))
-        return []
+            raise DeadlineExceeded("coordinator", "waiting for processes to join", self.missing())
+        late = self.orders.overdue()
+        if late is not None:
+            raise DeadlineExceeded(late.member, late.phase.value, f"no answer within {late.allowed_s:g} s")
+        not_replaced = self.plane.overdue()
+        if not_replaced is not None:
+            raise not_replaced
 
     def missing(self) -> str:
         """Say which processes a run that is joining still waits for."""
@@ -517,23 +345,21 @@ class SynchronousPlan:
         counts = " and ".join(f"{n} {kind}" for kind, n in absent.items())
         return f"{counts} did not join within {self.shape.deadlines.join:g} s"
 
-    def _fail_command(self, member: str, failed: Failed) -> list[Action]:
-        if failed.command_id not in self.outstanding:
-            return []
-        what = failed.error if failed.expected else f"{failed.error}\n{failed.traceback}"
-        return self._fail(CommandFailed(member, failed.phase, what))
-
     def _fail(self, error: ServiceError) -> list[Action]:
         self._enter(Phase.FINISHED)
-        self.outstanding.clear()
+        self.orders.outstanding.clear()
         return [Finish(outcome="failed", error=error)]
 
     def _finish(self, outcome: Literal["finished", "interrupted"]) -> list[Action]:
         self._enter(Phase.FINISHED)
-        self.outstanding.clear()
+        self.orders.outstanding.clear()
         return [Finish(outcome=outcome)]
 
     # --- bookkeeping -------------------------------------------------------------------------------------------------
+
+    @property
+    def _now(self) -> float:
+        return self.orders.now
 
     def _all(self, kind: ServiceKind) -> list[str]:
         """Members of a kind, in the order of their index."""
@@ -541,6 +367,9 @@ class SynchronousPlan:
 
     def _everyone_is_here(self) -> bool:
         return all(len(self._all(kind)) >= n for kind, n in self.shape.expected.items())
+
+    def _is_over(self) -> bool:
+        return self.phase is Phase.FINISHED
 
     def _has_engines(self) -> bool:
         return self.shape.algorithm != "sft"
@@ -561,10 +390,6 @@ class SynchronousPlan:
         deadlines = self.shape.deadlines
         allowed: dict[Phase, float] = {
             Phase.BUILDING: deadlines.build,
-            Phase.PLANNING: deadlines.build,
-            Phase.INSTALLING: deadlines.build,
-            Phase.REFITTING: deadlines.refit,
-            Phase.COMMITTING: deadlines.refit,
             Phase.GENERATING: deadlines.generate,
             Phase.TRAINING: deadlines.train,
             Phase.VALIDATING: deadlines.generate if self._has_engines() else deadlines.evaluate,
@@ -573,24 +398,23 @@ class SynchronousPlan:
         return allowed[self.phase]
 
     def _promise(self, member: str) -> Promise:
-        """Open an outstanding order for `member`."""
-        command_id = self._next_command_id
-        self._next_command_id += 1
-        allowed_s = self._allowed_s()
-        self.outstanding[command_id] = Outstanding(
-            member=member, phase=self.phase, deadline=self._now + allowed_s, allowed_s=allowed_s
-        )
-        return Promise(command_id=command_id, deadline_s=allowed_s)
+        return self.orders.promise(member, self.phase, self._allowed_s())
 
     def _dispatch_prompts(self, purpose: Purpose, num_groups: int) -> list[Action]:
         """Deal the groups to the engines like cards: the same run deals the same hands."""
         engines = self._all("rollout")
         hands = {engine: tuple(range(i, num_groups, len(engines))) for i, engine in enumerate(engines)}
-        return [
-            DispatchPrompts(member=engine, step=self.step, purpose=purpose, groups=groups, **self._promise(engine))
-            for engine, groups in hands.items()
-            if groups
-        ]
+        self._hands = {engine: groups for engine, groups in hands.items() if groups}
+        return [self._prompts(engine, purpose) for engine in self._hands]
+
+    def _prompts(self, engine: str, purpose: Purpose) -> Action:
+        return DispatchPrompts(
+            member=engine,
+            step=self.step,
+            purpose=purpose,
+            groups=self._hands[engine],
+            **self._promise(engine),
+        )
 
     def _dispatch_batches(self, purpose: Purpose) -> list[Action]:
         return [
@@ -603,7 +427,6 @@ _BREAKDOWN: dict[Phase, str] = {
     Phase.GENERATING: "generation",
     Phase.TRAINING: "training",
     Phase.REFITTING: "refit",
-    Phase.COMMITTING: "refit",
     Phase.VALIDATING: "validation",
     Phase.SAVING: "checkpointing",
 }

@@ -13,9 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from tandem.common.config import Config
+from tandem.coordinator.decisions import RunShape
 from tandem.coordinator.journal import StepRecord
 from tandem.coordinator.members import Registry
-from tandem.coordinator.plan import RunShape, SynchronousPlan
+from tandem.coordinator.plan import SynchronousPlan
 
 _BARS = "▁▂▃▄▅▆▇█"
 _SPARKLINE_WIDTH = 60

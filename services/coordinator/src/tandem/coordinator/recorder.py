@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from tandem.common.config import Config, config_to_json
 from tandem.common.telemetry import MetricWriters
 from tandem.coordinator.checkpoints import CheckpointFolder, CheckpointRecord
+from tandem.coordinator.decisions import CommitStep, RecordRefit
 from tandem.coordinator.journal import Journal, RefitRecord, StepRecord
-from tandem.coordinator.ledger import StepLedger
+from tandem.coordinator.ledger import RefitLedger, StepLedger
 from tandem.coordinator.members import Registry
-from tandem.coordinator.plan import CommitStep, SynchronousPlan
+from tandem.coordinator.plan import SynchronousPlan
 from tandem.coordinator.progress import Progress
 
 
@@ -68,16 +69,23 @@ class Recorder:
             seconds=seconds,
             checkpoint=self._published.get(action.step, ""),
         )
-        if ledger.refits:
-            self._journal.record_refit(
-                RefitRecord(
-                    step=action.step,
-                    version=action.version,
-                    seconds=seconds.get("refit", 0.0),
-                    num_bytes=sum(refit.num_bytes for refit in ledger.refits.values()),
-                    digests={engine: refit.digest for engine, refit in ledger.refits.items()},
-                )
-            )
         record = self._journal.commit_step(record)
         self._writers.write(record.step, record.metrics, record.seconds)
         self._progress.commit(record)
+
+    def record_refit(self, action: RecordRefit, ledger: RefitLedger) -> None:
+        """Write to the journal that a version has reached engines, and is attested."""
+        for engine, why in action.quarantined.items():
+            self.note(f"{engine} was quarantined and refitted to version {action.version}: {why}")
+        self._journal.record_refit(
+            RefitRecord(
+                version=action.version,
+                engines=action.engines,
+                num_bytes=ledger.num_bytes,
+                seconds={**action.seconds, **ledger.seconds},
+                predicted_s=action.predicted_s,
+                bound_s=action.bound_s,
+                digest=action.digest,
+                quarantined=action.quarantined,
+            )
+        )

@@ -26,13 +26,14 @@ from tandem.common.telemetry import MetricWriters, TensorBoardWriter, WandbRun, 
 from tandem.common.tokenizer import load_tokenizer, write_new_model
 from tandem.coordinator.algorithms import make_feed
 from tandem.coordinator.checkpoints import CheckpointFolder
+from tandem.coordinator.decisions import Finish
 from tandem.coordinator.feed import Feed
 from tandem.coordinator.journal import Journal, read_journal
 from tandem.coordinator.journal_file import JOURNAL_NAME, new_run_id, refuse_journal
 from tandem.coordinator.launch import LocalProcesses, make_importable
 from tandem.coordinator.loop import Loop
 from tandem.coordinator.members import Pulse, Registry
-from tandem.coordinator.plan import Finish, SynchronousPlan
+from tandem.coordinator.plan import SynchronousPlan
 from tandem.coordinator.progress import Progress
 from tandem.coordinator.recorder import Recorder
 from tandem.coordinator.shape import KINDS, expected_processes, launched_processes, run_shape
@@ -228,7 +229,7 @@ def _launch(config: Config, processes: LocalProcesses, registry: Registry) -> No
     """Start what the coordinator launches itself; heavy imports of all of them overlap."""
     for kind, count in launched_processes(config).items():
         for index in range(count):
-            registry.reserve(processes.start(kind, index, {}), f"{kind}-{index}")
+            registry.reserve(processes.start(kind, index))
 
 
 def _who_runs_where(config: Config, address: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tandem.common.batch import SampleArrays
 from tandem.common.messages import Purpose, SampleScored, SamplesFinished
 from tandem.common.wire import Arrays
@@ -31,6 +33,11 @@ class SampleStore:
         kept = self._parts[(step, purpose)]
         ordered = [kept[key] for key in sorted(kept)]
         return [sample for sample, _ in ordered], SampleArrays.concatenate([arrays for _, arrays in ordered])
+
+    def discard(self, step: int, purpose: Purpose, groups: Sequence[int]) -> None:
+        """Forget the samples of these groups, which will be made again."""
+        kept = self._parts.get((step, purpose), {})
+        self._parts[(step, purpose)] = {key: part for key, part in kept.items() if key[0] not in groups}
 
     def drop(self, step: int, purpose: Purpose) -> None:
         """Forget the samples of a step that is done, or abandoned."""

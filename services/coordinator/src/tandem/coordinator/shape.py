@@ -6,7 +6,7 @@ from typing import Literal
 
 from tandem.common.config import Config
 from tandem.common.messages import ServiceKind
-from tandem.coordinator.plan import Deadlines, RunShape
+from tandem.coordinator.decisions import Deadlines, RunShape
 
 KINDS: tuple[ServiceKind, ...] = ("refit", "trainer", "rollout")
 
@@ -55,6 +55,8 @@ def run_shape(
         checkpoint_folder=checkpoint_folder,
         # In synchronous mode no engine generates while a trainer steps.
         allow_alias=config.refit.alias == "auto",
+        is_verified=config.refit.verify != "off",
+        max_replacements=config.cluster.max_replacements,
         deadlines=Deadlines(
             join=deadlines.join_s,
             build=deadlines.build_s,

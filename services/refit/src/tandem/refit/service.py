@@ -9,20 +9,39 @@ from __future__ import annotations
 import time
 from typing import assert_never
 
+import msgspec
+
 from tandem.common.errors import RefitError
-from tandem.common.messages import CommitVersion, PlanTransfers, RefitOrder, TransfersPlanned, VersionCommitted
+from tandem.common.messages import (
+    CommitVersion,
+    PlannedMesh,
+    PlanTransfers,
+    RefitOrder,
+    TransfersPlanned,
+    VersionCommitted,
+)
 from tandem.common.service import Member
 from tandem.common.wire import Arrays
-from tandem.refit import digest, layout, planner, program
+from tandem.refit import layout, planner, program
+from tandem.refit.cost import Rates, cost
+from tandem.refit.digests import comparison
+from tandem.refit.digests.comparison import Digests, Verdict
+from tandem.refit.layout import Layout
 
 
 class RefitService:
-    """One node's weight plane."""
+    """The run's weight plane."""
 
     def __init__(self, member: Member) -> None:
         self._member = member
+        self._verify = member.config.refit.verify
+        self._rates = Rates.from_gigabytes(**msgspec.structs.asdict(member.config.cluster.links))
+        self._sources: dict[str, Layout] = {}
+        self._destinations: dict[str, Layout] = {}
         self.version: int | None = None
-        """The current version: the newest that every engine holds whole."""
+        """The current version: the newest that an engine was found to hold whole."""
+        self._source_digests: dict[str, Digests] = {}
+        """Of `version`."""
 
     def handle(self, order: RefitOrder, arrays: Arrays) -> None:
         """Carry out one order."""
@@ -45,27 +64,52 @@ class RefitService:
 
     def _plan(self, order: PlanTransfers) -> None:
         started = time.perf_counter()
-        plan = planner.plan(
-            {name: layout.decode(encoded) for name, encoded in order.sources.items()},
-            {name: layout.decode(encoded) for name, encoded in order.destinations.items()},
-            allow_alias=order.allow_alias,
-        )
+        self._sources = {name: layout.decode(encoded) for name, encoded in order.sources.items()}
+        self._destinations = {name: layout.decode(encoded) for name, encoded in order.destinations.items()}
+        plan = planner.plan(self._sources, self._destinations, allow_alias=order.allow_alias)
+        predicted = cost(plan.links, {**self._sources, **self._destinations}, len(self._sources), self._rates)
+        num_bytes: dict[str, int] = {}
+        for link in plan.links:
+            name = f"{link.source}>{link.destination}"
+            num_bytes[name] = num_bytes.get(name, 0) + link.num_bytes
         reply = TransfersPlanned(
             command_id=order.command_id,
-            programs={engine: program.encode(p) for engine, p in plan.programs.items()},
-            num_bytes=plan.num_bytes,
+            programs={member: program.encode(made) for member, made in plan.programs.items()},
+            senders=tuple(member for member, made in plan.programs.items() if made.sends),
+            meshes=tuple(PlannedMesh(name=mesh.name, members=mesh.members) for mesh in plan.meshes),
+            num_bytes=num_bytes,
+            predicted_s=predicted.seconds,
+            bound_s=predicted.bound_s,
             seconds=time.perf_counter() - started,
         )
         self._member.reply(order.command_id, reply)
 
     def _commit(self, order: CommitVersion) -> None:
-        """Make the version current if every engine computes with exactly what the trainer meant to send."""
-        sent = digest.combine(*order.sources.values())
-        for engine, held in order.destinations.items():
-            if held != sent:
-                raise RefitError(
-                    f"{engine} does not hold version {order.version}: the digest of its weights is {held:016x}, "
-                    f"the trainer's is {sent:016x}"
-                )
+        """Make the version current, and say which engines hold something else than the trainer meant to send."""
+        verdict = self._compare(order) if order.digests else Verdict((), 0)
         self.version = order.version
-        self._member.reply(order.command_id, VersionCommitted(command_id=order.command_id, version=order.version))
+        reply = VersionCommitted(
+            command_id=order.command_id,
+            version=order.version,
+            differing=verdict.differing,
+            digest=verdict.digest,
+        )
+        self._member.reply(order.command_id, reply)
+
+    def _compare(self, order: CommitVersion) -> Verdict:
+        digests = {member: comparison.from_bytes(encoded) for member, encoded in order.digests.items()}
+        sources = {member: digests[member] for member in self._sources}
+        # Samples of two versions are of different elements, and differ in any case.
+        if self._verify == "full" and order.version != self.version:
+            if order.has_update and comparison.unchanged(self._source_digests, sources):
+                raise RefitError(
+                    f"the optimizer has stepped, but no weight has changed since version {self.version}: what engines "
+                    "are given is not what is trained, or the learning rate is too small for policy.precision"
+                )
+            self._source_digests = sources
+        engines = {
+            engine: {engine: (held, digests[engine])}
+            for engine, held in self._destinations.items()
+            if engine in digests
+        }
+        return comparison.compare({member: (self._sources[member], sources[member]) for member in sources}, engines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Literal, Protocol
 
 import msgspec
@@ -9,9 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.common.messages import SamplingParameters
+from tandem.refit.digests.task import DigestTask, Sampling
 from tandem.refit.layout import Layout
 from tandem.refit.program import TransferProgram
 from tandem.refit.transports import BoundProgram
+from tandem.refit.transports.stream import Group
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,20 +83,28 @@ class Engine(Protocol):
         """Describe the weights it wants, read from the live parameters."""
         ...
 
-    def install(self, program: TransferProgram) -> BoundProgram:
-        """Open the memory the program reads from and bind it to the parameters; again after a trainer restart."""
-        ...
+    def install(self, program: TransferProgram, groups: Mapping[str, Group]) -> BoundProgram:
+        """Bind a program to the parameters, in place of the one before it. The engine holds no version until `apply`.
 
-    def apply(self, version: int) -> int:
-        """Run the installed program and hold `version`; return the bytes moved.
-
-        The engine is torn from the first byte to the last: if this raises, `version` is None until a later `apply`
-        succeeds. Raises `RefitError`.
+        `groups` are looked up, by name of the mesh, whenever the program runs. Raises `RefitError`.
         """
         ...
 
-    def digest(self) -> int:
-        """Return the layout-independent digest of the weights it computes with (`tandem.refit.digest`)."""
+    def apply(self, version: int, deadline_s: float, only: Collection[str] = ()) -> dict[str, int]:
+        """Run the installed program and hold `version`; return the bytes on each link.
+
+        `only` are the engines to bring to `version`, all if there are none; if it is not one of them, it does no more
+        than pass its weights on. Otherwise it is torn from the first byte to the last: if this raises, `version` is
+        None until a later `apply` succeeds. Raises `RefitError`.
+        """
+        ...
+
+    def digest_task(self, sampling: Sampling | None) -> DigestTask:
+        """Return a task that digests the weights it computes with (`tandem.refit.digests.task`), beside other work."""
+        ...
+
+    def misquantised(self) -> tuple[str, ...]:
+        """Return the tensors held that are not the quantisation of what was received."""
         ...
 
     def sleep(self) -> None:

@@ -16,15 +16,15 @@ import numpy as np
 
 from tandem.common.batch import SampleArrays
 from tandem.common.messages import (
+    Attest,
     BuildEngine,
+    ConnectMesh,
     EngineBuilt,
     Generate,
     Generated,
     InstallProgram,
-    ProgramInstalled,
     PromptGroup,
     Refit,
-    Refitted,
     RolloutOrder,
     SampleScored,
     SamplesFinished,
@@ -33,12 +33,15 @@ from tandem.common.service import Member
 from tandem.common.threads import limit_threads
 from tandem.common.tokenizer import Tokenizer, load_tokenizer
 from tandem.common.wire import Arrays
-from tandem.refit import layout, program
+from tandem.refit import layout
+from tandem.refit.endpoint import Endpoint
 from tandem.rollout.engine import Completion, Engine, Request
 from tandem.rollout.engines.transformers import TransformersEngine
 from tandem.rollout.environments import Score, Scorer
 
 _REWARD_POLL_S = 0.001
+_DIGEST_SHARE = 0.25
+"""Of the time between tokens that goes into attesting the version they are made with."""
 
 
 class Generation:
@@ -76,6 +79,7 @@ class RolloutService:
         self._member = member
         self._config = member.config
         self._engine: Engine | None = None
+        self._endpoint: Endpoint | None = None
         self._scorer: Scorer | None = None
         self._tokenizer: Tokenizer | None = None
         self._generation: Generation | None = None
@@ -86,34 +90,38 @@ class RolloutService:
             case BuildEngine():
                 with self._member.phase("building the engine"):
                     self._build(order)
-            case InstallProgram():
-                with self._member.phase("installing the transfer program"):
-                    self._install(order)
             case Refit():
-                with self._member.phase(f"refitting to version {order.version}"):
-                    self._refit(order)
+                if not order.only or self._member.name in order.only:
+                    self._abandon_generation()
+                self._plane().handle(order)
+            case InstallProgram() | ConnectMesh() | Attest():
+                self._plane().handle(order)
             case Generate():
                 self._start(order)
             case other:
                 assert_never(other)
 
     def work(self) -> bool:
-        """Advance the generation in progress by one token and send what is scored."""
+        """Advance the generation in progress by one token, and the digest in progress by a share of that time."""
         generation = self._generation
         if generation is None:
-            return False
+            return self._endpoint is not None and self._endpoint.work()
+        started = time.perf_counter()
         try:
             with self._member.phase(f"generating step {generation.order.step}"):
                 self._advance(generation)
         except Exception as error:
             self._generation = None
             self._member.fail(generation.order.command_id, error)
-        return self._generation is not None
+        is_digesting = self._plane().work(_DIGEST_SHARE * (time.perf_counter() - started))
+        return self._generation is not None or is_digesting
 
     def close(self) -> None:
         """Release the engine and the environments."""
         if self._scorer is not None:
             self._scorer.close()
+        if self._endpoint is not None:
+            self._endpoint.close()
         if self._engine is not None:
             self._engine.close()
 
@@ -130,44 +138,37 @@ class RolloutService:
             max_total_sequence_length=self._config.policy.max_total_sequence_length,
             dtype=self._config.policy.precision,
         )
+        self._endpoint = Endpoint(self._member, self._engine)
         reply = EngineBuilt(command_id=order.command_id, layout=layout.encode(self._engine.layout()))
-        self._member.reply(order.command_id, reply)
-
-    def _install(self, order: InstallProgram) -> None:
-        bound = self._built().install(program.decode(order.program))
-        reply = ProgramInstalled(command_id=order.command_id, num_copies=bound.num_copies, num_bytes=bound.num_bytes)
-        self._member.reply(order.command_id, reply)
-
-    def _refit(self, order: Refit) -> None:
-        started = time.perf_counter()
-        num_bytes = self._built().apply(order.version)
-        seconds = time.perf_counter() - started
-        reply = Refitted(
-            command_id=order.command_id,
-            version=order.version,
-            num_bytes=num_bytes,
-            seconds=seconds,
-            digest=self._built().digest(),
-        )
         self._member.reply(order.command_id, reply)
 
     def _built(self) -> Engine:
         assert self._engine is not None, "the coordinator orders BuildEngine first"
         return self._engine
 
+    def _plane(self) -> Endpoint:
+        assert self._endpoint is not None, "the coordinator orders BuildEngine first"
+        return self._endpoint
+
     # --- generation --------------------------------------------------------------------------------------------------
 
     def _start(self, order: Generate) -> None:
         """Begin a generation, abandoning one that the coordinator no longer waits for."""
         engine = self._built()
-        if self._generation is not None:
-            for request_id in self._generation.requests:
-                engine.abort(request_id)
-            if self._scorer is not None:
-                self._scorer.reset()
+        self._abandon_generation()
         self._generation = Generation(order)
         for request_id in self._generation.requests:
             engine.add_request(self._generation.request(request_id))
+
+    def _abandon_generation(self) -> None:
+        """Stop a generation that the coordinator no longer waits for."""
+        if self._generation is None:
+            return
+        for request_id in self._generation.requests:
+            self._built().abort(request_id)
+        if self._scorer is not None:
+            self._scorer.reset()
+        self._generation = None
 
     def _advance(self, generation: Generation) -> None:
         engine, scorer, tokenizer = self._built(), self._scorer, self._tokenizer

@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 import msgspec
 import torch
 
-from tandem.refit.layout import Layout
+from tandem.refit.endpoint import Weights
 from tandem.trainer.packing import MicroBatch
 
 LossOfMicroBatch = Callable[[MicroBatch, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -59,12 +59,8 @@ class Backend(Protocol):
         """Add a float64 tensor over the data-parallel ranks."""
         ...
 
-    def layout(self) -> Layout:
-        """Describe the weights this rank holds, all of them in memory that the host's engines can open."""
-        ...
-
-    def digest(self) -> int:
-        """Return this rank's share of the layout-independent digest (replicas count once)."""
+    def weights(self) -> Weights:
+        """Return the weights this rank holds, all of them in memory that the host's engines can open."""
         ...
 
     def save(self, folder: Path) -> int:

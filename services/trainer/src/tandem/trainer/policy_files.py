@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from tandem.trainer.backends.shards import whole_of
 from tandem.trainer.models import decoder_layers
 
 _WHOLE = "model.safetensors"
@@ -35,12 +35,7 @@ def gathered(model: Any, parameters: Mapping[str, torch.Tensor]) -> Iterator[dic
         if name not in ignored:
             groups.setdefault(group, {})[name] = tensor
     for tensors in groups.values():
-        yield {name: _whole_tensor(tensor) for name, tensor in tensors.items()}
-
-
-def _whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
+        yield {name: whole_of(tensor).cpu() for name, tensor in tensors.items()}
 
 
 class Writer:

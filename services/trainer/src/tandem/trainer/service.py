@@ -18,11 +18,15 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tandem.common.batch import TrainingBatch
 from tandem.common.messages import (
+    Attest,
     BuildTrainer,
     CheckpointSaved,
+    ConnectMesh,
     Evaluate,
     Evaluated,
+    InstallProgram,
     OpenRendezvous,
+    Refit,
     RendezvousOpened,
     SaveCheckpoint,
     Train,
@@ -35,6 +39,7 @@ from tandem.common.service import Member
 from tandem.common.threads import limit_threads
 from tandem.common.wire import Arrays
 from tandem.refit import layout
+from tandem.refit.endpoint import Endpoint, Weights
 from tandem.trainer import step
 from tandem.trainer.backend import Backend
 from tandem.trainer.backends.dtensor import DTensorBackend
@@ -48,6 +53,8 @@ class TrainerService:
         self._config = member.config
         self._store: TCPStore | None = None
         self._backend: Backend | None = None
+        self._weights: Weights | None = None
+        self._endpoint: Endpoint | None = None
         self._version = 0
 
     def handle(self, order: TrainerOrder, arrays: Arrays) -> None:
@@ -67,6 +74,9 @@ class TrainerService:
                     metrics = step.evaluate(self._built(), TrainingBatch.from_frames(arrays), self._config)
                     reply = Evaluated(command_id=order.command_id, step=order.step, metrics=metrics)
                     self._member.reply(order.command_id, reply)
+            case InstallProgram() | ConnectMesh() | Refit() | Attest():
+                assert self._endpoint is not None, "the coordinator orders BuildTrainer first"
+                self._endpoint.handle(order)
             case SaveCheckpoint():
                 with self._member.phase(f"saving step {order.step}"):
                     num_bytes = self._built().save(Path(order.folder))
@@ -76,11 +86,15 @@ class TrainerService:
                 assert_never(other)
 
     def work(self) -> bool:
-        """There is nothing to do between orders."""
-        return False
+        """Go on attesting a version; the weights hold still until the next `Train`."""
+        return self._endpoint is not None and self._endpoint.work()
 
     def close(self) -> None:
-        """Leave the process group."""
+        """Leave the meshes and the process group."""
+        if self._endpoint is not None:
+            self._endpoint.close()
+        if self._weights is not None:
+            self._weights.close()
         if self._backend is not None:
             self._backend.close()
         if dist.is_initialized():
@@ -125,17 +139,20 @@ class TrainerService:
         )
         resume_from = Path(order.checkpoint) if order.checkpoint else None
         self._backend = DTensorBackend(self._config, checkpoint=resume_from)
+        self._weights = self._backend.weights()
+        self._endpoint = Endpoint(self._member, self._weights)
         self._version = order.version
         reply = TrainerBuilt(
             command_id=order.command_id,
             version=self._version,
             num_parameters=self._backend.num_parameters,
-            layout=layout.encode(self._backend.layout()),
-            digest=self._backend.digest(),
+            layout=layout.encode(self._weights.layout),
         )
         self._member.reply(order.command_id, reply)
 
     def _train(self, order: Train, batch: TrainingBatch) -> None:
+        assert self._endpoint is not None, "the coordinator orders BuildTrainer first"
+        self._endpoint.abandon_digest()
         result = step.train(self._built(), batch, self._config)
         self._version = order.step
         reply = Trained(
@@ -144,6 +161,6 @@ class TrainerService:
             version=self._version,
             metrics=result.metrics if self._member.index == 0 else {},
             seconds=result.seconds,
-            digest=self._built().digest(),
+            has_update=result.has_update,
         )
         self._member.reply(order.command_id, reply)

@@ -30,6 +30,8 @@ class TrainResult(msgspec.Struct, frozen=True, kw_only=True):
     """Means over the counted tokens of each global batch, then over the optimizer steps; equal on every rank."""
     seconds: dict[str, float]
     """Seconds on this rank by phase: ``policy_training``, ``logprobs``, ``reference_logprobs``."""
+    has_update: bool
+    """Whether an optimizer step had a gradient and a learning rate that are not zero."""
 
 
 def train(backend: Backend, batch: TrainingBatch, config: Config) -> TrainResult:
@@ -59,7 +61,8 @@ def train(backend: Backend, batch: TrainingBatch, config: Config) -> TrainResult
     # A batch has so many of these in all, and ends on this learning rate.
     metrics |= {name: sum(part[name] for part in parts) for name in ("num_valid_tokens", "num_valid_samples")}
     metrics["learning_rate"] = parts[-1]["learning_rate"]
-    return TrainResult(metrics=metrics, seconds=seconds)
+    has_update = any(part["grad_norm"] > 0 and part["learning_rate"] > 0 for part in parts)
+    return TrainResult(metrics=metrics, seconds=seconds, has_update=has_update)
 
 
 def evaluate(backend: Backend, batch: TrainingBatch, config: Config) -> dict[str, float]:

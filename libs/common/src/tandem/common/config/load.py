@@ -32,28 +32,28 @@ RESOLVERS: dict[str, Callable[[Any, Any], Any]] = {
 """What ``${name:a,b}`` computes, as in NeMo-RL."""
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+def load_config(path: str | Path, overrides: Sequence[str] = (), *, to_run: bool = True) -> Config:
     """Read a configuration file with ``key=value`` overrides.
 
     Inheritance (``defaults:``), interpolation (``${...}``) and overrides work as in NeMo-RL; ``docs/configuration.md``
-    describes them. Raises `ConfigError`, one line that begins with the file (or ``command line``) and the key, and
-    `NotSupportedYet` where something is switched on that is not built.
+    describes them. Raises `ConfigError`, one line that begins with the file (or ``command line``) and the key, and,
+    if it is `to_run`, `NotSupportedYet` where something is switched on that is not built.
     """
-    return _build(read_layers(Path(path), overrides))
+    return _build(read_layers(Path(path), overrides), to_run=to_run)
 
 
 def build_config(settings: Mapping[str, Any], source: str = "configuration") -> Config:
     """Make a configuration from a mapping as `load_config` makes it from a file; errors begin with `source`."""
     plain = dict(settings)
-    return _build(Layers(main=source, layers=(Layer(source=source, settings=plain),), merged=plain))
+    return _build(Layers(main=source, layers=(Layer(source=source, settings=plain),), merged=plain), to_run=True)
 
 
-def _build(layers: Layers) -> Config:
+def _build(layers: Layers, *, to_run: bool) -> Config:
     try:
         tree = conform(fill(_interpolated(layers.merged)), config_type(), "")
         config = msgspec.convert(tree, Config)
         unsupported = refusal(config)
-        if unsupported:
+        if unsupported and to_run:
             raise NotSupportedYet(f"{layers.main}: {unsupported}")
         first_problem(config)
     except Invalid as problem:

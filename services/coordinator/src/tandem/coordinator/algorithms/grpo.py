@@ -80,6 +80,10 @@ class GrpoFeed:
         """Keep finished samples."""
         self._store.add(finished, arrays)
 
+    def discard_samples(self, step: int, purpose: Purpose, groups: Sequence[int]) -> None:
+        """Forget the samples of these groups."""
+        self._store.discard(step, purpose, groups)
+
     def batch(self, step: int, purpose: Purpose) -> tuple[TrainingBatch, dict[str, float]]:
         """Return the training batch of `step` and the metrics of its samples."""
         assert purpose == "train", "GRPO validates by generating"

@@ -51,6 +51,10 @@ class SftFeed:
         """Fail: SFT draws no samples."""
         raise AssertionError("SFT generates nothing")
 
+    def discard_samples(self, step: int, purpose: Purpose, groups: Sequence[int]) -> Never:
+        """Fail: SFT draws no samples."""
+        raise AssertionError("SFT generates nothing")
+
     def batch(self, step: int, purpose: Purpose) -> tuple[TrainingBatch, dict[str, float]]:
         """Return the training batch of `step`, or the whole validation set."""
         if purpose == "validate":

@@ -11,7 +11,8 @@ import transformers
 from transformers.initialization import no_init_weights
 
 from tandem.common.errors import ModelError
-from tandem.refit.layout import Box, Layout, Piece, PrivateMemory, Storage, TensorLayout
+from tandem.refit.endpoint import Weights, device_name
+from tandem.refit.layout import LayoutBuilder, whole
 from tandem.rollout.engines.attention import ATTENTION_NAME
 
 _UNSTABLE_ROPE = ("dynamic", "longrope")
@@ -63,14 +64,13 @@ def _refuse_unsupported(config: Any, max_length: int) -> None:
         raise ModelError(f"the embedded engine cannot run {name}: its attention caps its logits")
 
 
-def layout_of(model: torch.nn.Module) -> Layout:
+def weights_of(model: torch.nn.Module) -> Weights:
     """Describe a model's live parameters, each one full box in a private storage of its own. Tied ones appear once."""
-    tensors: dict[str, TensorLayout] = {}
-    storages: dict[str, Storage] = {}
-    for name, parameter in model.named_parameters():
-        shape = tuple(parameter.shape)
-        strides = tuple(stride * parameter.element_size() for stride in parameter.stride())
-        piece = Piece(box=Box(start=(0,) * len(shape), shape=shape), parameter=name, offset=0, strides=strides)
-        tensors[name] = TensorLayout(shape=shape, dtype=str(parameter.dtype).removeprefix("torch."), pieces=(piece,))
-        storages[name] = Storage(num_bytes=parameter.numel() * parameter.element_size(), address=PrivateMemory())
-    return Layout(host=socket.gethostname(), tensors=tensors, storages=storages)
+    parameters = dict(model.named_parameters())
+    builder = LayoutBuilder(socket.gethostname(), device_name(next(iter(parameters.values())).device))
+    for name, parameter in parameters.items():
+        size = parameter.element_size()
+        index = builder.tensor(name, parameter.shape, str(parameter.dtype).removeprefix("torch."))
+        storage = builder.storage(name, parameter.numel() * size)
+        builder.add(index, whole(parameter.shape), storage, 0, [stride * size for stride in parameter.stride()])
+    return Weights(builder.build(), parameters)

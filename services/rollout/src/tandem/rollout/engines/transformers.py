@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -13,14 +13,15 @@ import torch
 from numpy.typing import NDArray
 
 from tandem.common.errors import DataError, ModelError, RefitError
-from tandem.refit.digest import combine, digest_box
-from tandem.refit.layout import Box, Layout
+from tandem.refit.digests.task import DigestTask, Sampling
+from tandem.refit.layout import Layout
 from tandem.refit.program import TransferProgram
-from tandem.refit.transports import BoundProgram, shm
+from tandem.refit.transports import BoundProgram
+from tandem.refit.transports.stream import Group
 from tandem.rollout.engine import Completion, Request
 from tandem.rollout.engines.attention import KeyValueCache, Prompt, Step
 from tandem.rollout.engines.sampling import draw, uniforms
-from tandem.rollout.engines.skeleton import layout_of, load_skeleton
+from tandem.rollout.engines.skeleton import load_skeleton, weights_of
 from tandem.rollout.engines.slots import Sequence, Slots
 from tandem.rollout.engines.stopping import StopStrings, load_detokenizer
 
@@ -58,7 +59,9 @@ class TransformersEngine:
         self._slots = Slots(num_slots, max_total_sequence_length)
         self._queue: deque[Sequence] = deque()
         self._num_arrived = 0
-        self._program: BoundProgram | None = None
+        self._weights = weights_of(self._model)
+        self._member = ""
+        """Its name in the run, once a program is installed."""
         self._aliased: set[str] = set()
         """Parameters that the installed program has re-pointed at the trainer's memory."""
         self._version: int | None = None
@@ -157,52 +160,44 @@ class TransformersEngine:
 
     def layout(self) -> Layout:
         """Describe the weights it wants, read from the live parameters."""
-        return layout_of(self._model)
+        return self._weights.layout
 
-    def install(self, program: TransferProgram) -> BoundProgram:
-        """Open the memory the program reads from and bind it to the parameters. Called again after a trainer restart.
+    def install(self, program: TransferProgram, groups: Mapping[str, Group]) -> BoundProgram:
+        """Bind a program to the parameters, in place of the one before it. The engine holds no version until `apply`.
 
-        The engine holds no version until the next `apply`. Raises `RefitError`.
+        Raises `RefitError`.
         """
         self._version = None
         parameters = self.parameters()
-        aliased = {alias.destination for alias in program.aliases}
+        aliased = {name for t in program.receives if t.transport == "alias" for name in t.destination_storages}
         for name in self._aliased - aliased:
             # It still lies in the trainer's memory, which cannot be written: a copy into it would fault.
             parameters[name].data = torch.empty_like(parameters[name])
         self._aliased = aliased
-        bound = shm.bind(program, parameters)
-        self.use(bound)
-        return bound
+        self._member = program.member
+        return self._weights.install(program, groups)
 
-    def use(self, program: BoundProgram) -> None:
-        """Take a program that is bound to `parameters` already; closes the one before it."""
-        self._version = None
-        if self._program is not None:
-            self._program.close()
-        self._program = program
-
-    def apply(self, version: int) -> int:
-        """Run the installed program and hold `version`; return the bytes moved.
+    def apply(self, version: int, deadline_s: float, only: Collection[str] = ()) -> dict[str, int]:
+        """Run the installed program and hold `version`; return the bytes on each link.
 
         Requests that run go on with their caches; their tokens carry the new version from here on. If this raises
-        `RefitError`, `version` is None until a later `apply` succeeds.
+        `RefitError`, `version` is None until a later `apply` succeeds. If it is not among `only`, it does no more than
+        pass its weights on.
         """
-        if self._program is None:
-            raise RefitError("no transfer program is installed")
+        if only and self._member not in only:
+            return self._weights.apply(version, deadline_s, only)
         self._version = None
-        num_bytes = self._program.run()
+        num_bytes = self._weights.apply(version, deadline_s, only)
         self._version = version
         return num_bytes
 
-    def digest(self) -> int:
-        """Return the layout-independent digest of the weights it computes with (`tandem.refit.digest`)."""
-        return combine(
-            *(
-                digest_box(name, tuple(parameter.shape), Box((0,) * parameter.dim(), tuple(parameter.shape)), parameter)
-                for name, parameter in self.parameters().items()
-            )
-        )
+    def digest_task(self, sampling: Sampling | None) -> DigestTask:
+        """Return a task that digests the weights it computes with."""
+        return self._weights.digest_task(sampling)
+
+    def misquantised(self) -> tuple[str, ...]:
+        """Return the tensors held that are not the quantisation of what was received."""
+        return self._weights.misquantised()
 
     def sleep(self) -> None:
         """Release the key-value cache. Refuses while requests run."""
@@ -218,9 +213,7 @@ class TransformersEngine:
     def close(self) -> None:
         """Release everything."""
         self._version = None
-        if self._program is not None:
-            self._program.close()
-            self._program = None
+        self._weights.close()
         self._queue.clear()
         self._cache.release()
 

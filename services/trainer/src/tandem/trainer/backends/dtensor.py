@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from tandem.common.config import Config
 from tandem.common.errors import CheckpointError, ModelError, TrainingError
-from tandem.refit.layout import Layout
+from tandem.refit.endpoint import Weights
 from tandem.trainer import checkpoints
 from tandem.trainer.attention import ATTENTION_NAME, prepare_to_share
 from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep, WhichModel
@@ -107,13 +107,9 @@ class DTensorBackend:
         dist.all_reduce(total)
         return total
 
-    def layout(self) -> Layout:
-        """Describe the shards this rank holds."""
-        return shards.layout_of(self._parameters)
-
-    def digest(self) -> int:
-        """Return this rank's share of the digest of the weights in the precision engines hold them in."""
-        return shards.digest_of(self._parameters, self._dtype)
+    def weights(self) -> Weights:
+        """Return the shards this rank holds: the memory that it trains in."""
+        return shards.weights_of(self._parameters)
 
     def save(self, folder: Path) -> int:
         """Write ``policy/`` in float32 and ``optimizer/``; return the bytes written here.

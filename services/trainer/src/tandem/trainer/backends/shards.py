@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from tandem.common.errors import ModelError
-from tandem.refit import digest
-from tandem.refit.layout import Address, Box, Layout, Piece, PrivateMemory, Storage, TensorLayout
-from tandem.refit.transports import shm
+from tandem.refit.endpoint import Weights, device_name
+from tandem.refit.layout import Address, Box, LayoutBuilder
+from tandem.refit.transports import cuda_ipc, shm
 
 _SHARED_MEMORY = "/dev/shm"
 _SPARE_DESCRIPTORS = 256
@@ -60,34 +60,26 @@ def share(parameters: Mapping[str, torch.Tensor]) -> None:
         shm.share(local)
 
 
-def layout_of(parameters: Mapping[str, torch.Tensor]) -> Layout:
-    """Describe this rank's shards. After `share`."""
-    tensors: dict[str, TensorLayout] = {}
-    storages: dict[str, Storage] = {}
+def weights_of(parameters: Mapping[str, torch.Tensor]) -> Weights:
+    """Describe this rank's shards, in the memory they lie in. After `share`."""
+    devices = {local_of(parameter).device for parameter in parameters.values()}
+    builder = LayoutBuilder(socket.gethostname(), device_name(devices.pop()))
+    storages: dict[str, torch.Tensor] = {}
     for name, parameter in parameters.items():
         local, box = local_of(parameter), box_of(parameter)
-        pieces: tuple[Piece, ...] = ()
+        index = builder.tensor(name, parameter.shape, str(local.dtype).removeprefix("torch."))
         if box.num_elements:
             size = local.element_size()
-            strides = tuple(stride * size for stride in local.stride())
-            pieces = (Piece(box=box, parameter=name, offset=int(local.storage_offset()) * size, strides=strides),)
-            storages[name] = Storage(num_bytes=local.untyped_storage().nbytes(), address=_address(local))
-        dtype = str(local.dtype).removeprefix("torch.")
-        tensors[name] = TensorLayout(shape=tuple(parameter.shape), dtype=dtype, pieces=pieces)
-    return Layout(host=socket.gethostname(), tensors=tensors, storages=storages)
-
-
-def digest_of(parameters: Mapping[str, torch.Tensor], dtype: torch.dtype) -> int:
-    """Return the digest share of this rank's shards, rounded to the element type that engines hold."""
-    shares = [
-        digest.digest_box(name, tuple(parameter.shape), box_of(parameter), local_of(parameter).to(dtype))
-        for name, parameter in parameters.items()
-    ]
-    return digest.combine(*shares)
+            strides = [stride * size for stride in local.stride()]
+            memory = local.untyped_storage()
+            storage = builder.storage(name, memory.nbytes(), _address(local))
+            builder.add(index, box, storage, int(local.storage_offset()) * size, strides)
+            storages[name] = torch.empty(0, dtype=local.dtype, device=local.device).set_(memory)
+    return Weights(builder.build(), storages)
 
 
 def _address(local: torch.Tensor) -> Address:
-    return shm.share(local) if local.device.type == "cpu" else PrivateMemory()
+    return shm.share(local) if local.device.type == "cpu" else cuda_ipc.share(local)
 
 
 def _allow_open_files(count: int) -> None:

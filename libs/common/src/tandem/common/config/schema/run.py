@@ -119,6 +119,22 @@ class Deadlines(Section, frozen=True, kw_only=True):
     """New. For the loss of one validation batch."""
 
 
+class LinkRates(Section, frozen=True, kw_only=True):
+    """How fast bytes move, in GB/s (10^9 bytes); what `coordinator plan` predicts with. Nothing else depends on it.
+
+    Measure yours: one process copying memory, ``nccl-tests``' ``sendrecv`` within a node and between two.
+    """
+
+    memory: PositiveFloat = 5.0
+    """New. One process copying from another's memory on the same host."""
+    same_gpu: PositiveFloat = 1500.0
+    """New. Copying within a GPU's memory: bytes copied, each of which is read and written."""
+    peer_gpu: PositiveFloat = 350.0
+    """New. Between two GPUs of a node, in each direction of each GPU."""
+    network: PositiveFloat = 45.0
+    """New. Between nodes, in each direction of each process: one 400 Gb/s card for each GPU."""
+
+
 class Cluster(Section, frozen=True, kw_only=True):
     """Which processes the run has, and where."""
 
@@ -141,6 +157,9 @@ class Cluster(Section, frozen=True, kw_only=True):
     """New. Seconds between signs of life, in both directions."""
     heartbeat_timeout_s: PositiveFloat = 15.0
     """New. Seconds of silence after which a process counts as lost."""
+    max_replacements: NonNegativeInt = 3
+    """New. How often each rollout process may be lost and replaced by a new one before the run fails."""
+    links: LinkRates = LinkRates()
     deadlines: Deadlines = Deadlines()
 
 
@@ -150,3 +169,7 @@ class Refit(Section, frozen=True, kw_only=True):
     alias: Literal["auto", "never"] = "auto"
     """New. auto: an engine reads the trainer's memory in place where layout and element type agree and the two never
     run at once. never: it always copies."""
+    verify: Literal["off", "sampled", "full"] = "full"
+    """New. Whether digests of what engines hold are compared with the trainer's before samples of a version are trained
+    on. They are computed beside generation. full: of every element. sampled: of a part that changes from version to
+    version. off: not at all."""

@@ -1,0 +1,228 @@
+"""A process's end of the weight plane: what trainers and engines do alike when they are given its orders.
+
+It consumes `PlaneOrder`s and produces their replies. A refit is done when it is ordered; digests are computed a slice
+at a time in `work`, so that they hold nothing up. It waits only for the other ends of streams, within the order's
+deadline.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Collection, Mapping
+from typing import Literal, Protocol, assert_never
+
+import torch
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from tandem.common.errors import RefitError
+from tandem.common.messages import (
+    Attest,
+    Attested,
+    ConnectMesh,
+    InstallProgram,
+    MeshConnected,
+    PlaneOrder,
+    ProgramInstalled,
+    Refit,
+    Refitted,
+)
+from tandem.common.service import Member
+from tandem.refit import program
+from tandem.refit.digests import comparison
+from tandem.refit.digests.task import DigestTask, Sampling
+from tandem.refit.layout import Layout
+from tandem.refit.program import Mesh, TransferProgram
+from tandem.refit.transports import BoundProgram, bind, cuda_ipc, stream
+
+Verify = Literal["off", "sampled", "full"]
+_SAMPLED_ONE_IN = 16
+"""``refit.verify: sampled`` digests about this part of the rows of each version."""
+_SLICE_S = 0.02
+
+
+def device_name(device: torch.device) -> str:
+    """Return what a layout calls a device."""
+    return "cpu" if device.type == "cpu" else cuda_ipc.device_uuid(device)
+
+
+class Holder(Protocol):
+    """Something whose weights take part in refits: a trainer's backend or an engine."""
+
+    def install(self, program: TransferProgram, groups: Mapping[str, stream.Group]) -> BoundProgram:
+        """Bind a program to the weights. `groups` are looked up, by name of the mesh, whenever the program runs."""
+        ...
+
+    def apply(self, version: int, deadline_s: float, only: Collection[str]) -> dict[str, int]:
+        """Run the program: receive `version`, or send it; return the bytes on each link. Raises `RefitError`.
+
+        `only` are the destinations to serve; all if there are none.
+        """
+        ...
+
+    def digest_task(self, sampling: Sampling | None) -> DigestTask:
+        """Return a task that digests the weights held, which must hold still until it is done. Raises `RefitError`."""
+        ...
+
+    def misquantised(self) -> tuple[str, ...]:
+        """Return the tensors held that are not the quantisation of what was received."""
+        ...
+
+
+class Weights:
+    """A `Holder` of plain memory: a layout, and the live tensors that it describes by storage name."""
+
+    def __init__(self, layout: Layout, storages: Mapping[str, torch.Tensor]) -> None:
+        self.layout = layout
+        self.storages = storages
+        self._program: TransferProgram | None = None
+        self._bound: BoundProgram | None = None
+
+    def install(self, program: TransferProgram, groups: Mapping[str, stream.Group]) -> BoundProgram:
+        """Bind a program, in place of the one before it."""
+        self.close()
+        self._bound = bind(program, self.storages, groups)
+        self._program = program
+        return self._bound
+
+    def apply(self, version: int, deadline_s: float, only: Collection[str]) -> dict[str, int]:
+        """Run the program."""
+        if self._bound is None:
+            raise RefitError("no transfer program is installed")
+        return self._bound.run(deadline_s, only or None)
+
+    def digest_task(self, sampling: Sampling | None) -> DigestTask:
+        """Return a task that digests what the program says is this process's to attest."""
+        if self._program is None or self._bound is None:
+            raise RefitError("no transfer program is installed")
+        return DigestTask(
+            self.layout,
+            {**self.storages, **self._bound.staging},
+            self._program.attestation,
+            sampling=sampling,
+            quantisations=self._program.quantisations,
+        )
+
+    def misquantised(self) -> tuple[str, ...]:
+        """Return the tensors that are not the quantisation of what was received."""
+        return () if self._bound is None else self._bound.misquantised()
+
+    def close(self) -> None:
+        """Let go of the program."""
+        if self._bound is not None:
+            self._bound.close()
+        self._bound = self._program = None
+
+
+class Endpoint:
+    """Answers the weight plane's orders for one process."""
+
+    def __init__(self, member: Member, holder: Holder) -> None:
+        self._member = member
+        self._holder = holder
+        self._verify: Verify = member.config.refit.verify
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._store: TCPStore | None = None
+        self._groups: dict[str, stream.Group] = {}
+        self._order: Attest | None = None
+        self._digest: DigestTask | None = None
+        self._digest_s = 0.0
+
+    def handle(self, order: PlaneOrder) -> None:
+        """Carry out one order."""
+        match order:
+            case InstallProgram():
+                with self._member.phase("installing the transfer program"):
+                    self._install(order)
+            case ConnectMesh():
+                with self._member.phase(f"connecting mesh {order.mesh}"):
+                    self._connect(order)
+            case Refit():
+                with self._member.phase(f"refitting to version {order.version}"):
+                    self._refit(order)
+            case Attest():
+                with self._member.phase(f"attesting version {order.version}"):
+                    self._begin_digest(order)
+            case other:
+                assert_never(other)
+
+    def work(self, seconds: float = _SLICE_S) -> bool:
+        """Go on with the digest that was asked for; return whether there is more to do."""
+        order, digest = self._order, self._digest
+        if order is None or digest is None:
+            return False
+        try:
+            with self._member.phase(f"attesting version {order.version}"):
+                started = time.perf_counter()
+                is_done = digest.advance(seconds)
+                self._digest_s += time.perf_counter() - started
+                if is_done:
+                    self._attested(order, digest)
+        except Exception as error:
+            self.abandon_digest()
+            self._member.fail(order.command_id, error)
+        return self._digest is not None
+
+    def abandon_digest(self) -> None:
+        """Forget the digest under way: the weights are about to change."""
+        self._order = self._digest = None
+
+    def close(self) -> None:
+        """Leave all meshes."""
+        self.abandon_digest()
+        for group in self._groups.values():
+            group.close()
+        self._groups.clear()
+        self._store = None
+
+    def _install(self, order: InstallProgram) -> None:
+        self.abandon_digest()
+        bound = self._holder.install(program.decode(order.program), self._groups)
+        reply = ProgramInstalled(command_id=order.command_id, num_copies=bound.num_copies, num_bytes=bound.num_bytes)
+        self._member.reply(order.command_id, reply)
+
+    def _connect(self, order: ConnectMesh) -> None:
+        former = self._groups.pop(order.mesh, None)
+        if former is not None:
+            former.close()
+        if self._store is None:
+            self._store = TCPStore(
+                order.rendezvous_host,
+                order.rendezvous_port,
+                is_master=False,
+                use_libuv=False,
+                timeout=datetime.timedelta(seconds=order.deadline_s),
+            )
+        store = PrefixStore(f"refit/{order.mesh}/{order.epoch}", self._store)
+        mesh = Mesh(order.mesh, order.members)
+        self._groups[order.mesh] = stream.connect(mesh, self._member.name, store, self._device, order.deadline_s)
+        self._member.reply(order.command_id, MeshConnected(command_id=order.command_id, mesh=order.mesh))
+
+    def _refit(self, order: Refit) -> None:
+        self.abandon_digest()
+        started = time.perf_counter()
+        num_bytes = self._holder.apply(order.version, order.deadline_s, order.only)
+        reply = Refitted(
+            command_id=order.command_id,
+            version=order.version,
+            num_bytes=num_bytes,
+            seconds=time.perf_counter() - started,
+        )
+        self._member.reply(order.command_id, reply)
+
+    def _begin_digest(self, order: Attest) -> None:
+        sampling = Sampling(order.version, _SAMPLED_ONE_IN) if self._verify == "sampled" else None
+        self._order, self._digest, self._digest_s = order, self._holder.digest_task(sampling), 0.0
+
+    def _attested(self, order: Attest, digest: DigestTask) -> None:
+        wrong = self._holder.misquantised()
+        if wrong:
+            raise RefitError(f"{', '.join(wrong)}: what is held is not the quantisation of what was received")
+        reply = Attested(
+            command_id=order.command_id,
+            version=order.version,
+            digests=comparison.to_bytes(digest.result()),
+            seconds=self._digest_s,
+        )
+        self.abandon_digest()
+        self._member.reply(order.command_id, reply)
