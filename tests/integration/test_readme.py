@@ -23,7 +23,7 @@ def test_the_commands_of_the_readme_run() -> None:
     shutil.copytree(ROOT / "examples", "examples")
     typed = commands()
     assert typed[0] == "coordinator up examples/arithmetic.yaml"
-    assert len(typed) == 6
+    assert len(typed) == 8
     for command in typed:
         words = command.split()[1:]
         more = SHORT if words[0] == "up" else []

@@ -16,7 +16,9 @@ def on(host: str, device: str = "cpu") -> Layout:
     return LayoutBuilder(host, device).build()
 
 
-def link(source: str, destination: str, transport: TransportName, gigabytes: float, round_: int = 0) -> Link:
+def link(
+    source: str, destination: str, transport: TransportName, gigabytes: float, round_: int = 0, widening: int = 1
+) -> Link:
     return Link(
         source=source,
         destination=destination,
@@ -24,6 +26,7 @@ def link(source: str, destination: str, transport: TransportName, gigabytes: flo
         why="",
         round=round_,
         num_bytes=int(gigabytes * 1e9),
+        num_read=int(gigabytes * 1e9 * widening),
         num_copies=1,
         num_tensors=1,
     )
@@ -68,6 +71,14 @@ def test_a_gpu_reads_its_own_memory_faster_than_a_neighbours() -> None:
     found = cost([link("trainer-1", "rollout-0", "cuda_ipc", 10)], layouts, 2, RATES)
     assert found.seconds == found.ingress_s == pytest.approx(10 / 100)
     assert found.limited_by == "rollout-0 receives 10 GB from GPU to GPU"
+
+
+def test_what_is_read_in_a_larger_type_takes_longer_and_what_is_sent_does_not() -> None:
+    layouts = {"trainer-0": on("a", "g0"), "rollout-0": on("a", "g1"), "rollout-1": on("b", "g2")}
+    pulled = cost([link("trainer-0", "rollout-0", "cuda_ipc", 10, widening=2)], layouts, 1, RATES)
+    assert pulled.seconds == pytest.approx(20 / 100)
+    sent = cost([link("trainer-0", "rollout-1", "stream", 10, widening=2)], layouts, 1, RATES)
+    assert sent.seconds == pytest.approx(10 / 10)
 
 
 def test_what_is_read_in_place_takes_nothing() -> None:

@@ -478,6 +478,13 @@ def test_a_replica_on_the_engines_own_gpu_is_read_before_its_neighbours() -> Non
     assert sum(links.values()) == 64 * 8 * 4
 
 
+@pytest.mark.parametrize("wanted", ["float32", "bfloat16", "float64"])
+def test_what_is_read_is_counted_in_the_sources_type(wanted: str) -> None:
+    source, engine = (simple({"w": ((64, 8), t)}, a, "a", "gpu") for t, a in (("float32", CUDA), (wanted, PRIVATE)))
+    (link,) = plan({"t": source}, {"e": engine}, allow_alias=False).links
+    assert (link.num_read, link.num_bytes) == (64 * 8 * 4, 64 * 8 * min(4, ITEM_SIZES[wanted]))
+
+
 def test_what_nobody_wants_is_not_attested() -> None:
     held = simple({"q": ((4,), "float32"), "optimizer": ((4,), "float32")})
     planned = plan({"t": held}, {"e": simple({"q": ((4,), "bfloat16")}, PRIVATE)}, allow_alias=False)

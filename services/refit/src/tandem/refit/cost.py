@@ -93,8 +93,11 @@ def cost(links: Sequence[Link], layouts: Mapping[str, Layout], num_sources: int,
         if wire is None:
             continue
         load = loads.setdefault(link.round, {})
-        for end in ((link.destination, "receives", wire), (link.source, "sends", wire))[: _num_busy_ends(link)]:
-            load[end] = load.get(end, 0) + link.num_bytes
+        # A stream is converted before it is sent; what an engine copies for itself it reads as it is.
+        is_sent = link.transport == "stream"
+        num_bytes = link.num_bytes if is_sent else max(link.num_bytes, link.num_read)
+        for end in ((link.destination, "receives", wire), (link.source, "sends", wire))[: 1 + is_sent]:
+            load[end] = load.get(end, 0) + num_bytes
         received[link.destination] = received.get(link.destination, 0) + link.num_bytes
     rounds = [max(_seconds(load, rates), default=(0.0, "")) for load in loads.values()]
     first = loads.get(0, {})
@@ -123,11 +126,6 @@ def _even_ingress(load: Load, host_of: Mapping[str, str], rates: Rates) -> float
         if does == "receives":
             entering.setdefault((host_of[member], wire), []).append(num_bytes)
     return max((sum(amounts) / len(amounts) / rates.of(wire) for (_, wire), amounts in entering.items()), default=0.0)
-
-
-def _num_busy_ends(link: Link) -> int:
-    """Return how many of a link's ends have work: what reads another's memory leaves its owner alone."""
-    return 2 if link.transport == "stream" else 1
 
 
 def _install_rate(device: str, rates: Rates) -> float:

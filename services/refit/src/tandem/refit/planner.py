@@ -185,13 +185,20 @@ def _with_aliases(
         ends = link.round, link.source, link.destination
         alias = made.get((*ends, "alias")) if link.transport == "shm" else None
         if alias is not None:
-            of_alias = {"num_bytes": 0, "num_copies": len(alias.copies), "num_tensors": len(alias.tensors)}
+            of_alias = {
+                "num_bytes": 0,
+                "num_read": 0,
+                "num_copies": len(alias.copies),
+                "num_tensors": len(alias.tensors),
+            }
             why = "same host and the same place in one range of shared memory: read in place"
             found.append(msgspec.structs.replace(link, transport="alias", why=why, **of_alias))
         rest = made.get((*ends, link.transport))
         if rest is not None:
             num_tensors = len(rest.tensors) if alias is not None else link.num_tensors
-            found.append(msgspec.structs.replace(link, num_bytes=rest.num_bytes, num_tensors=num_tensors))
+            num_read = link.num_read - (link.num_bytes - rest.num_bytes)  # an alias is of one type
+            of_rest = {"num_bytes": rest.num_bytes, "num_read": num_read, "num_tensors": num_tensors}
+            found.append(msgspec.structs.replace(link, **of_rest))
     return tuple(found)
 
 

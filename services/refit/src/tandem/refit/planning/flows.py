@@ -37,6 +37,8 @@ class Flows(Table, frozen=True, eq=False):
     low_F: Ints
     high_F: Ints
     num_bytes_F: Ints
+    num_read_F: Ints
+    """Bytes in the source's memory."""
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +51,8 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
     """A phrase: why this transport."""
     round: int
     num_bytes: int
+    num_read: int
+    """Bytes in the source's memory: more than `num_bytes` where elements are converted to a smaller type."""
     num_copies: int
     """At the most: a program joins those that continue each other."""
     num_tensors: int
@@ -77,8 +81,10 @@ def flows(patterns: Sequence[Pattern], segments: Segments, engines: Sequence[str
             round_F = (source_slot >= 0).astype(np.int64)
             pattern_F = np.full(len(rows), index)
             low, high = mine.low_X[rows], mine.high_X[rows]
-            num_bytes = np.where(round_F == 0, high - low, pattern.bytes_inside(low, high))
-            found.append([engine, round_F, source, kind, pattern_F, slot, source_slot, low, high, num_bytes])
+            passed_on = pattern.bytes_inside(low, high, pattern.widening_R)
+            num_bytes = np.where(round_F == 0, high - low, passed_on)
+            num_read = np.where(round_F == 0, pattern.bytes_inside(low, high, pattern.reading_R), passed_on)
+            found.append([engine, round_F, source, kind, pattern_F, slot, source_slot, low, high, num_bytes, num_read])
     columns = [np.concatenate([np.zeros(0, np.int64), *parts]) for parts in zip(*found, strict=True)]
     if not found:
         return Flows(*([np.zeros(0, np.int64)] * len(Flows.__struct_fields__)))
@@ -107,8 +113,9 @@ def links(
     keys, first, link_F = np.unique(
         link_keys(moved, len(engines), len(holdings.members)), return_index=True, return_inverse=True
     )
-    sums = np.zeros((3, len(keys)), np.int64)
+    sums = np.zeros((4, len(keys)), np.int64)
     np.add.at(sums[0], link_F, moved.num_bytes_F)
+    np.add.at(sums[3], link_F, moved.num_read_F)
     for index, pattern in enumerate(patterns):
         rows = np.flatnonzero(moved.pattern_F == index)
         begin = np.searchsorted(pattern.high_R, moved.low_F[rows], "right")
@@ -136,6 +143,7 @@ def links(
                 why=_why(kind, round_, is_here),
                 round=round_,
                 num_bytes=int(sums[0, index]),
+                num_read=int(sums[3, index]),
                 num_copies=int(sums[1, index]),
                 num_tensors=int(sums[2, index]),
             )

@@ -108,6 +108,8 @@ class Pattern(msgspec.Struct, frozen=True, eq=False):
     """Cuts may stand at multiples of so many bytes from there, and at the next `edge_R`."""
     widening_R: Narrow
     """How many times as many bytes it has between engines as from a trainer."""
+    reading_R: Narrow
+    """How many times as many bytes it has in a trainer's memory as on a link."""
     part_KS: Narrow
     """Regions that several slots need: row N of each slot's `Wants`, or -1."""
     low_L: Ints
@@ -132,15 +134,15 @@ class Pattern(msgspec.Struct, frozen=True, eq=False):
         snapped: Ints = self.edge_R[row] + steps * self.unit_R[row]
         return snapped
 
-    def bytes_inside(self, low_N: Ints, high_N: Ints) -> Ints:
-        """Return the bytes from one position to another as engines pass them on to each other."""
+    def bytes_inside(self, low_N: Ints, high_N: Ints, times_R: Narrow) -> Ints:
+        """Return the bytes from one position to another where a region has so many times as many as on a link."""
         if not len(self.low_R):
             return high_N - low_N
-        before_R = np.cumsum((self.high_R - self.low_R) * self.widening_R)
+        before_R = np.cumsum((self.high_R - self.low_R) * times_R)
         ends = []
         for at_N in (low_N, high_N):
             row = np.clip(np.searchsorted(self.high_R, at_N), 0, len(self.low_R) - 1)
-            ends.append(before_R[row] - (self.high_R[row] - at_N) * self.widening_R[row])
+            ends.append(before_R[row] - (self.high_R[row] - at_N) * times_R[row])
         num_bytes: Ints = ends[1] - ends[0]
         return num_bytes
 
@@ -214,7 +216,7 @@ def _pattern(
     is_first_R = np.ones(len(chosen), bool)
     is_first_R[1:] = (sharers_R[1:] != sharers_R[:-1]) | (supply_R[1:] != supply_R[:-1])
     first_L = np.flatnonzero(is_first_R)
-    num_bytes_R, axis_R, step_R, storage_R, widening_R = _sizes(mine, slot_R, part_R)
+    num_bytes_R, axis_R, step_R, storage_R, widening_R, reading_R = _sizes(mine, slot_R, part_R)
     high_R = np.cumsum(num_bytes_R)
     low_R = high_R - num_bytes_R
     edge_R, unit_R = low_R, np.where(num_bytes_R < 2 * grain, num_bytes_R, step_R)
@@ -239,6 +241,7 @@ def _pattern(
         edge_R=edge_R,
         unit_R=unit_R,
         widening_R=widening_R.astype(np.int32),
+        reading_R=reading_R.astype(np.int32),
         part_KS=part_KS[shared_K].astype(np.int32),
         low_L=low_R[first_L],
         high_L=high_R[np.concatenate([first_L[1:], [len(chosen)]]).astype(np.int64) - 1] if len(chosen) else low_R,
@@ -277,7 +280,8 @@ def _is_near_to_some(num_parts: int, group_R: Ints, is_near_R: NDArray[np.bool_]
 
 def _sizes(mine: Sequence[Wants], slot_R: Ints, part_R: Ints) -> tuple[Ints, ...]:
     """Return for each region its bytes, the dimension to cut it along, the bytes of one index there, and more."""
-    num_bytes_R, axis_R, step_R, storage_R, widening_R = (np.zeros(len(slot_R), np.int64) for _ in range(5))
+    columns = tuple(np.zeros(len(slot_R), np.int64) for _ in range(6))
+    num_bytes_R, axis_R, step_R, storage_R, widening_R, reading_R = columns
     for slot, w in enumerate(mine):
         rows = np.flatnonzero(slot_R == slot)
         parts = part_R[rows]
@@ -288,8 +292,8 @@ def _sizes(mine: Sequence[Wants], slot_R: Ints, part_R: Ints) -> tuple[Ints, ...
         axis_R[rows] = axis
         step_R[rows] = w.num_bytes_N[parts] // shape_RD[np.arange(len(rows)), axis]
         storage_R[rows] = w.storage_P[w.want_N[parts]]
-        widening_R[rows] = w.widening_N[parts]
-    return num_bytes_R, axis_R, step_R, storage_R, widening_R
+        widening_R[rows], reading_R[rows] = w.widening_N[parts], w.reading_N[parts]
+    return columns
 
 
 def _keep_together(

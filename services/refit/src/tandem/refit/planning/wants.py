@@ -48,6 +48,8 @@ class Wants(msgspec.Struct, frozen=True, eq=False):
     """On a link from a trainer: of the smaller element type."""
     widening_N: Ints
     """How many times as many bytes it has in the engine's element type."""
+    reading_N: Ints
+    """How many times as many bytes it has in the trainer's element type."""
 
 
 def classes(destinations: Mapping[str, Layout]) -> tuple[dict[str, int], list[str]]:
@@ -132,6 +134,7 @@ def resolve(engine: str, layout: Layout, tensors: Tensors, holdings: Holdings) -
         shape_ND=shape_ND[order],
         num_bytes_N=num_elements_N * item_G[tensor_P[want_N]],
         widening_N=(ITEM_SIZE_OF_CODE[dtypes_G] // item_G)[tensor_P[want_N]],
+        reading_N=(ITEM_SIZE_OF_CODE[tensors.source_dtype_G] // item_G)[tensor_P[want_N]],
     )
 
 

@@ -1,0 +1,82 @@
+"""The documentation is true: commands print what it quotes, its code is the code that is tested, its links lead on."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.integration.harness import coordinator
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+REFIT = (ROOT / "docs" / "refit.md").read_text()
+MOST_LINES = 60
+
+
+def quoted(page: str) -> list[tuple[list[str], list[str]]]:
+    """Return each command of a page's console blocks, as words, and the lines that it is said to print."""
+    found: list[tuple[list[str], list[str]]] = []
+    for block in re.findall(r"```console\n(.*?)```", page, re.DOTALL):
+        for line in block.splitlines():
+            if line.startswith("$ "):
+                found.append((line.removeprefix("$ ").split(), []))
+            else:
+                found[-1][1].append(line)
+    return found
+
+
+def printed(text: str) -> list[str]:
+    return [line.rstrip() for line in text.splitlines()]
+
+
+def without_times(lines: list[str]) -> list[str]:
+    """Return lines in which what differs from run to run is masked: digests, and numbers of two decimals."""
+    masked = (re.sub(r"\b[0-9a-f]{16}\b", "DIGEST", re.sub(r"\b\d+\.\d\d\b", "TIME", line)) for line in lines)
+    return [re.sub(r" +", " ", line) for line in masked]
+
+
+def test_a_plan_is_what_the_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    (words, says), *_ = [(words, says) for words, says in quoted(REFIT) if words[1] == "plan"]
+    monkeypatch.chdir(ROOT)
+    ended = coordinator(*words[1:])
+    assert ended.returncode == 0, ended.stderr
+    *lines, took = printed(ended.stdout)
+    *expected, expected_took = says
+    assert lines == expected
+    assert without_times([took])[0].split()[:2] == without_times([expected_took])[0].split()[:2] == ["planned", "in"]
+
+
+def test_the_run_of_the_page_has_such_refits() -> None:
+    shutil.copytree(ROOT / "examples", "examples")
+    stage = Path("examples/arithmetic_sft.yaml")
+    stage.write_text(stage.read_text().replace("max_num_steps: 550", "max_num_steps: 5"))
+    assert "max_num_steps: 5\n" in stage.read_text()
+    (up, nothing), (refits, says) = [(words, says) for words, says in quoted(REFIT) if words[1] in ("up", "refits")]
+    assert nothing == []
+    ended = coordinator(*up[1:], timeout_s=200)
+    assert ended.returncode == 0, f"{ended.stdout[-2000:]}{ended.stderr}"
+    listed = coordinator(*refits[1:])
+    assert listed.returncode == 0, listed.stderr
+    assert without_times(printed(listed.stdout)) == without_times(says)
+
+
+def test_the_adapter_is_the_one_that_is_tested() -> None:
+    example = (ROOT / "tests" / "unit" / "example_adapter.py").read_text()
+    assert re.findall(r"```python\n(.*?)```", REFIT, re.DOTALL) == [example]
+    assert len(example.splitlines()) < MOST_LINES
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    text = (ROOT / page).read_text()
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+    for link in links:
+        name, _, section = link.partition("#")
+        target = (ROOT / page).parent / name if name else ROOT / page
+        assert target.exists(), link
+        if section:
+            headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+            assert section in [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings], link

@@ -1,0 +1,265 @@
+"""``coordinator plan``: what it says of every example, against closed forms and the layouts themselves."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from rich.console import Console
+
+from tandem.common.config import load_config
+from tandem.coordinator.cli import main
+from tandem.coordinator.explain import Explained, Side, explain, predict, sides
+from tandem.refit.adapters.deployment import Deployment
+from tandem.refit.layout import ITEM_SIZES
+
+ROOT = Path(__file__).resolve().parents[2]
+PLANS = ROOT / "examples" / "plans"
+LARGEST = "deepseek-v3-ep64pp8-to-tp64.yaml"
+"""And the same on disjoint GPUs: 512 ranks to 512."""
+TRANSPORTS = {
+    "llama-8b-fsdp8-to-tp2.yaml": {"cuda_ipc"},
+    "llama-70b-tp8pp2-to-tp8.yaml": {"stream"},
+    "qwen3-30b-ep8-to-tp4.yaml": {"cuda_ipc"},
+    "qwen3-235b-tp8pp8ep32-to-tp16dp16.yaml": {"stream"},
+    "deepseek-v3-pp16ep16-to-tp32dp8.yaml": {"stream"},
+    "deepseek-v3-fp8.yaml": {"stream"},
+}
+LLAMA = "llama-8b-fsdp8-to-tp2.yaml"
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Examples name their models relative to the repository."""
+    monkeypatch.chdir(ROOT)
+
+
+def planned(name: str, *overrides: str) -> tuple[Side, Side, Explained]:
+    config = load_config(PLANS / name, overrides, to_run=False)
+    trainers, engines = sides(config)
+    return trainers, engines, predict(config, trainers, engines)
+
+
+def wanted_bytes(engines: Side) -> dict[str, int]:
+    """What each engine rank wants, as it travels: what is quantised comes in 16 bits, and its scales do not come."""
+    size_of: dict[str, int] = {
+        tensor.name: 2 if tensor.block else ITEM_SIZES[tensor.dtype]
+        for tensor in engines.model.tensors
+        if tensor.name not in engines.model.names_of_scales
+    }
+    at_place: dict[Any, int] = {}
+    found = {}
+    deployment: Deployment = engines.deployment
+    for rank in range(deployment.num_ranks):
+        place = deployment.place(rank)
+        if place not in at_place:
+            layout = deployment.parameters(engines.model, rank)
+            sizes = [size_of.get(tensor.name, 0) for tensor in layout.tensors]
+            num_T = np.zeros(len(sizes), np.int64)
+            np.add.at(num_T, layout.pieces.tensor_P, layout.pieces.shape_PD.prod(axis=1))
+            at_place[place] = int((num_T * np.array(sizes, np.int64)).sum())
+        found[f"rollout-{rank}"] = at_place[place]
+    return found
+
+
+def llama_rank_bytes(model: str, tp: int) -> int:
+    """What a rank of vLLM has of a Llama in bfloat16: a share of every matrix, and all norms."""
+    text = (ROOT / "examples" / "models" / model / "config.json").read_text()
+    has: dict[str, int] = {key: value for key, value in json.loads(text).items() if isinstance(value, int)}
+    hidden, num_layers = has["hidden_size"], has["num_hidden_layers"]
+    head = hidden // has["num_attention_heads"]
+    attention = 2 * hidden * hidden + 2 * hidden * head * has["num_key_value_heads"]
+    matrices = num_layers * (attention + 3 * hidden * has["intermediate_size"]) + 2 * has["vocab_size"] * hidden
+    assert matrices % tp == 0
+    return 2 * (matrices // tp + (2 * num_layers + 1) * hidden)
+
+
+def deepseek_engine_bytes(tp: int) -> int:
+    """What an engine of vLLM has of DeepSeek-V3 in bfloat16: what is not cut is there once for every rank."""
+    hidden, num_layers, num_dense, num_experts = 7168, 61, 3, 256
+    q_rank, kv_rank, rope, num_heads = 1536, 512, 64, 128
+    num_sparse = num_layers - num_dense
+    cut = 2 * 129280 * hidden + num_dense * 3 * hidden * 18432 + num_sparse * (num_experts + 1) * 3 * hidden * 2048
+    cut += num_layers * num_heads * ((128 + rope) * q_rank + (128 + 128) * kv_rank + 128 * hidden)
+    whole = num_layers * (hidden * (q_rank + kv_rank + rope) + q_rank + kv_rank + 2 * hidden)
+    whole += hidden + num_sparse * num_experts * hidden
+    biases = num_sparse * num_experts  # of routers, in float32
+    return 2 * (cut + tp * whole) + 4 * tp * biases
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_every_engine_receives_what_it_wants_and_no_more(name: str) -> None:
+    _, engines, explained = planned(name)
+    found = explained.survey
+    assert found.ingress == wanted_bytes(engines)
+    assert {link.transport for link in found.links} == TRANSPORTS[name]
+    predicted = explained.cost
+    assert 0 < predicted.bound_s <= predicted.seconds < 2 * predicted.bound_s
+    assert predicted.bound_s == max(predicted.egress_s, predicted.ingress_s, predicted.install_s)
+    assert predicted.limited_by
+    # What streams needs buckets at both ends; what copies out of another's memory needs none.
+    streaming = {end for link in found.links if link.transport == "stream" for end in (link.source, link.destination)}
+    assert {member for member, num_bytes in explained.memory.items() if num_bytes} == streaming
+    page = (ROOT / "docs" / "refit.md").read_text()
+    assert row_of(name, explained) in page, "docs/refit.md says otherwise"
+
+
+def row_of(name: str, explained: Explained) -> str:
+    """What the table of the documentation says of an example."""
+    memory = [num for member, num in explained.memory.items() if member.startswith("rollout")]
+    return row(name, explained.cost.seconds, explained.cost.bound_s, max(memory, default=0))
+
+
+def row(name: str, predicted_s: float, bound_s: float, peak: int) -> str:
+    """Two digits: more would change with every change to how the planner deals bytes out."""
+    seconds = (f"{float(f'{s:.2g}'):g} s" if s >= 0.1 else f"{s * 1e3:.2g} ms" for s in (predicted_s, bound_s))
+    return " | ".join([f"{name})", *seconds, f"{float(f'{peak / 1e9:.2g}'):g} GB" if peak else "none"]) + " |"
+
+
+def test_each_example_is_covered() -> None:
+    names = {path.name for path in PLANS.glob("*.yaml")} - {"base.yaml"}
+    assert names == {*TRANSPORTS, LARGEST, LARGEST.replace(".yaml", "-disjoint.yaml")}
+
+
+def test_bytes_are_those_of_the_closed_form() -> None:
+    _, _, llama_8b = planned(LLAMA)
+    assert llama_8b.survey.ingress == {f"rollout-{r}": llama_rank_bytes("Llama-3.1-8B", 2) for r in range(8)}
+    assert sum(llama_8b.survey.egress.values()) == 8 * llama_rank_bytes("Llama-3.1-8B", 2)
+    _, _, llama_70b = planned("llama-70b-tp8pp2-to-tp8.yaml")
+    assert set(llama_70b.survey.ingress.values()) == {llama_rank_bytes("Llama-3.1-70B", 8)}
+    # Each engine has a host to itself, where norms, which all of its ranks want, are sent to once.
+    passed_on = sum(link.num_bytes for link in llama_70b.survey.links if link.round == 1)
+    assert passed_on == 2 * 7 * 2 * (2 * 80 + 1) * 8192
+
+
+def test_deepseek_on_512_ranks_takes_less_than_4_gib() -> None:
+    script = f"""
+import json, resource, sys
+resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+from tandem.common.config import load_config
+from tandem.coordinator.explain import predict, sides
+config = load_config("examples/plans/{LARGEST}", to_run=False)
+explained = predict(config, *sides(config))
+links = [(link.source, link.destination, link.transport, link.round, link.num_bytes) for link in explained.survey.links]
+print(json.dumps([len(explained.survey.ingress), explained.cost.seconds, explained.cost.bound_s,
+    sum(num_bytes for *_, num_bytes in links), sorted({{transport for _, _, transport, _, _ in links}}),
+    max(num for member, num in explained.memory.items() if member.startswith("rollout"))]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+        env={"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    num_engines, seconds, bound_s, num_bytes, transports, peak = json.loads(done.stdout)
+    assert num_engines == 512
+    assert num_bytes == 8 * deepseek_engine_bytes(64)
+    assert transports == ["cuda_ipc", "stream"]
+    assert bound_s <= seconds < 2 * bound_s
+    page = (ROOT / "docs" / "refit.md").read_text()
+    assert row(LARGEST, seconds, bound_s, peak) in page, "docs/refit.md says otherwise"
+
+
+def test_what_is_printed() -> None:
+    written = io.StringIO()
+    explain(load_config(PLANS / LLAMA, to_run=False), Console(file=written))
+    text = written.getvalue()
+    for line in (
+        "examples/models/Llama-3.1-8B: 8.0 billion parameters in 291 tensors",
+        "8 trainer ranks: DTensor, FSDP8; float32",
+        "8 engine ranks: vLLM TP2, 4 engines; bfloat16",
+        "on the same GPUs, 8 a node",
+        "same host, and both are in GPU memory",
+    ):
+        assert line in text
+    total = f"{8 * llama_rank_bytes('Llama-3.1-8B', 2) / 1e9:.2f}"
+    assert re.search(rf"^cuda_ipc +64 +{total} ", text, re.MULTILINE)
+    assert re.search(r"^lower bound +\S+ ms += max\(egress \S+ ms, ingress \S+ ms, install \S+ ms\)$", text, re.M)
+    assert re.search(r"^predicted +\S+ ms +limited by: rollout-\d receives \S+ GB from GPU to GPU$", text, re.M)
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_a_model_made_from_scratch_is_planned_for_the_cpu() -> None:
+    """The embedded engine runs there, and reads a single trainer's memory in place where it may."""
+    config = load_config(ROOT / "examples" / "arithmetic_sft.yaml", to_run=False)
+    policy = msgspec.structs.replace(config.policy, model_name="there-is-no-such-folder")
+    config = msgspec.structs.replace(config, policy=policy)
+    trainers, engines = sides(config)
+    explained = predict(config, trainers, engines)
+    assert [(link.transport, link.num_bytes) for link in explained.survey.links] == [("alias", 0)]
+    assert explained.cost.seconds == 0
+    refit = msgspec.structs.replace(config.refit, alias="never")
+    explained = predict(msgspec.structs.replace(config, refit=refit), trainers, engines)
+    assert [(link.transport, link.num_bytes) for link in explained.survey.links] == [
+        ("shm", 4 * trainers.model.num_parameters)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "message"),
+    [
+        (LLAMA, ["policy.model_name=nowhere"], "policy.model_name: 'nowhere' is no folder here"),
+        (LLAMA, ["policy.model_name=examples"], "policy.model_name: 'examples' holds no config.json"),
+        (
+            LLAMA,
+            ["cluster.trainers=8", "policy.dtensor_cfg.tensor_parallel_size=3"],
+            "cluster.trainers: 8 cannot be divided by 3 (policy.dtensor_cfg.tensor_parallel_size)",
+        ),
+        (
+            "llama-70b-tp8pp2-to-tp8.yaml",
+            ["cluster.trainers=8"],
+            "cluster.trainers: 8 cannot be divided by 16 (tensor × pipeline × context parallel size)",
+        ),
+        (
+            LLAMA,
+            ["policy.generation.vllm_cfg.precision=int3"],
+            "policy.generation.vllm_cfg.precision: 'int3' is not one of auto, bfloat16",
+        ),
+        (LLAMA, ["policy.generation.vllm_cfg.tensor_parallel_size=3"], "cannot be split over 3 ranks"),
+        ("deepseek-v3-fp8.yaml", ["policy.generation.vllm_cfg.tensor_parallel_size=32"], "blocks of 128"),
+    ],
+)
+def test_what_cannot_be_is_said_in_one_line(
+    name: str, overrides: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(PLANS / name), *overrides]) in (1, 2)
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("error: ")
+    assert printed.err.count("\n") == 1
+    assert message in printed.err
+
+
+def test_a_damaged_config_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": ')
+    assert main(["plan", str(PLANS / LLAMA), f"policy.model_name={tmp_path}"]) == 1
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path / 'config.json'} cannot be read: ")
+
+
+def test_vllm_takes_its_element_type_from_the_policy() -> None:
+    for precision, item_size in (("auto", 2), ("half", 2), ("float", 4)):
+        _, engines, explained = planned(LLAMA, f"policy.generation.vllm_cfg.precision={precision}")
+        assert explained.survey.ingress["rollout-0"] == llama_rank_bytes("Llama-3.1-8B", 2) // 2 * item_size
+        assert len({tensor.dtype for tensor in engines.model.tensors}) == 1
+
+
+def test_planning_imports_no_torch() -> None:
+    script = f"""
+import sys
+from tandem.coordinator.cli import main
+code = main(["plan", "examples/plans/{LLAMA}"])
+print(code, "torch" in sys.modules, "zmq" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "0 False False"
