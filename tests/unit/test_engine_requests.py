@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from engine_harness import (
 )
 
 from tandem.common.errors import DataError, ModelError, RefitError
+from tandem.refit.endpoint import host_name
 from tandem.refit.layout import PrivateMemory
 from tandem.rollout.engines.transformers import TransformersEngine
 
@@ -291,7 +291,7 @@ def test_layout_describes_the_live_parameters(model: Any, tmp_path: Path) -> Non
     assert "lm_head.weight" not in expected  # tied
     assert [tensor.name for tensor in layout.tensors] == list(expected)
     assert [storage.name for storage in layout.storages] == list(expected)
-    assert layout.host == socket.gethostname()
+    assert layout.host == host_name()
     for tensor, storage, (name, parameter) in zip(layout.tensors, layout.storages, expected.items(), strict=True):
         assert (tensor.shape, tensor.dtype) == (tuple(parameter.shape), "float32")
         (piece,) = layout.pieces_of(name)

@@ -618,6 +618,91 @@ def test_a_replaced_engine_is_connected_again_with_those_it_streams_with() -> No
     assert orders_to(cluster, "rollout-0", since) == []
 
 
+def with_mesh(*members: str) -> Callable[[Reply], Reply]:
+    """Have one mesh planned, in which `trainer-0` and every engine send."""
+    mesh = PlannedMesh(name="the mesh", members=members)
+    senders = ("trainer-0", *(member for member in members if member.startswith("rollout")))
+
+    def adjust(reply: Reply) -> Reply:
+        if not isinstance(reply, TransfersPlanned):
+            return reply
+        return msgspec.structs.replace(reply, meshes=(mesh,), senders=senders)
+
+    return adjust
+
+
+def test_engines_that_pass_weights_on_are_refitted_together() -> None:
+    """One that is torn has nothing to pass on: they are connected once, and served by one order."""
+    cluster = Cluster(GRPO)
+    cluster.adjust = with_mesh("trainer-0", "rollout-0", "rollout-1")
+    cluster.join_all()
+    cluster.run_until(Phase.REFITTING)
+    cluster.pending.sort(key=lambda action: action.member)  # both engines before the trainer
+    assert fail_refit(cluster) == []
+    connects = fail_refit(cluster)
+    assert [(a.member, type(a.order)) for a in connects if isinstance(a, Dispatch)] == [
+        (member, ConnectMesh) for member in ("trainer-0", "rollout-0", "rollout-1")
+    ]
+    cluster.run_until(Phase.GENERATING)
+    again = [(a.member, a.order.only) for a in cluster.orders if isinstance(a, Dispatch) and isinstance(a.order, Refit)]
+    assert again[3:] == [(member, ("rollout-0", "rollout-1")) for member in ("trainer-0", "rollout-0", "rollout-1")]
+    cluster.run_until(Phase.FINISHED)
+    assert cluster.commits() == [0, 1, 2, 3]
+
+
+def test_a_mesh_is_not_connected_with_a_member_that_is_gone() -> None:
+    cluster = Cluster(GRPO)
+    cluster.adjust = with_mesh("trainer-0", "rollout-0", "rollout-1")
+    cluster.join_all()
+    cluster.run_until(Phase.REFITTING)
+    since = len(cluster.orders)
+    lose(cluster, "rollout-1")
+    cluster.pending.sort(key=lambda action: action.member)
+    assert fail_refit(cluster) == [], "the one that is torn waits for the one that is gone"
+    replace(cluster, "rollout-1")
+    cluster.run_until(Phase.GENERATING)
+    assert orders_to(cluster, "rollout-0", since)[:2] == ["ConnectMesh", "Refit"]
+    assert orders_to(cluster, "rollout-1", since)[:4] == ["BuildEngine", "InstallProgram", "ConnectMesh", "Refit"]
+
+
+def test_an_engine_that_fails_while_it_passes_weights_on_is_not_to_blame() -> None:
+    cluster = Cluster(GRPO)
+    cluster.adjust = with_mesh("trainer-0", "rollout-0", "rollout-1")
+    cluster.join_all()
+    cluster.run_until(Phase.GENERATING)
+    lose(cluster, "rollout-1")
+    replace(cluster, "rollout-1")
+    for _ in range(100):
+        if isinstance(cluster.pending[0], Dispatch) and isinstance(cluster.pending[0].order, Refit):
+            break
+        cluster.answer_next()
+    cluster.pending.sort(key=lambda action: action.member)
+    assert cluster.pending[0].member == "rollout-0"
+    assert fail_refit(cluster) == []
+    cluster.run_until(Phase.FINISHED)
+    records = [a for a in cluster.done if isinstance(a, RecordRefit)]
+    assert all(record.quarantined == {} for record in records)
+
+
+def test_a_link_that_carried_something_else_than_planned_ends_the_run() -> None:
+    cluster = Cluster(GRPO)
+    cluster.adjust = lambda reply: (
+        msgspec.structs.replace(reply, num_bytes={"trainer-0>rollout-0": 8})
+        if isinstance(reply, TransfersPlanned | Refitted)
+        else reply
+    )
+    cluster.join_all()
+    cluster.run_until(Phase.GENERATING)
+    counted = {"trainer-0>rollout-0": 9}
+    cluster.adjust = lambda reply: (
+        msgspec.structs.replace(reply, num_bytes=counted) if isinstance(reply, Refitted) else reply
+    )
+    cluster.run_until(Phase.FINISHED)
+    assert str(cluster.done[-1].error) == (  # type: ignore[union-attr]
+        "rollout-0 failed while refitting: 9 bytes were counted on trainer-0>rollout-0, where 8 were planned"
+    )
+
+
 def test_an_engine_lost_after_an_interrupt_is_not_replaced() -> None:
     cluster = Cluster(GRPO)
     cluster.join_all()

@@ -11,13 +11,15 @@ current version while trainers and other engines go on::
 
     absent -> building -> installing -> connecting -> ready -> refitting -> holding
 
+Engines that pass weights on to each other are in one mesh. Those of them that are on their way back wait for each other
+before it is connected anew and they are refitted together: what is torn is passed on by nobody.
+
 `tandem.coordinator.plan` decides what samples are asked for; here it learns whose samples no longer count
 (`take_suspects`) and which engines can generate again (`take_restored`).
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable
 
 from tandem.common.errors import CommandFailed, DeadlineExceeded, ServiceLost
@@ -26,51 +28,23 @@ from tandem.common.messages import (
     Attested,
     BuildEngine,
     CommitVersion,
-    ConnectMesh,
-    EngineBuilt,
     Failed,
-    InstallProgram,
-    PlanTransfers,
+    PlannedMesh,
     Refit,
-    RendezvousOpened,
     Reply,
-    TrainerBuilt,
-    TransfersPlanned,
     VersionCommitted,
 )
 from tandem.coordinator.decisions import Action, Deadlines, Dispatch, Phase, RecordRefit, Replace, RunShape
+from tandem.coordinator.engines import ON_THEIR_WAY, EngineState, RefitProgress, Status
 from tandem.coordinator.orders import Orders
+from tandem.coordinator.transfers import SERVICE, Transfers
 
-_SERVICE = "refit-0"
 _MOST_FAILURES = 2
 """Attempts at one version that may fail before the run does."""
-
-
-class Status(enum.Enum):
-    """How far an engine is from serving tokens."""
-
-    ABSENT = "waiting for a replacement"
-    BUILDING = "building"
-    INSTALLING = "installing its transfer program"
-    CONNECTING = "connecting meshes"
-    READY = "ready for a version"
-    REFITTING = "refitting"
-    HOLDING = "holding the version"
-
-
-class EngineState:
-    """What is known of one engine."""
-
-    def __init__(self) -> None:
-        self.status = Status.READY
-        self.awaited: set[int] = set()
-        """Orders that must be answered before its status changes."""
-        self.is_attested = False
-        self.num_failures = 0
-        """To bring it to the current version."""
-        self.num_losses = 0
-        self.replace_by = 0.0
-        """When it must have been replaced; while it is absent."""
+_SHARE_OF_TRANSFER = 0.8
+"""Of a refit's deadline. The rest is for whoever gives up then to say so: that names the peer and the tensor."""
+_Group = tuple[PlannedMesh | None, list[str]]
+"""Engines that come back together, and the mesh that they are in; an engine that no weights stream to is alone."""
 
 
 class WeightPlane:
@@ -78,16 +52,15 @@ class WeightPlane:
 
     def __init__(self, shape: RunShape, orders: Orders) -> None:
         self._deadlines: Deadlines = shape.deadlines
-        self._allow_alias = shape.allow_alias
+        self._transfers = Transfers(shape, orders)
         self._is_verified = shape.is_verified
         self._max_replacements = shape.max_replacements
         self._orders = orders
-        self._rendezvous = ("", 0)
         self._trainers: list[str] = []
-        self._layouts: dict[str, bytes] = {}
-        self._planned: TransfersPlanned | None = None
-        self._epochs: dict[str, int] = {}
-        """How often each mesh was connected."""
+        self._connecting: dict[str, set[int]] = {}
+        """Orders that must be answered before a mesh is connected again."""
+        self._passing: set[int] = set()
+        """Orders to those that only send."""
         self.engines: dict[str, EngineState] = {}
         self.version = -1
         """What engines hold or are being brought to."""
@@ -99,7 +72,7 @@ class WeightPlane:
         self._unattested: set[str] = set()
         """Members whose digests were asked for and have not come."""
         self._committing: tuple[str, ...] = ()
-        self._record = _Record()
+        self._record = RefitProgress()
         self._suspects: list[str] = []
         self._restored: list[str] = []
 
@@ -133,6 +106,8 @@ class WeightPlane:
 
     def stop(self) -> None:
         """Nothing more will be asked of engines: the run is being interrupted."""
+        for mesh in [*self._connecting]:
+            self._stop_connecting(mesh)
         self.engines = {}
         self._is_attesting = False
 
@@ -142,47 +117,15 @@ class WeightPlane:
         """Have all transfers planned from the layouts that trainers and engines sent."""
         self._trainers = trainers
         self.engines = {engine: EngineState() for engine in engines}
-        order = PlanTransfers(
-            sources={name: self._layouts[name] for name in trainers},
-            destinations={name: self._layouts[name] for name in engines},
-            allow_alias=self._allow_alias,
-            **self._orders.promise(_SERVICE, Phase.PLANNING, self._deadlines.build),
-        )
-        return [Dispatch(member=_SERVICE, order=order)]
+        return self._transfers.order_plan(trainers, engines)
 
-    def install(self, members: Iterable[str] | None = None) -> list[Action]:
-        """Have programs bound: everybody's, or these members'."""
-        programs = self._plan.programs
-        return [
-            Dispatch(
-                member=member,
-                order=InstallProgram(
-                    program=programs[member],
-                    **self._orders.promise(member, Phase.INSTALLING, self._deadlines.build),
-                ),
-            )
-            for member in (programs if members is None else members)
-        ]
+    def install(self) -> list[Action]:
+        """Have everybody's program bound."""
+        return self._transfers.order_install()
 
-    def connect(self, engine: str | None = None) -> list[Action]:
-        """Have meshes connected: all, or those that `engine` is in."""
-        actions: list[Action] = []
-        for mesh in self._plan.meshes:
-            if engine is not None and engine not in mesh.members:
-                continue
-            epoch = self._epochs[mesh.name] = self._epochs.get(mesh.name, -1) + 1
-            host, port = self._rendezvous
-            for member in mesh.members:
-                order = ConnectMesh(
-                    mesh=mesh.name,
-                    members=mesh.members,
-                    epoch=epoch,
-                    rendezvous_host=host,
-                    rendezvous_port=port,
-                    **self._orders.promise(member, Phase.CONNECTING, self._deadlines.build),
-                )
-                actions.append(Dispatch(member=member, order=order))
-        return actions
+    def connect(self) -> list[Action]:
+        """Have all meshes connected."""
+        return [action for mesh in self._transfers.plan.meshes for action in self._transfers.order_connect(mesh)]
 
     # --- the transaction ---------------------------------------------------------------------------------------------
 
@@ -192,12 +135,14 @@ class WeightPlane:
         self._has_update = has_update
         self._is_still = True
         self._digests = {}
-        self._record = _Record(started_at=self._orders.now, deadline=self._orders.now + self._deadlines.refit)
+        self._passing = set()
+        self._record = RefitProgress(started_at=self._orders.now, deadline=self._orders.now + self._deadlines.refit)
         ready = [name for name, state in self.engines.items() if state.status is Status.READY]
         for name in ready:
             self.engines[name].num_failures = 0
             self.engines[name].status = Status.REFITTING
-        return self._refit_orders(ready, only=() if len(ready) == len(self.engines) else tuple(ready))
+        assert len(ready) == len(self.engines), "nobody is on the way back between a training step and its refit"
+        return self._refit_orders([*self._transfers.plan.senders, *ready], only=())
 
     def attest(self) -> list[Action]:
         """Have the version attested that every engine now holds, beside whatever the plan does next."""
@@ -219,15 +164,8 @@ class WeightPlane:
 
     def take_reply(self, member: str, reply: Reply) -> list[Action]:
         """Take a reply that answers an outstanding order of the plane or of its set-up."""
+        self._transfers.take(member, reply)
         match reply:
-            case RendezvousOpened(host=host, port=port):
-                self._rendezvous = (host, port)
-            case TrainerBuilt(layout=layout):
-                self._layouts[member] = layout
-            case EngineBuilt(layout=layout):
-                self._take_layout(member, layout)
-            case TransfersPlanned():
-                self._planned = reply
             case Attested(digests=digests):
                 self._digests[member] = digests
                 self._unattested.discard(member)
@@ -236,11 +174,14 @@ class WeightPlane:
                 return self._take_committed(reply)
             case _:
                 pass
+        for mesh, awaited in self._connecting.items():
+            if reply.command_id in awaited:
+                awaited.discard(reply.command_id)
+                return [] if awaited else self._connected(mesh)
         for name, state in self.engines.items():
             if reply.command_id in state.awaited:
                 state.awaited.discard(reply.command_id)
-                if not state.awaited:
-                    return self._go_on(name, state)
+                return [] if state.awaited else [*self._go_on(name, state), *self._bring_back()]
         return []
 
     def take_failure(self, member: str, failed: Failed) -> list[Action]:
@@ -252,11 +193,13 @@ class WeightPlane:
             return []
         state = self.engines.get(member)
         what = failed.error if failed.expected else f"{failed.error}\n{failed.traceback}"
-        if state is not None:
-            return self._quarantine(member, state, failed.phase, what)
+        if state is not None and failed.command_id not in self._passing:
+            self._quarantine(member, state, failed.phase, what)
+            return self._bring_back()
         # A sender fails when its receiver does, which then says so itself or is lost; what matters is who holds what.
-        self._record.num_sender_failures += 1
-        if self._record.num_sender_failures > _MOST_FAILURES * len(self.engines):
+        times = self._record.num_failures_to_send
+        times[member] = times.get(member, 0) + 1
+        if times[member] > (_MOST_FAILURES + self._max_replacements) * len(self.engines):
             raise CommandFailed(member, failed.phase, what)
         return []
 
@@ -272,9 +215,12 @@ class WeightPlane:
         self._unattested.discard(engine)
         self._suspects.append(engine)
         if not self._record.seconds:  # what comes is a refit of this engine alone
-            self._record = _Record(started_at=self._orders.now, deadline=self._record.deadline)
+            self._record = RefitProgress(started_at=self._orders.now, deadline=self._record.deadline)
         state.status, state.awaited, state.is_attested = Status.ABSENT, set(), False
         state.replace_by = self._orders.now + self._deadlines.join
+        mesh, _ = self._group(engine)
+        if mesh is not None:
+            self._stop_connecting(mesh.name)
         return [Replace(member=engine, why=why), *self._commit()]
 
     def take_replacement(self, engine: str) -> list[Action]:
@@ -291,11 +237,10 @@ class WeightPlane:
         match state.status:
             case Status.BUILDING:
                 state.status = Status.INSTALLING
-                return self._await(state, self.install([name]))
+                return self._await(state, self._transfers.order_install([name]))
             case Status.INSTALLING:
-                return self._reconnect(name, state)
-            case Status.CONNECTING:
-                return self._make_ready(name, state)
+                state.status = Status.CONNECTING
+                return []
             case Status.REFITTING:
                 state.status = Status.HOLDING
                 if not self._is_attesting:
@@ -305,31 +250,66 @@ class WeightPlane:
             case other:
                 raise AssertionError(f"{name} is {other.value} and waits for no order")
 
-    def _reconnect(self, name: str, state: EngineState) -> list[Action]:
-        state.status = Status.CONNECTING
-        connect = self.connect(name)
-        return self._await(state, connect) if connect else self._make_ready(name, state)
-
-    def _make_ready(self, name: str, state: EngineState) -> list[Action]:
-        state.status = Status.READY
-        if not self._is_still:
-            return []  # the refit after the training step takes it along
-        state.status = Status.REFITTING
-        self._record.deadline = max(self._record.deadline, self._orders.now + self._deadlines.refit)
-        return self._refit_orders([name], only=(name,))
-
-    def _refit_orders(self, engines: list[str], only: tuple[str, ...]) -> list[Action]:
-        """Order engines to receive, and those that must send to do so."""
+    def _bring_back(self) -> list[Action]:
+        """Connect engines anew that have all they need but a mesh, once those that they share it with have, too."""
         actions: list[Action] = []
-        for member in dict.fromkeys([*self._plan.senders, *engines]):
+        for mesh, engines in self._groups():
+            statuses = {self.engines[name].status for name in engines}
+            if Status.CONNECTING not in statuses or statuses & ON_THEIR_WAY:
+                continue
+            if mesh is None:
+                actions += self._make_ready(mesh, engines)
+            elif mesh.name not in self._connecting:
+                orders = self._transfers.order_connect(mesh)
+                self._connecting[mesh.name] = {action.order.command_id for action in orders}
+                actions += orders
+        return actions
+
+    def _stop_connecting(self, mesh: str) -> None:
+        """Wait for a mesh no longer; its members do so in vain, until they are told of the next attempt."""
+        for command_id in self._connecting.pop(mesh, ()):
+            self._orders.outstanding.pop(command_id, None)
+
+    def _connected(self, name: str) -> list[Action]:
+        del self._connecting[name]
+        mesh, engines = next(group for group in self._groups() if group[0] is not None and group[0].name == name)
+        waiting = [engine for engine in engines if self.engines[engine].status is Status.CONNECTING]
+        return self._make_ready(mesh, waiting)
+
+    def _make_ready(self, mesh: PlannedMesh | None, engines: list[str]) -> list[Action]:
+        """Refit engines together; while trainers step, the refit after the step takes them along."""
+        for name in engines:
+            self.engines[name].status = Status.REFITTING if self._is_still else Status.READY
+        if not self._is_still:
+            return []
+        self._record.deadline = max(self._record.deadline, self._orders.now + self._deadlines.refit)
+        senders = [member for member in self._transfers.plan.senders if mesh is not None and member in mesh.members]
+        return self._refit_orders([*senders, *engines], only=tuple(engines))
+
+    def _group(self, engine: str) -> _Group:
+        mesh = self._transfers.mesh_of(engine)
+        return mesh, [engine] if mesh is None else [member for member in mesh.members if member in self.engines]
+
+    def _groups(self) -> list[_Group]:
+        """Return every engine in one group: it receives over one mesh at most, and passes on over the same."""
+        groups = [self._group(engine) for engine in self.engines]
+        return [group for engine, group in zip(self.engines, groups, strict=True) if group[1][0] == engine]
+
+    def _refit_orders(self, members: Iterable[str], only: tuple[str, ...]) -> list[Action]:
+        """Order engines to receive, all or `only` these, and others to send what they need for it."""
+        actions: list[Action] = []
+        for member in dict.fromkeys(members):
             promise = self._orders.promise(member, Phase.REFITTING, self._remaining_s())
-            if member in engines:
+            if member in self.engines and (not only or member in only):
                 self.engines[member].awaited = {promise["command_id"]}
+            else:
+                self._passing.add(promise["command_id"])
+            promise["deadline_s"] *= _SHARE_OF_TRANSFER
             actions.append(Dispatch(member=member, order=Refit(version=self.version, only=only, **promise)))
         return actions
 
-    def _quarantine(self, name: str, state: EngineState, doing: str, why: str) -> list[Action]:
-        """Refit an engine once more. Raises `CommandFailed` if it has had its second attempt."""
+    def _quarantine(self, name: str, state: EngineState, doing: str, why: str) -> None:
+        """Have an engine refitted once more. Raises `CommandFailed` if it has had its second attempt."""
         state.num_failures += 1
         if state.num_failures >= _MOST_FAILURES:
             raise CommandFailed(name, doing, why)
@@ -337,8 +317,7 @@ class WeightPlane:
         self._suspects.append(name)
         self._orders.drop(name, Phase.REFITTING, Phase.ATTESTING)
         self._unattested.discard(name)
-        state.awaited, state.is_attested = set(), False
-        return self._reconnect(name, state)
+        state.status, state.awaited, state.is_attested = Status.CONNECTING, set(), False
 
     # --- attestation -------------------------------------------------------------------------------------------------
 
@@ -370,46 +349,41 @@ class WeightPlane:
             version=self.version,
             digests=digests,
             has_update=self._has_update,
-            **self._orders.promise(_SERVICE, Phase.ATTESTING, self._remaining_s()),
+            **self._orders.promise(SERVICE, Phase.ATTESTING, self._remaining_s()),
         )
-        return [Dispatch(member=_SERVICE, order=order)]
+        return [Dispatch(member=SERVICE, order=order)]
 
     def _take_committed(self, reply: VersionCommitted) -> list[Action]:
         committed, self._committing = self._committing, ()
-        actions: list[Action] = []
         for name in committed:
             state = self.engines[name]
             if state.status is not Status.HOLDING:
                 continue  # lost meanwhile
             if name in reply.differing:
                 what = f"it does not hold version {reply.version}: {reply.differing[name]}"
-                actions += self._quarantine(name, state, Phase.ATTESTING.value, what)
+                self._quarantine(name, state, Phase.ATTESTING.value, what)
             else:
                 state.is_attested = True
                 self._record.engines.append(name)
+        actions = self._bring_back()
         if all(state.is_attested for state in self.engines.values()):
             actions.append(self._finish_record(reply.digest))
         return [*actions, *self._commit()]
 
     def _finish_record(self, digest: int) -> RecordRefit:
-        done, self._record = self._record, _Record(started_at=self._orders.now, deadline=self._record.deadline)
+        done, self._record = self._record, RefitProgress(started_at=self._orders.now, deadline=self._record.deadline)
         done.committed(self._orders.now)
         return RecordRefit(
             version=self.version,
             engines=tuple(sorted(done.engines)),
             seconds=done.seconds,
             digest=digest,
-            predicted_s=self._plan.predicted_s,
-            bound_s=self._plan.bound_s,
+            predicted_s=self._transfers.plan.predicted_s,
+            bound_s=self._transfers.plan.bound_s,
             quarantined=done.quarantined,
         )
 
     # --- bookkeeping -------------------------------------------------------------------------------------------------
-
-    @property
-    def _plan(self) -> TransfersPlanned:
-        assert self._planned is not None, "transfers are planned before anything else"
-        return self._planned
 
     def _await(self, state: EngineState, actions: list[Action]) -> list[Action]:
         """Have an engine wait for the answers to these orders."""
@@ -419,37 +393,3 @@ class WeightPlane:
     def _remaining_s(self) -> float:
         """Return what is left of the refit's deadline; a little, if none is, so that the error is the order's own."""
         return max(self._record.deadline - self._orders.now, 1.0)
-
-    def _take_layout(self, engine: str, layout: bytes) -> None:
-        if self._planned is not None and self._layouts[engine] != layout:
-            what = "its replacement wants other weights than it did, or runs on another host: resume the run instead"
-            raise CommandFailed(engine, Phase.BUILDING.value, what)
-        self._layouts[engine] = layout
-
-
-class _Record:
-    """What a refit has been so far."""
-
-    def __init__(self, *, started_at: float = 0.0, deadline: float = 0.0) -> None:
-        self.deadline = deadline
-        self.seconds: dict[str, float] = {}
-        self.engines: list[str] = []
-        self.quarantined: dict[str, str] = {}
-        self.num_sender_failures = 0
-        self._since = started_at
-
-    def transferred(self, now: float) -> None:
-        """Every engine holds the version."""
-        self._note("transfer", now)
-
-    def attested(self, now: float) -> None:
-        """All digests are here."""
-        self._note("attest" if "transfer" in self.seconds else "transfer", now)
-
-    def committed(self, now: float) -> None:
-        """The refit service has compared them."""
-        self._note("commit", now)
-
-    def _note(self, phase: str, now: float) -> None:
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._since
-        self._since = now

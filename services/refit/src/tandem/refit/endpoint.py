@@ -1,16 +1,19 @@
 """A process's end of the weight plane: what trainers and engines do alike when they are given its orders.
 
 It consumes `PlaneOrder`s and produces their replies. A refit is done when it is ordered; digests are computed a slice
-at a time in `work`, so that they hold nothing up. It waits only for the other ends of streams, within the order's
-deadline.
+at a time in `work`, so that they hold nothing up, and meshes are connected there when everybody has come. It waits only
+for the other ends of streams, within the order's deadline.
 """
 
 from __future__ import annotations
 
 import datetime
+import socket
 import time
-from collections.abc import Collection, Mapping
-from typing import Literal, Protocol, assert_never
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal, NamedTuple, Protocol, assert_never
 
 import torch
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -38,12 +41,34 @@ from tandem.refit.transports import BoundProgram, bind, cuda_ipc, stream
 Verify = Literal["off", "sampled", "full"]
 _SAMPLED_ONE_IN = 16
 """``refit.verify: sampled`` digests about this part of the rows of each version."""
-_SLICE_S = 0.02
+_SLICE_S = 0.002
+_POLL_S = 0.001
+_DIGEST_BYTES_PER_S = 3e9
+"""Roughly what one core digests."""
+_PATIENCE = 2.0
+"""A digest begins after so many times what it will take: the first token of a version comes before its proof."""
+
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def host_name() -> str:
+    """Return what a layout calls this host; two machines have two names, also if somebody has called them the same."""
+    return f"{socket.gethostname()}/{_BOOT_ID.read_text()[:8]}"
 
 
 def device_name(device: torch.device) -> str:
     """Return what a layout calls a device."""
     return "cpu" if device.type == "cpu" else cuda_ipc.device_uuid(device)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Leave the other cores to whoever generates or trains meanwhile."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 class Holder(Protocol):
@@ -114,6 +139,15 @@ class Weights:
         self._bound = self._program = None
 
 
+class _Joining(NamedTuple):
+    """A mesh whose members are not all there yet."""
+
+    order: ConnectMesh
+    mesh: Mesh
+    store: PrefixStore
+    deadline: float
+
+
 class Endpoint:
     """Answers the weight plane's orders for one process."""
 
@@ -124,9 +158,12 @@ class Endpoint:
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._store: TCPStore | None = None
         self._groups: dict[str, stream.Group] = {}
+        self._joining: dict[str, _Joining] = {}
         self._order: Attest | None = None
         self._digest: DigestTask | None = None
         self._digest_s = 0.0
+        self._digest_from = 0.0
+        """When to begin, on the monotonic clock."""
 
     def handle(self, order: PlaneOrder) -> None:
         """Carry out one order."""
@@ -146,22 +183,32 @@ class Endpoint:
             case other:
                 assert_never(other)
 
-    def work(self, seconds: float = _SLICE_S) -> bool:
-        """Go on with the digest that was asked for; return whether there is more to do."""
+    def work(self, seconds: float | None = None) -> bool:
+        """Go on with meshes and with the digest that was asked for; return whether there is more to do.
+
+        `seconds` is the time to take for it beside other work. None: there is no other work, so that it may wait.
+        """
+        for joining in [*self._joining.values()]:
+            self._go_on_joining(joining)
         order, digest = self._order, self._digest
         if order is None or digest is None:
-            return False
+            return bool(self._joining)
+        early_s = self._digest_from - time.monotonic()
+        if early_s > 0:
+            if seconds is None:
+                time.sleep(min(early_s, _POLL_S))
+            return True
         try:
-            with self._member.phase(f"attesting version {order.version}"):
+            with self._member.phase(f"attesting version {order.version}"), _one_thread():
                 started = time.perf_counter()
-                is_done = digest.advance(seconds)
+                is_done = digest.advance(_SLICE_S if seconds is None else seconds)
                 self._digest_s += time.perf_counter() - started
                 if is_done:
                     self._attested(order, digest)
         except Exception as error:
             self.abandon_digest()
             self._member.fail(order.command_id, error)
-        return self._digest is not None
+        return self._digest is not None or bool(self._joining)
 
     def abandon_digest(self) -> None:
         """Forget the digest under way: the weights are about to change."""
@@ -170,6 +217,7 @@ class Endpoint:
     def close(self) -> None:
         """Leave all meshes."""
         self.abandon_digest()
+        self._joining.clear()
         for group in self._groups.values():
             group.close()
         self._groups.clear()
@@ -195,11 +243,31 @@ class Endpoint:
             )
         store = PrefixStore(f"refit/{order.mesh}/{order.epoch}", self._store)
         mesh = Mesh(order.mesh, order.members)
-        self._groups[order.mesh] = stream.connect(mesh, self._member.name, store, self._device, order.deadline_s)
-        self._member.reply(order.command_id, MeshConnected(command_id=order.command_id, mesh=order.mesh))
+        stream.announce(mesh, self._member.name, store, self._device)
+        # Whoever it waits for may be dead, and is then to be replaced: nothing else may wait for that.
+        self._joining[order.mesh] = _Joining(order, mesh, store, time.monotonic() + order.deadline_s)
+
+    def _go_on_joining(self, joining: _Joining) -> None:
+        """Connect a mesh if everybody is there."""
+        order = joining.order
+        try:
+            left_s = joining.deadline - time.monotonic()
+            if left_s > 0 and stream.absent(joining.mesh, joining.store):
+                time.sleep(_POLL_S)
+                return
+            del self._joining[order.mesh]
+            with self._member.phase(f"connecting mesh {order.mesh}"):
+                self._groups[order.mesh] = stream.connect(
+                    joining.mesh, self._member.name, joining.store, self._device, max(left_s, _POLL_S)
+                )
+            self._member.reply(order.command_id, MeshConnected(command_id=order.command_id, mesh=order.mesh))
+        except Exception as error:
+            self._joining.pop(order.mesh, None)
+            self._member.fail(order.command_id, error)
 
     def _refit(self, order: Refit) -> None:
-        self.abandon_digest()
+        if not order.only or self._member.name in order.only:  # who only sends goes on attesting what it holds
+            self.abandon_digest()
         started = time.perf_counter()
         num_bytes = self._holder.apply(order.version, order.deadline_s, order.only)
         reply = Refitted(
@@ -213,6 +281,7 @@ class Endpoint:
     def _begin_digest(self, order: Attest) -> None:
         sampling = Sampling(order.version, _SAMPLED_ONE_IN) if self._verify == "sampled" else None
         self._order, self._digest, self._digest_s = order, self._holder.digest_task(sampling), 0.0
+        self._digest_from = time.monotonic() + _PATIENCE * self._digest.num_bytes / _DIGEST_BYTES_PER_S
 
     def _attested(self, order: Attest, digest: DigestTask) -> None:
         wrong = self._holder.misquantised()

@@ -28,8 +28,8 @@ _POLL_S = 0.0002
 """Between looks at what a GPU has done."""
 
 _PAIR_TIMEOUT = timedelta(seconds=1)
-"""For a pair to connect, at its first message. Gloo tries a few times, so a peer that was lost between `connect` and
-the first message can cost some seconds, whatever the deadline."""
+"""For each try of a pair to connect. Gloo tries a few times, so a peer that is lost while others connect costs them
+some seconds, whatever the deadline."""
 
 
 class Message(NamedTuple):
@@ -142,6 +142,22 @@ class Group:
         return (self._backend.send if is_send else self._backend.recv)([bytes_], peer, tag)
 
 
+def announce(mesh: Mesh, member: str, store: Store, device: str) -> None:
+    """Let the others know that `member` is there; arguments as for `connect`, which does it, too. Raises `RefitError`.
+
+    Who announces itself, and does something else until nobody is `absent`, waits for no one in `connect`.
+    """
+    if member not in mesh.members:
+        raise RefitError(f"{member} is not in mesh {mesh.name!r}")
+    PrefixStore(mesh.name, store).set(f"kind of {mesh.members.index(member)}", torch.device(device).type)
+
+
+def absent(mesh: Mesh, store: Store) -> list[str]:
+    """Return the members of a mesh that have not announced themselves."""
+    prefixed = PrefixStore(mesh.name, store)
+    return [name for rank, name in enumerate(mesh.members) if not prefixed.check([f"kind of {rank}"])]
+
+
 def connect(mesh: Mesh, member: str, store: Store, device: str, timeout_s: float, address: str = "") -> Group:
     """Join a mesh, and return when everyone has.
 
@@ -159,14 +175,12 @@ def connect(mesh: Mesh, member: str, store: Store, device: str, timeout_s: float
 
     """
     deadline = time.monotonic() + timeout_s
-    if member not in mesh.members:
-        raise RefitError(f"{member} is not in mesh {mesh.name!r}")
+    announce(mesh, member, store, device)
     own, rank = torch.device(device), mesh.members.index(member)
     if device == "cuda":
         own = torch.device("cuda", torch.cuda.current_device())
     prefixed = PrefixStore(mesh.name, store)
     try:
-        prefixed.set(f"kind of {rank}", own.type)
         _await_members(mesh, member, prefixed, own.type, timeout_s)
         left = _left(deadline)
         backend: Any
@@ -210,8 +224,9 @@ def _await_members(mesh: Mesh, member: str, store: Store, kind: str, timeout_s: 
 
 def _gloo(store: Store, rank: int, mesh: Mesh, timeout: timedelta, address: str) -> Any:
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    # Lazily: each pair connects at its first message, and most pairs of a large mesh never have one.
-    options._devices = [ProcessGroupGloo.create_device(hostname=address or _address_towards(store), lazy_init=True)]
+    # Not lazily: a group that connects pairs at their first message waits, when it is closed, for its sockets to fall
+    # silent, and after a peer has died in the middle of a message they never do.
+    options._devices = [ProcessGroupGloo.create_device(hostname=address or _address_towards(store), lazy_init=False)]
     options._timeout = min(timeout, _PAIR_TIMEOUT)
     return ProcessGroupGloo(store, rank, len(mesh.members), options)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import transformers
 from transformers.initialization import no_init_weights
 
 from tandem.common.errors import ModelError
-from tandem.refit.endpoint import Weights, device_name
+from tandem.refit.endpoint import Weights, device_name, host_name
 from tandem.refit.layout import LayoutBuilder, whole
 from tandem.rollout.engines.attention import ATTENTION_NAME
 
@@ -67,7 +66,7 @@ def _refuse_unsupported(config: Any, max_length: int) -> None:
 def weights_of(model: torch.nn.Module) -> Weights:
     """Describe a model's live parameters, each one full box in a private storage of its own. Tied ones appear once."""
     parameters = dict(model.named_parameters())
-    builder = LayoutBuilder(socket.gethostname(), device_name(next(iter(parameters.values())).device))
+    builder = LayoutBuilder(host_name(), device_name(next(iter(parameters.values())).device))
     for name, parameter in parameters.items():
         size = parameter.element_size()
         index = builder.tensor(name, parameter.shape, str(parameter.dtype).removeprefix("torch."))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import socket
 from collections.abc import Mapping
 
 import torch
@@ -12,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from tandem.common.errors import ModelError
-from tandem.refit.endpoint import Weights, device_name
+from tandem.refit.endpoint import Weights, device_name, host_name
 from tandem.refit.layout import Address, Box, LayoutBuilder
 from tandem.refit.transports import cuda_ipc, shm
 
@@ -63,7 +62,7 @@ def share(parameters: Mapping[str, torch.Tensor]) -> None:
 def weights_of(parameters: Mapping[str, torch.Tensor]) -> Weights:
     """Describe this rank's shards, in the memory they lie in. After `share`."""
     devices = {local_of(parameter).device for parameter in parameters.values()}
-    builder = LayoutBuilder(socket.gethostname(), device_name(devices.pop()))
+    builder = LayoutBuilder(host_name(), device_name(devices.pop()))
     storages: dict[str, torch.Tensor] = {}
     for name, parameter in parameters.items():
         local, box = local_of(parameter), box_of(parameter)

@@ -1,0 +1,119 @@
+"""What has been planned, and the orders that set it up: transfers, programs and meshes. Pure, like the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tandem.common.errors import CommandFailed
+from tandem.common.messages import (
+    ConnectMesh,
+    EngineBuilt,
+    InstallProgram,
+    PlannedMesh,
+    PlanTransfers,
+    Refitted,
+    RendezvousOpened,
+    Reply,
+    TrainerBuilt,
+    TransfersPlanned,
+)
+from tandem.coordinator.decisions import Action, Dispatch, Phase, RunShape
+from tandem.coordinator.orders import Orders
+
+SERVICE = "refit-0"
+
+
+class Transfers:
+    """Layouts in, programs and meshes out. Raises `ServiceError` where the run cannot go on."""
+
+    def __init__(self, shape: RunShape, orders: Orders) -> None:
+        self._build_s = shape.deadlines.build
+        self._allow_alias = shape.allow_alias
+        self._orders = orders
+        self._rendezvous = ("", 0)
+        self._layouts: dict[str, bytes] = {}
+        self._planned: TransfersPlanned | None = None
+        self._epochs: dict[str, int] = {}
+        """How often each mesh was connected."""
+
+    @property
+    def plan(self) -> TransfersPlanned:
+        """The plan, once there is one."""
+        assert self._planned is not None, "transfers are planned before anything else"
+        return self._planned
+
+    def take(self, member: str, reply: Reply) -> None:
+        """Take what a reply says of layouts, the plan, or bytes that were counted."""
+        match reply:
+            case RendezvousOpened(host=host, port=port):
+                self._rendezvous = (host, port)
+            case TrainerBuilt(layout=layout):
+                self._layouts[member] = layout
+            case EngineBuilt(layout=layout):
+                self._take_layout(member, layout)
+            case TransfersPlanned():
+                self._planned = reply
+            case Refitted():
+                self._check_bytes(member, reply)
+            case _:
+                pass
+
+    def order_plan(self, trainers: list[str], engines: list[str]) -> list[Action]:
+        """Have all transfers planned from the layouts that trainers and engines sent."""
+        order = PlanTransfers(
+            sources={name: self._layouts[name] for name in trainers},
+            destinations={name: self._layouts[name] for name in engines},
+            allow_alias=self._allow_alias,
+            **self._orders.promise(SERVICE, Phase.PLANNING, self._build_s),
+        )
+        return [Dispatch(member=SERVICE, order=order)]
+
+    def order_install(self, members: Iterable[str] | None = None) -> list[Action]:
+        """Have programs bound: everybody's, or these members'."""
+        programs = self.plan.programs
+        return [
+            Dispatch(
+                member=member,
+                order=InstallProgram(
+                    program=programs[member], **self._orders.promise(member, Phase.INSTALLING, self._build_s)
+                ),
+            )
+            for member in (programs if members is None else members)
+        ]
+
+    def order_connect(self, mesh: PlannedMesh) -> list[Dispatch]:
+        """Have a mesh connected, anew if it was before."""
+        epoch = self._epochs[mesh.name] = self._epochs.get(mesh.name, -1) + 1
+        host, port = self._rendezvous
+        return [
+            Dispatch(
+                member=member,
+                order=ConnectMesh(
+                    mesh=mesh.name,
+                    members=mesh.members,
+                    epoch=epoch,
+                    rendezvous_host=host,
+                    rendezvous_port=port,
+                    **self._orders.promise(member, Phase.CONNECTING, self._build_s),
+                ),
+            )
+            for member in mesh.members
+        ]
+
+    def mesh_of(self, engine: str) -> PlannedMesh | None:
+        """Return the mesh over which weights stream to an engine, if any do."""
+        return next((mesh for mesh in self.plan.meshes if engine in mesh.members), None)
+
+    def _take_layout(self, engine: str, layout: bytes) -> None:
+        if self._planned is not None and self._layouts[engine] != layout:
+            what = "its replacement wants other weights than it did, or runs on another host: resume the run instead"
+            raise CommandFailed(engine, Phase.BUILDING.value, what)
+        self._layouts[engine] = layout
+
+    def _check_bytes(self, member: str, reply: Refitted) -> None:
+        """Raise `CommandFailed` if a link carried more or less than planned: then the plan was not what was done."""
+        for link, counted in reply.num_bytes.items():
+            planned = self.plan.num_bytes.get(link)
+            if counted != planned:
+                what = f"{counted} bytes were counted on {link}, where {planned or 'none'} were planned"
+                raise CommandFailed(member, Phase.REFITTING.value, what)
