@@ -1,0 +1,50 @@
+"""What tests share whose engines are started by hand: folders of runs, and what two runs have in common."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tandem.coordinator.journal import RefitRecord, read_journal
+from tests.integration.harness import coordinator, steps_of, weights_of, write_config
+from tests.integration.test_run import deterministic
+
+
+@contextlib.contextmanager
+def in_folder(folder: Path) -> Iterator[None]:
+    """Work in a folder that outlives a test."""
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+def undisturbed_run(folder: Path, config: dict[str, Any]) -> Path:
+    """Run a configuration on one host to its end; return the folder of the run."""
+    with in_folder(folder):
+        ended = coordinator("up", write_config(config))
+    assert ended.returncode == 0, ended.stderr
+    return folder / "run"
+
+
+def refits_of(run: str | Path = "run") -> list[RefitRecord]:
+    """Return the refits in a run's journal."""
+    with read_journal(Path(run)) as journal:
+        return list(journal.refits())
+
+
+def last_weights(run: Path) -> dict[str, bytes]:
+    """Return the weights of a run's newest checkpoint."""
+    return weights_of(run / "checkpoints" / "latest")
+
+
+def assert_same_results(run: str | Path, expected: Path) -> None:
+    """Compare all steps and the weights that they end with, to the bit."""
+    for ours, theirs in zip(steps_of(run), steps_of(expected), strict=True):
+        assert deterministic(ours.metrics) == deterministic(theirs.metrics)
+    assert last_weights(Path(run)) == last_weights(expected)
