@@ -1,38 +1,52 @@
-"""How fast do 512 MB of weights cross to another process, beside a plain memcpy and beside other ways to move them?
+"""How fast do weights cross to other processes of one host, beside a plain memcpy and every other way to move them?
 
-Two processes, one thread each. Every round runs every way, so that whatever else the machine does meets all of them.
-What is timed is what one refit costs: from the receiver's order until the last element is in its parameters, which
-exist beforehand. Setting up (binding, process groups, queues) is not timed; nor is training, which ours needs to be
-finished just as every other way does.
+One thread a process. Every round runs every way, so that whatever else the machine does meets all of them. What is
+timed is what one refit costs, from the order until the last element is in the parameters of every receiver, which
+exist beforehand: ours as the whole transaction, `off` up to there, `sampled` and `full` until the digests of both
+sides were computed and compared as well (in a run that happens beside the next generation: `test_refit_verify.py`).
+Setting up (binding, process groups, queues) is not timed; nor is training, which ours needs to be finished just as
+every other way does. With two senders each holds half of the rows of each tensor, and sends them to every receiver.
+
+``BENCHMARK_MB=64`` makes a quick run of the same. Ray takes part where it is installed.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib.util
+import itertools
 import os
-import statistics
+import shutil
+import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
+from measure import Turns, report, seconds_of
+from processes import Asked, Plane, Remote, config_json, started
 from pytest_benchmark.fixture import BenchmarkFixture
 from safetensors.torch import load_file, save_file
 
+from tandem.common.service import Member
 from tandem.refit import layout
-from tandem.refit.layout import Layout, Piece, PrivateMemory, Storage, TensorLayout, contiguous_strides, whole
-from tandem.refit.planner import plan
+from tandem.refit.endpoint import Endpoint, Weights
+from tandem.refit.layout import Box, LayoutBuilder, contiguous_strides
 from tandem.refit.transports import shm
 
-NUM_ROUNDS = 9
-NUM_LAYERS = 8
-TIMEOUT_S = 60.0
+SIZES_MB = {"512 MB": 512, "4 GB": 4096}
+if "BENCHMARK_MB" in os.environ:
+    SIZES_MB = {f"{os.environ['BENCHMARK_MB']} MB": int(os.environ["BENCHMARK_MB"])}
+MB_A_LAYER = 62.93
+LOCAL_LAYERS = 8
+"""What memcpy copies from, over and over: far more than any cache."""
+BUCKET_BYTES = 64 << 20
+TIMEOUT_S = 300.0
 
 LAYER = {  # of Qwen3-0.6B
     "self_attn.q_proj": (2048, 1024),
@@ -47,196 +61,423 @@ LAYER = {  # of Qwen3-0.6B
     "input_layernorm": (1024,),
     "post_attention_layernorm": (1024,),
 }
-SHAPES = {
-    "model.embed_tokens.weight": (2048, 1024),
-    **{f"model.layers.{i}.{name}.weight": shape for i in range(NUM_LAYERS) for name, shape in LAYER.items()},
-    "model.norm.weight": (1024,),
-}
 
+Shapes = dict[str, tuple[int, ...]]
 Tensors = dict[str, torch.Tensor]
 
 
-def make_tensors(value: float) -> Tensors:
-    return {name: torch.full(shape, value + index) for index, (name, shape) in enumerate(SHAPES.items())}
+def shapes_of(num_layers: int) -> Shapes:
+    layers = {f"model.layers.{i}.{name}.weight": shape for i in range(num_layers) for name, shape in LAYER.items()}
+    return {"model.embed_tokens.weight": (2048, 1024), **layers, "model.norm.weight": (1024,)}
 
 
-def make_layout(tensors: Tensors, *, shared: bool) -> Layout:
-    held, storages = {}, {}
-    for name, tensor in tensors.items():
-        shape = tuple(tensor.shape)
-        held[name] = TensorLayout(shape, "float32", (Piece(whole(shape), name, 0, contiguous_strides(shape, 4)),))
-        storages[name] = Storage(tensor.nbytes, shm.share(tensor) if shared else PrivateMemory())
-    return Layout("host", held, storages)
+def value_of(index: int, version: int) -> float:
+    """Return what all elements of a tensor are in a version; never 0, which receivers hold before."""
+    return float((index * 7 + version) % 127 + 1)
 
 
-def join_group(rank: int, store: str) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+def rows_of(shape: tuple[int, ...], sender: int, num_senders: int) -> slice:
+    return slice(shape[0] * sender // num_senders, shape[0] * (sender + 1) // num_senders)
 
 
-def send(connection: Connection, store: str, file: str) -> None:
-    """Be the trainer: share the tensors, and send them in the way that each order names."""
-    torch.set_num_threads(1)
-    tensors = make_tensors(1.0)
-    connection.send_bytes(layout.encode(make_layout(tensors, shared=True)))
-    join_group(0, store)
-    while (order := connection.recv_bytes()) != b"stop":
-        match order:
-            case b"broadcast":
-                for tensor in tensors.values():
-                    dist.broadcast(tensor, src=0)
-            case b"save":
-                save_file(tensors, file)
-                connection.send_bytes(b"saved")
-            case b"queue":
-                connection.send(tensors)  # torch.multiprocessing pickles handles, not elements
-    dist.destroy_process_group()
+class Process:
+    """What senders and receivers have in common: tensors, an endpoint, a group of all processes."""
+
+    def __init__(self, member: Member, connection: Connection, num_layers: int, places: dict[str, Any]) -> None:
+        self.connection, self.places = connection, places
+        self.shapes = shapes_of(num_layers)
+        self.num_senders: int = places["senders"]
+        self.is_sender = member.name.startswith("trainer")
+        self.rank = member.index + (0 if self.is_sender else self.num_senders)
+        self.tensors: Tensors = {}
+        shards = range(member.index, member.index + 1) if self.is_sender else range(self.num_senders)
+        self.held = {
+            (s, name): rows_of(shape, s, self.num_senders) for s in shards for name, shape in self.shapes.items()
+        }
+        for name, shape in self.shapes.items():
+            rows = rows_of(shape, member.index, self.num_senders) if self.is_sender else slice(0, shape[0])
+            self.tensors[name] = torch.zeros(rows.stop - rows.start, *shape[1:])
+        self.layout = self._describe()
+        self.endpoint = Endpoint(member, Weights(self.layout, self.tensors))
+        self.bucket = torch.zeros(BUCKET_BYTES // 4)
+
+    def _describe(self) -> layout.Layout:
+        builder = LayoutBuilder("host")
+        for name, tensor in self.tensors.items():
+            shape, first = self.shapes[name], self.held[self.rank, name].start if self.is_sender else 0
+            address = shm.share(tensor) if self.is_sender else None
+            storage = builder.storage(name, tensor.nbytes, address)
+            box = Box((first,) + (0,) * (len(shape) - 1), tuple(tensor.shape))
+            builder.add(builder.tensor(name, shape, "float32"), box, storage, 0, contiguous_strides(tensor.shape, 4))
+        return builder.build()
+
+    # --- the service: what the real loop drives ---
+
+    def handle(self, order: Any, arrays: Any) -> None:
+        self.endpoint.handle(order)
+
+    def work(self) -> bool:
+        return self.endpoint.work()
+
+    def close(self) -> None:
+        self.endpoint.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    # --- what is asked for beside orders ---
+
+    def asked(self) -> Asked:
+        ways = (self.join, self.verify, self.broadcast, self.buckets, self.safetensors, self.disk, self.queue)
+        mine = (self.write,) if self.is_sender else (self.clear, self.check, self.memcpy)
+        return {"layout": lambda: layout.encode(self.layout), **{way.__name__: way for way in (*ways, *mine)}}
+
+    def join(self) -> None:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        world_size = self.num_senders + self.places["receivers"]
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(self.places["store"], world_size), rank=self.rank, world_size=world_size
+        )
+        receivers = list(range(self.num_senders, world_size))
+        self.groups = [dist.new_group([sender, *receivers]) for sender in range(self.num_senders)]
+
+    def verify(self, mode: str) -> None:
+        self.endpoint._verify = mode  # type: ignore[assignment]  # so that one run has them all
+
+    def write(self, version: int) -> None:
+        for index, tensor in enumerate(self.tensors.values()):
+            tensor.fill_(value_of(index, version))
+
+    def clear(self) -> None:
+        for tensor in self.tensors.values():
+            tensor.zero_()
+
+    def check(self, version: int) -> None:
+        for index, (name, tensor) in enumerate(self.tensors.items()):
+            least, most = tensor.aminmax()
+            assert least == most == value_of(index, version), f"{name} is not that of version {version}"
+
+    def memcpy(self) -> float:
+        """Copy as much from memory of this process with the C library, a range for each tensor."""
+        if not hasattr(self, "local"):
+            self.local = [torch.ones(shape) for shape in shapes_of(LOCAL_LAYERS).values()]
+            by_shape: dict[torch.Size, list[torch.Tensor]] = {}
+            for tensor in self.local:
+                by_shape.setdefault(tensor.shape, []).append(tensor)
+            self.from_: list[torch.Tensor] = []
+            for tensor in self.tensors.values():
+                by_shape[tensor.shape].append(by_shape[tensor.shape].pop(0))
+                self.from_.append(by_shape[tensor.shape][-1])
+        return seconds_of(self._memcpy)
+
+    def _memcpy(self) -> None:
+        for tensor, local in zip(self.tensors.values(), self.from_, strict=True):
+            ctypes.memmove(tensor.data_ptr(), local.data_ptr(), tensor.nbytes)
+
+    def _parts(self) -> Iterator[tuple[int, torch.Tensor]]:
+        for (sender, name), rows in self.held.items():
+            yield sender, self.tensors[name] if self.is_sender else self.tensors[name][rows]
+
+    def broadcast(self) -> None:
+        """Broadcast a tensor at a time."""
+        for sender, part in self._parts():
+            dist.broadcast(part, src=sender, group=self.groups[sender])
+
+    def buckets(self) -> None:
+        """Broadcast buckets of 64 MB, packed and unpacked by copies."""
+        parts: dict[int, list[torch.Tensor]] = {}
+        for sender, part in self._parts():
+            parts.setdefault(sender, []).append(part.view(-1))
+        for sender, mine in parts.items():
+            batch: list[torch.Tensor] = []
+            for part in [*mine, None]:
+                if part is not None and sum(p.numel() for p in batch) + part.numel() <= self.bucket.numel():
+                    batch.append(part)
+                    continue
+                self._broadcast_bucket(sender, batch)
+                batch = [] if part is None else [part]
+
+    def _broadcast_bucket(self, sender: int, batch: list[torch.Tensor]) -> None:
+        sizes = [part.numel() for part in batch]
+        bucket = self.bucket[: sum(sizes)]
+        if self.is_sender:
+            torch.cat(batch, out=bucket)
+        dist.broadcast(bucket, src=sender, group=self.groups[sender])
+        if not self.is_sender:
+            for part, piece in zip(batch, bucket.split(sizes), strict=True):
+                part.copy_(piece)
+
+    def safetensors(self) -> None:
+        self._file(self.places["tmpfs"])
+
+    def disk(self) -> None:
+        self._file(self.places["disk"])
+
+    def _file(self, folder: str) -> None:
+        if self.is_sender:
+            save_file(self.tensors, f"{folder}/{self.rank}.safetensors")
+            return
+        for sender in range(self.num_senders):
+            self._copy(sender, load_file(f"{folder}/{sender}.safetensors"))
+
+    def queue(self, sender: int) -> None:
+        """Hand over the tensors themselves, which lie in shared memory already: handles travel, not elements."""
+        if self.is_sender:
+            for queue in self.places["queues"][self.rank]:
+                queue.put(self.tensors)
+        else:
+            self._copy(sender, self.places["queues"][sender][self.rank - self.num_senders].get(timeout=TIMEOUT_S))
+
+    def _copy(self, sender: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in self.tensors.items():
+            tensor[self.held[sender, name]].copy_(tensors[name])
+
+
+def make(member: Member, connection: Connection, *arguments: Any) -> tuple[Process, Asked]:
+    process = Process(member, connection, *arguments)
+    return process, process.asked()
+
+
+class Bench:
+    """All processes, and every way to fill the receivers."""
+
+    def __init__(self, senders: list[Remote], receivers: list[Remote], config: bytes, places: dict[str, Any]) -> None:
+        self.senders, self.receivers, self.places = senders, receivers, places
+        self.all = [*senders, *receivers]
+        self.plane = Plane(senders, receivers, config, alias=False)
+        self.everywhere("join")
+        self.version = 0
+
+    def turn(self, way: Callable[[], float | None]) -> Callable[[], float]:
+        """Return a way with a new version to move before it, and a check of every element after it."""
+
+        def measured() -> float:
+            self.prepare()
+            own: list[float | None] = []
+            seconds = seconds_of(lambda: own.append(way()))
+            if own[0] is None:  # memcpy moves nothing from the senders
+                self.check()
+            return own[0] or seconds
+
+        return measured
+
+    def prepare(self) -> None:
+        self.version += 1
+        for sender in self.senders:
+            sender.tell("write", self.version)
+        for receiver in self.receivers:
+            receiver.tell("clear")
+        for remote in self.all:
+            remote.answer()
+
+    def check(self) -> None:
+        for receiver in self.receivers:
+            receiver.ask("check", self.version)
+
+    def everywhere(self, ask: str, *arguments: Any) -> None:
+        for remote in self.all:
+            remote.tell(ask, *arguments)
+        for remote in self.all:
+            remote.answer()
+
+    def verifying(self, verify: str) -> Callable[[], float]:
+        def transaction() -> None:
+            self.plane.refit(self.version)
+            self.plane.attest(self.version)
+
+        measured = self.turn(transaction)
+
+        def prepared() -> float:
+            self.everywhere("verify", verify)
+            return measured()
+
+        return prepared
+
+    def memcpy(self) -> float:
+        for receiver in self.receivers:
+            receiver.tell("memcpy")
+        return max(receiver.answer() for receiver in self.receivers)
+
+    def together(self, ask: str) -> Callable[[], None]:
+        return lambda: self.everywhere(ask)
+
+    def one_after_another(self, ask: str) -> Callable[[], None]:
+        """Let senders write before receivers read."""
+
+        def run() -> None:
+            for side in (self.senders, self.receivers):
+                for remote in side:
+                    remote.tell(ask)
+                for remote in side:
+                    remote.answer()
+
+        return run
+
+    def queue(self) -> None:
+        for number, sender in enumerate(self.senders):
+            sender.tell("queue", number)
+        for number, _ in enumerate(self.senders):
+            for receiver in self.receivers:
+                receiver.tell("queue", number)
+        for sender in self.senders:
+            sender.answer()
+        for _ in self.senders:
+            for receiver in self.receivers:
+                receiver.answer()
+
+
+def ray_object_store(num_layers: int, num_senders: int, num_receivers: int) -> tuple[Callable[[], float], Any]:
+    """Return a way of its own processes, Ray's: senders put their tensors, receivers get and copy them."""
+    import ray
+
+    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+    num_bytes = int(num_layers * MB_A_LAYER * 1e6)
+    ray.init(
+        num_cpus=num_senders + num_receivers,
+        object_store_memory=int(2.5 * num_bytes) + (200 << 20),
+        include_dashboard=False,
+        logging_level="error",
+        log_to_driver=False,
+        runtime_env={"env_vars": {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(_python_path())}},
+    )
+
+    class Actor:
+        def __init__(self, sender: int | None) -> None:
+            torch.set_num_threads(1)
+            self.tensors = {}
+            for name, shape in shapes_of(num_layers).items():
+                rows = slice(0, shape[0]) if sender is None else rows_of(shape, sender, num_senders)
+                self.tensors[name] = torch.zeros(rows.stop - rows.start, *shape[1:])
+
+        def write(self, version: int) -> None:
+            for index, tensor in enumerate(self.tensors.values()):
+                tensor.fill_(value_of(index, version))
+
+        def put(self) -> Any:
+            return {name: tensor.numpy() for name, tensor in self.tensors.items()}
+
+        def get(self, *parts: Any) -> None:
+            for sender, part in enumerate(parts):
+                for name, shape in shapes_of(num_layers).items():
+                    self.tensors[name][rows_of(shape, sender, num_senders)].copy_(torch.from_numpy(part[name]))
+
+        def check(self, version: int) -> None:
+            for index, tensor in enumerate(self.tensors.values()):
+                least, most = tensor.aminmax()
+                assert least == most == value_of(index, version)
+
+    remote = ray.remote(Actor)
+    senders = [remote.remote(sender) for sender in range(num_senders)]
+    receivers = [remote.remote(None) for _ in range(num_receivers)]
+    versions = itertools.count(1)
+
+    def move() -> None:
+        parts = [sender.put.remote() for sender in senders]
+        ray.get([receiver.get.remote(*parts) for receiver in receivers])
+
+    def measured() -> float:
+        version = next(versions)
+        ray.get([sender.write.remote(version) for sender in senders])
+        seconds = seconds_of(move)
+        ray.get([receiver.check.remote(version) for receiver in receivers])
+        return seconds
+
+    return measured, ray
+
+
+def _python_path() -> list[str]:
+    return [str(Path(__file__).parent), *[path for path in sys.path if path]]
 
 
 @contextmanager
-def sender(store: str, file: str) -> Iterator[Connection]:
+def processes(num_layers: int, num_senders: int, num_receivers: int, folder: Path) -> Iterator[Bench]:
     context = torch.multiprocessing.get_context("spawn")
-    connection, theirs = context.Pipe()
-    process = context.Process(target=send, args=(theirs, store, file), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        yield connection
-        connection.send_bytes(b"stop")
-        process.join(TIMEOUT_S)
-        assert process.exitcode == 0
-    finally:
-        process.kill()
-        process.join(TIMEOUT_S)
-
-
-class Receiver:
-    """Be the engine: parameters that exist, and every way to fill them."""
-
-    def __init__(self, connection: Connection, file: str) -> None:
-        self._connection = connection
-        self._file = file
-        self._parameters = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-        self.num_bytes = sum(parameter.nbytes for parameter in self._parameters.values())
-        assert connection.poll(TIMEOUT_S)
-        sources = {"trainer-0": layout.decode(connection.recv_bytes())}
-        wanted = {"rollout-0": make_layout(self._parameters, shared=False)}
-        program = plan(sources, wanted, allow_alias=False).programs["rollout-0"]
-        self.bound = shm.bind(program, self._parameters)
-        self._local = make_tensors(1.0)
-
-    def clear(self) -> None:
-        for parameter in self._parameters.values():
-            parameter.zero_()
-
-    def check(self) -> None:
-        for index, parameter in enumerate(self._parameters.values()):
-            assert (parameter == 1.0 + index).all()
-
-    def memcpy(self) -> None:
-        """Copy the same from memory of this process with the C library, a range for each tensor."""
-        for name, parameter in self._parameters.items():
-            ctypes.memmove(parameter.data_ptr(), self._local[name].data_ptr(), parameter.nbytes)
-
-    def gloo(self) -> None:
-        self._connection.send_bytes(b"broadcast")
-        for parameter in self._parameters.values():
-            dist.broadcast(parameter, src=0)
-
-    def safetensors(self) -> None:
-        self._connection.send_bytes(b"save")
-        assert self._connection.poll(TIMEOUT_S)
-        self._connection.recv_bytes()
-        self._copy(load_file(self._file))
-        Path(self._file).unlink()
-
-    def torch_multiprocessing(self) -> None:
-        self._connection.send_bytes(b"queue")
-        assert self._connection.poll(TIMEOUT_S)
-        self._copy(self._connection.recv())
-
-    def _copy(self, tensors: Tensors) -> None:
-        for name, parameter in self._parameters.items():
-            parameter.copy_(tensors[name])
-
-
-def seconds_of(way: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    way()
-    return time.perf_counter() - started
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("one_thread")
-def test_refit_over_shared_memory(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
-    store = str(tmp_path / "store")
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, sender(store, f"{folder}/weights") as connection:
-        receiver = Receiver(connection, f"{folder}/weights")
-        join_group(1, store)
-        ways = [receiver.gloo, receiver.safetensors, receiver.torch_multiprocessing]
-        seconds: dict[str, list[float]] = {way.__name__: [] for way in [*ways, receiver.memcpy]}
-
-        processor: dict[str, list[float]] = {"memcpy": [], "tandem": []}
-
-        def refit() -> int:
-            started = time.thread_time()
-            num_bytes = receiver.bound.run()
-            processor["tandem"].append(time.thread_time() - started)
-            return num_bytes
-
-        def run_the_others() -> None:
-            ways.append(ways.pop(0))  # nobody always comes first
-            for way in [*ways, receiver.memcpy]:  # memcpy last: the machine is then as ours meets it
-                receiver.clear()
-                started = time.thread_time()
-                seconds[way.__name__].append(seconds_of(way))
-                if way == receiver.memcpy:
-                    processor["memcpy"].append(time.thread_time() - started)
-                receiver.check()
-            receiver.clear()
-
-        moved = benchmark.pedantic(refit, setup=run_the_others, rounds=NUM_ROUNDS, warmup_rounds=1)
-        receiver.check()
-        assert moved == receiver.num_bytes
-        dist.destroy_process_group()
-        receiver.bound.close()
-
-    seconds["tandem"] = benchmark.stats.stats.data
-    report(benchmark, *({way: times[-NUM_ROUNDS:] for way, times in of.items()} for of in (seconds, processor)), moved)
-
-
-def report(
-    benchmark: BenchmarkFixture, seconds: dict[str, list[float]], processor: dict[str, list[float]], num_bytes: int
-) -> None:
-    """Print and keep what was measured; `processor` is the processor time of the ways that need one thread alone."""
-    medians = {way: statistics.median(times) for way, times in seconds.items()}
-    rates = {way: num_bytes / median / 1e9 for way, median in medians.items()}
-    ratios = {way: medians["memcpy"] / median for way, median in medians.items()}
-    best = {way: min(seconds["memcpy"]) / min(times) for way, times in seconds.items()}
-    processor_medians = {way: statistics.median(times) for way, times in processor.items()}
-    processor_ratio = processor_medians["memcpy"] / processor_medians["tandem"]
-    benchmark.extra_info.update(
-        {
-            "num_bytes": num_bytes,
-            "seconds": seconds,
-            "median seconds": medians,
-            "median GB/s": rates,
-            "times memcpy's rate, medians": ratios,
-            "times memcpy's rate, best rounds": best,
-            "processor seconds": processor,
-            "times memcpy's rate, medians of processor time": processor_ratio,
+    config = config_json("full")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as tmpfs:
+        places = {
+            "senders": num_senders,
+            "receivers": num_receivers,
+            "store": str(folder / "store"),
+            "tmpfs": tmpfs,
+            "disk": str(folder),
+            "queues": [[context.Queue() for _ in range(num_receivers)] for _ in range(num_senders)],
         }
+        names = [f"trainer-{i}" for i in range(num_senders)] + [f"rollout-{i}" for i in range(num_receivers)]
+        with started(make, config, dict.fromkeys(names, (num_layers, places))) as remotes:
+            yield Bench(
+                [remotes[name] for name in names[:num_senders]],
+                [remotes[name] for name in names[num_senders:]],
+                config,
+                places,
+            )
+
+
+def free_gigabytes(place: str) -> float:
+    return shutil.disk_usage(place).free / 1e9
+
+
+def available_gigabytes() -> float:
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(fields["MemAvailable"].split()[0]) * 1024 / 1e9
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("num_senders", "num_receivers"), [(1, 1), (1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize("size", SIZES_MB)
+def test_refit_over_shared_memory(
+    benchmark: BenchmarkFixture, tmp_path: Path, size: str, num_senders: int, num_receivers: int
+) -> None:
+    is_large = SIZES_MB[size] > 1000
+    gigabytes = SIZES_MB[size] / 1000
+    num_layers, num_rounds = max(1, round(SIZES_MB[size] / MB_A_LAYER)), 3 if is_large else 5
+    needed = (2 if is_large and num_receivers == 1 else 1) + num_receivers + 0.5
+    if available_gigabytes() < needed * gigabytes + 2 or free_gigabytes("/dev/shm") < 2.1 * gigabytes:
+        pytest.skip(f"{size} to {num_receivers} processes needs {needed * gigabytes:.0f} GB of memory")
+    left_out: dict[str, str] = {}
+    with ExitStack() as stack:
+        bench = stack.enter_context(processes(num_layers, num_senders, num_receivers, tmp_path))
+        ways: dict[str, Callable[[], float]] = {
+            "memcpy": bench.turn(bench.memcpy),
+            "tandem, verified in samples": bench.verifying("sampled"),
+            "tandem, verified in full": bench.verifying("full"),
+            "gloo broadcast, each tensor": bench.turn(bench.together("broadcast")),
+            "gloo broadcast, 64 MB buckets": bench.turn(bench.together("buckets")),
+            "torch.multiprocessing": bench.turn(bench.queue),
+        }
+        files = {"safetensors, tmpfs": "safetensors", "safetensors, disk": "disk"}
+        if is_large:
+            left_out |= {"ray object store": "no memory for it beside the others", "safetensors, disk": "slow"}
+            files.pop("safetensors, disk")
+            if num_receivers > 1:
+                left_out["safetensors, tmpfs"] = "no memory for it beside the others"
+                files.pop("safetensors, tmpfs")
+        ways |= {name: bench.turn(bench.one_after_another(way)) for name, way in files.items()}
+        if not is_large and importlib.util.find_spec("ray"):
+            way, ray = ray_object_store(num_layers, num_senders, num_receivers)
+            stack.callback(ray.shutdown)
+            ways["ray object store"] = way
+        elif not is_large:
+            left_out["ray object store"] = "ray is not installed"
+        turns = Turns(ways)
+
+        def set_up() -> None:
+            turns.round()
+            bench.prepare()
+
+        benchmark.pedantic(
+            lambda: bench.plane.refit(bench.version),
+            setup=set_up,
+            teardown=bench.check,
+            rounds=num_rounds,
+            warmup_rounds=1,
+        )
+    num_bytes = 4 * sum(torch.Size(shape).numel() for shape in shapes_of(num_layers).values())
+    num_tensors = len(shapes_of(num_layers))
+    report(
+        benchmark,
+        {"tandem, not verified": benchmark.stats.stats.data, **turns.last(num_rounds)},
+        title=f"{num_bytes / 1e6:.0f} MB, {num_tensors} tensors, {num_senders} senders, {num_receivers} receivers",
+        num_bytes=num_bytes,
+        against="memcpy",
+        left_out=left_out,
+        load=os.getloadavg(),
     )
-    print(f"\n{num_bytes / 1e6:.0f} MB, {len(SHAPES)} tensors, {NUM_ROUNDS} interleaved rounds; best: of all rounds")
-    print(f"{'way':24}{'median s':>9}{'GB/s':>8}{'of memcpy':>11}{'best s':>9}{'of memcpy':>11}")
-    for way, median in sorted(medians.items(), key=lambda item: item[1]):
-        print(f"{way:24}{median:9.4f}{rates[way]:8.2f}{ratios[way]:11.3f}{min(seconds[way]):9.4f}{best[way]:11.3f}")
-    times = ", ".join(f"{way} {median:.4f} s" for way, median in processor_medians.items())
-    print(f"processor time, which other work on the machine disturbs less: {times}, {processor_ratio:.3f} of memcpy")

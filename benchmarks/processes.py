@@ -1,0 +1,259 @@
+"""The weight plane without a coordinator: trainers and engines in processes of their own, ordered by a benchmark.
+
+Each process runs the loop, the `Member` and the `Endpoint` that services run, over a pipe instead of a socket. What a
+benchmark wants beside the plane's orders (an alternative, new weights, a check) it asks for by name.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+import msgspec
+import torch.multiprocessing
+
+from tandem.common.config import build_config, config_to_json
+from tandem.common.messages import (
+    Attest,
+    CommitVersion,
+    Failed,
+    FromRefit,
+    FromRollout,
+    InstallProgram,
+    Message,
+    PlanTransfers,
+    Refit,
+    Shutdown,
+    ToRollout,
+    TransfersPlanned,
+    VersionCommitted,
+    Welcome,
+)
+from tandem.common.service import Member, Service, _answer_orders
+from tandem.common.wire import Arrays, Codec, Frames, Received, encode
+from tandem.refit.service import RefitService
+
+TIMEOUT_S = 300.0
+VERIFY = ("off", "sampled", "full")
+
+Asked = Mapping[str, Callable[..., Any]]
+"""What a process does for a benchmark, by name."""
+Make = Callable[..., tuple[Service, Asked]]
+"""Takes the member, its connection and further arguments; runs in the process."""
+
+
+def config_json(verify: str, **policy: Any) -> bytes:
+    """Return the smallest configuration that the plane's code reads."""
+    settings = {
+        "grpo": {"num_prompts_per_step": 1, "num_generations_per_prompt": 2, "max_num_steps": 1, "val_period": 0},
+        "loss_fn": {"reference_policy_kl_penalty": 0.0},
+        "policy": {
+            "model_name": "model",
+            "train_global_batch_size": 2,
+            "train_micro_batch_size": 2,
+            "max_total_sequence_length": 64,
+            "precision": "float32",
+            "generation": {"max_new_tokens": 8},
+            "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-6}},
+            **policy,
+        },
+        "data": {"dataset_name": "reasoning_gym", "task": "chain_sum"},
+        "checkpointing": {"enabled": False, "checkpoint_dir": "none", "metric_name": "reward"},
+        "cluster": {"threads_per_process": 1},
+        "refit": {"verify": verify},
+    }
+    return config_to_json(build_config(settings))
+
+
+class PipeLink:
+    """A `tandem.common.wire.Link` over a pipe, which also answers what the benchmark asks for."""
+
+    def __init__(self, connection: Connection, asked: Asked) -> None:
+        self._connection = connection
+        self._codec: Codec[Any] = Codec(ToRollout)
+        self.asked = asked
+
+    def send(self, frames: Frames) -> None:
+        self._connection.send_bytes(msgspec.msgpack.encode([bytes(frame) for frame in frames]))
+
+    def set_phase(self, name: str) -> None:
+        """Heartbeats would report it."""
+
+    def receive(self, timeout_s: float) -> Received[Any] | None:
+        while self._connection.poll(timeout_s):
+            frames = msgspec.msgpack.decode(self._connection.recv_bytes())
+            if isinstance(frames, dict):
+                self._connection.send_bytes(msgspec.msgpack.encode(self._answer(**frames)))
+            else:
+                return self._codec.decode(frames)
+        return None
+
+    def _answer(self, ask: str, arguments: list[Any]) -> Any:
+        try:
+            return [self.asked[ask](*arguments)]
+        except Exception:
+            return traceback.format_exc()
+
+
+def _serve(connection: Connection, make: Make, name: str, config: bytes, arguments: Sequence[Any]) -> None:
+    torch.set_num_threads(1)
+    link = PipeLink(connection, {})
+    index = int(name.rpartition("-")[2])
+    welcome = Welcome(
+        member=name, index=index, run_id="", heartbeat_interval_s=1, heartbeat_timeout_s=15, config_json=config
+    )
+    member = Member(link, welcome, "tcp://127.0.0.1:0")  # type: ignore[arg-type]
+    service, link.asked = make(member, connection, *arguments)
+    _answer_orders(link, member, service)  # type: ignore[arg-type]
+    service.close()
+
+
+_FROM_MEMBER: Codec[Any] = Codec(FromRollout)
+_FROM_REFIT: Codec[Any] = Codec(FromRefit)
+
+
+class Remote:
+    """A member in another process."""
+
+    def __init__(self, name: str, connection: Connection) -> None:
+        self.name = name
+        self.connection = connection
+
+    def order(self, message: Message) -> None:
+        """Send an order."""
+        self.connection.send_bytes(msgspec.msgpack.encode([bytes(frame) for frame in encode(message)]))
+
+    def receive(self) -> Any:
+        """Return the next message, which must not be a failure."""
+        return self.receive_all()[0]
+
+    def receive_all(self) -> tuple[Any, Arrays]:
+        """Return the next message and its arrays."""
+        assert self.connection.poll(TIMEOUT_S), f"{self.name} does not answer"
+        received = _FROM_MEMBER.decode(msgspec.msgpack.decode(self.connection.recv_bytes()))
+        message = received.message
+        assert not isinstance(message, Failed), f"{self.name}: {message.error}\n{message.traceback}"
+        return message, received.arrays
+
+    def tell(self, ask: str, *arguments: Any) -> None:
+        """Ask for something; `answer` has its result."""
+        self.connection.send_bytes(msgspec.msgpack.encode({"ask": ask, "arguments": arguments}))
+
+    def answer(self) -> Any:
+        """Return the result of what was asked for."""
+        assert self.connection.poll(TIMEOUT_S), f"{self.name} does not answer"
+        answer = msgspec.msgpack.decode(self.connection.recv_bytes())
+        assert isinstance(answer, list), f"{self.name}: {answer}"
+        return answer[0]
+
+    def ask(self, ask: str, *arguments: Any) -> Any:
+        """Ask, and wait for the result."""
+        self.tell(ask, *arguments)
+        return self.answer()
+
+
+@contextmanager
+def started(make: Make, config: bytes, members: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Remote]]:
+    """Start a process for each member; all have ended at the end."""
+    context = torch.multiprocessing.get_context("spawn")
+    processes, remotes = [], {}
+    try:
+        for name, arguments in members.items():
+            connection, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, make, name, config, arguments), daemon=True)
+            process.start()
+            theirs.close()
+            processes.append(process)
+            remotes[name] = Remote(name, connection)
+        yield remotes
+        for remote in remotes.values():
+            remote.order(Shutdown(reason="the benchmark is over"))
+        for process in processes:
+            process.join(TIMEOUT_S)
+            assert process.exitcode == 0
+    finally:
+        for process in processes:
+            process.kill()
+            process.join(TIMEOUT_S)
+
+
+class _Replies:
+    """The link of a service in the benchmark's own process."""
+
+    def __init__(self) -> None:
+        self.replies: list[Frames] = []
+
+    def send(self, frames: Frames) -> None:
+        self.replies.append(frames)
+
+    def set_phase(self, name: str) -> None:
+        """Heartbeats would report it."""
+
+
+class Plane:
+    """Orders the processes as the coordinator's weight plane does, with the real refit service beside it."""
+
+    def __init__(self, trainers: Sequence[Remote], engines: Sequence[Remote], config: bytes, *, alias: bool) -> None:
+        """Plan and install, from the layouts that the processes answer to ``layout``."""
+        self.trainers, self.engines = trainers, engines
+        self._replies = _Replies()
+        welcome = Welcome(
+            member="refit-0", index=0, run_id="", heartbeat_interval_s=1, heartbeat_timeout_s=15, config_json=config
+        )
+        self._service = RefitService(Member(self._replies, welcome, ""))  # type: ignore[arg-type]
+        self._ids = itertools.count(1)
+        layouts = {remote.name: remote.ask("layout") for remote in [*trainers, *engines]}
+        order = PlanTransfers(
+            sources={remote.name: layouts[remote.name] for remote in trainers},
+            destinations={remote.name: layouts[remote.name] for remote in engines},
+            allow_alias=alias,
+            **self.promise(),
+        )
+        self.planned: TransfersPlanned = self._serve(order)
+        assert not self.planned.meshes
+        for remote in [*trainers, *engines]:
+            remote.order(InstallProgram(program=self.planned.programs[remote.name], **self.promise()))
+        for remote in [*trainers, *engines]:
+            remote.receive()
+
+    def promise(self) -> dict[str, Any]:
+        """Return what every command has."""
+        return {"command_id": next(self._ids), "deadline_s": TIMEOUT_S}
+
+    def refit(self, version: int) -> int:
+        """Have every engine hold a version; return the bytes that were moved."""
+        for engine in self.engines:
+            engine.order(Refit(version=version, **self.promise()))
+        return sum(sum(engine.receive().num_bytes.values()) for engine in self.engines)
+
+    def order_attestation(self, version: int) -> None:
+        """Have the version digested everywhere."""
+        for remote in [*self.trainers, *self.engines]:
+            remote.order(Attest(version=version, **self.promise()))
+
+    def commit(self, version: int, digests: Mapping[str, bytes]) -> None:
+        """Have the refit service compare the digests; they must agree."""
+        order = CommitVersion(version=version, digests=dict(digests), has_update=True, **self.promise())
+        committed: VersionCommitted = self._serve(order)
+        assert committed.differing == {}
+        assert committed.digest != 0
+
+    def attest(self, version: int) -> None:
+        """Have the version digested everywhere, and compared."""
+        self.order_attestation(version)
+        remotes = [*self.trainers, *self.engines]
+        self.commit(version, {remote.name: remote.receive().digests for remote in remotes})
+
+    def _serve(self, order: Any) -> Any:
+        self._service.handle(order, {})
+        return _FROM_REFIT.decode(self._replies.replies.pop()).message
+
+
+def clock() -> float:
+    """Return a time that all processes of this machine share."""
+    return time.clock_gettime(time.CLOCK_MONOTONIC)
