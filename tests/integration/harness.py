@@ -17,7 +17,7 @@ import yaml
 
 from tandem.coordinator.journal import StepRecord, read_journal
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = 240.0
 BIN = Path(sys.executable).parent
 
 TINY: dict[str, Any] = {
