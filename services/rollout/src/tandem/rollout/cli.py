@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
 from tandem.common.messages import ToRollout
 from tandem.common.service import Member, Service, run_service
+from tandem.common.threads import num_threads
+from tandem.rollout.engines.vllm import insides
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -15,6 +18,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _make(member: Member) -> Service:
+    if member.config.policy.generation.backend == "vllm":
+        insides.prepare_environment(num_threads(member.config, "rollouts", len(os.sched_getaffinity(0))))
     # Imported once the process has joined: torch takes seconds, and heartbeats flow meanwhile.
     from tandem.rollout.service import RolloutService
 

@@ -15,6 +15,7 @@ from typing import assert_never
 import numpy as np
 
 from tandem.common.batch import SampleArrays
+from tandem.common.config import Config
 from tandem.common.messages import (
     Attest,
     BuildEngine,
@@ -36,7 +37,6 @@ from tandem.common.wire import Arrays
 from tandem.refit import layout
 from tandem.refit.endpoint import Endpoint
 from tandem.rollout.engine import Completion, Engine, Request
-from tandem.rollout.engines.transformers import TransformersEngine
 from tandem.rollout.environments import Score, Scorer
 
 _REWARD_POLL_S = 0.001
@@ -129,15 +129,9 @@ class RolloutService:
 
     def _build(self, order: BuildEngine) -> None:
         limit_threads(self._config, "rollouts")
-        generation = self._config.policy.generation
         self._tokenizer = load_tokenizer(self._config)
         self._scorer = Scorer(self._config)
-        self._engine = TransformersEngine(
-            Path(self._config.policy.model_name),
-            num_slots=generation.transformers_cfg.num_slots,
-            max_total_sequence_length=self._config.policy.max_total_sequence_length,
-            dtype=self._config.policy.precision,
-        )
+        self._engine = _make_engine(self._config)
         self._endpoint = Endpoint(self._member, self._engine)
         reply = EngineBuilt(command_id=order.command_id, layout=layout.encode(self._engine.layout()))
         self._member.reply(order.command_id, reply)
@@ -220,6 +214,23 @@ class RolloutService:
             seconds=generation.seconds,
         )
         self._member.reply(generation.order.command_id, reply)
+
+
+def _make_engine(config: Config) -> Engine:
+    """Start the engine that the configuration names."""
+    policy, generation = config.policy, config.policy.generation
+    if generation.backend == "vllm":
+        from tandem.rollout.engines.vllm.engine import VllmEngine
+
+        return VllmEngine(Path(policy.model_name), generation.vllm_cfg, extra=generation.vllm_kwargs)
+    from tandem.rollout.engines.transformers import TransformersEngine
+
+    return TransformersEngine(
+        Path(policy.model_name),
+        num_slots=generation.transformers_cfg.num_slots,
+        max_total_sequence_length=policy.max_total_sequence_length,
+        dtype=policy.precision,
+    )
 
 
 def _describe(group: PromptGroup, sample: int, completion: Completion, score: Score, text: str) -> SampleScored:

@@ -11,6 +11,7 @@ from tandem.common.config.problem import Invalid, shown
 from tandem.common.config.schema import Config
 from tandem.common.errors import nearest
 from tandem.common.model_fields import model_fields
+from tandem.common.vllm_arguments import complaint
 
 BUILT_IN_ENVIRONMENTS = ("reasoning_gym", "math", "exact_match")
 
@@ -258,6 +259,22 @@ def the_new_model_has_fields_of_its_type(config: Config) -> None:
         )
 
 
+def vllm_takes_its_arguments(config: Config) -> None:
+    """Names are checked where vLLM is installed: its engine would refuse them once everything has started."""
+    generation = config.policy.generation
+    if config.algorithm != "grpo" or generation.backend != "vllm":
+        return
+    found = complaint(generation.vllm_kwargs)
+    if found is not None:
+        raise Invalid(f"policy.generation.vllm_kwargs.{found[0]}", found[1])
+    longest = config.policy.max_total_sequence_length
+    if generation.vllm_cfg.max_model_len < longest:
+        raise Invalid(
+            "policy.generation.vllm_cfg.max_model_len",
+            f"{generation.vllm_cfg.max_model_len} is less than policy.max_total_sequence_length ({longest})",
+        )
+
+
 def the_prerequisite_exists(config: Config) -> None:
     """The configuration of the earlier run must be there before anything starts."""
     if config.prerequisite is not None and not Path(config.prerequisite).is_file():
@@ -285,6 +302,7 @@ RULES: tuple[Rule, ...] = (
     silence_outlasts_a_heartbeat,
     the_new_model_is_described,
     the_new_model_has_fields_of_its_type,
+    vllm_takes_its_arguments,
     the_prerequisite_exists,
 )
 """Checked in this order."""

@@ -41,6 +41,9 @@ class Row(msgspec.Struct, frozen=True):
     """Whether the run would read the key at all."""
 
 
+_WIDE = ("auto", "bfloat16", "float16", "half", "float32", "float")
+"""Element types of weights that are not quantised, by vLLM's names."""
+
 NOT_SUPPORTED_YET = (
     Row("algorithm", ("grpo", "sft")),
     Row("grpo.max_rollout_turns", (1,), _grpo),
@@ -54,8 +57,12 @@ NOT_SUPPORTED_YET = (
     Row("policy.megatron_cfg.enabled", (False,)),
     Row("policy.sequence_packing.enabled", (False,)),
     Row("policy.dynamic_batching.enabled", (False,)),
-    Row("policy.generation.backend", ("transformers",), _grpo),
+    Row("policy.generation.vllm_cfg.tensor_parallel_size", (1,), _vllm),
+    Row("policy.generation.vllm_cfg.pipeline_parallel_size", (1,), _vllm),
+    Row("policy.generation.vllm_cfg.expert_parallel_size", (1,), _vllm),
+    Row("policy.generation.vllm_cfg.precision", _WIDE, _vllm),
     Row("policy.generation.vllm_cfg.async_engine", (False,), _vllm),
+    Row("policy.generation.async_engine", (False,), _vllm),
     Row("policy.generation.colocated.enabled", (True,), _grpo),
     Row("env.sliding_puzzle_game", (None,), _built_in),
     Row("logger.mlflow_enabled", (False,)),

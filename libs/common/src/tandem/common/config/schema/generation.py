@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from tandem.common.config.schema.base import Fraction, NonNegativeFloat, PositiveInt, Section
+from tandem.common.config.schema.base import Fraction, NonEmptyStr, NonNegativeFloat, PositiveInt, Section
 
 
 class TransformersCfg(Section, frozen=True, kw_only=True):
@@ -27,10 +27,16 @@ class VllmCfg(Section, frozen=True, kw_only=True):
     """GPUs that share each layer of one engine."""
     pipeline_parallel_size: PositiveInt = 1
     """GPUs that share the layers of one engine in sequence."""
+    expert_parallel_size: PositiveInt = 1
+    """GPUs that share the experts of each layer of one engine, each with whole experts."""
     gpu_memory_utilization: Fraction = 0.6
     """Share of GPU memory the engine may take."""
+    kv_cache_dtype: NonEmptyStr = "auto"
+    """Element type of the KV cache, by vLLM's names; auto is that of the activations."""
+    load_format: Literal["auto", "dummy"] = "auto"
+    """What the engine starts with. Either way its weights come by refit, and it reads none from a checkpoint."""
     enforce_eager: bool = False
-    """Run without CUDA graphs."""
+    """Run without CUDA graphs; on a CPU there are none."""
     async_engine: bool = False
     """Let requests join and leave while others run."""
 
@@ -72,5 +78,7 @@ class Generation(Section, frozen=True, kw_only=True):
     transformers_cfg: TransformersCfg
     vllm_cfg: VllmCfg
     vllm_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Further arguments of vLLM's engine."""
+    """Further arguments of vLLM's engine, by its own names; checked where vLLM is installed."""
+    async_engine: bool = False
+    """The same as `policy.generation.vllm_cfg.async_engine`, where some have it."""
     colocated: Colocated = Colocated()

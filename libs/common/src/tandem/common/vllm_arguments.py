@@ -1,0 +1,73 @@
+"""The arguments of vLLM's engine, read from its source: importing vLLM would take seconds, and torch."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tandem.common.errors import ConfigError, nearest
+
+RESERVED = {
+    "model": "policy.model_name",
+    "tokenizer": "policy.tokenizer.name",
+    "dtype": "policy.generation.vllm_cfg.precision",
+    "max_model_len": "policy.generation.vllm_cfg.max_model_len",
+    "gpu_memory_utilization": "policy.generation.vllm_cfg.gpu_memory_utilization",
+    "kv_cache_dtype": "policy.generation.vllm_cfg.kv_cache_dtype",
+    "enforce_eager": "policy.generation.vllm_cfg.enforce_eager",
+    "load_format": "policy.generation.vllm_cfg.load_format",
+    "tensor_parallel_size": "policy.generation.vllm_cfg.tensor_parallel_size",
+    "pipeline_parallel_size": "policy.generation.vllm_cfg.pipeline_parallel_size",
+    "enable_expert_parallel": "policy.generation.vllm_cfg.expert_parallel_size",
+    "data_parallel_size": "cluster.rollouts",
+    "seed": "",
+    "logprobs_mode": "",
+    "skip_tokenizer_init": "",
+    "generation_config": "",
+    "async_scheduling": "",
+    "enable_chunked_prefill": "",
+    "speculative_config": "",
+    "quantization": "",
+    "enable_lora": "",
+}
+"""Arguments that are not for `vllm_kwargs`, each with the key that decides it; empty: Tandem does."""
+
+
+@functools.cache
+def engine_arguments() -> frozenset[str]:
+    """Return the names of all arguments of vLLM's `EngineArgs`; none where vLLM is not installed."""
+    package = importlib.util.find_spec("vllm")
+    if package is None or not package.submodule_search_locations:
+        return frozenset()
+    source = Path(next(iter(package.submodule_search_locations))) / "engine" / "arg_utils.py"
+    if not source.is_file():
+        return frozenset()
+    return frozenset(
+        field.target.id
+        for node in ast.parse(source.read_bytes()).body
+        if isinstance(node, ast.ClassDef) and node.name == "EngineArgs"
+        for field in node.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.target.id[0] != "_"
+    )
+
+
+def complaint(arguments: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the first argument that cannot be given to vLLM and why; names go unchecked where it is not installed."""
+    known = engine_arguments()
+    for name in arguments:
+        if name in RESERVED:
+            return name, f"set {RESERVED[name]} instead" if RESERVED[name] else "Tandem sets it itself"
+        if known and name not in known:
+            return name, f"vLLM's engine has no such argument{nearest(name, known)}"
+    return None
+
+
+def check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for the first argument that cannot be given to vLLM."""
+    found = complaint(arguments)
+    if found is not None:
+        raise ConfigError(f"policy.generation.vllm_kwargs.{found[0]}: {found[1]}")

@@ -1,0 +1,50 @@
+"""The weights of a live vLLM model, described as boxes of its checkpoint's tensors."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from tandem.common.errors import ModelError
+from tandem.refit.adapters.catalogue import from_config
+from tandem.refit.adapters.deployment import locate
+from tandem.refit.adapters.vllm import Vllm
+from tandem.refit.endpoint import Weights, device_name
+from tandem.refit.layout import PrivateMemory, Storage
+
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+"""Architectures whose every weight is computed with from the parameter that a refit writes."""
+
+
+def weights_of(config: Mapping[str, Any], parameters: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Weights:
+    """Describe the live parameters of a model in one process.
+
+    Args:
+        config: Hugging Face configuration of the model.
+        parameters: by name, tied ones once. What no tensor lies in, such as padding of the vocabulary, is set to zero.
+        dtype: of the weights.
+
+    Raises:
+        ModelError: the architecture is unknown, or the model has a parameter that a refit would leave as it is.
+        RefitError: the model lacks a parameter, or has it in another size.
+    """
+    if config.get("model_type") not in FAMILIES:
+        raise ModelError(f"vLLM's {config.get('model_type')} cannot be refitted; known are {', '.join(FAMILIES)}")
+    name_of_dtype = str(dtype).removeprefix("torch.")
+    device = device_name(next(iter(parameters.values())).device)
+    layout = Vllm().layout(from_config(config, name_of_dtype), 0, socket.gethostname(), device)
+    found = {name: Storage(name, held.nbytes, PrivateMemory()) for name, held in parameters.items()}
+    located = locate(layout, found)
+    names = [storage.name for storage in located.storages]
+    left = sorted(parameters.keys() - set(names))
+    if left:
+        raise ModelError(f"vLLM's {config['model_type']} has parameters that no tensor lies in: {', '.join(left)}")
+    for name in names:
+        held = parameters[name]
+        if held.dtype != dtype or not held.is_contiguous():
+            raise ModelError(f"vLLM has {name} as {held.dtype} with strides {held.stride()}, not plain {dtype}")
+        held.data.zero_()
+    return Weights(located, {name: parameters[name] for name in names})

@@ -1,0 +1,27 @@
+"""Tests on the real vLLM: skipped where it is not installed, and never part of the other tests' environment."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+from tandem.rollout.engines.vllm import insides
+
+HAS_VLLM = importlib.util.find_spec("vllm") is not None and "torch" not in sys.modules
+"""vLLM reads its environment once, so nothing may have imported torch before: these tests run on their own."""
+
+if HAS_VLLM:
+    insides.prepare_environment(num_threads=1)
+    sys.path.append(str(Path(__file__).parents[1] / "unit"))  # tiny models, and ways to refit an engine from them
+else:
+    collect_ignore_glob = ["test_*.py"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Warnings of vLLM and of what it imports are not ours to mend."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.filterwarnings("ignore"))

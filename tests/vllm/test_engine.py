@@ -1,0 +1,235 @@
+"""Generation by the real vLLM: log-probabilities, seeds, stopping, prefix caching, updates in flight, sleep."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from engine_harness import random_prompts, reference_logprobs, request, run_all
+
+from tandem.common.errors import ConfigError, DataError
+from tandem.rollout.engine import Completion
+from tandem.rollout.engines.sampling import restrict
+from tandem.rollout.engines.vllm.engine import VllmEngine
+from tests.vllm.vllm_harness import refit, running, tiny_model, train
+
+PROMPT = (2, 7, 1, 8)
+
+
+class Filled(NamedTuple):
+    engine: VllmEngine
+    model: Any
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Filled]:
+    """One engine for all tests that leave its weights alone."""
+    folder = tmp_path_factory.mktemp("model")
+    model = tiny_model("qwen3", folder)
+    with running(folder) as engine:
+        refit(engine, model, 0)
+        yield Filled(engine, model)
+
+
+def furthest(model: Any, prompts: list[tuple[int, ...]], made: dict[int, Completion]) -> float:
+    """Return how far log-probabilities are from those of a Hugging Face forward."""
+    distances = [
+        np.abs(one.logprobs_T - reference_logprobs(model, prompts[index], one.token_ids_T)).max()
+        for index, one in made.items()
+    ]
+    return float(max(distances))
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "llama", "qwen3_moe"])
+def test_logprobs_are_the_trainers_before_and_after_ten_refits(architecture: str, tmp_path: Path) -> None:
+    model = tiny_model(architecture, tmp_path / "model")
+    prompts = random_prompts(24)
+    with running(tmp_path / "model") as engine:
+        for version in range(11):
+            refit(engine, model, version)
+            if version in (0, 10):
+                requests = [request(index, prompt, max_new_tokens=64) for index, prompt in enumerate(prompts)]
+                made = run_all(engine, requests)
+                assert {len(one.token_ids_T) for one in made.values()} == {64}
+                assert all((one.versions_T == version).all() for one in made.values())
+                assert furthest(model, prompts, made) < 1e-4
+            train(model, seed=version)
+
+
+@pytest.mark.parametrize("changes", [{"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8}, {"top_k": 9, "top_p": 0.6}])
+def test_logprobs_are_of_the_distribution_that_was_sampled(changes: dict[str, Any], filled: Filled) -> None:
+    made = run_all(filled.engine, [request(index, PROMPT, **changes) for index in range(16)])
+    top_k, top_p = torch.tensor([changes.get("top_k", 0)]), torch.tensor([changes.get("top_p", 1.0)])
+    for one in made.values():
+        sequence = torch.tensor([[*PROMPT, *one.token_ids_T.tolist()]])
+        with torch.no_grad():
+            logits_TV = filled.model(input_ids=sequence).logits[0, len(PROMPT) - 1 : -1]
+        scaled_TV = logits_TV / changes.get("temperature", 1.0)
+        num = len(scaled_TV)
+        logprobs_TV = restrict(scaled_TV, top_k.expand(num), top_p.expand(num)).log_softmax(dim=-1)
+        expected_T = logprobs_TV.gather(1, sequence[0, len(PROMPT) :, None]).squeeze(1).numpy()
+        assert np.abs(one.logprobs_T - expected_T).max() < 1e-4
+
+
+def test_a_greedy_token_is_certain(filled: Filled) -> None:
+    made = run_all(filled.engine, [request(0, PROMPT, temperature=0.0), request(1, PROMPT)])
+    sequence = torch.tensor([[*PROMPT, *made[0].token_ids_T.tolist()]])
+    with torch.no_grad():
+        best_T = filled.model(input_ids=sequence).logits[0, len(PROMPT) - 1 : -1].argmax(dim=-1)
+    assert made[0].token_ids_T.tolist() == best_T.tolist()
+    assert (made[0].logprobs_T == 0).all()
+    assert (made[1].logprobs_T < 0).any()
+
+
+def test_tokens_depend_on_the_seed_and_not_on_what_runs_beside(filled: Filled) -> None:
+    alone = run_all(filled.engine, [request(0, PROMPT, seed=2**64 - 1)])[0]
+    prompts = random_prompts(31)
+    others = [request(index + 1, prompt) for index, prompt in enumerate(prompts)]
+    beside = run_all(filled.engine, [*others[:7], request(0, PROMPT, seed=2**64 - 1), *others[7:]])
+    assert beside[0].token_ids_T.tolist() == alone.token_ids_T.tolist()
+    assert run_all(filled.engine, [request(0, PROMPT, seed=5)])[0].token_ids_T.tolist() != alone.token_ids_T.tolist()
+
+
+def test_stop_tokens_and_lengths(filled: Filled) -> None:
+    long = run_all(filled.engine, [request(0, PROMPT, max_new_tokens=1000)])[0]
+    assert (len(long.token_ids_T), long.finish_reason) == (124, "length")  # max_model_len is 128
+    stop = int(long.token_ids_T[5])
+    first = long.token_ids_T.tolist().index(stop)
+    stopped = run_all(filled.engine, [request(0, PROMPT, max_new_tokens=50, stop_token_ids=(stop,))])[0]
+    assert stopped.finish_reason == "stop"
+    assert stopped.token_ids_T.tolist() == long.token_ids_T.tolist()[: first + 1]
+    assert len(stopped.logprobs_T) == len(stopped.versions_T) == first + 1
+
+
+def test_requests_that_can_make_no_token_are_refused(filled: Filled) -> None:
+    with pytest.raises(DataError, match="the prompt is empty"):
+        filled.engine.add_request(request(0, ()))
+    with pytest.raises(DataError, match="max_model_len=128"):
+        filled.engine.add_request(request(0, (1,) * 128))
+    assert filled.engine.num_unfinished == 0
+
+
+def test_an_aborted_request_returns_what_it_has_made(filled: Filled) -> None:
+    engine = filled.engine
+    for index in range(3):
+        engine.add_request(request(index, PROMPT))
+    for _ in range(4):
+        assert engine.step() == []
+    aborted = engine.abort(1)
+    assert aborted is not None
+    assert aborted.finish_reason == "abort"
+    assert len(aborted.token_ids_T) == len(aborted.logprobs_T) > 0
+    assert engine.abort(1) is None
+    assert sorted(run_all(engine, [request(1, PROMPT)])) == [0, 1, 2]
+
+
+def test_a_paused_engine_makes_no_token(filled: Filled) -> None:
+    engine = filled.engine
+    expected = run_all(engine, [request(0, PROMPT)])[0]
+    engine.add_request(request(0, PROMPT))
+    engine.step()
+    engine.pause()
+    assert engine.step() == []
+    assert engine.num_unfinished == 1
+    engine.resume()
+    assert run_all(engine, [])[0].token_ids_T.tolist() == expected.token_ids_T.tolist()
+
+
+def test_a_sleeping_engine_gives_its_cache_back(filled: Filled) -> None:
+    engine = filled.engine
+    expected = run_all(engine, [request(0, PROMPT)])[0]
+    caches = [cache.untyped_storage() for cache in engine._llm._runner.kv_caches]
+    sizes = [storage.nbytes() for storage in caches]
+    assert sum(sizes) > 2**25
+    engine.sleep()
+    assert sum(storage.nbytes() for storage in caches) == 0
+    engine.wake()
+    assert [storage.nbytes() for storage in caches] == sizes
+    assert run_all(engine, [request(0, PROMPT)])[0].token_ids_T.tolist() == expected.token_ids_T.tolist()
+    engine.add_request(request(0, PROMPT))
+    with pytest.raises(RuntimeError, match="1 requests are unfinished"):
+        engine.sleep()
+    engine.abort(0)
+
+
+def num_computed(engine: VllmEngine, requests: list[Any]) -> int:
+    """Return how many prompt tokens were computed, and not found in the cache, until all requests had a token."""
+    scheduler = engine._llm.engine.engine_core.engine_core.scheduler
+    for one in requests:
+        engine.add_request(one)
+    computed, schedule = 0, scheduler.schedule
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        nonlocal computed
+        output = schedule(*args, **kwargs)
+        computed += output.total_num_scheduled_tokens
+        return output
+
+    scheduler.schedule = counting
+    try:
+        engine.step()
+    finally:
+        scheduler.schedule = schedule
+    run_all(engine, [])
+    return computed
+
+
+def test_a_prompt_is_computed_once_for_its_group_and_again_for_new_weights(tmp_path: Path) -> None:
+    model = tiny_model("qwen3", tmp_path / "model")
+    prompt = tuple(range(1, 61)) + tuple(range(1, 31))  # 90 tokens: two whole blocks of 32, and 26
+    group = [request(index, prompt) for index in range(4)]
+    with running(tmp_path / "model") as engine:
+        refit(engine, model, 0)
+        assert num_computed(engine, group[:1]) == 90
+        assert num_computed(engine, group) == 4 * 26
+        train(model, seed=0)
+        refit(engine, model, 1)
+        assert num_computed(engine, group[:1]) == 90
+        made = run_all(engine, group)
+        assert furthest(model, [prompt] * 4, made) < 1e-4
+
+
+def test_an_update_in_flight_equals_an_engine_that_had_the_new_weights_and_the_same_prefix(tmp_path: Path) -> None:
+    old = tiny_model("qwen3", tmp_path / "model")
+    new = copy.deepcopy(old)
+    train(new, seed=0)
+    prompts = random_prompts(12)
+    requests = [request(index, prompt, max_new_tokens=40) for index, prompt in enumerate(prompts)]
+    with running(tmp_path / "model") as engine:
+        refit(engine, old, 4)
+        for one in requests:
+            engine.add_request(one)
+        for _ in range(15):
+            assert engine.step() == []
+        engine.pause()
+        refit(engine, new, 5)
+        engine.resume()
+        made = run_all(engine, [])
+    assert sorted(made) == list(range(12))
+    for index, one in made.items():
+        num_old = int((one.versions_T == 4).sum())
+        assert num_old >= 10
+        assert one.versions_T.tolist() == [4] * num_old + [5] * (40 - num_old)
+        before = reference_logprobs(old, prompts[index], one.token_ids_T)
+        after = reference_logprobs(new, prompts[index], one.token_ids_T)
+        assert np.abs(one.logprobs_T - np.where(one.versions_T == 4, before, after)).max() < 1e-4
+        assert np.abs(before - after).max() > 1e-2  # the two can be told apart
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"max_num_seq": 4}, r"policy.generation.vllm_kwargs.max_num_seq: .*did you mean 'max_num_seqs'"),
+        ({"max_model_len": 4}, r"set policy.generation.vllm_cfg.max_model_len instead"),
+        ({"logprobs_mode": "raw_logits"}, r"Tandem sets it itself"),
+    ],
+)
+def test_arguments_are_checked(extra: dict[str, Any], message: str, tmp_path: Path) -> None:
+    tiny_model("qwen3", tmp_path / "model")
+    with pytest.raises(ConfigError, match=message), running(tmp_path / "model", **extra):
+        pass

@@ -1,0 +1,93 @@
+"""What a refit leaves in vLLM's parameters is what vLLM's own loader makes of the same checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from engine_harness import reference_logprobs, request, run_all
+
+from tandem.common.config.schema.generation import VllmCfg
+from tandem.common.errors import ModelError, RefitError
+from tandem.refit.digests.task import digest_layout
+from tandem.rollout.engines.vllm import insides
+from tandem.rollout.engines.vllm.engine import engine_arguments
+from tests.vllm.vllm_harness import CHANGES, refit, running, shared_checkpoint, tiny_model, train
+
+PROMPT = (2, 7, 1, 8)
+SETTINGS = VllmCfg(precision="float32", max_model_len=128)
+
+
+def all_parameters(llm: insides.Llm) -> dict[str, torch.Tensor]:
+    """Return what refits write, and beside it whatever kernels read in its place."""
+    packed = {f"packed {name}": held.detach() for name, held in llm.model.named_parameters()}
+    return {**packed, **{name: held.detach() for name, held in llm.parameters().items()}}
+
+
+def load(folder: Path) -> dict[str, torch.Tensor]:
+    """Have vLLM load a checkpoint by itself; return its parameters."""
+    arguments = engine_arguments(folder, SETTINGS, {"kv_cache_memory_bytes": 2**26})
+    llm = insides.Llm({**arguments, "load_format": "safetensors"})
+    try:
+        return {name: held.clone() for name, held in all_parameters(llm).items()}
+    finally:
+        llm.close()
+
+
+@pytest.mark.parametrize("architecture", CHANGES)
+@pytest.mark.parametrize("ties", [False, True])
+def test_a_refit_equals_load_weights(architecture: str, ties: bool, tmp_path: Path) -> None:
+    model = tiny_model(architecture, tmp_path / "model", tie_word_embeddings=ties)
+    model.save_pretrained(tmp_path / "model")
+    expected = load(tmp_path / "model")
+    with running(tmp_path / "model") as engine:
+        before = all_parameters(engine._llm)
+        assert not any(torch.equal(held, expected[name]) for name, held in before.items() if "norm" not in name)
+        pointers = {name: held.data_ptr() for name, held in engine.parameters().items()}
+        refit(engine, model, 0)
+        found = all_parameters(engine._llm)
+        assert found.keys() == expected.keys()
+        for name, held in found.items():
+            assert torch.equal(held, expected[name]), name
+        assert {name: held.data_ptr() for name, held in engine.parameters().items()} == pointers
+    assert ("lm_head.weight" in found) != ties
+    assert any(name.endswith("w13_weight") for name in found) == (architecture == "qwen3_moe")
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
+def test_aliases_are_digested_and_computed_with(architecture: str, tmp_path: Path) -> None:
+    model = tiny_model(architecture, tmp_path / "model", vocab_size=64)  # no padding, so that embeddings can be aliased
+    with running(tmp_path / "model") as engine:
+        source = refit(engine, model, 0, allow_alias=True)
+        layout = shared_checkpoint(source)
+        of_source = digest_layout(layout, dict(source.named_parameters())).tolist()
+        own = dict(zip((t.name for t in layout.tensors), of_source, strict=True))
+        held = engine.digest_task(None).result().tolist()
+        assert dict(zip((t.name for t in engine.layout().tensors), held, strict=True)) == own
+        embedding = engine.parameters()["model.embed_tokens.weight"]
+        with torch.no_grad():  # an optimizer step shows through
+            source.model.embed_tokens.weight.mul_(0.5)
+        assert torch.equal(embedding, source.model.embed_tokens.weight)
+        engine.apply(1, 60.0)
+        made = run_all(engine, [request(0, PROMPT)])[0]
+        assert made.versions_T.tolist() == [1] * 12
+        assert np.abs(made.logprobs_T - reference_logprobs(source, PROMPT, made.token_ids_T)).max() < 1e-4
+
+
+def test_nothing_is_generated_before_the_first_refit(tmp_path: Path) -> None:
+    model = tiny_model("qwen3", tmp_path / "model")
+    with running(tmp_path / "model") as engine:
+        engine.add_request(request(0, PROMPT))
+        with pytest.raises(RefitError, match="no whole weight version"):
+            engine.step()
+        refit(engine, model, 3)
+        train(model, seed=1)
+        assert engine.version == 3
+
+
+def test_a_model_that_cannot_be_refitted_is_refused(tmp_path: Path) -> None:
+    tiny_model("qwen3", tmp_path / "model", head_dim=16)
+    with pytest.raises(ModelError, match="takes heads of 32, 64"), running(tmp_path / "model"):
+        pass
