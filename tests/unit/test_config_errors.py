@@ -285,6 +285,10 @@ def test_a_missing_prerequisite(here: Path) -> None:
     assert error_of("leaf.yaml") == f"leaf.yaml: prerequisite: there is no file {here / 'sft.yaml'}"
 
 
+VLLM = "policy.generation.backend=vllm"
+VLLM_CFG = "policy.generation.vllm_cfg"
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
@@ -300,11 +304,12 @@ def test_a_missing_prerequisite(here: Path) -> None:
         (["policy.megatron_cfg.enabled=true"], "policy.megatron_cfg.enabled (true)"),
         (["policy.sequence_packing.enabled=true"], "policy.sequence_packing.enabled (true)"),
         (["policy.dynamic_batching.enabled=true"], "policy.dynamic_batching.enabled (true)"),
-        (["policy.generation.backend=vllm"], "policy.generation.backend (vllm)"),
-        (
-            ["policy.generation.backend=vllm", "policy.generation.vllm_cfg.async_engine=true"],
-            "policy.generation.backend (vllm), policy.generation.vllm_cfg.async_engine (true)",
-        ),
+        ([VLLM, "policy.generation.vllm_cfg.tensor_parallel_size=2"], f"{VLLM_CFG}.tensor_parallel_size (2)"),
+        ([VLLM, "policy.generation.vllm_cfg.pipeline_parallel_size=2"], f"{VLLM_CFG}.pipeline_parallel_size (2)"),
+        ([VLLM, "policy.generation.vllm_cfg.expert_parallel_size=2"], f"{VLLM_CFG}.expert_parallel_size (2)"),
+        ([VLLM, "policy.generation.vllm_cfg.precision=fp8"], f"{VLLM_CFG}.precision (fp8)"),
+        ([VLLM, "policy.generation.vllm_cfg.async_engine=true"], f"{VLLM_CFG}.async_engine (true)"),
+        ([VLLM, "policy.generation.async_engine=true"], "policy.generation.async_engine (true)"),
         (["policy.generation.colocated.enabled=false"], "policy.generation.colocated.enabled (false)"),
         (["env.sliding_puzzle_game.num_workers=1"], "env.sliding_puzzle_game"),
         (["logger.mlflow_enabled=true"], "logger.mlflow_enabled (true)"),
@@ -314,6 +319,47 @@ def test_what_is_not_built_is_refused_when_switched_on(overrides: list[str], exp
     with pytest.raises(NotSupportedYet) as caught:
         load_config("small.yaml", overrides)
     assert str(caught.value) == f"small.yaml: not supported yet: {expected}"
+
+
+def test_vllm_is_an_engine() -> None:
+    config = load_config("small.yaml", [VLLM, "policy.generation.vllm_kwargs={max_num_seqs: 8}"])
+    assert config.policy.generation.vllm_kwargs == {"max_num_seqs": 8}
+    assert config.policy.generation.vllm_cfg.max_model_len == config.policy.max_total_sequence_length
+
+
+def test_arguments_of_vllm_are_checked_by_its_own_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are read from the source of vLLM, which is not installed here."""
+    folder = tmp_path / "site" / "vllm" / "engine"
+    folder.mkdir(parents=True)
+    (folder.parent / "__init__.py").write_text("raise ImportError('it takes seconds')\n")
+    (folder / "arg_utils.py").write_text("class EngineArgs:\n    max_num_seqs: int | None = None\n    seed: int = 0\n")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    engine_arguments.cache_clear()
+    try:
+        load_config("small.yaml", [VLLM, "policy.generation.vllm_kwargs={max_num_seqs: 8}"])
+        expected = "vLLM's engine has no such argument; did you mean 'max_num_seqs'?"
+        found = error_of("small.yaml", VLLM, "policy.generation.vllm_kwargs={max_num_seq: 8}")
+        assert found == f"small.yaml: policy.generation.vllm_kwargs.max_num_seq: {expected}"
+    finally:
+        engine_arguments.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["policy.generation.vllm_kwargs={seed: 1}"], "vllm_kwargs.seed: Tandem sets it itself"),
+        (
+            ["policy.generation.vllm_kwargs={dtype: half}"],
+            f"vllm_kwargs.dtype: set {VLLM_CFG}.precision instead",
+        ),
+        (
+            [f"{VLLM_CFG}.max_model_len=1"],
+            "vllm_cfg.max_model_len: 1 is less than policy.max_total_sequence_length (",
+        ),
+    ],
+)
+def test_arguments_that_tandem_sets(overrides: list[str], expected: str) -> None:
+    assert error_of("small.yaml", VLLM, *overrides).startswith(f"small.yaml: policy.generation.{expected}")
 
 
 def test_what_the_run_does_not_read_is_not_refused() -> None:

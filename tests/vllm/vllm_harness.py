@@ -33,7 +33,9 @@ CHANGES: dict[str, dict[str, Any]] = {
 def tiny_model(architecture: str, folder: Path, *, seed: int = 0, **changes: Any) -> Any:
     """Build a random float32 model; its vocabulary of 61 is padded by vLLM."""
     folder.mkdir(exist_ok=True)
-    return make_model(architecture, folder, seed=seed, **{"initializer_range": 0.15, **CHANGES[architecture], **changes})
+    return make_model(
+        architecture, folder, seed=seed, **{"initializer_range": 0.15, **CHANGES[architecture], **changes}
+    )
 
 
 @contextlib.contextmanager

@@ -171,7 +171,7 @@ class Llm:
         cleanup_dist_env_and_memory()
 
     def _check_heads(self) -> None:
-        """Raise `ModelError` if attention has no kernel for the model's heads, which vLLM finds out at the first step."""
+        """Raise `ModelError` if attention has no kernel for the heads, which vLLM finds out at the first step."""
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
         size, known = self.engine.model_config.get_head_size(), CPUAttentionBackend.get_supported_head_sizes()

