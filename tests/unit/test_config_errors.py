@@ -8,6 +8,7 @@ import pytest
 
 from tandem.common.config import build_config, load_config
 from tandem.common.errors import ConfigError, NotSupportedYet
+from tandem.common.vllm_arguments import engine_arguments
 
 SMALL = """
 grpo: {}
@@ -339,7 +340,7 @@ def test_arguments_of_vllm_are_checked_by_its_own_names(tmp_path: Path, monkeypa
         load_config("small.yaml", [VLLM, "policy.generation.vllm_kwargs={max_num_seqs: 8}"])
         expected = "vLLM's engine has no such argument; did you mean 'max_num_seqs'?"
         found = error_of("small.yaml", VLLM, "policy.generation.vllm_kwargs={max_num_seq: 8}")
-        assert found == f"small.yaml: policy.generation.vllm_kwargs.max_num_seq: {expected}"
+        assert found == f"command line: policy.generation.vllm_kwargs.max_num_seq: {expected}"
     finally:
         engine_arguments.cache_clear()
 
@@ -359,7 +360,7 @@ def test_arguments_of_vllm_are_checked_by_its_own_names(tmp_path: Path, monkeypa
     ],
 )
 def test_arguments_that_tandem_sets(overrides: list[str], expected: str) -> None:
-    assert error_of("small.yaml", VLLM, *overrides).startswith(f"small.yaml: policy.generation.{expected}")
+    assert error_of("small.yaml", VLLM, *overrides).startswith(f"command line: policy.generation.{expected}")
 
 
 def test_what_the_run_does_not_read_is_not_refused() -> None:

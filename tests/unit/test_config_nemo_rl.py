@@ -297,13 +297,10 @@ FILES = {
 
 REFUSED = {
     "grpo_math_1B.yaml": "policy.sequence_packing.enabled (true)",
-    "grpo_math_1B_megatron.yaml": (
-        "policy.megatron_cfg.enabled (true), policy.sequence_packing.enabled (true)"
-    ),
+    "grpo_math_1B_megatron.yaml": ("policy.megatron_cfg.enabled (true), policy.sequence_packing.enabled (true)"),
     "dpo.yaml": "algorithm (dpo)",
     "grpo_sliding_puzzle.yaml": (
-        "grpo.max_rollout_turns (50), policy.sequence_packing.enabled (true), "
-        "env.sliding_puzzle_game"
+        "grpo.max_rollout_turns (50), policy.sequence_packing.enabled (true), env.sliding_puzzle_game"
     ),
 }
 
