@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import importlib.metadata
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,6 +100,8 @@ class Llm:
         if not current_platform.is_cpu():
             raise NotSupportedYet("policy.generation.backend: vllm runs on CPUs only")
         self.packed: list[PackedExperts] = []
+        self._released: list[tuple[torch.UntypedStorage, int]] = []
+        """Of the key-value cache while it is given back, with sizes."""
         restore = _keep_parameters(self.packed)
         try:
             self.engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
@@ -151,14 +153,17 @@ class Llm:
     def release_cache(self) -> None:
         """Give the memory of the key-value cache back. No request may run."""
         self.engine.reset_prefix_cache()
-        for storage, _ in self._cache_storages():
+        storages = {cache.untyped_storage().data_ptr(): cache.untyped_storage() for cache in self._runner.kv_caches}
+        self._released = [(storage, storage.nbytes()) for storage in storages.values()]
+        for storage, _ in self._released:
             storage.resize_(0)
 
     def take_cache(self) -> None:
         """Take the memory of the key-value cache again, empty."""
-        for storage, num_bytes in self._cache_storages():
+        for storage, num_bytes in self._released:
             storage.resize_(num_bytes)
             storage.fill_(0)
+        self._released = []
 
     def close(self) -> None:
         """Release everything; nothing may be called after."""
@@ -178,10 +183,6 @@ class Llm:
         if size not in known:
             listed = ", ".join(map(str, known))
             raise ModelError(f"vLLM's attention on a CPU takes heads of {listed} elements, this model's have {size}")
-
-    def _cache_storages(self) -> Iterator[tuple[Any, int]]:
-        for cache in self._runner.kv_caches:
-            yield cache.untyped_storage(), cache.numel() * cache.element_size()
 
 
 def _keep_parameters(packed: list[PackedExperts]) -> Callable[[], None]:
