@@ -238,3 +238,15 @@ def test_arguments_are_checked(extra: dict[str, Any], message: str, tmp_path: Pa
     tiny_model("qwen3", tmp_path / "model")
     with pytest.raises(ConfigError, match=message), running(tmp_path / "model", **extra):
         pass
+
+
+def test_tokens_are_drawn_with_their_probabilities(filled: Filled) -> None:
+    num_samples = 4096
+    requests = [request(index, PROMPT, max_new_tokens=1, seed=index * 7919) for index in range(num_samples)]
+    made = run_all(filled.engine, requests)
+    with torch.no_grad():
+        expected_V = filled.model(input_ids=torch.tensor([PROMPT])).logits[0, -1].softmax(dim=-1).numpy() * num_samples
+    observed_V = np.bincount([int(one.token_ids_T[0]) for one in made.values()], minlength=len(expected_V))
+    chi_square = ((observed_V - expected_V) ** 2 / expected_V).sum()
+    freedom = len(expected_V) - 1
+    assert chi_square < freedom + 4 * np.sqrt(2 * freedom)

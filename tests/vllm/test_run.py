@@ -1,0 +1,69 @@
+"""Whole runs with vLLM, through the console command and with real processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.integration.harness import coordinator, steps_of, write_config
+
+JUDGE = """
+from tandem.rollout.environments import Score
+
+class Sevens:
+    def score(self, problem, response):
+        return Score(reward=response.count("7") / 8, correct=False)
+"""
+NUM_STEPS = 12
+SEVENS: dict[str, Any] = {
+    "grpo": {
+        "num_prompts_per_step": 16,
+        "num_generations_per_prompt": 32,
+        "max_num_steps": NUM_STEPS,
+        "val_period": 0,
+        "seed": 3,
+    },
+    "policy": {
+        "new_model": {"config": {"hidden_size": 64, "head_dim": 32}},
+        "train_global_batch_size": 512,
+        "train_micro_batch_size": 64,
+        "logprob_batch_size": 512,
+        "generation": {
+            "max_new_tokens": 8,
+            "transformers_cfg": {"num_slots": 512},
+            "vllm_kwargs": {"kv_cache_memory_bytes": 2**26},
+        },
+        "optimizer": {"kwargs": {"lr": 3.0e-3}},
+    },
+    "data": {"num_train": 128},
+    "env": {"mine": {"class": "judging.Sevens"}},
+    "checkpointing": {"enabled": False},
+    "cluster": {"deadlines": {"build_s": 120.0}},
+}
+
+
+def curve(folder: str, metric: str) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Return a metric of every step."""
+    return np.array([step.metrics[metric] for step in steps_of(folder)])
+
+
+def test_grpo_learns_with_vllm_what_it_learns_with_the_embedded_engine() -> None:
+    Path("judging.py").write_text(JUDGE)
+    config = write_config(SEVENS)
+    for backend in ("transformers", "vllm"):
+        ended = coordinator(
+            "up", config, f"policy.generation.backend={backend}", f"logger.log_dir={backend}", timeout_s=240
+        )
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        rewards = curve(backend, "reward")
+        assert len(rewards) == NUM_STEPS
+        assert rewards[-3:].mean() > rewards[:3].mean() + 0.2
+        # The engine's own log-probabilities are the trainer's.
+        assert curve(backend, "token_mult_prob_error").max() < 1.001
+        assert np.abs(curve(backend, "sampling_importance_ratio") - 1).max() < 1e-3
+    # The engines draw other tokens from the same distribution, 512 samples of 8 tokens a step.
+    for metric, tolerance in (("reward", 0.06), ("entropy", 0.3), ("mean_generation_length", 1.0)):
+        embedded, vllm = curve("transformers", metric), curve("vllm", metric)
+        assert np.abs(embedded - vllm).max() < tolerance, metric
