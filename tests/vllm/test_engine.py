@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch
 from engine_harness import random_prompts, reference_logprobs, request, run_all
+from test_engine_requests import write_byte_tokenizer
 
 from tandem.common.errors import ConfigError, DataError
 from tandem.rollout.engine import Completion
@@ -25,6 +26,8 @@ PROMPT = (2, 7, 1, 8)
 class Filled(NamedTuple):
     engine: VllmEngine
     model: Any
+    texts: list[str]
+    """Of each token."""
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +37,7 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Filled]:
     model = tiny_model("qwen3", folder)
     with running(folder) as engine:
         refit(engine, model, 0)
-        yield Filled(engine, model)
+        yield Filled(engine, model, write_byte_tokenizer(folder))
 
 
 def furthest(model: Any, prompts: list[tuple[int, ...]], made: dict[int, Completion]) -> float:
@@ -105,6 +108,23 @@ def test_stop_tokens_and_lengths(filled: Filled) -> None:
     assert stopped.finish_reason == "stop"
     assert stopped.token_ids_T.tolist() == long.token_ids_T.tolist()[: first + 1]
     assert len(stopped.logprobs_T) == len(stopped.versions_T) == first + 1
+
+
+def test_a_stop_string_across_tokens_ends_the_response(filled: Filled) -> None:
+    free = run_all(filled.engine, [request(0, PROMPT, max_new_tokens=30)])[0].token_ids_T.tolist()
+    text = "".join(filled.texts[token] for token in free)
+    assert len(text) == 30  # so that positions in text and in tokens are the same
+    stop_string = text[10:13]
+    assert "\ufffd" not in stop_string
+    requests = [
+        request(1, PROMPT, seed=0, max_new_tokens=30, stop_strings=("not there", stop_string)),
+        request(2, PROMPT, seed=0, max_new_tokens=30, stop_strings=("not there",)),
+    ]
+    made = run_all(filled.engine, requests)
+    assert made[1].finish_reason == "stop"
+    assert made[1].token_ids_T.tolist() == free[: text.index(stop_string) + 3]
+    assert (made[2].finish_reason, made[2].token_ids_T.tolist()) == ("length", free)
+    assert not filled.engine._llm.engine.has_unfinished_requests()
 
 
 def test_requests_that_can_make_no_token_are_refused(filled: Filled) -> None:

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
-from tests.integration.harness import coordinator, steps_of, write_config
+from tests.integration.harness import TINY, coordinator, merged, steps_of, write_config
 
 JUDGE = """
 from tandem.rollout.environments import Score
@@ -67,3 +68,34 @@ def test_grpo_learns_with_vllm_what_it_learns_with_the_embedded_engine() -> None
     for metric, tolerance in (("reward", 0.06), ("entropy", 0.3), ("mean_generation_length", 1.0)):
         embedded, vllm = curve("transformers", metric), curve("vllm", metric)
         assert np.abs(embedded - vllm).max() < tolerance, metric
+
+
+def test_a_mixture_of_experts_trains_with_vllm() -> None:
+    experts = {
+        "model_type": "qwen3_moe",
+        "hidden_size": 64,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40,
+        "norm_topk_prob": True,
+    }
+    over = {
+        "policy": {"new_model": {"config": experts}, "generation": SEVENS["policy"]["generation"]},
+        "cluster": SEVENS["cluster"],
+        "refit": {"verify": "full"},
+    }
+    config = merged(TINY, over)
+    del config["policy"]["new_model"]["config"]["head_dim"]  # what this architecture derives
+    Path("experts.yaml").write_text(yaml.safe_dump(config))
+    ended = coordinator("up", "experts.yaml", "policy.generation.backend=vllm", timeout_s=240.0)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert curve("run", "token_mult_prob_error").max() < 1.001
+
+
+def test_an_unknown_argument_of_vllm_is_named_before_anything_starts() -> None:
+    ended = coordinator(
+        "up", write_config(), "policy.generation.backend=vllm", "policy.generation.vllm_kwargs={max_num_sequences: 4}"
+    )
+    assert ended.returncode == 2
+    assert "policy.generation.vllm_kwargs.max_num_sequences: vLLM's engine has no such argument" in ended.stderr
+    assert "did you mean 'max_num_seqs'" in ended.stderr

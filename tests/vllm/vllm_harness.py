@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
-from engine_harness import make_model
+from engine_harness import make_model, make_program, shared_layout
 
 from tandem.common.config.schema.generation import VllmCfg
-from tandem.refit.adapters.catalogue import from_config
-from tandem.refit.adapters.huggingface import HuggingFace
-from tandem.refit.layout import Layout, Storage
-from tandem.refit.planner import plan
-from tandem.refit.transports import shm
 from tandem.rollout.engines.vllm.engine import VllmEngine
 
 CHANGES: dict[str, dict[str, Any]] = {
@@ -49,23 +42,10 @@ def running(folder: Path, **extra: Any) -> Iterator[VllmEngine]:
         engine.close()
 
 
-def shared_checkpoint(model: Any) -> Layout:
-    """Move a model's parameters into shared memory, and describe them as tensors of its checkpoint."""
-    parameters = dict(model.named_parameters())
-    described = HuggingFace().layout(from_config(model.config.to_dict(), "float32"), 0, socket.gethostname())
-    storages = tuple(
-        Storage(storage.name, parameters[storage.name].nbytes, shm.share(parameters[storage.name]))
-        for storage in described.storages
-    )
-    assert {storage.name for storage in storages} == parameters.keys()
-    return msgspec.structs.replace(described, storages=storages)
-
-
 def refit(engine: VllmEngine, model: Any, version: int, *, allow_alias: bool = False) -> Any:
     """Bring an engine to what `model` holds now, by a whole refit out of a copy of it; return the copy."""
     source = copy.deepcopy(model)
-    made = plan({"trainer-0": shared_checkpoint(source)}, {"rollout-0": engine.layout()}, allow_alias=allow_alias)
-    engine.install(made.programs["rollout-0"], {})
+    engine.install(make_program(shared_layout(source), engine, allow_alias=allow_alias), {})
     engine.apply(version, 60.0)
     return source
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 
 import msgspec
 
@@ -17,10 +17,11 @@ from tandem.refit.adapters.catalogue import ModelShape
 from tandem.refit.adapters.deployment import Deployment
 from tandem.refit.adapters.geometry import LAYER
 from tandem.refit.adapters.parameters import Fill, RankBuilder, stack
-from tandem.refit.layout import Layout, whole
+from tandem.refit.layout import Box, Layout, LayoutBuilder, Piece, Tensor, whole
 
 _IN_LAYER = re.compile(r"^model\.layers\.\d+\.")
 _OF_EXPERT = re.compile(r"\.experts\.\d+\.")
+_FUSED = re.compile(r"^(.*\.mlp\.experts\.)(gate_up_proj|down_proj)$")
 
 
 class Parameter(msgspec.Struct, frozen=True):
@@ -98,3 +99,64 @@ class HuggingFace(Deployment, frozen=True):
         for parameter in parameters(model, self.fuses_experts):
             builder.parameter(parameter.name, parameter.shape, parameter.fills, parameter.experts)
         return builder.build()
+
+
+def as_checkpoint(layout: Layout) -> Layout:
+    """Return a layout of transformers' parameters, or of shards of them, with experts named as in a checkpoint.
+
+    ``experts.gate_up_proj`` becomes ``experts.<n>.gate_proj.weight`` and ``experts.<n>.up_proj.weight`` of every
+    expert, and ``experts.down_proj`` its ``down_proj.weight``, all in the same memory. Experts that are fused in
+    another way stay as they are.
+    """
+    shapes = {tensor.name: tensor.shape for tensor in layout.tensors}
+    fused = {index for index, tensor in enumerate(layout.tensors) if _is_fused(tensor.name, shapes)}
+    if not fused:
+        return layout
+    builder = LayoutBuilder(layout.host, layout.device)
+    for storage in layout.storages:
+        builder.storage(storage.name, storage.num_bytes, storage.address)
+    places: dict[int, list[tuple[int, Box]]] = {}
+    for index, tensor in enumerate(layout.tensors):
+        parts = _experts_in(tensor) if index in fused else [(tensor, whole(tensor.shape))]
+        places[index] = [
+            (builder.tensor(part.name, part.shape, part.dtype, block=part.block, scales=part.scales), box)
+            for part, box in parts
+        ]
+    for row, index in enumerate(layout.pieces.tensor_P.tolist()):
+        piece, number_of_storage = layout.piece(row), int(layout.pieces.storage_P[row])
+        for number, place in places[index]:
+            _add_common(builder, number, place, piece, number_of_storage, 1 if index in fused else 0)
+    return builder.build()
+
+
+def _is_fused(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Say whether a parameter has the experts of a layer as `parameters` describes them."""
+    match = _FUSED.match(name)
+    if match is None:
+        return False
+    gate_up, down = (shapes.get(f"{match[1]}{part}", ()) for part in ("gate_up_proj", "down_proj"))
+    return len(down) == 3 and gate_up == (down[0], 2 * down[2], down[1])
+
+
+def _experts_in(tensor: Tensor) -> Iterator[tuple[Tensor, Box]]:
+    """Yield each tensor of a checkpoint that lies in a fused one, and its box there."""
+    prefix, part = tensor.name.rsplit(".", 1)
+    num_experts, num_rows, num_columns = tensor.shape
+    names = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
+    num_each = num_rows // len(names)
+    for expert in range(num_experts):
+        for index, name in enumerate(names):
+            box = Box((expert, index * num_each, 0), (1, num_each, num_columns))
+            yield Tensor(f"{prefix}.{expert}.{name}.weight", (num_each, num_columns), tensor.dtype), box
+
+
+def _add_common(builder: LayoutBuilder, tensor: int, place: Box, piece: Piece, storage: int, num_dropped: int) -> None:
+    """Add what a piece has of a tensor that lies at `place`, without the first `num_dropped` dimensions."""
+    if not piece.box.shape:
+        builder.add(tensor, piece.box, storage, piece.offset, piece.strides)
+        return
+    common = piece.box.intersect(place)
+    if common is not None:
+        start = tuple(a - b for a, b in zip(common.start, place.start, strict=True))
+        box = Box(start[num_dropped:], common.shape[num_dropped:])
+        builder.add(tensor, box, storage, piece.offset_of(common), piece.strides[num_dropped:])

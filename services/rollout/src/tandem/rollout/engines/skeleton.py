@@ -10,6 +10,7 @@ import transformers
 from transformers.initialization import no_init_weights
 
 from tandem.common.errors import ModelError
+from tandem.refit.adapters.huggingface import as_checkpoint
 from tandem.refit.endpoint import Weights, device_name, host_name
 from tandem.refit.layout import LayoutBuilder, whole
 from tandem.rollout.engines.attention import ATTENTION_NAME
@@ -72,4 +73,4 @@ def weights_of(model: torch.nn.Module) -> Weights:
         index = builder.tensor(name, parameter.shape, str(parameter.dtype).removeprefix("torch."))
         storage = builder.storage(name, parameter.numel() * size)
         builder.add(index, whole(parameter.shape), storage, 0, [stride * size for stride in parameter.stride()])
-    return Weights(builder.build(), parameters)
+    return Weights(as_checkpoint(builder.build()), parameters)

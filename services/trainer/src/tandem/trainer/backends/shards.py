@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from tandem.common.errors import ModelError
+from tandem.refit.adapters.huggingface import as_checkpoint
 from tandem.refit.endpoint import Weights, device_name, host_name
 from tandem.refit.layout import Address, Box, LayoutBuilder
 from tandem.refit.transports import cuda_ipc, shm
@@ -74,7 +75,7 @@ def weights_of(parameters: Mapping[str, torch.Tensor]) -> Weights:
             storage = builder.storage(name, memory.nbytes(), _address(local))
             builder.add(index, box, storage, int(local.storage_offset()) * size, strides)
             storages[name] = torch.empty(0, dtype=local.dtype, device=local.device).set_(memory)
-    return Weights(builder.build(), storages)
+    return Weights(as_checkpoint(builder.build()), storages)
 
 
 def _address(local: torch.Tensor) -> Address:

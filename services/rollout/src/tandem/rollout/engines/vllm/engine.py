@@ -117,6 +117,7 @@ class VllmEngine:
                 f"request {request.request_id}: a prompt of {num_prompt} tokens leaves no room to generate within "
                 f"policy.generation.vllm_cfg.max_model_len={self._max_length}"
             )
+        stop_strings = self._stop_strings(sampling.stop_strings)
         params = SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -131,7 +132,6 @@ class VllmEngine:
         )
         prompt = {"type": "token", "prompt_token_ids": list(request.prompt_ids)}
         self._llm.engine.add_request(str(request.request_id), prompt, params)
-        stop_strings = self._stop_strings(sampling.stop_strings)
         self._sequences[request.request_id] = _Sequence(request, self._num_arrived, stop_strings)
         self._num_arrived += 1
 

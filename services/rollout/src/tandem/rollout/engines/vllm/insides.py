@@ -160,9 +160,11 @@ class Llm:
 
     def take_cache(self) -> None:
         """Take the memory of the key-value cache again, empty."""
+        import torch
+
         for storage, num_bytes in self._released:
             storage.resize_(num_bytes)
-            storage.fill_(0)
+            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
         self._released = []
 
     def close(self) -> None:
