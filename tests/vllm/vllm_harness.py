@@ -45,7 +45,9 @@ def running(folder: Path, **extra: Any) -> Iterator[VllmEngine]:
 def refit(engine: VllmEngine, model: Any, version: int, *, allow_alias: bool = False) -> Any:
     """Bring an engine to what `model` holds now, by a whole refit out of a copy of it; return the copy."""
     source = copy.deepcopy(model)
-    engine.install(make_program(shared_layout(source), engine, allow_alias=allow_alias), {})
+    program = make_program(shared_layout(source), engine, allow_alias=allow_alias)
+    assert {transfer.transport for transfer in program.receives} <= {"shm", "alias"}, "both are on this host"
+    engine.install(program, {})
     engine.apply(version, 60.0)
     return source
 
