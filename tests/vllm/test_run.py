@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from tests.integration.harness import TINY, coordinator, merged, steps_of, write_config
+from tests.integration.harness import TINY, Command, coordinator, merged, steps_of, write_config
 
 JUDGE = """
 from tandem.rollout.environments import Score
@@ -99,3 +99,20 @@ def test_an_unknown_argument_of_vllm_is_named_before_anything_starts() -> None:
     assert ended.returncode == 2
     assert "policy.generation.vllm_kwargs.max_num_sequences: vLLM's engine has no such argument" in ended.stderr
     assert "did you mean 'max_num_seqs'" in ended.stderr
+
+
+def test_kill_9_of_vllm_changes_nothing_but_the_time_it_takes() -> None:
+    Path("judging.py").write_text(JUDGE)
+    config = write_config(SEVENS)
+    arguments = ("policy.generation.backend=vllm", "grpo.max_num_steps=5")
+    for folder in ("whole", "killed"):
+        with Command("coordinator", "up", config, *arguments, f"logger.log_dir={folder}") as run:
+            if folder == "killed":
+                run.wait_for(r"step 2/5")
+                engines = [process for process in run.children() if "tandem.rollout.cli" in process.cmdline()]
+                engines[0].kill()
+                run.wait_for(r"rollout-0 is lost: killed by SIGKILL.*; another is launched in its place")
+            assert run.wait() == 0, run.output()
+    # Every sample was drawn again from its own seed: none is lost, and none counted twice.
+    for metric in ("reward", "loss", "mean_generation_length"):
+        assert curve("killed", metric).tolist() == curve("whole", metric).tolist(), metric
