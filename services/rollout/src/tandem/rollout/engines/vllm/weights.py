@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +11,7 @@ from tandem.common.errors import ModelError
 from tandem.refit.adapters.catalogue import from_config
 from tandem.refit.adapters.deployment import locate
 from tandem.refit.adapters.vllm import Vllm
-from tandem.refit.endpoint import Weights, device_name
+from tandem.refit.endpoint import Weights, device_name, host_name
 from tandem.refit.layout import PrivateMemory, Storage
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
@@ -35,7 +34,7 @@ def weights_of(config: Mapping[str, Any], parameters: Mapping[str, torch.Tensor]
         raise ModelError(f"vLLM's {config.get('model_type')} cannot be refitted; known are {', '.join(FAMILIES)}")
     name_of_dtype = str(dtype).removeprefix("torch.")
     device = device_name(next(iter(parameters.values())).device)
-    layout = Vllm().layout(from_config(config, name_of_dtype), 0, socket.gethostname(), device)
+    layout = Vllm().layout(from_config(config, name_of_dtype), 0, host_name(), device)
     found = {name: Storage(name, held.nbytes, PrivateMemory()) for name, held in parameters.items()}
     located = locate(layout, found)
     names = [storage.name for storage in located.storages]
