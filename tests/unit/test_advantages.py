@@ -105,6 +105,7 @@ def samples_and_arrays(rewards: list[list[float]] = REWARDS) -> tuple[list[Sampl
                     sample=sample,
                     prompt_length=2,
                     response_length=number + 1,
+                    num_turns=1,
                     finish_reason="length" if number == 5 else "stop",
                     reward=reward,
                     correct=reward > 0.9,

@@ -215,7 +215,8 @@ SCHEDULE = "policy.scheduler: 2 schedules need 1 milestones between them, got 0"
         ([JSONL.replace("a.jsonl", "null")], "data.train_data_path: required where data.dataset_name is jsonl"),
         (
             ["env.maths.num_workers=1"],
-            "env.maths: not built in (reasoning_gym, math, exact_match) and without a class; did you mean 'math'?",
+            "env.maths: not built in (reasoning_gym, math, exact_match, calculator, sliding_puzzle_game) "
+            "and without a class; did you mean 'math'?",
         ),
         (["env.mine.class=Mine"], "env.mine.class: 'Mine' is not a dotted path, such as package.Class"),
         (
@@ -225,6 +226,14 @@ SCHEDULE = "policy.scheduler: 2 schedules need 1 milestones between them, got 0"
         (
             [JSONL, "env.reasoning_gym.num_workers=1", "data.environment=reasoning_gym"],
             "data.environment: reasoning_gym cannot score data.dataset_name jsonl",
+        ),
+        (
+            [JSONL, "env.sliding_puzzle_game.num_workers=1", "data.environment=sliding_puzzle_game"],
+            "data.environment: sliding_puzzle_game plays data.dataset_name sliding_puzzle, not jsonl",
+        ),
+        (
+            [JSONL, "env.calculator.num_workers=1", "grpo.max_rollout_turns=1"],
+            "grpo.max_rollout_turns: 1, but calculator answers, and the policy needs a turn after that",
         ),
         (
             ["checkpointing.metric_name=val_loss"],
@@ -261,7 +270,11 @@ def test_keys_that_do_not_fit_together(overrides: list[str], expected: str) -> N
     ("overrides", "expected"),
     [
         (["data.dataset_name=squad"], "data.task: only reasoning_gym has tasks, and data.dataset_name is squad"),
-        ([JSONL], "env: required: GRPO needs an environment, such as reasoning_gym, math, exact_match"),
+        (
+            [JSONL],
+            "env: required: GRPO needs an environment, such as reasoning_gym, math, exact_match, calculator, "
+            "sliding_puzzle_game",
+        ),
         (
             ["env.math.num_workers=1", "env.exact_match.num_workers=1"],
             "data.environment: required where env has several entries (math, exact_match)",
@@ -294,7 +307,6 @@ VLLM_CFG = "policy.generation.vllm_cfg"
     ("overrides", "expected"),
     [
         (["algorithm=dpo"], "algorithm (dpo)"),
-        (["grpo.max_rollout_turns=2"], "grpo.max_rollout_turns (2)"),
         (["loss_fn.use_on_policy_kl_approximation=true"], "loss_fn.use_on_policy_kl_approximation (true)"),
         (["policy.fsdp_offload_enabled=true"], "policy.fsdp_offload_enabled (true)"),
         (["policy.dtensor_cfg.cpu_offload=true"], "policy.dtensor_cfg.cpu_offload (true)"),
@@ -312,7 +324,6 @@ VLLM_CFG = "policy.generation.vllm_cfg"
         ([VLLM, "policy.generation.vllm_cfg.async_engine=true"], f"{VLLM_CFG}.async_engine (true)"),
         ([VLLM, "policy.generation.async_engine=true"], "policy.generation.async_engine (true)"),
         (["policy.generation.colocated.enabled=false"], "policy.generation.colocated.enabled (false)"),
-        (["env.sliding_puzzle_game.num_workers=1"], "env.sliding_puzzle_game"),
         (["logger.mlflow_enabled=true"], "logger.mlflow_enabled (true)"),
     ],
 )

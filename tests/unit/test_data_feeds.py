@@ -21,7 +21,7 @@ from tandem.common.config.schema import Tokenizer as TokenizerSettings
 from tandem.common.errors import ConfigError, DataError, TandemError
 from tandem.common.messages import Problem, PromptGroup, SampleScored, SamplesFinished
 from tandem.common.tokenizer import Tokenizer, load_tokenizer
-from tandem.coordinator.algorithms.grpo import GrpoFeed
+from tandem.coordinator.algorithms.grpo import GrpoFeed, turn_metrics
 from tandem.coordinator.algorithms.sft import SftFeed
 from tandem.coordinator.data import PromptEncoder, epoch_stream, sample_seed, worked
 
@@ -115,7 +115,46 @@ def test_a_solution_is_the_assistants_turn(settings: dict[str, bool], prompt: st
     config, tokenizer = marked(data_config("sft", **settings))
     encoder = PromptEncoder(config, tokenizer)
     assert text(tokenizer, encoder.encode(SUM).prompt_ids) == prompt
-    assert text(tokenizer, encoder.encode_solution(SUM)) == solution
+    assert text(tokenizer, encoder.encode_solution(SUM).token_ids) == solution
+
+
+def talk(problem: Problem) -> Any:
+    return [
+        {"role": "assistant", "content": "4"},
+        {"role": "user", "content": "u: 5"},
+        {"role": "system", "content": "6"},
+        {"role": "assistant", "content": problem.answer},
+    ]
+
+
+def silence(problem: Problem) -> Any:
+    return [{"role": "assistant", "content": "4"}, {"role": "user", "content": "5"}]
+
+
+def told_first(problem: Problem) -> Any:
+    return [{"role": "user", "content": "5"}, {"role": "assistant", "content": "4"}]
+
+
+@pytest.mark.parametrize(("add_generation_prompt", "first"), [(True, "4<eos>"), (False, "a: 4<eos>")])
+def test_of_a_conversation_the_assistants_turns_are_learned(add_generation_prompt: bool, first: str) -> None:
+    settings = {"solution_template": f"{__name__}:talk", "add_generation_prompt": add_generation_prompt}
+    config, tokenizer = marked(data_config("sft", **settings))
+    solution = PromptEncoder(config, tokenizer).encode_solution(SUM)
+    parts = [
+        text(tokenizer, [token for token, _ in run])
+        for _, run in itertools.groupby(
+            zip(solution.token_ids, solution.loss_mask, strict=True), key=lambda pair: pair[1]
+        )
+    ]
+    assert parts == [first, "\nu: u: 5\ns: 6\na: ", "9<eos>"]
+    assert solution.loss_mask[0]
+
+
+@pytest.mark.parametrize(("name", "place"), [("silence", "end"), ("told_first", "begin")])
+def test_a_conversation_without_the_assistants_word_is_refused(name: str, place: str) -> None:
+    config, tokenizer = marked(data_config("sft", solution_template=f"{__name__}:{name}"))
+    with pytest.raises(DataError, match=f"^problem 'p': its solution does not {place} with a turn of the assistant$"):
+        PromptEncoder(config, tokenizer).encode_solution(SUM)
 
 
 @pytest.mark.parametrize(("add_eos", "ending"), [(True, "<eos>"), (False, "")])
@@ -126,7 +165,7 @@ def test_without_a_template_a_solution_follows_the_question(add_eos: bool, endin
     tokenizer = load_tokenizer(config)
     encoder = PromptEncoder(config, tokenizer)
     assert text(tokenizer, encoder.encode(SUM).prompt_ids) == "<bos>4 + 5"
-    assert text(tokenizer, encoder.encode_solution(SUM)) == " = 9" + ending
+    assert text(tokenizer, encoder.encode_solution(SUM).token_ids) == " = 9" + ending
 
 
 def test_the_new_models_template_begins_with_one_mark_and_ends_with_one() -> None:
@@ -136,7 +175,7 @@ def test_the_new_models_template_begins_with_one_mark_and_ends_with_one() -> Non
         tokenizer = load_tokenizer(config)
         encoder = PromptEncoder(config, tokenizer)
         assert text(tokenizer, encoder.encode(SUM).prompt_ids) == "<bos>4 + 5", algorithm
-        assert text(tokenizer, encoder.encode_solution(SUM)) == " = 9<eos>", algorithm
+        assert text(tokenizer, encoder.encode_solution(SUM).token_ids) == " = 9<eos>", algorithm
 
 
 @pytest.mark.parametrize(
@@ -272,6 +311,7 @@ def finished(groups: tuple[PromptGroup, ...], step: int, purpose: Any) -> list[t
                 sample=sample,
                 prompt_length=len(group.prompt_ids),
                 response_length=1,
+                num_turns=1,
                 finish_reason="stop",
                 reward=float(sample == 0),
                 correct=sample == 0,
@@ -306,6 +346,16 @@ def test_a_batch_is_the_same_in_whatever_order_its_samples_came(grpo: GrpoFeed) 
         assert other_metrics == metrics
         for name, values in batch.to_frames().items():
             np.testing.assert_array_equal(other.to_frames()[name], values)
+
+
+def test_turns_are_summed_up_where_there_may_be_several() -> None:
+    settings = data_config()
+    assert turn_metrics(settings, []) == {}
+    settings = msgspec.structs.replace(settings, grpo=msgspec.structs.replace(settings.grpo, max_rollout_turns=3))
+    groups = GrpoFeed(settings, character_tokenizer(settings)).prompt_groups(1, "train", [0])
+    one, two = (message.samples[0] for message, _ in finished(groups, 1, "train"))
+    three = msgspec.structs.replace(one, num_turns=3, finish_reason="turns")
+    assert turn_metrics(settings, [one, two, three, three]) == {"mean_turns": 2, "out_of_turns_fraction": 0.5}
 
 
 def test_validation_is_summed_up_when_the_step_is_done(grpo: GrpoFeed) -> None:

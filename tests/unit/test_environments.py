@@ -32,6 +32,11 @@ def here(name: str, **settings: Any) -> Config:
     return config("mine", {"class": f"{__name__}.{name}", **settings})
 
 
+def said(*texts: str) -> list[dict[str, str]]:
+    """Return a conversation after its prompt: the policy begins, and the environment answers in turn."""
+    return [{"role": ("assistant", "user")[index % 2], "content": text} for index, text in enumerate(texts)]
+
+
 def problem(answer: str = "7", name: str = "p1") -> Problem:
     return Problem(problem_id=name, question="3 + 4", answer=answer, metadata={})
 
@@ -278,7 +283,7 @@ def error_from(scorer: Scorer) -> str:
 def test_every_response_comes_back_once_with_its_own_score(start: Callable[[Config], Scorer]) -> None:
     scorer = start(here("Length", num_workers=4))
     for key in range(200):
-        scorer.submit(key, problem(), "x" * key)
+        scorer.submit(key, problem(), said("x" * key))
     assert poll_until(scorer, 200) == {key: Score(float(key), key > 2) for key in range(200)}
 
 
@@ -286,7 +291,7 @@ def test_every_response_comes_back_once_with_its_own_score(start: Callable[[Conf
 def test_so_many_are_scored_at_once(start: Callable[[Config], Scorer], num_workers: int) -> None:
     scorer = start(here("Counts", num_workers=num_workers))
     for key in range(9):
-        scorer.submit(key, problem(), "")
+        scorer.submit(key, problem(), said(""))
     assert max(score.reward for score in poll_until(scorer, 9).values()) == num_workers
 
 
@@ -304,20 +309,20 @@ def test_what_is_no_reward_is_named(
     start: Callable[[Config], Scorer], name: str, kwargs: dict[str, Any], message: str
 ) -> None:
     scorer = start(here(name, kwargs=kwargs))
-    scorer.submit(0, problem(name="train.jsonl:12"), "x")
+    scorer.submit(0, problem(name="train.jsonl:12"), said("x"))
     assert error_from(scorer) == f"environment 'mine', problem 'train.jsonl:12': {message}"
 
 
 def test_a_problem_at_fault_is_named_once(start: Callable[[Config], Scorer]) -> None:
     scorer = start(config("exact_match"))
-    scorer.submit(0, problem(""), "x")
+    scorer.submit(0, problem(""), said("x"))
     assert error_from(scorer) == "environment 'exact_match': problem 'p1' has no reference answer to compare with"
 
 
 def test_a_reward_that_takes_too_long_is_named(start: Callable[[Config], Scorer]) -> None:
     scorer = start(here("Hangs", timeout_s=0.2, num_workers=2))
-    scorer.submit(0, problem(name="slow one"), "hang")
-    scorer.submit(1, problem(name="quick one"), "abc")
+    scorer.submit(0, problem(name="slow one"), said("hang"))
+    scorer.submit(1, problem(name="quick one"), said("abc"))
     assert poll_until(scorer, 1) == {1: Score(3.0, True)}
     assert error_from(scorer) == (
         "environment 'mine' took longer than 0.2 s to score a response to problem 'slow one' (env.mine.timeout_s)"
@@ -327,46 +332,46 @@ def test_a_reward_that_takes_too_long_is_named(start: Callable[[Config], Scorer]
 def test_waiting_for_a_turn_is_not_taking_long(start: Callable[[Config], Scorer]) -> None:
     scorer = start(here("Counts", timeout_s=0.5))
     for key in range(15):  # 0.75 s in all
-        scorer.submit(key, problem(), "")
+        scorer.submit(key, problem(), said(""))
     assert len(poll_until(scorer, 15)) == 15
 
 
 def test_what_is_abandoned_does_not_come_back_under_a_new_name(start: Callable[[Config], Scorer]) -> None:
     scorer = start(here("Hangs", num_workers=2))
-    scorer.submit(0, problem(), "hang")
-    scorer.submit(1, problem(), "abandoned")
+    scorer.submit(0, problem(), said("hang"))
+    scorer.submit(1, problem(), said("abandoned"))
     time.sleep(0.1)  # the first is being scored, the second is done
     scorer.reset()
-    scorer.submit(0, problem(), "ab")
+    scorer.submit(0, problem(), said("ab"))
     assert poll_until(scorer, 1) == {0: Score(2.0, True)}
     Hangs.release.set()
-    scorer.submit(1, problem(), "abc")
+    scorer.submit(1, problem(), said("abc"))
     assert poll_until(scorer, 1) == {1: Score(3.0, True)}
 
 
 def test_a_stale_result_does_not_lose_a_new_one(start: Callable[[Config], Scorer]) -> None:
     scorer = start(here("Hangs"))
-    scorer.submit(0, problem(), "hang")
+    scorer.submit(0, problem(), said("hang"))
     time.sleep(0.05)
     scorer.reset()
-    scorer.submit(0, problem(), "ab")  # waits behind the first
+    scorer.submit(0, problem(), said("ab"))  # waits behind the first
     Hangs.release.set()
     assert poll_until(scorer, 1) == {0: Score(2.0, True)}
 
 
 def test_a_hung_thread_is_noticed_even_in_what_was_abandoned(start: Callable[[Config], Scorer]) -> None:
     scorer = start(here("Hangs", timeout_s=0.2))
-    scorer.submit(0, problem(name="slow one"), "hang")
+    scorer.submit(0, problem(name="slow one"), said("hang"))
     time.sleep(0.05)
     scorer.reset()
-    scorer.submit(0, problem(), "ab")
+    scorer.submit(0, problem(), said("ab"))
     assert "'slow one'" in error_from(scorer)
 
 
 def test_closing_does_not_wait_for_what_hangs(start: Callable[[Config], Scorer]) -> None:
     scorer = start(here("Hangs", num_workers=2))
     for key in range(50):
-        scorer.submit(key, problem(), "hang" if key == 0 else "x")
+        scorer.submit(key, problem(), said("hang" if key == 0 else "x"))
     started = time.monotonic()
     scorer.close()
     assert time.monotonic() - started < 2

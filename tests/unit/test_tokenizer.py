@@ -172,3 +172,70 @@ def test_torch_is_not_imported(tokenizer: Tokenizer) -> None:
     )
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "False"
+
+
+# --- conversations that go on ----------------------------------------------------------------------------------------
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TOLD = [{"role": "tool", "content": "84"}, {"role": "user", "content": "so?"}]
+
+
+def byte_pairs(template: str | None) -> Tokenizer:
+    """Train a byte-pair tokenizer on so little that `48` is one token, and give it ChatML's special ones."""
+    from tokenizers import Tokenizer as Fast
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    fast = Fast(models.BPE())
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=280, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    fast.train_from_iterator(["48 48 48 48 user assistant"] * 9, trainer)
+    wrapped = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=fast, eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>"]
+    )
+    wrapped.chat_template = template
+    return Tokenizer(wrapped, "here")
+
+
+def test_only_what_is_new_is_tokenised() -> None:
+    tokenizer = byte_pairs(CHATML)
+    new = "<|im_start|>tool\n84<|im_end|>\n<|im_start|>user\nso?<|im_end|>\n<|im_start|>assistant\n"
+    # What ends the turn is there already, but for the line break that the template writes behind it.
+    ended = tokenizer.encode_continuation(TOLD, tokenizer.eos_id)
+    assert tokenizer.decode(ended, skip_special_tokens=False) == "\n" + new
+    (last_id,) = tokenizer.encode("7")
+    cut_off = tokenizer.encode_continuation(TOLD, last_id)
+    assert tokenizer.decode(cut_off, skip_special_tokens=False) == "<|im_end|>\n" + new
+    assert cut_off == [tokenizer.eos_id, *ended]
+    # It is what the template makes of the whole conversation, token by token.
+    before = [*USER, {"role": "assistant", "content": "7"}]
+    whole = tokenizer.encode_chat([*before, *TOLD], add_generation_prompt=True)
+    assert whole[-len(cut_off) :] == cut_off
+
+
+def test_tokens_do_not_grow_together_where_a_turn_ends() -> None:
+    tokenizer = byte_pairs(None)
+    assert len(tokenizer.encode("48")) == 1
+    (last_id,) = tokenizer.encode("4")
+    told = [{"role": "user", "content": "8"}]
+    assert tokenizer.encode_continuation(told, last_id) == tokenizer.encode("8")
+    # Only a special token can be the end that the template writes; this one is the policy's own.
+    (last_id,) = tokenizer.encode("8")
+    assert tokenizer.encode_continuation(told, last_id) == tokenizer.encode("8")
+
+
+def test_the_new_models_template_goes_on(tokenizer: Tokenizer) -> None:
+    told = [{"role": "user", "content": "84"}]
+    assert tokenizer.encode_continuation(told, tokenizer.eos_id) == tokenizer.encode("84")
+    assert tokenizer.encode_continuation(told, tokenizer.encode("4")[0]) == [tokenizer.eos_id, *tokenizer.encode("84")]
+
+
+def test_a_template_that_forgets_turns_is_refused() -> None:
+    tokenizer = byte_pairs("{{ messages[-1]['content'] }}")
+    with pytest.raises(ConfigError, match=r"^policy.tokenizer.chat_template: .* drops earlier turns$"):
+        tokenizer.encode_continuation([{"role": "user", "content": "1"}], tokenizer.eos_id)

@@ -260,11 +260,15 @@ class SampleScored(Message, frozen=True, kw_only=True):
     """Position within its group."""
     prompt_length: int
     response_length: int
-    finish_reason: Literal["stop", "length"]
+    """Tokens the policy made, in all turns."""
+    num_turns: int
+    """Responses the policy gave: one, unless the environment answers."""
+    finish_reason: Literal["stop", "length", "turns"]
+    """How the sample ended: as it should, at a limit of tokens, or at ``grpo.max_rollout_turns``."""
     reward: float
     correct: bool
     response: str
-    """The response's text, for logs and the report; the tokens are what trains."""
+    """What followed the prompt, a line for each message, for logs and the report; the tokens are what trains."""
 
 
 class SamplesFinished(Message, frozen=True, kw_only=True, tag=True):

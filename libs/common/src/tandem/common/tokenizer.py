@@ -24,6 +24,9 @@ _CHAT_TEMPLATE = (
 """What the user says follows the beginning-of-sequence token, and the answer follows that: there is nothing else to
 learn for a small model."""
 
+_TURN = "what the assistant said"
+"""Stands for a turn of the assistant, whose tokens are known and whose text does not matter."""
+
 Messages = Sequence[Mapping[str, str]]
 """A conversation: each message has a ``role`` and its ``content``."""
 
@@ -35,6 +38,8 @@ class Tokenizer:
         self._hugging_face = hugging_face
         self._where = where
         self._alphabet = _alphabet(hugging_face)
+        added = hugging_face.added_tokens_decoder
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
     @property
     def eos_id(self) -> int:
@@ -80,6 +85,23 @@ class Tokenizer:
     def encode_chat(self, messages: Messages, *, add_generation_prompt: bool) -> list[int]:
         """Return the tokens of a conversation. Raises what `render_chat` and `encode` raise."""
         return self.encode(self.render_chat(messages, add_generation_prompt=add_generation_prompt))
+
+    def encode_continuation(self, messages: Messages, last_id: int) -> list[int]:
+        """Return the tokens between the end of an assistant's turn, `last_id`, and the beginning of its next one.
+
+        `messages` are what others say in between. They are rendered by the chat template behind a turn of the
+        assistant, and only what the template writes after that turn's content is tokenised: what went before stays as
+        it is, to the token. If the turn ended with the token that the template ends it with, that is not repeated.
+        Raises what `render_chat` and `encode` raise.
+        """
+        before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _TURN}]
+        rendered = self.render_chat([*before, *messages], add_generation_prompt=True)
+        _, turn, rest = rendered.partition(_TURN)
+        if not turn:
+            raise ConfigError(f"policy.tokenizer.chat_template: the chat template of {self._where} drops earlier turns")
+        if last_id in self._special_ids:  # an ordinary token only happens to look like what follows
+            rest = rest.removeprefix(self.decode([last_id], skip_special_tokens=False))
+        return self.encode(rest)
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text, adding none. Raises `DataError` for a character the tokenizer does not know."""

@@ -1,21 +1,20 @@
 """The rollout service: one engine. Prompts in, scored samples out.
 
 It consumes `Generate` orders and weight versions, and produces samples as they finish: token ids, the log-probabilities
-of the distribution each token was drawn from, the weight version that made it, and the reward. Tokens in, tokens out:
-nothing is ever re-tokenised. Between two steps of the engine it looks for orders; it waits only for rewards, each of
-which has a deadline of its own.
+of the distribution each token was drawn from, the weight version that made it, and the reward. An environment may
+answer a response, and then the sample goes on (`tandem.rollout.conversation`). Between two steps of the engine it looks
+for orders; it waits only for environments, each of whose answers has a deadline of its own.
 """
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import assert_never
-
-import numpy as np
+from typing import Literal, assert_never
 
 from tandem.common.batch import SampleArrays
 from tandem.common.config import Config
+from tandem.common.errors import DataError, RewardError
 from tandem.common.messages import (
     Attest,
     BuildEngine,
@@ -24,7 +23,6 @@ from tandem.common.messages import (
     Generate,
     Generated,
     InstallProgram,
-    PromptGroup,
     Refit,
     RolloutOrder,
     SampleScored,
@@ -36,10 +34,13 @@ from tandem.common.tokenizer import Tokenizer, load_tokenizer
 from tandem.common.wire import Arrays
 from tandem.refit import layout
 from tandem.refit.endpoint import Endpoint
-from tandem.rollout.engine import Completion, Engine, Request
-from tandem.rollout.environments import Score, Scorer
+from tandem.rollout.conversation import Conversation
+from tandem.rollout.engine import Completion, Engine
+from tandem.rollout.environments import Score, Scorer, Turn
 
 _REWARD_POLL_S = 0.001
+_UNSCORED = Score(0.0, correct=False)
+"""A sample that a limit ended before the environment did; it has the rewards of its turns."""
 _DIGEST_SHARE = 0.25
 """Of the time between tokens that goes into attesting the version they are made with."""
 
@@ -49,27 +50,16 @@ class Generation:
 
     def __init__(self, order: Generate) -> None:
         self.order = order
-        self.requests: dict[int, tuple[PromptGroup, int]] = {}
-        """Group and position within it, by request id."""
-        self.completions: dict[int, Completion] = {}
-        """Finished and not yet sent."""
-        self.texts: dict[int, str] = {}
-        self.num_sent = 0
+        samples = [(group, sample) for group in order.groups for sample in range(len(group.seeds))]
+        self.conversations = {number: Conversation(group, sample) for number, (group, sample) in enumerate(samples)}
+        """Unfinished samples by number, which is also the number of their request."""
+        self.num_samples = len(samples)
+        self.awaited: set[int] = set()
+        """Samples with the environment, which may go on."""
+        self.answered: list[int] = []
+        """Samples that go on."""
         self.num_tokens = 0
         self.seconds = {"generation": 0.0, "rewards": 0.0}
-        for group in order.groups:
-            for sample in range(len(group.seeds)):
-                self.requests[len(self.requests)] = (group, sample)
-
-    def request(self, request_id: int) -> Request:
-        """Return what the engine is asked for."""
-        group, sample = self.requests[request_id]
-        return Request(
-            request_id=request_id,
-            prompt_ids=group.prompt_ids,
-            sampling=self.order.sampling,
-            seed=group.seeds[sample],
-        )
 
 
 class RolloutService:
@@ -151,57 +141,90 @@ class RolloutService:
         engine = self._built()
         self._abandon_generation()
         self._generation = Generation(order)
-        for request_id in self._generation.requests:
-            engine.add_request(self._generation.request(request_id))
+        for number, conversation in self._generation.conversations.items():
+            engine.add_request(conversation.request(number, order.sampling))
 
     def _abandon_generation(self) -> None:
         """Stop a generation that the coordinator no longer waits for."""
         if self._generation is None:
             return
-        for request_id in self._generation.requests:
-            self._built().abort(request_id)
+        for number in self._generation.conversations:
+            self._built().abort(number)
         if self._scorer is not None:
             self._scorer.reset()
         self._generation = None
 
     def _advance(self, generation: Generation) -> None:
-        engine, scorer, tokenizer = self._built(), self._scorer, self._tokenizer
+        engine, scorer = self._built(), self._scorer
         assert scorer is not None
-        assert tokenizer is not None
         started = time.perf_counter()
-        if engine.num_unfinished:
+        # The engine waits for the answers that its next step might build on: what runs together, and with it the last
+        # bit of a probability, then does not depend on how long an environment takes.
+        if engine.num_unfinished and not generation.awaited:
             for completion in engine.step():
-                group, _ = generation.requests[completion.request_id]
-                text = tokenizer.decode(completion.token_ids_T.tolist())
-                generation.completions[completion.request_id] = completion
-                generation.texts[completion.request_id] = text
-                generation.num_tokens += len(completion.token_ids_T)
-                scorer.submit(completion.request_id, group.problem, text)
+                self._take(generation, completion, scorer)
             generation.seconds["generation"] += time.perf_counter() - started
         else:
             time.sleep(_REWARD_POLL_S)
             generation.seconds["rewards"] += time.perf_counter() - started
-        self._send(generation, scorer.poll())
-        if generation.num_sent == len(generation.requests):
+        self._answer(generation, scorer.poll())
+        if not generation.awaited:
+            for number in sorted(generation.answered):
+                engine.add_request(generation.conversations[number].request(number, generation.order.sampling))
+            generation.answered.clear()
+        if not generation.conversations:
             self._finish(generation)
 
-    def _send(self, generation: Generation, scores: list[tuple[int, Score]]) -> None:
-        """Send the samples that were just scored."""
-        if not scores:
-            return
+    def _take(self, generation: Generation, completion: Completion, scorer: Scorer) -> None:
+        """Hand a response to the environment."""
+        assert self._tokenizer is not None
+        number = completion.request_id
+        conversation = generation.conversations[number]
+        conversation.add_response(completion, self._tokenizer.decode(completion.token_ids_T.tolist()))
+        generation.num_tokens += len(completion.token_ids_T)
+        if scorer.converses and conversation.num_turns < self._config.grpo.max_rollout_turns:
+            generation.awaited.add(number)
+        scorer.submit(number, conversation.group.problem, tuple(conversation.messages))
+
+    def _answer(self, generation: Generation, results: list[tuple[int, Score | Turn]]) -> None:
+        """Send the samples that have ended; let the others go on."""
         order = generation.order
-        samples: list[SampleScored] = []
-        rows: list[SampleArrays] = []
-        for request_id, score in scores:
-            group, sample = generation.requests[request_id]
-            completion = generation.completions.pop(request_id)
-            samples.append(_describe(group, sample, completion, score, generation.texts.pop(request_id)))
-            rows.append(_arrays(group, completion))
-        generation.num_sent += len(samples)
-        message = SamplesFinished(
-            command_id=order.command_id, step=order.step, purpose=order.purpose, samples=tuple(samples)
-        )
-        self._member.reply(order.command_id, message, SampleArrays.concatenate(rows).to_frames())
+        finished: list[tuple[SampleScored, SampleArrays]] = []
+        for number, result in results:
+            generation.awaited.discard(number)
+            conversation = generation.conversations[number]
+            if isinstance(result, Score):
+                finished.append(conversation.finish(result, "score"))
+            elif (limit := self._go_on(conversation, result)) is not None:
+                finished.append(conversation.finish(_UNSCORED, limit))
+            else:
+                generation.answered.append(number)
+                continue
+            del generation.conversations[number]
+        if finished:
+            message = SamplesFinished(
+                command_id=order.command_id,
+                step=order.step,
+                purpose=order.purpose,
+                samples=tuple(sample for sample, _ in finished),
+            )
+            arrays = SampleArrays.concatenate([arrays for _, arrays in finished])
+            self._member.reply(order.command_id, message, arrays.to_frames())
+
+    def _go_on(self, conversation: Conversation, turn: Turn) -> Literal["length", "turns"] | None:
+        """Add what the environment said, if another response may follow; else return the limit that ends the sample."""
+        assert self._tokenizer is not None
+        conversation.reward += turn.reward
+        if conversation.num_turns >= self._config.grpo.max_rollout_turns:
+            return "turns"
+        try:
+            token_ids = self._tokenizer.encode_continuation(turn.messages, conversation.last_id)
+        except DataError as error:
+            raise RewardError(f"environment {self._config.data.environment!r}: {error}") from error
+        if conversation.num_tokens + len(token_ids) >= self._config.policy.max_total_sequence_length:
+            return "length"
+        conversation.add_answer(turn.messages, token_ids)
+        return None
 
     def _finish(self, generation: Generation) -> None:
         self._generation = None
@@ -209,7 +232,7 @@ class RolloutService:
             command_id=generation.order.command_id,
             step=generation.order.step,
             purpose=generation.order.purpose,
-            num_samples=generation.num_sent,
+            num_samples=generation.num_samples,
             num_tokens=generation.num_tokens,
             seconds=generation.seconds,
         )
@@ -230,30 +253,4 @@ def _make_engine(config: Config) -> Engine:
         num_slots=generation.transformers_cfg.num_slots,
         max_total_sequence_length=policy.max_total_sequence_length,
         dtype=policy.precision,
-    )
-
-
-def _describe(group: PromptGroup, sample: int, completion: Completion, score: Score, text: str) -> SampleScored:
-    assert completion.finish_reason != "abort", "aborted requests are not scored"
-    return SampleScored(
-        group=group.group,
-        sample=sample,
-        prompt_length=len(group.prompt_ids),
-        response_length=len(completion.token_ids_T),
-        finish_reason=completion.finish_reason,
-        reward=score.reward,
-        correct=score.correct,
-        response=text,
-    )
-
-
-def _arrays(group: PromptGroup, completion: Completion) -> SampleArrays:
-    """Lay prompt and response end to end."""
-    num_prompt, num_response = len(group.prompt_ids), len(completion.token_ids_T)
-    return SampleArrays(
-        lengths_S=np.array([num_prompt + num_response], dtype=np.int32),
-        token_ids_T=np.concatenate([np.array(group.prompt_ids, dtype=np.int32), completion.token_ids_T]),
-        loss_mask_T=np.concatenate([np.zeros(num_prompt, dtype=np.bool_), np.ones(num_response, dtype=np.bool_)]),
-        generation_logprobs_T=np.concatenate([np.zeros(num_prompt, dtype=np.float32), completion.logprobs_T]),
-        versions_T=np.concatenate([np.full(num_prompt, -1, dtype=np.int32), completion.versions_T]),
     )

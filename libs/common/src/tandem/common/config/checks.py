@@ -13,7 +13,10 @@ from tandem.common.errors import nearest
 from tandem.common.model_fields import model_fields
 from tandem.common.vllm_arguments import complaint
 
-BUILT_IN_ENVIRONMENTS = ("reasoning_gym", "math", "exact_match")
+CONVERSING_ENVIRONMENTS = ("calculator", "sliding_puzzle_game")
+"""Those that answer a response, so that one turn is never enough."""
+
+BUILT_IN_ENVIRONMENTS = ("reasoning_gym", "math", "exact_match", *CONVERSING_ENVIRONMENTS)
 
 METRICS = {
     "grpo": ("val_reward", "val_accuracy", "reward", "accuracy", "loss"),
@@ -183,6 +186,17 @@ def samples_are_scored(config: Config) -> None:
     built_in = config.env[chosen].class_path is None
     if built_in and chosen == "reasoning_gym" and dataset != "reasoning_gym":
         raise Invalid("data.environment", f"reasoning_gym cannot score data.dataset_name {dataset}")
+    if built_in and chosen == "sliding_puzzle_game" and dataset != "sliding_puzzle":
+        raise Invalid("data.environment", f"sliding_puzzle_game plays data.dataset_name sliding_puzzle, not {dataset}")
+
+
+def conversations_have_turns(config: Config) -> None:
+    """An environment that answers must be listened to."""
+    chosen = config.data.environment
+    if config.algorithm != "grpo" or chosen not in CONVERSING_ENVIRONMENTS or config.env[chosen].class_path is not None:
+        return
+    if config.grpo.max_rollout_turns == 1:
+        raise Invalid("grpo.max_rollout_turns", f"1, but {chosen} answers, and the policy needs a turn after that")
 
 
 def checkpoints_can_be_ranked(config: Config) -> None:
@@ -295,6 +309,7 @@ RULES: tuple[Rule, ...] = (
     the_file_is_named,
     environments_are_known,
     samples_are_scored,
+    conversations_have_turns,
     checkpoints_can_be_ranked,
     there_are_rollouts,
     the_launch_fits_the_cluster,

@@ -13,6 +13,9 @@ from tandem.common.config.problem import Invalid
 
 ALGORITHMS = ("grpo", "sft", "dpo")
 
+GENERATED = {"reasoning_gym": "reasoning_gym", "sliding_puzzle": "sliding_puzzle_game"}
+"""Data sets whose problems are made on the spot, and the environment that scores each."""
+
 Look = Callable[[str], Any]
 """The value at a key as it stands, its plain default if it is not set, else None."""
 
@@ -129,7 +132,7 @@ def _tokens(key: str, batch: str) -> Derived:
 
 
 def _env(look: Look) -> Any:
-    return {"reasoning_gym": {}} if look("data.dataset_name") == "reasoning_gym" else {}
+    return {name: {} for name in [GENERATED.get(look("data.dataset_name"))] if name is not None}
 
 
 def _environment(look: Look) -> Any:
@@ -138,7 +141,16 @@ def _environment(look: Look) -> Any:
 
 
 def _num_train(look: Look) -> Any:
-    return 10_000 if look("data.dataset_name") == "reasoning_gym" else None
+    return 10_000 if look("data.dataset_name") in GENERATED else None
+
+
+def _task_params(look: Look) -> Any:
+    if look("data.dataset_name") != "sliding_puzzle":
+        return {}
+    env = look("env")
+    entry = env.get("sliding_puzzle_game") if isinstance(env, dict) else None
+    cfg = entry.get("cfg") if isinstance(entry, dict) else None
+    return (cfg.get("game_config") if isinstance(cfg, dict) else None) or {}
 
 
 def _num_validation(look: Look) -> Any:
@@ -165,9 +177,18 @@ DERIVED = (
     _same("policy.generation.vllm_cfg.precision", "policy.precision"),
     _same("policy.generation.vllm_cfg.max_model_len", "policy.max_total_sequence_length"),
     _same("data.max_input_seq_length", "policy.max_total_sequence_length"),
-    Derived(key="env", text="`reasoning_gym: {}` if `data.dataset_name` is reasoning_gym, else none", compute=_env),
+    Derived(
+        key="env",
+        text="`reasoning_gym: {}` or `sliding_puzzle_game: {}`, as `data.dataset_name` says, else none",
+        compute=_env,
+    ),
     Derived(key="data.environment", text="the only entry of `env`", compute=_environment),
-    Derived(key="data.num_train", text="10000 for reasoning_gym, else null", compute=_num_train),
+    Derived(
+        key="data.task_params",
+        text="for sliding_puzzle `env.sliding_puzzle_game.cfg.game_config`, else none",
+        compute=_task_params,
+    ),
+    Derived(key="data.num_train", text="10000 for reasoning_gym and sliding_puzzle, else null", compute=_num_train),
     Derived(
         key="data.num_validation",
         text="null with `data.val_data_path` or `data.val_split`, else 256",

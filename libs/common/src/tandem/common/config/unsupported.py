@@ -26,11 +26,6 @@ def _vllm(config: Config) -> bool:
     return _grpo(config) and config.policy.generation.backend == "vllm"
 
 
-def _built_in(config: Config) -> bool:
-    entry = config.env.get("sliding_puzzle_game")
-    return entry is not None and entry.class_path is None
-
-
 class Row(msgspec.Struct, frozen=True):
     """One key that is known but not built."""
 
@@ -46,7 +41,6 @@ _WIDE = ("auto", "bfloat16", "float16", "half", "float32", "float")
 
 NOT_SUPPORTED_YET = (
     Row("algorithm", ("grpo", "sft")),
-    Row("grpo.max_rollout_turns", (1,), _grpo),
     Row("loss_fn.use_on_policy_kl_approximation", (False,), _grpo),
     Row("policy.fsdp_offload_enabled", (False,)),
     Row("policy.dtensor_cfg.cpu_offload", (False,)),
@@ -64,7 +58,6 @@ NOT_SUPPORTED_YET = (
     Row("policy.generation.vllm_cfg.async_engine", (False,), _vllm),
     Row("policy.generation.async_engine", (False,), _vllm),
     Row("policy.generation.colocated.enabled", (True,), _grpo),
-    Row("env.sliding_puzzle_game", (None,), _built_in),
     Row("logger.mlflow_enabled", (False,)),
 )
 """Refused, in the order in which an error lists them."""

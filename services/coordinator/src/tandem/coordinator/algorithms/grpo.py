@@ -111,6 +111,7 @@ class GrpoFeed:
             "val_reward": float(rewards.mean()),
             "val_accuracy": float(np.mean([sample.correct for sample in samples])),
             "val_mean_generation_length": float(np.mean([sample.response_length for sample in samples])),
+            **{f"val_{name}": value for name, value in turn_metrics(self._config, samples).items()},
         }
 
 
@@ -145,5 +146,16 @@ def training_batch(
         "max_generation_length": float(lengths.max()),
         "truncated_fraction": float(np.mean([sample.finish_reason == "length" for sample in samples])),
         "groups_without_spread": float(np.mean(np.ptp(rewards_GN, axis=1) == 0)),
+        **turn_metrics(config, samples),
     }
     return batch, metrics
+
+
+def turn_metrics(config: Config, samples: Sequence[SampleScored]) -> dict[str, float]:
+    """Return how many turns the samples took, where they may take more than one."""
+    if config.grpo.max_rollout_turns == 1:
+        return {}
+    return {
+        "mean_turns": float(np.mean([sample.num_turns for sample in samples])),
+        "out_of_turns_fraction": float(np.mean([sample.finish_reason == "turns" for sample in samples])),
+    }

@@ -15,6 +15,9 @@ from tandem.common.tokenizer import Tokenizer
 from tandem.common.wire import Arrays
 from tandem.coordinator.data import PromptEncoder, epoch_stream, load_problems
 
+Example = tuple[tuple[int, ...], tuple[bool, ...]]
+"""Tokens, and which of them count in the loss."""
+
 
 class SftFeed:
     """What the loop asks of SFT (see `tandem.coordinator.feed.Feed`); it has no engines, so nothing is generated."""
@@ -71,23 +74,24 @@ class SftFeed:
         """Return nothing: there are no samples."""
         return {}
 
-    def _encode(self, problem: Problem) -> tuple[list[int], int]:
-        """Return the tokens of prompt and solution, and how many of them are the prompt's."""
-        prompt = list(self._encoder.encode(problem).prompt_ids)
-        tokens = prompt + self._encoder.encode_solution(problem)
+    def _encode(self, problem: Problem) -> Example:
+        """Return the tokens of prompt and solution, and which of them count."""
+        prompt_ids = self._encoder.encode(problem).prompt_ids
+        solution = self._encoder.encode_solution(problem)
+        token_ids = prompt_ids + solution.token_ids
         limit = self._config.policy.max_total_sequence_length
-        if len(tokens) > limit:
+        if len(token_ids) > limit:
             raise DataError(
-                f"problem {problem.problem_id!r}: prompt and solution have {len(tokens)} tokens, "
+                f"problem {problem.problem_id!r}: prompt and solution have {len(token_ids)} tokens, "
                 f"policy.max_total_sequence_length is {limit}"
             )
-        return tokens, len(prompt)
+        return token_ids, (False,) * len(prompt_ids) + solution.loss_mask
 
 
-def solutions_batch(examples: Sequence[tuple[list[int], int]]) -> TrainingBatch:
-    """Lay examples end to end; the loss counts the tokens after each prompt."""
+def solutions_batch(examples: Sequence[Example]) -> TrainingBatch:
+    """Lay examples end to end."""
     lengths_S = np.array([len(tokens) for tokens, _ in examples], dtype=np.int32)
-    masks = [np.arange(len(tokens)) >= num_prompt for tokens, num_prompt in examples]
+    masks = [np.array(mask, dtype=np.bool_) for _, mask in examples]
     token_ids_T = np.concatenate([np.array(tokens, dtype=np.int32) for tokens, _ in examples])
     return TrainingBatch(
         lengths_S=lengths_S,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import msgspec
 from tandem.common.config import Config
 from tandem.common.errors import ConfigError, DataError
 from tandem.common.messages import Problem
-from tandem.common.tokenizer import Tokenizer
+from tandem.common.tokenizer import Messages, Tokenizer
 
 _FUNCTION = re.compile(r"(?P<module>[A-Za-z_][\w.]*):(?P<name>[A-Za-z_]\w*)")
 
@@ -23,6 +23,20 @@ class EncodedProblem(msgspec.Struct, frozen=True, kw_only=True):
 
     problem: Problem
     prompt_ids: tuple[int, ...]
+
+
+class EncodedSolution(msgspec.Struct, frozen=True, kw_only=True):
+    """What follows a prompt."""
+
+    token_ids: tuple[int, ...]
+    loss_mask: tuple[bool, ...]
+    """True where the assistant speaks."""
+
+    def extended(self, token_ids: Sequence[int], *, counts: bool) -> EncodedSolution:
+        """Return the solution with more tokens at its end."""
+        return EncodedSolution(
+            token_ids=(*self.token_ids, *token_ids), loss_mask=self.loss_mask + (counts,) * len(token_ids)
+        )
 
 
 class PromptEncoder:
@@ -56,13 +70,35 @@ class PromptEncoder:
             )
         return EncodedProblem(problem=problem, prompt_ids=tuple(tokens))
 
-    def encode_solution(self, problem: Problem) -> list[int]:
+    def encode_solution(self, problem: Problem) -> EncodedSolution:
         """Tokenise what should follow a problem's prompt: the assistant's turn, as the chat template writes it.
 
-        It ends with the end-of-sequence token if the template or ``data.add_eos`` puts it there. Raises `DataError`.
+        It ends with the end-of-sequence token if the template or ``data.add_eos`` puts it there. Of a conversation each
+        turn is tokenised by itself, as a rollout meets it. Raises `DataError`.
         """
-        prompt = self._prompt(problem)
-        answered = [*self._messages(problem), {"role": "assistant", "content": self._write_solution(problem)}]
+        written = self._write_solution(problem)
+        messages = [{"role": "assistant", "content": written}] if isinstance(written, str) else written
+        solution = EncodedSolution(token_ids=(), loss_mask=())
+        said: list[Mapping[str, str]] = []
+        for message in messages:
+            if message["role"] != "assistant":
+                said.append(message)
+                continue
+            if said:
+                solution = solution.extended(self._continuation(problem, said, solution.token_ids), counts=False)
+            turn = self._turn(problem, message["content"], is_first=not solution.token_ids)
+            solution = solution.extended(turn, counts=True)
+            said = []
+        if not solution.token_ids or said:
+            raise DataError(f"problem {problem.problem_id!r}: its solution does not end with a turn of the assistant")
+        return solution
+
+    def _turn(self, problem: Problem, content: str, *, is_first: bool) -> list[int]:
+        """Tokenise one turn of the assistant; the first may have the generation prompt as a part of it."""
+        add_generation_prompt = self._add_generation_prompt if is_first else True
+        messages = self._messages(problem)
+        prompt = self._tokenizer.render_chat(messages, add_generation_prompt=add_generation_prompt)
+        answered = [*messages, {"role": "assistant", "content": content}]
         whole = self._tokenizer.render_chat(answered, add_generation_prompt=False)
         if not whole.startswith(prompt):
             raise DataError(
@@ -70,6 +106,14 @@ class PromptEncoder:
                 f"change data.add_generation_prompt or policy.tokenizer.chat_template (problem {problem.problem_id!r})"
             )
         return self._ended(self._encode(problem, whole[len(prompt) :]))
+
+    def _continuation(self, problem: Problem, messages: Messages, token_ids: tuple[int, ...]) -> list[int]:
+        if not token_ids:
+            raise DataError(f"problem {problem.problem_id!r}: its solution does not begin with a turn of the assistant")
+        try:
+            return self._tokenizer.encode_continuation(messages, token_ids[-1])
+        except DataError as error:
+            raise DataError(f"problem {problem.problem_id!r}: {error}") from error
 
     def _ended(self, tokens: list[int]) -> list[int]:
         """End a solution where a response ends: a template's line break after the token that ends it is not kept."""
@@ -99,8 +143,10 @@ class PromptEncoder:
         return messages
 
 
-def solution_writer(template: str) -> Callable[[Problem], str]:
+def solution_writer(template: str) -> Callable[[Problem], str | Messages]:
     """Return what writes a problem's solution: a function named ``module:function``, or else a format string.
+
+    Only a function can write a conversation.
 
     Raises `ConfigError` if there is no such function.
     """
@@ -108,11 +154,11 @@ def solution_writer(template: str) -> Callable[[Problem], str]:
     if named is None:
         return lambda problem: fill_template("data.solution_template", template, problem)
     try:
-        function: Callable[[Problem], str] = getattr(importlib.import_module(named["module"]), named["name"])
+        function: Callable[[Problem], str | Messages] = getattr(importlib.import_module(named["module"]), named["name"])
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"data.solution_template: cannot import {template!r}: {error}") from error
 
-    def write(problem: Problem) -> str:
+    def write(problem: Problem) -> str | Messages:
         try:
             return function(problem)
         except Exception as error:  # the function is the user's

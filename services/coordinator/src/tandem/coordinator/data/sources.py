@@ -1,18 +1,20 @@
-"""Where problems come from: reasoning-gym tasks, JSONL files, datasets of the Hugging Face Hub."""
+"""Where problems come from: reasoning-gym tasks, shuffled puzzles, JSONL files, datasets of the Hugging Face Hub."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import random
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from tandem.common.config.schema import Data
 from tandem.common.errors import ConfigError, DataError, nearest
 from tandem.common.messages import Problem
+from tandem.common.sliding_puzzle import render, shuffled, solved
 from tandem.coordinator.data.hub import only_the_cache, why_unreachable
 
 _CHUNK = 1000
@@ -59,6 +61,37 @@ def _refused(task: str, given: Mapping[str, Any], config_class: Any, error: Exce
         else f"has no parameter {unknown!r}{nearest(unknown, valid)}"
     )
     return f"data.task_params: {task} {what} (parameters are {', '.join(valid)})"
+
+
+class _PuzzleParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``data.task_params`` of sliding puzzles."""
+
+    size: Annotated[int, msgspec.Meta(ge=2, le=9)] = 3
+    shuffle_moves: Annotated[int, msgspec.Meta(ge=1)] = 8
+
+
+def sliding_puzzle(data: Data, seed: int) -> Iterator[Problem]:
+    """Yield boards without end, each up to ``shuffle_moves`` moves away from the solved one; they may repeat.
+
+    The metadata has ``size``, ``board`` (see `tandem.common.sliding_puzzle`) and ``solution``, moves that solve it; not
+    always the fewest. Raises `ConfigError` for a parameter that is not one, or out of bounds.
+    """
+    try:
+        parameters = msgspec.convert(data.task_params, _PuzzleParameters)
+    except msgspec.ValidationError as error:
+        valid = ", ".join(_PuzzleParameters.__struct_fields__)
+        raise ConfigError(f"data.task_params: {error} (parameters of sliding_puzzle are {valid})") from error
+    generator = random.Random(seed)
+    for index in itertools.count():
+        num_moves = generator.randint(1, parameters.shuffle_moves)
+        board, solution = shuffled(generator, parameters.size, num_moves)
+        if board != solved(parameters.size):
+            yield Problem(
+                problem_id=f"sliding_puzzle-{seed}-{index}",
+                question=render(board, parameters.size),
+                answer="",
+                metadata={"size": parameters.size, "board": list(board), "solution": solution},
+            )
 
 
 def jsonl(path: str, data: Data) -> list[Problem]:

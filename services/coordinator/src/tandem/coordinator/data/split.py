@@ -46,6 +46,8 @@ def load_problems(config: Config) -> ProblemSets:
     match data.dataset_name:
         case "reasoning_gym":
             return _generated(data, sources.reasoning_gym(data, seed))
+        case "sliding_puzzle":
+            return _generated(data, sources.sliding_puzzle(data, seed))
         case "jsonl":
             train = sources.jsonl(str(data.train_data_path), data)
             held_out = None if data.val_data_path is None else sources.jsonl(data.val_data_path, data)
@@ -69,7 +71,7 @@ def _generated(data: Data, problems: Iterator[Problem]) -> ProblemSets:
         num_repeats = num_repeats + 1 if prompt in seen else 0
         if num_repeats > max(_MIN_PATIENCE, _PATIENCE * len(seen)):
             raise DataError(
-                f"data.task {data.task!r} has only {len(seen)} distinct problems with these task_params: "
+                f"{_name(data)} has only {len(seen)} distinct problems with these task_params: "
                 f"{len(found[False])} to train on (data.num_train {num_train}) and {len(found[True])} held out "
                 f"(data.num_validation {num_validation})"
             )
@@ -79,6 +81,10 @@ def _generated(data: Data, problems: Iterator[Problem]) -> ProblemSets:
             if len(found[held]) < wanted[held]:
                 found[held].append(problem)
     return ProblemSets(train=found[False], validation=found[True])
+
+
+def _name(data: Data) -> str:
+    return f"data.dataset_name {data.dataset_name!r}" if data.task is None else f"data.task {data.task!r}"
 
 
 def _from_files(data: Data, train: list[Problem], held_out: list[Problem] | None) -> ProblemSets:

@@ -1,8 +1,8 @@
-"""Worked solutions of reasoning-gym tasks: what SFT can train on in place of the bare answer.
+"""Worked solutions: what SFT can train on in place of the bare answer.
 
 ``data.solution_template: tandem.coordinator.data.worked:chain_sum`` names one of these; any function from a `Problem`
-to text can be named in the same way. Each solution here ends with `` = `` and the answer, so that an environment with
-``answer_after: "="`` finds it.
+to text, or to the messages of a conversation, can be named in the same way. Each text here ends with `` = `` and the
+answer, so that an environment with ``answer_after: "="`` finds it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import operator
 
 from tandem.common.messages import Problem
+from tandem.common.sliding_puzzle import Board, render, slide
+from tandem.common.tokenizer import Messages
 
 _SIGNS = {"+": operator.add, "-": operator.sub}
 
@@ -40,3 +42,25 @@ def gcd(problem: Problem) -> str:
             a, b = b, a % b
         solution += " 0"
     return f"{solution} = {a}"
+
+
+def calculator(problem: Problem) -> Messages:
+    """Return a conversation with the environment ``calculator``: the expression is passed on, the result repeated."""
+    return [
+        {"role": "assistant", "content": f"calc({problem.metadata['expression']})"},
+        {"role": "user", "content": problem.answer},
+        {"role": "assistant", "content": problem.answer},
+    ]
+
+
+def sliding_puzzle(problem: Problem) -> Messages:
+    """Return a game with the environment ``sliding_puzzle_game``: the moves that solve it, by their first letters."""
+    size: int = problem.metadata["size"]
+    board: Board = tuple(problem.metadata["board"])
+    messages: list[dict[str, str]] = []
+    for move in problem.metadata["solution"]:
+        if messages:
+            messages.append({"role": "user", "content": render(board, size)})
+        messages.append({"role": "assistant", "content": move[0]})
+        board = slide(board, size, move) or board
+    return messages

@@ -1,8 +1,14 @@
-"""Environments: what a response is worth. One module each; `scorer` runs them beside generation."""
+"""Environments: what a response is worth, or how it is answered. One module each; `scorer` runs them in threads."""
 
 from __future__ import annotations
 
-from tandem.rollout.environments.environment import Environment, Score, make_environment
+from tandem.rollout.environments.environment import (
+    ConversingEnvironment,
+    Environment,
+    Score,
+    Turn,
+    make_environment,
+)
 from tandem.rollout.environments.scorer import Scorer
 
-__all__ = ["Environment", "Score", "Scorer", "make_environment"]
+__all__ = ["ConversingEnvironment", "Environment", "Score", "Scorer", "Turn", "make_environment"]

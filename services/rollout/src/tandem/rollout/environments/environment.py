@@ -9,9 +9,11 @@ from typing import Protocol
 import msgspec
 
 from tandem.common.config import Config
+from tandem.common.config.checks import BUILT_IN_ENVIRONMENTS
 from tandem.common.config.schema import Environment as Settings
 from tandem.common.errors import ConfigError
 from tandem.common.messages import Problem
+from tandem.common.tokenizer import Messages
 
 
 class Score(msgspec.Struct, frozen=True):
@@ -23,6 +25,18 @@ class Score(msgspec.Struct, frozen=True):
     """Whether it counts as solved, for the accuracy."""
 
 
+class Turn(msgspec.Struct, frozen=True):
+    """What the environment says to a response that does not end the sample."""
+
+    messages: Messages
+    """What comes between this response and the next, such as ``[{"role": "user", "content": "84"}]``."""
+    reward: float = 0.0
+    """Added to the sample's reward; any finite number."""
+
+
+Step = Callable[[Problem, Messages], Score | Turn]
+
+
 class Environment(Protocol):
     """Scores responses. Called from several threads at once."""
 
@@ -31,7 +45,37 @@ class Environment(Protocol):
         ...
 
 
-def make_environment(config: Config) -> Environment:
+class ConversingEnvironment(Protocol):
+    """Answers responses, and scores the last. Called from several threads at once.
+
+    It need not remember anything: it is shown the whole conversation each time. A sample's reward is that of its score
+    and of all its turns together; one that is cut short has that of its turns, and is not correct.
+    """
+
+    def step(self, problem: Problem, conversation: Messages) -> Score | Turn:
+        """Answer or score the last response to a problem.
+
+        `conversation` is what was said after the prompt: the policy's responses (role ``assistant``), with the
+        environment's own messages between them.
+        """
+        ...
+
+
+def step_of(environment: Environment | ConversingEnvironment) -> Step:
+    """Return how an environment takes a step; one that only scores does so at once."""
+    step: Step | None = getattr(environment, "step", None)
+    if step is not None:
+        return step
+    score: Callable[[Problem, str], Score] = environment.score  # type: ignore[union-attr]
+    return lambda problem, conversation: score(problem, conversation[-1]["content"])
+
+
+def converses(environment: Environment | ConversingEnvironment) -> bool:
+    """Tell whether an environment may answer."""
+    return callable(getattr(environment, "step", None))
+
+
+def make_environment(config: Config) -> Environment | ConversingEnvironment:
     """Build the environment that ``data.environment`` names. Raises `ConfigError` if it cannot be built."""
     name = config.data.environment
     assert name is not None, "the configuration is checked before anything starts"
@@ -42,12 +86,15 @@ def make_environment(config: Config) -> Environment:
         environment = make(**arguments)
     except Exception as error:  # the class may be anyone's
         raise ConfigError(f"env.{name}: {type(error).__name__}: {error}") from error
-    if not callable(getattr(environment, "score", None)):
-        raise ConfigError(f"env.{name}.class: {settings.class_path} has no method score(problem, response)")
+    if not any(callable(getattr(environment, method, None)) for method in ("score", "step")):
+        raise ConfigError(
+            f"env.{name}.class: {settings.class_path} has no method score(problem, response) and none "
+            "step(problem, conversation)"
+        )
     return environment
 
 
-def _factory(name: str, settings: Settings, config: Config) -> Callable[..., Environment]:
+def _factory(name: str, settings: Settings, config: Config) -> Callable[..., Environment | ConversingEnvironment]:
     if settings.class_path is not None:
         return _import(f"env.{name}.class", settings.class_path)
     match name:
@@ -63,17 +110,23 @@ def _factory(name: str, settings: Settings, config: Config) -> Callable[..., Env
             from tandem.rollout.environments.exact_match import ExactMatch
 
             return ExactMatch
+        case "calculator":
+            from tandem.rollout.environments.calculator import Calculator
+
+            return Calculator
+        case "sliding_puzzle_game":
+            from tandem.rollout.environments.sliding_puzzle import SlidingPuzzle
+
+            return SlidingPuzzle
         case _:
-            raise ConfigError(
-                f"env.{name}: no such environment; built in are reasoning_gym, math and exact_match, "
-                "others need a class"
-            )
+            built_in = ", ".join(BUILT_IN_ENVIRONMENTS)
+            raise ConfigError(f"env.{name}: no such environment; built in are {built_in}, others need a class")
 
 
-def _import(key: str, path: str) -> Callable[..., Environment]:
+def _import(key: str, path: str) -> Callable[..., Environment | ConversingEnvironment]:
     module, _, attribute = path.rpartition(".")
     try:
-        made: Callable[..., Environment] = getattr(importlib.import_module(module), attribute)
+        made: Callable[..., Environment | ConversingEnvironment] = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"{key}: cannot import {path!r}: {error}") from error
     return made

@@ -1,4 +1,4 @@
-"""Scores responses in threads, so that rewards overlap with generation; each has a deadline."""
+"""Scores and answers responses in threads, so that this overlaps with generation; each has a deadline."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ import msgspec
 from tandem.common.config import Config
 from tandem.common.errors import RewardError, TandemError
 from tandem.common.messages import Problem
-from tandem.rollout.environments.environment import Environment, Score, make_environment
+from tandem.common.tokenizer import Messages
+from tandem.rollout.environments.environment import Score, Turn, converses, make_environment, step_of
 
 
 class _Job(msgspec.Struct, eq=False):
-    """One response to score. Its thread fills in the second half and then hands it back."""
+    """A conversation whose last response is to be scored or answered. Its thread fills in the second half and then
+    hands it back."""
 
     key: int
     problem: Problem
-    response: str
+    conversation: Messages
     started: float | None = None
-    score: object = None
+    result: object = None
     error: Exception | None = None
 
 
@@ -37,7 +39,10 @@ class Scorer:
         self._name = config.data.environment
         settings = config.env[str(self._name)]
         self._timeout_s = settings.timeout_s
-        self._environment: Environment = make_environment(config)
+        environment = make_environment(config)
+        self.converses = converses(environment)
+        """Whether a response may be answered; without that, each is scored."""
+        self._step = step_of(environment)
         self._waiting: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._wanted: dict[int, _Job] = {}
@@ -50,17 +55,17 @@ class Scorer:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, key: int, problem: Problem, response: str) -> None:
-        """Queue a response; `key` comes back with its score."""
-        self._wanted[key] = job = _Job(key, problem, response)
+    def submit(self, key: int, problem: Problem, conversation: Messages) -> None:
+        """Queue a conversation that ends with a response; `key` comes back with its score, or with the next turn."""
+        self._wanted[key] = job = _Job(key, problem, conversation)
         self._waiting.put(job)
 
-    def poll(self) -> list[tuple[int, Score]]:
-        """Return the scores that are ready, in the order in which they were.
+    def poll(self) -> list[tuple[int, Score | Turn]]:
+        """Return what is ready, in the order in which it was.
 
         Raises `RewardError` if the environment failed, returned no finite reward, or exceeded its ``timeout_s``.
         """
-        scores: list[tuple[int, Score]] = []
+        scores: list[tuple[int, Score | Turn]] = []
         while not self._done.empty():
             job = self._done.get()
             if self._is_wanted(job):
@@ -88,7 +93,7 @@ class Scorer:
             job.started = time.monotonic()
             self._at_work[index] = job
             try:
-                job.score = self._environment.score(job.problem, job.response)
+                job.result = self._step(job.problem, job.conversation)
             except Exception as error:
                 job.error = error
             self._at_work[index] = None
@@ -107,23 +112,39 @@ class Scorer:
                     f"{job.problem.problem_id!r} (env.{self._name}.timeout_s)"
                 )
 
-    def _checked(self, job: _Job) -> Score:
+    def _checked(self, job: _Job) -> Score | Turn:
         where = f"environment {self._name!r}, problem {job.problem.problem_id!r}"
         if isinstance(job.error, TandemError):
             raise RewardError(f"environment {self._name!r}: {job.error}") from job.error
         if job.error is not None:
             raise RewardError(f"{where}: {type(job.error).__name__}: {job.error}") from job.error
-        return _valid(job.score, where)
+        if self.converses and isinstance(job.result, Turn):
+            return Turn(_valid_messages(job.result.messages, where), _valid_reward(job.result.reward, where))
+        if isinstance(job.result, Score):
+            return Score(_valid_reward(job.result.reward, where), correct=bool(job.result.correct))
+        wanted = "step() returned {}, not a Score or a Turn" if self.converses else "score() returned {}, not a Score"
+        raise RewardError(f"{where}: {wanted.format(type(job.result).__name__)}")
 
 
-def _valid(score: object, where: str) -> Score:
-    """Return what an environment returned if it is a score with a finite reward; environments come from anywhere."""
-    if not isinstance(score, Score):
-        raise RewardError(f"{where}: score() returned {type(score).__name__}, not a Score")
+def _valid_reward(given: object, where: str) -> float:
+    """Return a reward as a finite number; environments come from anywhere."""
     try:
-        reward = float(score.reward)
+        reward = float(given)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         reward = math.nan
     if not math.isfinite(reward):
-        raise RewardError(f"{where}: the reward is {score.reward!r}, not a finite number")
-    return Score(reward=reward, correct=bool(score.correct))
+        raise RewardError(f"{where}: the reward is {given!r}, not a finite number")
+    return reward
+
+
+def _valid_messages(given: object, where: str) -> Messages:
+    """Return messages if each has a role and a content, both text, and none is the policy's own."""
+    try:
+        messages = msgspec.convert(given, list[dict[str, str]])
+    except msgspec.ValidationError:
+        messages = []
+    if not messages or not all({"role", "content"} <= message.keys() for message in messages):
+        raise RewardError(f"{where}: the messages of a Turn are {given!r}, not a list of {{role, content}}")
+    if any(message["role"] == "assistant" for message in messages):
+        raise RewardError(f"{where}: a Turn holds a message of the assistant, which the policy alone can give")
+    return messages

@@ -23,7 +23,7 @@ class Grpo(Section, frozen=True, kw_only=True):
     num_generations_per_prompt: PositiveInt = 16
     """Samples drawn for each prompt: the size of a group."""
     max_rollout_turns: PositiveInt = 1
-    """Turns of conversation a rollout may take."""
+    """Responses a rollout may give: after each but the last the environment may answer, and the policy goes on."""
     max_num_steps: PositiveInt = 1_000_000
     """Rollout batches to train on before the run ends."""
     normalize_rewards: bool = True

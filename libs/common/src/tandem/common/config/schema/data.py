@@ -13,15 +13,16 @@ class Data(Section, frozen=True, kw_only=True):
     """The problems of the run. Training and validation never share one."""
 
     dataset_name: NonEmptyStr
-    """``reasoning_gym`` (problems made by a task), ``jsonl`` (local files), or the name of a dataset on the Hugging
-    Face Hub."""
+    """``reasoning_gym`` (problems made by a task), ``sliding_puzzle`` (shuffled boards), ``jsonl`` (local files), or
+    the name of a dataset on the Hugging Face Hub."""
     task: NonEmptyStr | None = None
     """New. The reasoning-gym task, such as ``chain_sum``."""
-    task_params: dict[str, Any] = msgspec.field(default_factory=dict)
-    """New. Parameters of that task."""
+    task_params: dict[str, Any]
+    """New. Parameters of that task; for sliding_puzzle `size` (of the square, 3) and `shuffle_moves` (most moves away
+    from the goal, 8)."""
     num_train: PositiveInt | None = None
-    """New. Training problems to make or to use; null means every one of the file or split, and 10000 for
-    reasoning_gym."""
+    """New. Training problems to make or to use; null means every one of the file or split, and 10000 where they are
+    made."""
     num_validation: PositiveInt | None = None
     """New. Validation problems to make, to use or to hold out; null means every one of `val_data_path` or
     `val_split`, and 256 where there is neither."""
@@ -44,7 +45,8 @@ class Data(Section, frozen=True, kw_only=True):
     solution_template: str = "{answer}"
     """New. The worked solution that SFT trains on: ``{question}``, ``{answer}``, and any field of the problem's
     metadata, are filled in. Or a function that writes it, as ``module:function``;
-    ``tandem.coordinator.data.worked`` has some."""
+    ``tandem.coordinator.data.worked`` has some. Such a function may also return the messages of a conversation, of
+    which those of the assistant are learned."""
     prompt_file: NonEmptyStr | None = None
     """Text file whose ``{}`` is replaced by the prompt; relative to the working directory."""
     system_prompt_file: NonEmptyStr | None = None
@@ -64,13 +66,13 @@ class Data(Section, frozen=True, kw_only=True):
 
 
 class Environment(Section, frozen=True, kw_only=True):
-    """One way to score samples. Built in are ``reasoning_gym``, ``math`` (math-verify) and ``exact_match``; any other
-    name needs a `class`."""
+    """One way to score samples. Built in are ``reasoning_gym``, ``math`` (math-verify) and ``exact_match``, and two
+    that answer the policy: ``calculator`` and ``sliding_puzzle_game``. Any other name needs a `class`."""
 
     num_workers: PositiveInt = 1
     """Samples scored at once by one rollout process. NeMo-RL's base files say 8."""
     timeout_s: PositiveFloat = 10.0
-    """New. Seconds that one score may take."""
+    """New. Seconds that one score, or one answer to a response, may take."""
     class_path: NonEmptyStr | None = msgspec.field(name="class", default=None)
     """New. Dotted path of the environment's class, such as ``mine.Judge`` for the class ``Judge`` of a ``mine.py``
     beside the configuration file; null takes the built-in one of that name."""

@@ -64,7 +64,7 @@ class Generation(Section, frozen=True, kw_only=True):
     backend: Literal["transformers", "vllm"] = "transformers"
     """The engine. NeMo-RL's base files say vllm; transformers is Tandem's own."""
     max_new_tokens: PositiveInt
-    """Longest response, in tokens."""
+    """Longest response, in tokens; with several turns, of each."""
     temperature: NonNegativeFloat = 1.0
     """Logits are divided by this before sampling. Training uses the same."""
     top_p: Fraction = 1.0

@@ -1,0 +1,56 @@
+"""The sliding puzzle: boards, moves and shuffles, for those who make problems and for the environment that plays.
+
+A board of ``size`` × ``size`` cells is a tuple of numbers, row by row, with 0 for the gap. Solved, it counts from 1 and
+the gap is last. A move is named by the direction in which a tile slides into the gap, as in NeMo-RL's game.
+"""
+
+from __future__ import annotations
+
+import random
+
+Board = tuple[int, ...]
+
+MOVES = {"up": (1, 0), "down": (-1, 0), "left": (0, 1), "right": (0, -1)}
+"""Where the tile that slides lies, seen from the gap: rows down and columns to the right."""
+
+_OPPOSITE = {"up": "down", "down": "up", "left": "right", "right": "left"}
+_ONE_DIGIT = 3
+"""The largest board whose tiles have one digit each; its cells need no space between them."""
+
+
+def solved(size: int) -> Board:
+    """Return the board that every game should end with."""
+    return (*range(1, size * size), 0)
+
+
+def slide(board: Board, size: int, move: str) -> Board | None:
+    """Return the board after a move, one of `MOVES`; None if there is no tile that could make it."""
+    gap = board.index(0)
+    rows, columns = MOVES[move]
+    row, column = gap // size + rows, gap % size + columns
+    if not (0 <= row < size and 0 <= column < size):
+        return None
+    cells = list(board)
+    tile = row * size + column
+    cells[gap], cells[tile] = cells[tile], 0
+    return tuple(cells)
+
+
+def render(board: Board, size: int) -> str:
+    """Return the board as text: a line for each row, ``_`` for the gap."""
+    width = len(str(size * size - 1))
+    between = "" if size <= _ONE_DIGIT else " "
+    cells = [f"{tile or '_':>{width}}" for tile in board]
+    return "\n".join(between.join(cells[first : first + size]) for first in range(0, len(cells), size))
+
+
+def shuffled(generator: random.Random, size: int, num_moves: int) -> tuple[Board, list[str]]:
+    """Return a board `num_moves` random moves from the solved one, none undoing the last, and moves that solve it."""
+    board, back = solved(size), list[str]()
+    while len(back) < num_moves:
+        move = generator.choice(sorted(MOVES))
+        after = slide(board, size, move)
+        if after is not None and (not back or move != back[-1]):
+            board = after
+            back.append(_OPPOSITE[move])
+    return board, back[::-1]

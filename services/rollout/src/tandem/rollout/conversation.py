@@ -1,0 +1,119 @@
+"""One sample as it grows: responses of the policy, what the environment says between them, and how it ends.
+
+Tokens in, tokens out: the next response is generated from exactly the tokens of the prompt, of the responses so far and
+of what was said between them. Nothing that is there is ever tokenised again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Literal
+
+import numpy as np
+
+from tandem.common.batch import SampleArrays
+from tandem.common.messages import PromptGroup, SampleScored, SamplingParameters
+from tandem.rollout.engine import Completion, Request
+from tandem.rollout.environments import Score
+
+FinishReason = Literal["stop", "length", "turns"]
+
+
+class Conversation:
+    """One sample of a prompt group."""
+
+    def __init__(self, group: PromptGroup, sample: int) -> None:
+        self.group = group
+        self.sample = sample
+        self.messages: list[dict[str, str]] = []
+        """What was said after the prompt."""
+        self.num_turns = 0
+        """Responses so far."""
+        self.reward = 0.0
+        """Of the turns so far."""
+        self._token_ids: list[int] = list(group.prompt_ids)
+        self._num_made = 0
+        self._cut_off = False
+        """Whether the last response ran into a limit."""
+        self._parts: list[SampleArrays] = [_given(group.prompt_ids)]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the whole sequence so far."""
+        return len(self._token_ids)
+
+    @property
+    def last_id(self) -> int:
+        """The last token so far."""
+        return self._token_ids[-1]
+
+    def request(self, request_id: int, sampling: SamplingParameters) -> Request:
+        """Return what the engine is asked for: the next response."""
+        return Request(
+            request_id=request_id,
+            prompt_ids=tuple(self._token_ids),
+            sampling=sampling,
+            seed=turn_seed(self.group.seeds[self.sample], self.num_turns),
+        )
+
+    def add_response(self, completion: Completion, text: str) -> None:
+        """Append a response of the policy."""
+        assert completion.finish_reason != "abort", "aborted requests are given up"
+        num_tokens = len(completion.token_ids_T)
+        self.messages.append({"role": "assistant", "content": text})
+        self.num_turns += 1
+        self._token_ids += completion.token_ids_T.tolist()
+        self._num_made += num_tokens
+        self._cut_off = completion.finish_reason == "length"
+        self._parts.append(
+            SampleArrays(
+                lengths_S=np.array([num_tokens], dtype=np.int32),
+                token_ids_T=completion.token_ids_T,
+                loss_mask_T=np.ones(num_tokens, dtype=np.bool_),
+                generation_logprobs_T=completion.logprobs_T,
+                versions_T=completion.versions_T,
+            )
+        )
+
+    def add_answer(self, messages: list[dict[str, str]], token_ids: list[int]) -> None:
+        """Append what the environment said, as the tokens that lead from the last response to the next one."""
+        self.messages += messages
+        self._token_ids += token_ids
+        self._parts.append(_given(token_ids))
+
+    def finish(self, score: Score, cause: Literal["score", "length", "turns"]) -> tuple[SampleScored, SampleArrays]:
+        """Return the sample: ended by a score, or by a limit that left no room for another response."""
+        scored: FinishReason = "length" if self._cut_off else "stop"
+        sample = SampleScored(
+            group=self.group.group,
+            sample=self.sample,
+            prompt_length=len(self.group.prompt_ids),
+            response_length=self._num_made,
+            num_turns=self.num_turns,
+            finish_reason=scored if cause == "score" else cause,
+            reward=self.reward + score.reward,
+            correct=score.correct,
+            response="\n".join(message["content"] for message in self.messages),
+        )
+        parts = SampleArrays.concatenate(self._parts)
+        lengths_S = np.array([len(parts.token_ids_T)], dtype=np.int32)
+        return sample, SampleArrays(**{**parts.to_frames(), "lengths_S": lengths_S})
+
+
+def turn_seed(seed: int, turn: int) -> int:
+    """Return the unsigned 64-bit seed of a sample's response number `turn`; the first one's is the sample's own."""
+    if turn == 0:
+        return seed
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{turn}".encode(), digest_size=8).digest(), "little")
+
+
+def _given(token_ids: tuple[int, ...] | list[int]) -> SampleArrays:
+    """Lay out tokens that the policy did not make."""
+    num_tokens = len(token_ids)
+    return SampleArrays(
+        lengths_S=np.array([num_tokens], dtype=np.int32),
+        token_ids_T=np.array(token_ids, dtype=np.int32),
+        loss_mask_T=np.zeros(num_tokens, dtype=np.bool_),
+        generation_logprobs_T=np.zeros(num_tokens, dtype=np.float32),
+        versions_T=np.full(num_tokens, -1, dtype=np.int32),
+    )

@@ -1,0 +1,73 @@
+"""A calculator for the policy: ``calc(12 * 7)`` is answered with the result, and the answer is scored as a number."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable
+from fractions import Fraction
+
+from tandem.common.messages import Problem
+from tandem.common.tokenizer import Messages
+from tandem.rollout.environments.answers import answer_in, reference
+from tandem.rollout.environments.environment import Score, Turn
+
+_CALL = re.compile(r"calc\((.*)\)")
+_EXPRESSION = re.compile(r"[\d+\-*/(). ]{1,100}")
+_NUMBER = re.compile(r"[+-]?\d{1,100}(\.\d{1,100})?")
+"""Bounded, so that no response keeps the calculator busy."""
+_OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+
+class Calculator:
+    """A response that calls the calculator gets its result, and another turn; any other is the answer."""
+
+    def __init__(self, *, answer_after: str | None = None, role: str = "user") -> None:
+        """`answer_after`: the answer is what follows the last of this text. `role`: who says the result."""
+        self._answer_after = answer_after
+        self._role = role
+
+    def step(self, problem: Problem, conversation: Messages) -> Score | Turn:
+        """Calculate, or compare the answer with the reference by value."""
+        response = conversation[-1]["content"]
+        call = _CALL.search(response)
+        if call is not None:
+            return Turn([{"role": self._role, "content": calculate(call[1])}])
+        given, wanted = answer_in(response, self._answer_after), reference(problem)
+        correct = given == wanted or (_number(given) is not None and _number(given) == _number(wanted))
+        return Score(float(correct), correct=correct)
+
+
+def calculate(expression: str) -> str:
+    """Return the value of an expression of numbers, ``+ - * /`` and parentheses; ``error`` if it has none."""
+    try:
+        if not _EXPRESSION.fullmatch(expression):
+            return "error"
+        value = _value(ast.parse(expression.strip(), mode="eval").body)
+        return str(value) if value.denominator == 1 else f"{float(value):.10g}"
+    except (SyntaxError, ValueError, ArithmeticError):
+        return "error"
+
+
+def _value(node: ast.expr) -> Fraction:
+    match node:
+        case ast.Constant(value=int() | float() as number):
+            return Fraction(repr(number))
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand)
+        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
+            return _value(operand)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            return _OPERATORS[type(op)](_value(left), _value(right))
+        case _:
+            raise ValueError("not arithmetic")
+
+
+def _number(text: str) -> Fraction | None:
+    return Fraction(text) if _NUMBER.fullmatch(text) else None

@@ -1,0 +1,51 @@
+"""Playing the sliding puzzle (`tandem.common.sliding_puzzle`), a move a turn."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from tandem.common.messages import Problem
+from tandem.common.sliding_puzzle import MOVES, Board, render, slide, solved
+from tandem.common.tokenizer import Messages
+from tandem.rollout.environments.environment import Score, Turn
+
+_ACTION = re.compile(r"<action>([^<]*)</action>", re.IGNORECASE)
+
+
+class SlidingPuzzle:
+    """One for a board that is solved, nothing before; every other move is answered with the board.
+
+    A move is ``up``, ``down``, ``left`` or ``right``, or the first letter: what stands in the last
+    ``<action>...</action>``, or else the whole response. A response that is no move, or one that no tile can make,
+    leaves the board as it is.
+    """
+
+    def __init__(self, *, cfg: dict[str, Any] | None = None, role: str = "user") -> None:
+        """`cfg`: as NeMo-RL has it; ``max_moves`` responses end a game. `role`: who shows the board."""
+        settings = {"max_moves": None, "game_config": {}} | (cfg or {})
+        unknown = sorted(set(settings) - {"max_moves", "game_config"})
+        if unknown:
+            raise ValueError(f"cfg has no {unknown[0]!r}, only max_moves and game_config")
+        self._max_moves = settings["max_moves"]
+        self._role = role
+
+    def step(self, problem: Problem, conversation: Messages) -> Score | Turn:
+        """Make the last move of the conversation, on the board that the earlier ones lead to."""
+        size = int(problem.metadata["size"])
+        board: Board = tuple(problem.metadata["board"])
+        responses = [message["content"] for message in conversation if message["role"] == "assistant"]
+        for response in responses:
+            move = _move(response)
+            board = (slide(board, size, move) if move else None) or board
+        if board == solved(size):
+            return Score(1.0, correct=True)
+        if self._max_moves is not None and len(responses) >= self._max_moves:
+            return Score(0.0, correct=False)
+        return Turn([{"role": self._role, "content": render(board, size)}])
+
+
+def _move(response: str) -> str | None:
+    actions = _ACTION.findall(response)
+    said = (actions[-1] if actions else response).strip().lower()
+    return next((move for move in MOVES if said in (move, move[0])), None)

@@ -1,0 +1,400 @@
+"""Samples of several turns, made by the rollout service with a real engine: tokens, masks, limits, seeds, failures."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_harness import make_model, reference_logprobs, sampling, shared_layout
+from numpy.typing import NDArray
+
+from tandem.common.batch import SampleArrays
+from tandem.common.config import Config, build_config
+from tandem.common.config.schema import NewModel
+from tandem.common.errors import TandemError
+from tandem.common.messages import (
+    BuildEngine,
+    EngineBuilt,
+    Generate,
+    Generated,
+    InstallProgram,
+    Message,
+    Problem,
+    PromptGroup,
+    Refit,
+    SampleScored,
+    SamplesFinished,
+)
+from tandem.common.tokenizer import load_tokenizer, write_new_model
+from tandem.refit import layout, program
+from tandem.refit.planner import plan
+from tandem.rollout.conversation import turn_seed
+from tandem.rollout.environments import Score, Turn
+from tandem.rollout.service import RolloutService
+
+CHARACTERS = "0123456789au: \n"
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ message['role'][0] }}: {{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}a: {% endif %}"
+)
+WAIT_S = 30.0
+Messages = Sequence[Mapping[str, str]]
+
+
+class Member:
+    """Stands where the link to the coordinator would: keeps what the service sends."""
+
+    name = "rollout-0"
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.sent: list[tuple[Message, dict[str, NDArray[Any]]]] = []
+        self.errors: list[BaseException] = []
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        yield
+
+    def reply(self, command_id: int, message: Message, arrays: dict[str, NDArray[Any]] | None = None) -> None:
+        self.sent.append((message, arrays or {}))
+
+    def fail(self, command_id: int, error: BaseException) -> None:
+        self.errors.append(error)
+
+
+class Rollout:
+    """A rollout service with the weights of a tiny random model."""
+
+    def __init__(self, folder: Path, environment: str, *, turns: int = 3, total: int = 64, **settings: Any) -> None:
+        write_new_model(folder / "model", NewModel(config={"model_type": "qwen3"}, characters=CHARACTERS))
+        self.model = make_model("qwen3", folder / "model", vocab_size=len(CHARACTERS) + 3)
+        self.config = build_config(
+            {
+                "grpo": {"max_rollout_turns": turns},
+                "policy": {
+                    "model_name": str(folder / "model"),
+                    "max_total_sequence_length": total,
+                    "precision": "float32",
+                    "tokenizer": {"chat_template": TEMPLATE},
+                    "generation": {"transformers_cfg": {"num_slots": 5}},
+                },
+                "data": {"dataset_name": "jsonl", "train_data_path": "train.jsonl"},
+                "env": {"mine": {"class": f"{__name__}.{environment}", **settings}},
+                "cluster": {"threads_per_process": 1},
+            }
+        )
+        self.tokenizer = load_tokenizer(self.config)
+        self.member = Member(self.config)
+        self.service = RolloutService(self.member)  # type: ignore[arg-type]
+        self.service.handle(BuildEngine(command_id=1, deadline_s=WAIT_S), {})
+        built, _ = self.member.sent.pop()
+        assert isinstance(built, EngineBuilt)
+        wanted = layout.decode(built.layout)
+        planned = plan({"trainer-0": shared_layout(self.model)}, {"rollout-0": wanted}, allow_alias=False)
+        encoded = program.encode(planned.programs["rollout-0"])
+        self.service.handle(InstallProgram(command_id=2, deadline_s=WAIT_S, program=encoded), {})
+        self.service.handle(Refit(command_id=3, deadline_s=WAIT_S, version=0), {})
+        self.member.sent.clear()
+
+    def group(self, number: int, seeds: Sequence[int]) -> PromptGroup:
+        prompt = [{"role": "user", "content": f"{number}{number + 1}"}]
+        return PromptGroup(
+            group=number,
+            problem=Problem(problem_id=f"p{number}", question="", answer="", metadata={"number": number}),
+            prompt_ids=tuple(self.tokenizer.encode_chat(prompt, add_generation_prompt=True)),
+            seeds=tuple(seeds),
+        )
+
+    def start(self, *groups: PromptGroup, max_new_tokens: int = 5) -> None:
+        how = sampling(max_new_tokens=max_new_tokens, stop_token_ids=(self.tokenizer.eos_id,))
+        order = Generate(command_id=4, deadline_s=WAIT_S, step=1, purpose="train", sampling=how, groups=groups)
+        self.service.handle(order, {})
+
+    def finish(self) -> dict[tuple[int, int], tuple[SampleScored, SampleArrays]]:
+        """Work to the end; return each sample with its own arrays."""
+        deadline = time.monotonic() + WAIT_S
+        while self.service.work():
+            assert time.monotonic() < deadline
+        samples: dict[tuple[int, int], tuple[SampleScored, SampleArrays]] = {}
+        for message, frames in self.member.sent:
+            if isinstance(message, SamplesFinished):
+                arrays = SampleArrays.from_frames(frames)
+                for row, sample in enumerate(message.samples):
+                    assert (sample.group, sample.sample) not in samples
+                    samples[sample.group, sample.sample] = (sample, arrays.take([row]))
+        return samples
+
+    def run(self, *groups: PromptGroup, **how: Any) -> dict[tuple[int, int], tuple[SampleScored, SampleArrays]]:
+        self.start(*groups, **how)
+        samples = self.finish()
+        assert not self.member.errors
+        done, _ = self.member.sent[-1]
+        assert isinstance(done, Generated)
+        assert done.num_samples == len(samples) == sum(len(group.seeds) for group in groups)
+        assert done.num_tokens == sum(sample.response_length for sample, _ in samples.values())
+        self.member.sent.clear()
+        return samples
+
+    def error(self, *groups: PromptGroup) -> str:
+        self.start(*groups)
+        self.finish()
+        (error,) = self.member.errors
+        assert isinstance(error, TandemError)
+        assert not self.service.work()
+        return str(error)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Rollout]]:
+    started: list[Rollout] = []
+
+    def make(environment: str, **settings: Any) -> Rollout:
+        started.append(Rollout(tmp_path / str(len(started)), environment, **settings))
+        return started[-1]
+
+    yield make
+    for rollout in started:
+        rollout.service.close()
+
+
+def count(conversation: Messages) -> int:
+    return sum(message["role"] == "assistant" for message in conversation)
+
+
+class Talks:
+    """Answers with the number of the problem and of the turn; a quarter for each turn, one at the end."""
+
+    def __init__(self, *, turns: int = 2, delay_s: float = 0.0) -> None:
+        self.turns = turns
+        self.delay_s = delay_s
+
+    def step(self, problem: Problem, conversation: Messages) -> Score | Turn:
+        number, turn = problem.metadata["number"], count(conversation)
+        assert [message["role"] for message in conversation] == ["assistant", "user"] * (turn - 1) + ["assistant"]
+        time.sleep(self.delay_s * (hash(conversation[-1]["content"]) % 5))
+        if turn == self.turns:
+            return Score(1.0, correct=True)
+        return Turn([{"role": "user", "content": f"{number}{turn}"}], reward=0.25)
+
+
+class Scores:
+    """Scores and has nothing to say."""
+
+    def score(self, problem: Problem, response: str) -> Score:
+        return Score(float(len(response)), correct=False)
+
+
+class Fails:
+    """Answers once, and then does what it was told to."""
+
+    release = threading.Event()
+
+    def __init__(self, *, how: str) -> None:
+        self.how = how
+
+    def step(self, problem: Problem, conversation: Messages) -> Any:
+        if count(conversation) == 1:
+            return Turn([{"role": "user", "content": "é" if self.how == "unknown" else "1"}])
+        match self.how:
+            case "raises":
+                raise LookupError("no such room")
+            case "hangs":
+                self.release.wait(WAIT_S)
+            case "reward":
+                return Turn([{"role": "user", "content": "1"}], reward=float("nan"))
+            case "nothing":
+                return Turn([])
+            case "text":
+                return Turn("1")  # type: ignore[arg-type]
+            case "assistant":
+                return Turn([{"role": "assistant", "content": "1"}])
+        return None
+
+
+# --- tokens ----------------------------------------------------------------------------------------------------------
+
+
+def segments(rollout: Rollout, group: PromptGroup, arrays: SampleArrays) -> list[tuple[int, int, bool]]:
+    """Return the stretches after the prompt that the policy made, and those that it was told."""
+    mask_T = arrays.loss_mask_T
+    edges = [0, *(np.flatnonzero(np.diff(mask_T)) + 1).tolist(), len(mask_T)]
+    found = [(first, end, bool(mask_T[first])) for first, end in itertools.pairwise(edges)]
+    assert found[0] == (0, len(group.prompt_ids), False)
+    return found[1:]
+
+
+def test_a_sample_goes_on_from_exactly_its_own_tokens(start: Callable[..., Rollout]) -> None:
+    rollout = start("Talks", kwargs={"turns": 3})
+    groups = [rollout.group(number, [10 * number + i for i in range(4)]) for number in range(3)]
+    samples = rollout.run(*groups)
+    would_differ = []
+    for (number, _), (sample, arrays) in samples.items():
+        tokens = arrays.token_ids_T.tolist()
+        assert tokens[: sample.prompt_length] == list(groups[number].prompt_ids)
+        texts = sample.response.split("\n")
+        parts = segments(rollout, groups[number], arrays)
+        assert [made for *_, made in parts] == [True, False, True, False, True]
+        for turn, (first, end, made) in enumerate(parts):
+            if made:
+                # Everything before it is what the engine saw: Hugging Face gives the same probabilities.
+                expected = reference_logprobs(rollout.model, tuple(tokens[:first]), arrays.token_ids_T[first:end])
+                np.testing.assert_allclose(arrays.generation_logprobs_T[first:end], expected, atol=2e-5)
+                assert set(arrays.versions_T[first:end].tolist()) == {0}
+                text = rollout.tokenizer.decode(tokens[first:end])
+                would_differ.append(rollout.tokenizer.encode(text) != tokens[first:end])
+            else:
+                ended = tokens[first - 1] == rollout.tokenizer.eos_id
+                said = f"\nu: {number}{(turn + 1) // 2}\na: "
+                assert rollout.tokenizer.decode(tokens[first:end], skip_special_tokens=False) == (
+                    said if ended else "<eos>" + said
+                )
+                assert not arrays.generation_logprobs_T[first:end].any()
+                assert set(arrays.versions_T[first:end].tolist()) == {-1}
+        assert sample.response_length == int(arrays.loss_mask_T.sum())
+        assert (sample.num_turns, sample.reward, sample.correct) == (3, 1.5, True)
+        assert f"{number}1" in texts
+        assert f"{number}2" in texts
+    assert any(would_differ), "no response tells exact tokens from tokens made again of their text"
+
+
+def test_an_environment_that_only_scores_has_one_turn(start: Callable[..., Rollout]) -> None:
+    rollout = start("Scores")
+    (sample, arrays), *_ = rollout.run(rollout.group(0, [1, 2])).values()
+    assert (sample.num_turns, sample.reward) == (1, float(len(sample.response)))
+    assert arrays.loss_mask_T.tolist() == [False] * sample.prompt_length + [True] * sample.response_length
+
+
+# --- limits ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("turns", [1, 2, 4])
+def test_turns_are_limited(start: Callable[..., Rollout], turns: int) -> None:
+    rollout = start("Talks", turns=turns, kwargs={"turns": 9})
+    group = rollout.group(0, range(4))
+    for sample, arrays in rollout.run(group).values():
+        assert (sample.num_turns, sample.finish_reason) == (turns, "turns")
+        assert (sample.reward, sample.correct) == (0.25 * turns, False)
+        assert arrays.loss_mask_T[-1], "nothing comes after the last response"
+        assert len(segments(rollout, group, arrays)) == 2 * turns - 1
+
+
+def test_the_environment_may_end_a_sample_in_its_last_turn(start: Callable[..., Rollout]) -> None:
+    rollout = start("Talks", turns=2, kwargs={"turns": 2})
+    for sample, _ in rollout.run(rollout.group(0, range(4))).values():
+        assert (sample.num_turns, sample.reward, sample.correct) == (2, 1.25, True)
+        assert sample.finish_reason in ("stop", "length")
+
+
+def test_a_sample_ends_where_no_other_response_fits(start: Callable[..., Rollout]) -> None:
+    total = 40
+    rollout = start("Talks", turns=99, total=total, kwargs={"turns": 99})
+    group = rollout.group(0, range(12))
+    lengths = set()
+    for sample, arrays in rollout.run(group).values():
+        assert sample.finish_reason == "length"
+        assert sample.reward == 0.25 * sample.num_turns
+        assert arrays.loss_mask_T[-1]
+        (length,) = arrays.lengths_S.tolist()
+        answer = len("\nu: 01\na: ") + (arrays.token_ids_T[-1] != rollout.tokenizer.eos_id)
+        assert length <= total <= length + answer + (sample.num_turns > 9)
+        lengths.add(length)
+    assert len(lengths) > 1
+
+
+# --- seeds -----------------------------------------------------------------------------------------------------------
+
+
+def tokens_of(samples: dict[tuple[int, int], tuple[SampleScored, SampleArrays]]) -> dict[tuple[int, int], list[int]]:
+    return {key: arrays.token_ids_T.tolist() for key, (_, arrays) in samples.items()}
+
+
+def test_a_sample_depends_on_nothing_that_runs_beside_it(start: Callable[..., Rollout]) -> None:
+    rollout = start("Talks", kwargs={"turns": 3})
+    groups = [rollout.group(number, [number, 7, 7]) for number in range(4)]
+    together = tokens_of(rollout.run(*groups))
+    alone = {}
+    for group in reversed(groups):
+        alone |= tokens_of(rollout.run(group))
+    assert alone == together
+    assert all(together[number, 1] == together[number, 2] for number in range(4))
+    assert together[0, 0] != together[0, 1]
+
+
+def test_how_long_an_environment_takes_changes_no_bit(start: Callable[..., Rollout]) -> None:
+    quick = start("Talks", kwargs={"turns": 3})
+    slow = start("Talks", kwargs={"turns": 3, "delay_s": 0.003}, num_workers=3)
+    groups = [quick.group(number, range(5)) for number in range(3)]
+    one, two = quick.run(*groups), slow.run(*groups)
+    assert one.keys() == two.keys()
+    for key, (sample, arrays) in one.items():
+        assert two[key][0] == sample
+        for name, values in arrays.to_frames().items():
+            np.testing.assert_array_equal(two[key][1].to_frames()[name], values)
+
+
+def test_each_turn_draws_anew() -> None:
+    assert turn_seed(7, 0) == 7
+    # Written down, so that a change of the hash, which would break resuming, does not go unnoticed.
+    assert turn_seed(7, 1) == 2174948161648732372
+    assert len({turn_seed(seed, turn) for seed in range(20) for turn in range(20)}) == 400
+
+
+# --- failures --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("raises", "environment 'mine', problem 'p0': LookupError: no such room"),
+        ("reward", "environment 'mine', problem 'p0': the reward is nan, not a finite number"),
+        ("nothing", "environment 'mine', problem 'p0': the messages of a Turn are [], not a list of {role, content}"),
+        ("text", "environment 'mine', problem 'p0': the messages of a Turn are '1', not a list of {role, content}"),
+        (
+            "assistant",
+            "environment 'mine', problem 'p0': a Turn holds a message of the assistant, which the policy alone can "
+            "give",
+        ),
+        ("none", "environment 'mine', problem 'p0': step() returned NoneType, not a Score or a Turn"),
+    ],
+)
+def test_an_environment_that_fails_in_a_later_turn_is_named(
+    start: Callable[..., Rollout], how: str, message: str
+) -> None:
+    rollout = start("Fails", kwargs={"how": how})
+    assert rollout.error(rollout.group(0, [1])) == message
+
+
+def test_an_answer_that_the_tokenizer_cannot_take_is_named(start: Callable[..., Rollout]) -> None:
+    rollout = start("Fails", kwargs={"how": "unknown"})
+    message = rollout.error(rollout.group(0, [1]))
+    assert message.startswith("environment 'mine': the tokenizer in ")
+    assert message.endswith("does not know the character 'é'")
+
+
+def test_an_answer_that_takes_too_long_is_named(start: Callable[..., Rollout]) -> None:
+    Fails.release.clear()
+    rollout = start("Fails", kwargs={"how": "hangs"}, timeout_s=0.2)
+    message = rollout.error(rollout.group(0, [1]))
+    Fails.release.set()
+    assert message.startswith("environment 'mine' took longer than 0.2 s")
+    assert "'p0'" in message
+
+
+def test_a_generation_that_is_abandoned_between_turns_leaves_nothing(start: Callable[..., Rollout]) -> None:
+    rollout = start("Talks", kwargs={"turns": 3, "delay_s": 0.003})
+    groups = [rollout.group(number, range(3)) for number in range(3)]
+    expected = tokens_of(rollout.run(*groups))
+    for num_steps in (1, 6, 12):
+        rollout.start(*groups)
+        for _ in range(num_steps):
+            assert rollout.service.work()
+        rollout.member.sent.clear()
+        assert tokens_of(rollout.run(*groups)) == expected
