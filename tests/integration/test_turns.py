@@ -92,5 +92,5 @@ def test_the_examples_run(name: str) -> None:
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr
     first, second = steps_of(f"results/{name}")
     assert first.metrics["val_mean_turns"] >= 1
-    assert 1 <= second.metrics["mean_turns"]
+    assert second.metrics["mean_turns"] >= 1
     assert 0 <= second.metrics["out_of_turns_fraction"] <= 1

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -211,3 +213,18 @@ def test_moves_that_are_none_leave_the_board() -> None:
 def test_a_misspelt_setting_of_the_game_is_named() -> None:
     with pytest.raises(ConfigError, match=r"^env.sliding_puzzle_game: ValueError: cfg has no 'max_move', only"):
         make_environment(puzzle_config(cfg={"max_move": 4}))
+
+
+# --- the page --------------------------------------------------------------------------------------------------------
+
+
+def test_the_environments_of_the_page_do_what_it_says() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "environments.md").read_text()
+    names: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(block, names)
+    problem = Problem(problem_id="p", question="", answer="7", metadata={})
+    assert names["Brevity"]().score(problem, "77") == Score(-2.0, correct=True)
+    guess = names["Guess"]()
+    assert guess.step(problem, said("3")) == Turn([{"role": "user", "content": "higher"}], reward=-0.1)
+    assert guess.step(problem, said("3", "higher", "7")) == RIGHT

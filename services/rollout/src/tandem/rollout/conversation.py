@@ -7,12 +7,14 @@ of what was said between them. Nothing that is there is ever tokenised again.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import Literal
 
 import numpy as np
 
 from tandem.common.batch import SampleArrays
 from tandem.common.messages import PromptGroup, SampleScored, SamplingParameters
+from tandem.common.tokenizer import Messages
 from tandem.rollout.engine import Completion, Request
 from tandem.rollout.environments import Score
 
@@ -25,7 +27,7 @@ class Conversation:
     def __init__(self, group: PromptGroup, sample: int) -> None:
         self.group = group
         self.sample = sample
-        self.messages: list[dict[str, str]] = []
+        self.messages: list[Mapping[str, str]] = []
         """What was said after the prompt."""
         self.num_turns = 0
         """Responses so far."""
@@ -75,7 +77,7 @@ class Conversation:
             )
         )
 
-    def add_answer(self, messages: list[dict[str, str]], token_ids: list[int]) -> None:
+    def add_answer(self, messages: Messages, token_ids: list[int]) -> None:
         """Append what the environment said, as the tokens that lead from the last response to the next one."""
         self.messages += messages
         self._token_ids += token_ids
