@@ -57,9 +57,9 @@ def test_a_resumed_run_of_several_turns_equals_an_uninterrupted_one_to_the_bit()
         assert untimed(a.metrics) == untimed(b.metrics)
     for step in resumed:
         # Three turns unless the sequence was full before; the engine's log-probabilities are the trainer's.
-        assert 1 < step.metrics["mean_turns"] <= 3
+        assert 1 < step.metrics["avg_turns_per_sample"] <= 3
         assert step.metrics["token_mult_prob_error"] == pytest.approx(1.0, abs=1e-4)
-    assert "val_mean_turns" in resumed[1].metrics
+    assert "val_avg_turns_per_sample" in resumed[1].metrics
 
 
 def test_two_engines_say_what_one_says() -> None:
@@ -68,8 +68,15 @@ def test_two_engines_say_what_one_says() -> None:
         ended = coordinator("up", config, f"cluster.rollouts={count}", f"logger.log_dir={name}")
         assert ended.returncode == 0, ended.stdout + ended.stderr
     one, two = steps_of("one")[0].metrics, steps_of("two")[0].metrics
-    assert one["out_of_turns_fraction"] > 0
-    for name in ("reward", "mean_turns", "out_of_turns_fraction", "mean_generation_length", "loss", "grad_norm"):
+    assert one["max_turns_reached_rate"] > 0
+    for name in (
+        "reward",
+        "avg_turns_per_sample",
+        "max_turns_reached_rate",
+        "mean_generation_length",
+        "loss",
+        "grad_norm",
+    ):
         assert two[name] == pytest.approx(one[name], abs=1e-5), name
 
 
@@ -91,6 +98,6 @@ def test_the_examples_run(name: str) -> None:
     )
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr
     first, second = steps_of(f"results/{name}")
-    assert first.metrics["val_mean_turns"] >= 1
-    assert second.metrics["mean_turns"] >= 1
-    assert 0 <= second.metrics["out_of_turns_fraction"] <= 1
+    assert first.metrics["val_avg_turns_per_sample"] >= 1
+    assert second.metrics["avg_turns_per_sample"] >= 1
+    assert 0 <= second.metrics["max_turns_reached_rate"] <= 1

@@ -355,7 +355,10 @@ def test_turns_are_summed_up_where_there_may_be_several() -> None:
     groups = GrpoFeed(settings, character_tokenizer(settings)).prompt_groups(1, "train", [0])
     one, two = (message.samples[0] for message, _ in finished(groups, 1, "train"))
     three = msgspec.structs.replace(one, num_turns=3, finish_reason="turns")
-    assert turn_metrics(settings, [one, two, three, three]) == {"mean_turns": 2, "out_of_turns_fraction": 0.5}
+    assert turn_metrics(settings, [one, two, three, three]) == {
+        "avg_turns_per_sample": 2,
+        "max_turns_reached_rate": 0.5,
+    }
 
 
 def test_validation_is_summed_up_when_the_step_is_done(grpo: GrpoFeed) -> None:

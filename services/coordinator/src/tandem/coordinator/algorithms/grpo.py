@@ -152,10 +152,10 @@ def training_batch(
 
 
 def turn_metrics(config: Config, samples: Sequence[SampleScored]) -> dict[str, float]:
-    """Return how many turns the samples took, where they may take more than one."""
+    """Return how many turns the samples took, where they may take more than one; under NeMo-RL's names."""
     if config.grpo.max_rollout_turns == 1:
         return {}
     return {
-        "mean_turns": float(np.mean([sample.num_turns for sample in samples])),
-        "out_of_turns_fraction": float(np.mean([sample.finish_reason == "turns" for sample in samples])),
+        "avg_turns_per_sample": float(np.mean([sample.num_turns for sample in samples])),
+        "max_turns_reached_rate": float(np.mean([sample.finish_reason == "turns" for sample in samples])),
     }
