@@ -300,7 +300,7 @@ def test_a_hub_that_cannot_be_reached_is_said_at_once() -> None:
         "except DataError as error: print(error)\n"
         "print(time.monotonic() - before)"
     )
-    done = run_probe(probe, {"HF_ENDPOINT": endpoint})
+    done = run_probe(probe, {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0"})
     message, seconds = done.stdout.splitlines()
     assert message == (
         "data.dataset_name: cannot load 'nobody/nothing', split 'train': "
