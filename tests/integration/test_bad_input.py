@@ -76,6 +76,7 @@ def test_a_dataset_on_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("HF_ENDPOINT", endpoint)
     monkeypatch.setenv("HF_HOME", str(Path("home").absolute()))
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     data = {"dataset_name": "nobody/nothing", "task": None, "prompt_template": "{question}"}
     line = refusal({"data": data, "env": {"exact_match": {}}})
     assert line.startswith("data.dataset_name: cannot load 'nobody/nothing', split 'train': ")
