@@ -234,7 +234,7 @@ def test_resharding(benchmark: BenchmarkFixture, case: str) -> None:
     with started(make, config_json("off"), members) as remotes:
         counted = measure(benchmark, remotes)
     num_bytes = sum(int(np.prod(tensor.shape)) * 2 for tensor in model.tensors)
-    planned = {f"{link.source}>{link.destination}": link.num_bytes for link in plan.links}
+    planned = {link.name: link.num_bytes for link in plan.links}
     assert counted == planned
     crossing = sum(size for link, size in counted.items() if link.startswith("trainer"))
     fewest = fewest_bytes(model, engines)

@@ -75,8 +75,7 @@ def planned(plan: Plan, member: str) -> dict[str, int]:
     found: dict[str, int] = {}
     for link in plan.links:
         if member in (link.source, link.destination):
-            name = f"{link.source}>{link.destination}"
-            found[name] = found.get(name, 0) + link.num_bytes
+            found[link.name] = found.get(link.name, 0) + link.num_bytes
     return found
 
 

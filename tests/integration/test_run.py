@@ -127,6 +127,29 @@ def test_a_second_run_in_the_same_folder_needs_a_decision() -> None:
     assert len(steps_of("run.1")) == len(steps_of("run")) == 1
 
 
+def test_a_restart_makes_the_model_anew_that_lies_in_the_run_folder() -> None:
+    config = write_config({"policy": {"model_name": "run/model"}, "grpo": {"max_num_steps": 1}})
+    assert coordinator("up", config).returncode == 0
+    anew = coordinator("up", config, "--restart")
+    assert anew.returncode == 0, anew.stderr
+    (earlier,), (later,) = steps_of("run.1"), steps_of("run")
+    assert later.metrics["reward"] == earlier.metrics["reward"]
+
+
+def test_a_restart_does_not_move_a_model_that_nothing_makes_anew() -> None:
+    config = write_config({"policy": {"model_name": "run/model"}, "grpo": {"max_num_steps": 1}})
+    assert coordinator("up", config).returncode == 0
+    made = write_config({"policy": {"model_name": "run/model", "new_model": None}, "grpo": {"max_num_steps": 1}})
+    refused = coordinator("up", made, "--restart")
+    assert refused.returncode == 1
+    assert refused.stderr == (
+        "error: cannot set run aside for --restart: policy.model_name, 'run/model', lies within it, and "
+        "policy.new_model does not say how to make it; move the model elsewhere first\n"
+    )
+    assert Path("run/model/config.json").exists()
+    assert not Path("run.1").exists()
+
+
 # --- by hand ---------------------------------------------------------------------------------------------------------
 
 BY_HAND = {"cluster": {"launch": "none"}, "grpo": {"max_num_steps": 1}}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.refit.cost import Rates, cost
+from tandem.common.config.schema import LinkRates
+from tandem.refit.cost import cost
 from tandem.refit.layout import Layout, LayoutBuilder
 from tandem.refit.planning.flows import Link
 from tandem.refit.program import TransportName
 
-RATES = Rates.from_gigabytes(memory=5.0, same_gpu=1000.0, peer_gpu=100.0, network=10.0)
+RATES = LinkRates(memory=5.0, same_gpu=1000.0, peer_gpu=100.0, network=10.0)
 
 
 def on(host: str, device: str = "cpu") -> Layout:
@@ -45,7 +46,7 @@ def test_a_sender_that_does_it_all_is_slower_than_the_bound() -> None:
     uneven = [link("trainer-0", "rollout-0", "stream", 10), link("trainer-0", "rollout-1", "stream", 10)]
     found = cost(uneven, layouts, 2, RATES)
     assert (found.seconds, found.bound_s) == (2.0, 2.0)  # cpu memory is slower still: 10 GB at 5 GB/s
-    fast = Rates.from_gigabytes(memory=100.0, same_gpu=1000.0, peer_gpu=100.0, network=10.0)
+    fast = LinkRates(memory=100.0, same_gpu=1000.0, peer_gpu=100.0, network=10.0)
     found = cost(uneven, layouts, 2, fast)
     assert (found.seconds, found.bound_s, found.egress_s) == (2.0, 1.0, 1.0)
     assert found.limited_by == "trainer-0 sends 20 GB over the network"

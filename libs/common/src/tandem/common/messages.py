@@ -91,6 +91,11 @@ class Failed(Message, frozen=True, kw_only=True, tag=True):
     """True for a `TandemError`: the line is enough. False for a bug: `traceback` is shown as well."""
     traceback: str = ""
 
+    @property
+    def account(self) -> str:
+        """All there is to tell."""
+        return self.error if self.expected else f"{self.error}\n{self.traceback}"
+
 
 class Command(Message, frozen=True, kw_only=True):
     """Base of every order. A command id that was seen before is answered again, not carried out again."""

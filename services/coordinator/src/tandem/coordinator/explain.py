@@ -25,7 +25,7 @@ from tandem.refit.adapters.dtensor import DTensor
 from tandem.refit.adapters.huggingface import HuggingFace
 from tandem.refit.adapters.megatron import Megatron
 from tandem.refit.adapters.vllm import Vllm
-from tandem.refit.cost import Cost, Rates, bucket_memory, cost
+from tandem.refit.cost import Cost, bucket_memory, cost
 from tandem.refit.layout import Address, CudaMemory, Layout, SharedMemory
 from tandem.refit.planner import Survey, survey
 
@@ -86,12 +86,11 @@ def predict(config: Config, trainers: Side, engines: Side) -> Explained:
     sources = {member: _reachable(layout) for member, layout in sources.items()}
     destinations = _named("rollout", engines.deployment.layouts(engines.model, after))
     found = survey(sources, destinations, allow_alias=shared and config.refit.alias == "auto")
-    rates = Rates.from_gigabytes(**msgspec.structs.asdict(config.cluster.links))
     layouts = {**sources, **destinations}
     memory = bucket_memory(found.links)
     for engine, num_bytes in found.staging.items():
         memory[engine] = memory.get(engine, 0) + num_bytes
-    predicted = cost(found.links, layouts, len(sources), rates)
+    predicted = cost(found.links, layouts, len(sources), config.cluster.links)
     return Explained(found, predicted, memory, time.perf_counter() - started)
 
 

@@ -134,10 +134,8 @@ class SynchronousPlan:
         if order is None:
             return []
         if order.phase is Phase.REFITTING or (order.phase is Phase.ATTESTING and member in self.plane.engines):
-            return self.plane.take_failure(member, failed)
-        raise CommandFailed(
-            member, failed.phase, failed.error if failed.expected else f"{failed.error}\n{failed.traceback}"
-        )
+            return self.plane.take_failure(member, failed, order.phase)
+        raise CommandFailed(member, failed.phase, failed.account)
 
     def _take_loss(self, member: str, why: str) -> list[Action]:
         """Replace an engine that is lost; the run cannot go on without any other process."""

@@ -70,6 +70,8 @@ def run(config: Config, mode: Mode, say: Callable[[str], None], wanted_by: tuple
         hub = wire.Hub(config.cluster.address)  # before the journal: a run that cannot listen has not begun
         stack.callback(hub.close)
         run_id = _name_run(config, mode, say)
+        if mode == "restart":  # the model that it makes may lie within the folder that was just set aside
+            _make_model(config, say)
         writers = MetricWriters()
         stack.callback(writers.close)
         if config.logger.wandb_enabled:  # likewise: it may not be installed, and the service may refuse
@@ -127,8 +129,9 @@ def _name_run(config: Config, mode: Mode, say: Callable[[str], None]) -> str:
         with read_journal(folder) as journal:
             return journal.run_id
     if mode == "restart" and (folder / JOURNAL_NAME).exists():
-        _set_aside(folder, say)
         checkpoints = Path(config.checkpointing.checkpoint_dir)
+        _refuse_to_move_the_model(config, folder, checkpoints)
+        _set_aside(folder, say)
         if checkpoints.exists():  # it may lie within the run folder, which has just moved
             _set_aside(checkpoints, say)
     refuse_journal(folder)
@@ -155,6 +158,17 @@ def _open_journal(config: Config, mode: Mode, run_id: str) -> Journal:
     (folder / "config.yaml").write_text(dump_yaml(config))
     (folder / "logs").mkdir(exist_ok=True)
     return journal
+
+
+def _refuse_to_move_the_model(config: Config, *folders: Path) -> None:
+    """Raise `RunFolderError` if setting `folders` aside would take away a model that is not made anew."""
+    model = Path(config.policy.model_name).absolute()
+    for folder in folders:
+        if config.policy.new_model is None and model.is_relative_to(folder.absolute()):
+            raise RunFolderError(
+                f"cannot set {folder} aside for --restart: policy.model_name, {config.policy.model_name!r}, lies "
+                "within it, and policy.new_model does not say how to make it; move the model elsewhere first"
+            )
 
 
 def _set_aside(folder: Path, say: Callable[[str], None]) -> None:

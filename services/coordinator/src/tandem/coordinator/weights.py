@@ -59,8 +59,6 @@ class WeightPlane:
         self._trainers: list[str] = []
         self._connecting: dict[str, set[int]] = {}
         """Orders that must be answered before a mesh is connected again."""
-        self._passing: set[int] = set()
-        """Orders to those that only send."""
         self.engines: dict[str, EngineState] = {}
         self.version = -1
         """What engines hold or are being brought to."""
@@ -135,7 +133,6 @@ class WeightPlane:
         self._has_update = has_update
         self._is_still = True
         self._digests = {}
-        self._passing = set()
         self._record = RefitProgress(started_at=self._orders.now, deadline=self._orders.now + self._deadlines.refit)
         ready = [name for name, state in self.engines.items() if state.status is Status.READY]
         for name in ready:
@@ -184,23 +181,23 @@ class WeightPlane:
                 return [] if state.awaited else [*self._go_on(name, state), *self._bring_back()]
         return []
 
-    def take_failure(self, member: str, failed: Failed) -> list[Action]:
-        """Take the failure of a member's part in a refit, or of an engine's in its attestation.
+    def take_failure(self, member: str, failed: Failed, phase: Phase) -> list[Action]:
+        """Take the failure of a member's part in a refit, or of an engine's in its attestation: `phase` says which.
 
         Quarantines the engine, or raises `CommandFailed`.
         """
         if not self.engines:
             return []
         state = self.engines.get(member)
-        what = failed.error if failed.expected else f"{failed.error}\n{failed.traceback}"
-        if state is not None and failed.command_id not in self._passing:
-            self._quarantine(member, state, failed.phase, what)
+        # Of a refit, an engine that only passes weights on fails like any sender.
+        if state is not None and (phase is Phase.ATTESTING or failed.command_id in state.awaited):
+            self._quarantine(member, state, failed.phase, failed.account)
             return self._bring_back()
         # A sender fails when its receiver does, which then says so itself or is lost; what matters is who holds what.
         times = self._record.num_failures_to_send
         times[member] = times.get(member, 0) + 1
         if times[member] > (_MOST_FAILURES + self._max_replacements) * len(self.engines):
-            raise CommandFailed(member, failed.phase, what)
+            raise CommandFailed(member, failed.phase, failed.account)
         return []
 
     def take_loss(self, engine: str, doing: str, why: str) -> list[Action]:
@@ -302,8 +299,6 @@ class WeightPlane:
             promise = self._orders.promise(member, Phase.REFITTING, self._remaining_s())
             if member in self.engines and (not only or member in only):
                 self.engines[member].awaited = {promise["command_id"]}
-            else:
-                self._passing.add(promise["command_id"])
             promise["deadline_s"] *= _SHARE_OF_TRANSFER
             actions.append(Dispatch(member=member, order=Refit(version=self.version, only=only, **promise)))
         return actions

@@ -12,6 +12,7 @@ from typing import Literal
 
 import msgspec
 
+from tandem.common.config.schema import LinkRates
 from tandem.refit.layout import Layout
 from tandem.refit.planning.flows import Link
 from tandem.refit.transports.sizes import DEPTH, bucket_bytes
@@ -20,25 +21,6 @@ Wire = Literal["memory", "same_gpu", "peer_gpu", "network"]
 """What bytes pass through, as ``cluster.links`` names it."""
 
 _GB = 1e9
-
-
-class Rates(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes a second."""
-
-    memory: float
-    same_gpu: float
-    peer_gpu: float
-    network: float
-
-    @classmethod
-    def from_gigabytes(cls, *, memory: float, same_gpu: float, peer_gpu: float, network: float) -> Rates:
-        """Take rates in GB/s (10^9 bytes), as the configuration has them."""
-        return cls(memory=memory * _GB, same_gpu=same_gpu * _GB, peer_gpu=peer_gpu * _GB, network=network * _GB)
-
-    def of(self, wire: Wire) -> float:
-        """Return the rate of a wire."""
-        rate: float = getattr(self, wire)
-        return rate
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,7 +56,7 @@ def wire_of(link: Link, device_of: Mapping[str, str], host_of: Mapping[str, str]
             return "memory" if "cpu" in (source, destination) else "peer_gpu"
 
 
-def cost(links: Sequence[Link], layouts: Mapping[str, Layout], num_sources: int, rates: Rates) -> Cost:
+def cost(links: Sequence[Link], layouts: Mapping[str, Layout], num_sources: int, rates: LinkRates) -> Cost:
     """Predict what the links of a plan take.
 
     Args:
@@ -101,7 +83,7 @@ def cost(links: Sequence[Link], layouts: Mapping[str, Layout], num_sources: int,
         received[link.destination] = received.get(link.destination, 0) + link.num_bytes
     rounds = [max(_seconds(load, rates), default=(0.0, "")) for load in loads.values()]
     first = loads.get(0, {})
-    egress_s = sum(n / rates.of(wire) for (_, does, wire), n in first.items() if does == "sends") / num_sources
+    egress_s = sum(n / _rate(wire, rates) for (_, does, wire), n in first.items() if does == "sends") / num_sources
     ingress_s = _even_ingress(first, host_of, rates)
     install_s = max((n / _install_rate(device_of[member], rates) for member, n in received.items()), default=0.0)
     bound_s = max(egress_s, ingress_s, install_s)
@@ -119,25 +101,33 @@ Load = dict[tuple[str, str, Wire], int]
 """Bytes by process, what it does with them (``sends``, ``receives``), and wire."""
 
 
-def _even_ingress(load: Load, host_of: Mapping[str, str], rates: Rates) -> float:
+def _even_ingress(load: Load, host_of: Mapping[str, str], rates: LinkRates) -> float:
     """Return the seconds of the neediest host, if its processes received equal parts of what comes over each wire."""
     entering: dict[tuple[str, Wire], list[int]] = {}
     for (member, does, wire), num_bytes in load.items():
         if does == "receives":
             entering.setdefault((host_of[member], wire), []).append(num_bytes)
-    return max((sum(amounts) / len(amounts) / rates.of(wire) for (_, wire), amounts in entering.items()), default=0.0)
+    return max(
+        (sum(amounts) / len(amounts) / _rate(wire, rates) for (_, wire), amounts in entering.items()), default=0.0
+    )
 
 
-def _install_rate(device: str, rates: Rates) -> float:
-    return rates.memory if device == "cpu" else rates.same_gpu
+def _install_rate(device: str, rates: LinkRates) -> float:
+    return _rate("memory" if device == "cpu" else "same_gpu", rates)
 
 
-def _seconds(load: Load, rates: Rates) -> Iterable[tuple[float, str]]:
+def _rate(wire: Wire, rates: LinkRates) -> float:
+    """Return bytes a second."""
+    gigabytes: float = getattr(rates, wire)
+    return gigabytes * _GB
+
+
+def _seconds(load: Load, rates: LinkRates) -> Iterable[tuple[float, str]]:
     """Yield the seconds of each process on each wire, and what it does there."""
     for (member, does, wire), num_bytes in load.items():
         where = {"memory": "in memory", "same_gpu": "within its GPU", "peer_gpu": "from GPU to GPU"}
         yield (
-            num_bytes / rates.of(wire),
+            num_bytes / _rate(wire, rates),
             f"{member} {does} {num_bytes / _GB:.3g} GB {where.get(wire, 'over the network')}",
         )
 

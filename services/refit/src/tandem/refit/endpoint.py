@@ -67,8 +67,10 @@ def _one_thread() -> Iterator[None]:
     """Leave the other cores to whoever generates or trains meanwhile."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class Holder(Protocol):
@@ -102,10 +104,17 @@ class Weights:
         self.storages = storages
         self._program: TransferProgram | None = None
         self._bound: BoundProgram | None = None
+        self._aliased: set[str] = set()
+        """Storages that the installed program has re-pointed at the sender's memory."""
 
     def install(self, program: TransferProgram, groups: Mapping[str, stream.Group]) -> BoundProgram:
         """Bind a program, in place of the one before it."""
         self.close()
+        aliased = {name for t in program.receives if t.transport == "alias" for name in t.destination_storages}
+        for name in self._aliased - aliased:
+            # It still lies in the sender's memory, which cannot be written: a copy into it would fault.
+            self.storages[name].data = torch.empty_like(self.storages[name])
+        self._aliased = aliased
         self._bound = bind(program, self.storages, groups)
         self._program = program
         return self._bound

@@ -48,6 +48,11 @@ class Copies(Table, frozen=True, eq=False):
     destination_dtype_C: Ints
 
 
+def link_name(source: str, destination: str) -> str:
+    """Return what the bytes from one process to another are counted under."""
+    return f"{source}>{destination}"
+
+
 class Transfer(msgspec.Struct, frozen=True):
     """All that moves over one link in one round. Both ends of a stream walk the same copies in the same order."""
 
@@ -65,6 +70,11 @@ class Transfer(msgspec.Struct, frozen=True):
     tensors: tuple[str, ...]
     mesh: str = ""
     """Name of the `Mesh` that a stream goes over; empty for the other transports."""
+
+    @property
+    def link(self) -> str:
+        """What its bytes are counted under."""
+        return link_name(self.source, self.destination)
 
     def dtypes(self, row: int) -> tuple[str, str]:
         """Return the element types of a copy: of the source and of the destination."""

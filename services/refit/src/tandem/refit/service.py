@@ -9,8 +9,6 @@ from __future__ import annotations
 import time
 from typing import assert_never
 
-import msgspec
-
 from tandem.common.errors import RefitError
 from tandem.common.messages import (
     CommitVersion,
@@ -23,7 +21,7 @@ from tandem.common.messages import (
 from tandem.common.service import Member
 from tandem.common.wire import Arrays
 from tandem.refit import layout, planner, program
-from tandem.refit.cost import Rates, cost
+from tandem.refit.cost import cost
 from tandem.refit.digests import comparison
 from tandem.refit.digests.comparison import Digests, Verdict
 from tandem.refit.layout import Layout
@@ -35,7 +33,7 @@ class RefitService:
     def __init__(self, member: Member) -> None:
         self._member = member
         self._verify = member.config.refit.verify
-        self._rates = Rates.from_gigabytes(**msgspec.structs.asdict(member.config.cluster.links))
+        self._rates = member.config.cluster.links
         self._sources: dict[str, Layout] = {}
         self._destinations: dict[str, Layout] = {}
         self.version: int | None = None
@@ -70,8 +68,7 @@ class RefitService:
         predicted = cost(plan.links, {**self._sources, **self._destinations}, len(self._sources), self._rates)
         num_bytes: dict[str, int] = {}
         for link in plan.links:
-            name = f"{link.source}>{link.destination}"
-            num_bytes[name] = num_bytes.get(name, 0) + link.num_bytes
+            num_bytes[link.name] = num_bytes.get(link.name, 0) + link.num_bytes
         reply = TransfersPlanned(
             command_id=order.command_id,
             programs={member: program.encode(made) for member, made in plan.programs.items()},

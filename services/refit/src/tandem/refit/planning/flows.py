@@ -14,7 +14,7 @@ from tandem.refit.planning.holdings import CUDA, PRIVATE, SHARED, Holdings
 from tandem.refit.planning.sharing import Pattern
 from tandem.refit.planning.sweep import ranges
 from tandem.refit.planning.wants import Wants
-from tandem.refit.program import TransportName
+from tandem.refit.program import TransportName, link_name
 
 TRANSPORT_OF_KIND: dict[int, TransportName] = {PRIVATE: "stream", SHARED: "shm", CUDA: "cuda_ipc"}
 
@@ -56,6 +56,11 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
     num_copies: int
     """At the most: a program joins those that continue each other."""
     num_tensors: int
+
+    @property
+    def name(self) -> str:
+        """What its bytes are counted under."""
+        return link_name(self.source, self.destination)
 
 
 def flows(patterns: Sequence[Pattern], segments: Segments, engines: Sequence[str]) -> Flows:

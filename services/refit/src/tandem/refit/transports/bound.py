@@ -153,15 +153,14 @@ class _Sources:
 
 def _pull(transfer: Transfer, sources: _Sources, memory: Memory) -> _Pull:
     """Bind a transfer that needs nothing of its source but memory; an alias has nothing to copy."""
-    link = f"{transfer.source}>{transfer.destination}"
     if transfer.transport == "alias":
-        return _Pull(transfer.source, link, 0, [], [])
+        return _Pull(transfer.source, transfer.link, 0, [], [])
     at = transfer.copies
     names = [storage.name for storage in transfer.source_storages]
     there = Memory(f"{transfer.destination}: {transfer.source}", dict(zip(names, sources.open(transfer), strict=True)))
     return _Pull(
         transfer.source,
-        link,
+        transfer.link,
         int(wire_bytes(at).sum()),
         memory.views(destination_side(at, transfer.destination_storages), transfer.tensors, at.tensor_C),
         there.views(source_side(at, names), transfer.tensors, at.tensor_C),

@@ -69,7 +69,7 @@ class Channel:
         self.transfer = transfer
         self.is_send = transfer.source == end.member
         self.peer = transfer.destination if self.is_send else transfer.source
-        self.link = f"{transfer.source}>{transfer.destination}"
+        self.link = transfer.link
         self.num_copies = len(transfer.copies)
         self.parts = list(self._parts(end))
 

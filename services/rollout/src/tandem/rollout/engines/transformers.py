@@ -3,37 +3,31 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import tokenizers
 import torch
 from numpy.typing import NDArray
 
-from tandem.common.errors import DataError, ModelError, RefitError
-from tandem.refit.digests.task import DigestTask, Sampling
-from tandem.refit.layout import Layout
-from tandem.refit.program import TransferProgram
-from tandem.refit.transports import BoundProgram
-from tandem.refit.transports.stream import Group
+from tandem.common.errors import ModelError
 from tandem.rollout.engine import Completion, Request
 from tandem.rollout.engines.attention import KeyValueCache, Prompt, Step
+from tandem.rollout.engines.refitted import RefittedEngine
 from tandem.rollout.engines.sampling import draw, uniforms
 from tandem.rollout.engines.skeleton import load_skeleton, weights_of
 from tandem.rollout.engines.slots import Sequence, Slots
-from tandem.rollout.engines.stopping import StopStrings, load_detokenizer
 
 MAX_PROMPT_TOKENS_PER_STEP = 8192
 """Prompt tokens that join in one step, unless a single prompt is longer: bounds the memory of a step."""
 
 
-class TransformersEngine:
+class TransformersEngine(RefittedEngine):
     """Continuous batching over a fixed number of slots; obeys `tandem.rollout.engine.Engine`.
 
     Each `step` is one forward pass over the newest token of every running sequence and the prompts that join; see
-    `tandem.rollout.engines.attention`. The model has no weights until `install` and `apply`.
+    `tandem.rollout.engines.attention`. The model has no weights until `install` and `apply`; sequences that run go on
+    after an `apply` with the keys and values that they have.
     """
 
     def __init__(
@@ -52,53 +46,28 @@ class TransformersEngine:
         """
         if num_threads is not None:
             torch.set_num_threads(num_threads)
-        self._model_folder = model_folder
-        self._max_length = max_total_sequence_length
         self._model = load_skeleton(model_folder, max_total_sequence_length, getattr(torch, dtype))
+        length_key = "policy.max_total_sequence_length"
+        super().__init__(model_folder, weights_of(self._model), max_total_sequence_length, length_key)
         self._cache = KeyValueCache(num_slots, max_total_sequence_length)
         self._slots = Slots(num_slots, max_total_sequence_length)
         self._queue: deque[Sequence] = deque()
         self._num_arrived = 0
-        self._weights = weights_of(self._model)
-        self._member = ""
-        """Its name in the run, once a program is installed."""
-        self._aliased: set[str] = set()
-        """Parameters that the installed program has re-pointed at the trainer's memory."""
-        self._version: int | None = None
-        self._is_paused = False
-        self._is_asleep = False
-        self._detokenizer: tokenizers.Tokenizer | None = None
         self._probe()
-
-    @property
-    def version(self) -> int | None:
-        """The weight version it holds; None while it holds none, or a torn one."""
-        return self._version
 
     @property
     def num_unfinished(self) -> int:
         """Requests added and neither finished nor aborted."""
         return len(self._queue) + self._slots.num_running
 
-    def parameters(self) -> Mapping[str, torch.Tensor]:
-        """Return the live parameters by name, tied ones once."""
-        return dict(self._model.named_parameters())
-
     def add_request(self, request: Request) -> None:
         """Queue a request; it joins at the next `step` that has room. Raises `DataError` if it can make no token."""
-        num_prompt = len(request.prompt_ids)
-        if num_prompt == 0:
-            raise DataError(f"request {request.request_id}: the prompt is empty")
-        if num_prompt >= self._max_length:
-            raise DataError(
-                f"request {request.request_id}: a prompt of {num_prompt} tokens leaves no room to generate within "
-                f"policy.max_total_sequence_length={self._max_length}"
-            )
+        self._require_room(request)
         self._queue.append(
             Sequence(
                 request=request,
                 arrival=self._num_arrived,
-                max_new_tokens=min(request.sampling.max_new_tokens, self._max_length - num_prompt),
+                max_new_tokens=min(request.sampling.max_new_tokens, self._max_length - len(request.prompt_ids)),
                 stop_strings=self._stop_strings(request.sampling.stop_strings),
             )
         )
@@ -110,10 +79,7 @@ class TransformersEngine:
         Raises `RefitError` if the engine holds no whole version, `ModelError` if its weights give a probability that
         is not a number.
         """
-        if self._version is None:
-            raise RefitError("the engine holds no whole weight version: it serves no token until a refit has succeeded")
-        if self._is_asleep:
-            raise RuntimeError("step called while the engine sleeps")
+        version = self._require_version()
         if self._is_paused or not self.num_unfinished:
             return []
         slots = self._slots
@@ -127,8 +93,8 @@ class TransformersEngine:
             slots.top_p_S[:num],
         )
         if not np.isfinite(logprob_R).all():
-            raise ModelError(f"weight version {self._version} gives probabilities that are not numbers")
-        stopped_R = slots.record(token_R, logprob_R, self._version)
+            raise ModelError(f"weight version {version} gives probabilities that are not numbers")
+        stopped_R = slots.record(token_R, logprob_R, version)
         finished_F = np.flatnonzero(stopped_R | (slots.num_new_S[:num] >= slots.max_new_S[:num]))
         return self._retire(finished_F, ["stop" if stopped_R[slot] else "length" for slot in finished_F.tolist()])
 
@@ -150,55 +116,6 @@ class TransformersEngine:
                 )
         return None
 
-    def pause(self) -> None:
-        """Keep the requests and their caches, make no token until `resume`."""
-        self._is_paused = True
-
-    def resume(self) -> None:
-        """Go on after `pause`."""
-        self._is_paused = False
-
-    def layout(self) -> Layout:
-        """Describe the weights it wants, read from the live parameters."""
-        return self._weights.layout
-
-    def install(self, program: TransferProgram, groups: Mapping[str, Group]) -> BoundProgram:
-        """Bind a program to the parameters, in place of the one before it. The engine holds no version until `apply`.
-
-        Raises `RefitError`.
-        """
-        self._version = None
-        parameters = self.parameters()
-        aliased = {name for t in program.receives if t.transport == "alias" for name in t.destination_storages}
-        for name in self._aliased - aliased:
-            # It still lies in the trainer's memory, which cannot be written: a copy into it would fault.
-            parameters[name].data = torch.empty_like(parameters[name])
-        self._aliased = aliased
-        self._member = program.member
-        return self._weights.install(program, groups)
-
-    def apply(self, version: int, deadline_s: float, only: Collection[str] = ()) -> dict[str, int]:
-        """Run the installed program and hold `version`; return the bytes on each link.
-
-        Requests that run go on with their caches; their tokens carry the new version from here on. If this raises
-        `RefitError`, `version` is None until a later `apply` succeeds. If it is not among `only`, it does no more than
-        pass its weights on.
-        """
-        if only and self._member not in only:
-            return self._weights.apply(version, deadline_s, only)
-        self._version = None
-        num_bytes = self._weights.apply(version, deadline_s, only)
-        self._version = version
-        return num_bytes
-
-    def digest_task(self, sampling: Sampling | None) -> DigestTask:
-        """Return a task that digests the weights it computes with."""
-        return self._weights.digest_task(sampling)
-
-    def misquantised(self) -> tuple[str, ...]:
-        """Return the tensors held that are not the quantisation of what was received."""
-        return self._weights.misquantised()
-
     def sleep(self) -> None:
         """Release the key-value cache. Refuses while requests run."""
         if self.num_unfinished:
@@ -216,13 +133,6 @@ class TransformersEngine:
         self._weights.close()
         self._queue.clear()
         self._cache.release()
-
-    def _stop_strings(self, stop_strings: tuple[str, ...]) -> StopStrings | None:
-        if not stop_strings:
-            return None
-        if self._detokenizer is None:
-            self._detokenizer = load_detokenizer(self._model_folder)
-        return StopStrings(self._detokenizer, stop_strings)
 
     def _admit(self) -> list[list[Sequence]]:
         """Take the requests that join now off the queue, grouped by prompt, in the order of the queue."""

@@ -1,0 +1,123 @@
+"""What engines do alike: hold one whole weight version or none, pause, and refuse what cannot be done."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import tokenizers
+import torch
+
+from tandem.common.errors import DataError, RefitError
+from tandem.refit.digests.task import DigestTask, Sampling
+from tandem.refit.endpoint import Weights
+from tandem.refit.layout import Layout
+from tandem.refit.program import TransferProgram
+from tandem.refit.transports import BoundProgram
+from tandem.refit.transports.stream import Group
+from tandem.rollout.engine import Request
+from tandem.rollout.engines.stopping import StopStrings, load_detokenizer
+
+
+class RefittedEngine:
+    """The part of `tandem.rollout.engine.Engine` that concerns weights and whether tokens may be made.
+
+    A subclass generates. What else depends on the weights it brings up to date in `_take_weights`.
+    """
+
+    def __init__(self, model_folder: Path, weights: Weights, max_length: int, length_key: str) -> None:
+        """Hold no version yet; `max_length` is the longest sequence, prompt included, which `length_key` configures."""
+        self._model_folder = model_folder
+        self._weights = weights
+        self._max_length = max_length
+        self._length_key = length_key
+        self._member = ""
+        """Its name in the run, once a program is installed."""
+        self._version: int | None = None
+        self._is_paused = False
+        self._is_asleep = False
+        self._detokenizer: tokenizers.Tokenizer | None = None
+
+    @property
+    def version(self) -> int | None:
+        """The weight version it holds; None while it holds none, or a torn one."""
+        return self._version
+
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        """Return the live parameters that refits write, by the model's names, tied ones once."""
+        return self._weights.storages
+
+    def pause(self) -> None:
+        """Keep the requests and their caches, make no token until `resume`."""
+        self._is_paused = True
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self._is_paused = False
+
+    def layout(self) -> Layout:
+        """Describe the weights it wants, read from the live parameters."""
+        return self._weights.layout
+
+    def install(self, program: TransferProgram, groups: Mapping[str, Group]) -> BoundProgram:
+        """Bind a program to the parameters, in place of the one before it. The engine holds no version until `apply`.
+
+        Raises `RefitError`.
+        """
+        self._version = None
+        self._member = program.member
+        return self._weights.install(program, groups)
+
+    def apply(self, version: int, deadline_s: float, only: Collection[str] = ()) -> dict[str, int]:
+        """Run the installed program and hold `version`; return the bytes on each link.
+
+        Requests that run go on; their tokens carry the new version from here on. If this raises `RefitError`, `version`
+        is None until a later `apply` succeeds. If it is not among `only`, it does no more than pass its weights on.
+        """
+        if only and self._member not in only:
+            return self._weights.apply(version, deadline_s, only)
+        self._version = None
+        num_bytes = self._weights.apply(version, deadline_s, only)
+        self._take_weights()
+        self._version = version
+        return num_bytes
+
+    def digest_task(self, sampling: Sampling | None) -> DigestTask:
+        """Return a task that digests the weights it computes with."""
+        return self._weights.digest_task(sampling)
+
+    def misquantised(self) -> tuple[str, ...]:
+        """Return the tensors held that are not the quantisation of what was received."""
+        return self._weights.misquantised()
+
+    def _take_weights(self) -> None:
+        """Bring up to date what was made from the weights before."""
+
+    def _require_version(self) -> int:
+        """Return the version that tokens may be made with now.
+
+        Raises `RefitError` if the engine holds no whole version, `RuntimeError` if it sleeps.
+        """
+        if self._version is None:
+            raise RefitError("the engine holds no whole weight version: it serves no token until a refit has succeeded")
+        if self._is_asleep:
+            raise RuntimeError("step called while the engine sleeps")
+        return self._version
+
+    def _require_room(self, request: Request) -> None:
+        """Raise `DataError` for a request that can make no token."""
+        num_prompt = len(request.prompt_ids)
+        if num_prompt == 0:
+            raise DataError(f"request {request.request_id}: the prompt is empty")
+        if num_prompt >= self._max_length:
+            raise DataError(
+                f"request {request.request_id}: a prompt of {num_prompt} tokens leaves no room to generate within "
+                f"{self._length_key}={self._max_length}"
+            )
+
+    def _stop_strings(self, stop_strings: tuple[str, ...]) -> StopStrings | None:
+        if not stop_strings:
+            return None
+        if self._detokenizer is None:
+            self._detokenizer = load_detokenizer(self._model_folder)
+        return StopStrings(self._detokenizer, stop_strings)
