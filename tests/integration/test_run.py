@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 import signal
 import time
 from pathlib import Path
@@ -206,6 +207,32 @@ def test_ctrl_c_saves_and_the_run_goes_on_from_there() -> None:
     resumed = coordinator("up", config, "--resume", f"grpo.max_num_steps={done + 1}")
     assert resumed.returncode == 0, resumed.stderr
     assert steps_of()[-1].step == done + 1
+
+
+def test_what_it_says_after_ctrl_c_goes_on_also_from_within_the_prerequisite() -> None:
+    first = {
+        "algorithm": "sft",
+        "sft": {"max_num_steps": 400, "max_num_epochs": 100, "val_period": 0, "seed": 1},
+        "checkpointing": {"metric_name": "loss"},
+        "logger": {"log_dir": "sft_run"},
+    }
+    write_config(first, "sft.yaml")
+    then = {
+        "prerequisite": "sft.yaml",
+        "policy": {"model_name": "sft_run/checkpoints/latest/policy", "new_model": None},
+    }
+    with Command("coordinator", "up", write_config(then), "grpo.max_num_steps=1") as run:
+        run.wait_for("step 3/400")
+        run.signal(signal.SIGINT)
+        assert run.wait() == 130, run.output()
+        _, _, said = run.output().strip().rpartition("continue with: coordinator ")
+    done = steps_of("sft_run")[-1].step
+    assert done < 400
+    resumed = coordinator(*shlex.split(said))
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"resuming at step {done + 1}" in resumed.stdout
+    assert steps_of("sft_run")[-1].step == 400
+    assert [step.step for step in steps_of()] == [1]
 
 
 def test_kill_9_of_the_coordinator_leaves_nothing() -> None:

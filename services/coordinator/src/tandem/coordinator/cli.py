@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -98,7 +99,8 @@ def _up(arguments: argparse.Namespace) -> int:
             print(format_summary(folder), flush=True)
             return 0
         case "interrupted":
-            print(f"interrupted; continue with: coordinator up {arguments.config} --resume", flush=True)
+            words = ["coordinator", "up", arguments.config, *arguments.overrides, "--resume"]
+            print(f"interrupted; continue with: {shlex.join(words)}", flush=True)
             return _EXIT_INTERRUPTED
         case "failed":
             print(f"error: {finish.error}", file=sys.stderr)

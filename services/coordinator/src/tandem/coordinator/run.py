@@ -64,6 +64,8 @@ def run(config: Config, mode: Mode, say: Callable[[str], None], wanted_by: tuple
         finish = _run_prerequisite(config, config.prerequisite, say, (*wanted_by, config.prerequisite))
         if finish is not None and finish.outcome != "finished":
             return finish
+        if mode == "resume" and not (Path(config.logger.log_dir) / JOURNAL_NAME).exists():
+            mode = "new"  # what was interrupted was the prerequisite
     _make_model(config, say)
     feed = make_feed(config, load_tokenizer(config))
     with contextlib.ExitStack() as stack:
