@@ -92,6 +92,18 @@ def test_a_mixture_of_experts_trains_with_vllm() -> None:
     assert curve("run", "token_mult_prob_error").max() < 1.001
 
 
+def test_a_run_generates_in_float8() -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 64, "num_key_value_heads": 2}
+    over = {"policy": {"new_model": {"config": sizes}, "generation": SEVENS["policy"]["generation"]}}
+    config = write_config(merged(over, {"cluster": SEVENS["cluster"], "refit": {"verify": "full"}}))
+    arguments = ("policy.generation.backend=vllm", "policy.generation.vllm_cfg.precision=fp8")
+    ended = coordinator("up", config, *arguments, timeout_s=240.0)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    # The engine's probabilities are those of the rounded weights: not the trainer's, but near.
+    assert (np.abs(curve("run", "sampling_importance_ratio") - 1) > 1e-6).all()
+    assert (curve("run", "token_mult_prob_error") < 1.05).all()
+
+
 def test_an_unknown_argument_of_vllm_is_named_before_anything_starts() -> None:
     ended = coordinator(
         "up", write_config(), "policy.generation.backend=vllm", "policy.generation.vllm_kwargs={max_num_sequences: 4}"

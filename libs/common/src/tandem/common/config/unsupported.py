@@ -36,8 +36,8 @@ class Row(msgspec.Struct, frozen=True):
     """Whether the run would read the key at all."""
 
 
-_WIDE = ("auto", "bfloat16", "float16", "half", "float32", "float")
-"""Element types of weights that are not quantised, by vLLM's names."""
+_PRECISIONS = ("auto", "bfloat16", "float16", "half", "float32", "float", "fp8")
+"""Element types of vLLM's weights, by its names."""
 
 NOT_SUPPORTED_YET = (
     Row("algorithm", ("grpo", "sft")),
@@ -54,7 +54,7 @@ NOT_SUPPORTED_YET = (
     Row("policy.generation.vllm_cfg.tensor_parallel_size", (1,), _vllm),
     Row("policy.generation.vllm_cfg.pipeline_parallel_size", (1,), _vllm),
     Row("policy.generation.vllm_cfg.expert_parallel_size", (1,), _vllm),
-    Row("policy.generation.vllm_cfg.precision", _WIDE, _vllm),
+    Row("policy.generation.vllm_cfg.precision", _PRECISIONS, _vllm),
     Row("policy.generation.vllm_cfg.async_engine", (False,), _vllm),
     Row("policy.generation.async_engine", (False,), _vllm),
     Row("policy.generation.colocated.enabled", (True,), _grpo),

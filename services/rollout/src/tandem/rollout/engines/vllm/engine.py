@@ -15,7 +15,7 @@ from tandem.common.vllm_arguments import check_arguments
 from tandem.rollout.engine import Completion, Request
 from tandem.rollout.engines.refitted import RefittedEngine
 from tandem.rollout.engines.stopping import StopStrings
-from tandem.rollout.engines.vllm import insides
+from tandem.rollout.engines.vllm import float8, insides
 from tandem.rollout.engines.vllm.weights import weights_of
 
 _CACHE_BYTES = 2**30
@@ -69,8 +69,9 @@ class VllmEngine(RefittedEngine):
         """
         insides.check_release()
         self._llm = insides.Llm(engine_arguments(model_folder, settings, extra or {}))
+        block = float8.BLOCK if settings.precision == float8.PRECISION else None
         try:
-            weights = weights_of(self._llm.model_config, self._llm.parameters(), self._llm.dtype)
+            weights = weights_of(self._llm.model_config, self._llm.parameters(), self._llm.dtype, block)
         except TandemError:
             self._llm.close()
             raise
@@ -192,13 +193,17 @@ def _record(sequence: _Sequence, made: Any, version: int) -> FinishReason | None
 def engine_arguments(model_folder: Path, settings: VllmCfg, extra: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of vLLM's engine. Raises `ConfigError` for one in `extra` that it does not take."""
     check_arguments(extra)
+    overrides, dtype = insides.architectures(model_folder), settings.precision
+    if settings.precision == float8.PRECISION:
+        overrides["quantization_config"] = float8.quantization_config(insides.read_config(model_folder))
+        dtype = float8.ACTIVATIONS
     return {
         "model": str(model_folder),
-        "hf_overrides": insides.architectures(model_folder),
+        "hf_overrides": overrides,
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "load_format": "dummy",
-        "dtype": settings.precision,
+        "dtype": dtype,
         "max_model_len": settings.max_model_len,
         "enforce_eager": True,
         "gpu_memory_utilization": settings.gpu_memory_utilization,

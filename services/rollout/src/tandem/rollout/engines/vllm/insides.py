@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tandem.common.errors import ModelError, NotSupportedYet
+from tandem.rollout.engines.vllm import float8
 
 if TYPE_CHECKING:
     import torch
@@ -99,6 +100,8 @@ class Llm:
 
         if not current_platform.is_cpu():
             raise NotSupportedYet("policy.generation.backend: vllm runs on CPUs only")
+        if "quantization_config" in arguments["hf_overrides"]:
+            float8.install_cpu_kernel()
         self.packed: list[PackedExperts] = []
         self._released: list[tuple[torch.UntypedStorage, int]] = []
         """Of the key-value cache while it is given back, with sizes."""
@@ -224,12 +227,17 @@ def architectures(model_folder: Path) -> dict[str, Any]:
     """Return what to override in a model's configuration: the architecture, where the file does not name it."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    try:
-        config = msgspec.json.decode((model_folder / "config.json").read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.MsgspecError) as error:
-        raise ModelError(f"{model_folder / 'config.json'} cannot be read: {error}") from error
+    config = read_config(model_folder)
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.get("model_type"))
     return {"architectures": [name]} if name and not config.get("architectures") else {}
+
+
+def read_config(model_folder: Path) -> dict[str, Any]:
+    """Return the model's configuration. Raises `ModelError`."""
+    try:
+        return msgspec.json.decode((model_folder / "config.json").read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ModelError(f"{model_folder / 'config.json'} cannot be read: {error}") from error
 
 
 def _first_words(error: BaseException) -> str:

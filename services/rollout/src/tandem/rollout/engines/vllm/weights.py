@@ -12,19 +12,25 @@ from tandem.refit.adapters.catalogue import from_config
 from tandem.refit.adapters.deployment import locate
 from tandem.refit.adapters.vllm import Vllm
 from tandem.refit.endpoint import Weights, device_name, host_name
-from tandem.refit.layout import PrivateMemory, Storage
+from tandem.refit.layout import Layout, PrivateMemory, Storage
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Architectures whose every weight is computed with from the parameter that a refit writes."""
 
 
-def weights_of(config: Mapping[str, Any], parameters: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Weights:
+def weights_of(
+    config: Mapping[str, Any],
+    parameters: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
+    block: tuple[int, int] | None = None,
+) -> Weights:
     """Describe the live parameters of a model in one process.
 
     Args:
         config: Hugging Face configuration of the model.
         parameters: by name, tied ones once. What no tensor lies in, such as padding of the vocabulary, is set to zero.
-        dtype: of the weights.
+        dtype: of the weights, but for those in float8.
+        block: rows and columns that share a scale, where the weights of linear layers are in float8.
 
     Raises:
         ModelError: the architecture is unknown, or the model has a parameter that a refit would leave as it is.
@@ -34,16 +40,27 @@ def weights_of(config: Mapping[str, Any], parameters: Mapping[str, torch.Tensor]
         raise ModelError(f"vLLM's {config.get('model_type')} cannot be refitted; known are {', '.join(FAMILIES)}")
     name_of_dtype = str(dtype).removeprefix("torch.")
     device = device_name(next(iter(parameters.values())).device)
-    layout = Vllm().layout(from_config(config, name_of_dtype), 0, host_name(), device)
+    model = from_config(config, name_of_dtype)
+    layout = Vllm().layout(model if block is None else model.quantised(block), 0, host_name(), device)
     found = {name: Storage(name, held.nbytes, PrivateMemory()) for name, held in parameters.items()}
     located = locate(layout, found)
     names = [storage.name for storage in located.storages]
     left = sorted(parameters.keys() - set(names))
     if left:
         raise ModelError(f"vLLM's {config['model_type']} has parameters that no tensor lies in: {', '.join(left)}")
+    wanted = dtypes_of(located)
     for name in names:
         held = parameters[name]
-        if held.dtype != dtype or not held.is_contiguous():
-            raise ModelError(f"vLLM has {name} as {held.dtype} with strides {held.stride()}, not plain {dtype}")
+        if held.dtype != wanted[name] or not held.is_contiguous():
+            raise ModelError(f"vLLM has {name} as {held.dtype} with strides {held.stride()}, not plain {wanted[name]}")
         held.data.zero_()
     return Weights(located, {name: parameters[name] for name in names})
+
+
+def dtypes_of(layout: Layout) -> dict[str, torch.dtype]:
+    """Return the element type of each storage."""
+    storages, tensors = layout.pieces.storage_P.tolist(), layout.pieces.tensor_P.tolist()
+    return {
+        layout.storages[storage].name: getattr(torch, layout.tensors[tensor].dtype)
+        for storage, tensor in zip(storages, tensors, strict=True)
+    }
