@@ -20,8 +20,8 @@ class VllmCfg(Section, frozen=True, kw_only=True):
     """The vLLM engine; read only where `policy.generation.backend` is vllm."""
 
     precision: str
-    """Element type of the engine's weights and activations. fp8: the weights of linear layers in float8 with a scale for
-    each 128 × 128 block, made by every refit from what the trainer holds; all else in bfloat16."""
+    """Element type of the engine's weights and activations. fp8: the weights of linear layers in float8 with a scale
+    for each block of 128 × 128, made by every refit from what the trainer holds; the rest in bfloat16."""
     max_model_len: PositiveInt
     """Longest sequence, prompt included."""
     tensor_parallel_size: PositiveInt = 1
