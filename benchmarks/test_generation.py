@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -18,10 +17,9 @@ import transformers
 
 from tandem.common.messages import SamplingParameters
 from tandem.refit.planner import plan
-from tandem.refit.transports import shm
 from tandem.rollout.engine import Request
-from tandem.rollout.engines.skeleton import weights_of
 from tandem.rollout.engines.transformers import TransformersEngine
+from tandem.trainer.backends.shards import weights_of
 
 NUM_PROMPTS = 16
 NUM_SAMPLES = 8
@@ -87,12 +85,7 @@ def make_engine(model: Any) -> TransformersEngine:
     engine = TransformersEngine(
         folder, num_slots=NUM_PROMPTS * NUM_SAMPLES, max_total_sequence_length=128, dtype="float32"
     )
-    weights = weights_of(model)
-    storages = tuple(
-        msgspec.structs.replace(storage, address=shm.share(weights.storages[storage.name]))
-        for storage in weights.layout.storages
-    )
-    source = msgspec.structs.replace(weights.layout, storages=storages)
+    source = weights_of(dict(model.named_parameters())).layout
     programs = plan({"trainer-0": source}, {"rollout-0": engine.layout()}, allow_alias=False).programs
     engine.install(programs["rollout-0"], {})
     engine.apply(0, 60.0)

@@ -15,7 +15,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from measure import Turns, report
@@ -27,8 +26,8 @@ from tandem.common.messages import BuildEngine, Generate, Problem, PromptGroup, 
 from tandem.common.service import Member
 from tandem.common.tokenizer import write_new_model
 from tandem.refit import layout
-from tandem.refit.endpoint import Endpoint, Weights
-from tandem.refit.transports import shm
+from tandem.refit.endpoint import Endpoint
+from tandem.trainer.backends.shards import weights_of
 
 NUM_ROUNDS = 7
 NUM_LAYERS = int(os.environ.get("BENCHMARK_LAYERS", "8"))
@@ -52,13 +51,9 @@ class Trainer:
 
     def __init__(self, member: Member, folder: str) -> None:
         self._model = _model(folder)
-        weights = _weights_of(self._model)
-        storages = tuple(
-            msgspec.structs.replace(storage, address=shm.share(weights.storages[storage.name]))
-            for storage in weights.layout.storages
-        )
-        self.layout = msgspec.structs.replace(weights.layout, storages=storages)
-        self.endpoint = Endpoint(member, Weights(self.layout, weights.storages))
+        weights = weights_of(dict(self._model.named_parameters()))
+        self.layout = weights.layout
+        self.endpoint = Endpoint(member, weights)
 
     def handle(self, order: Any, arrays: Any) -> None:
         self.endpoint.handle(order)
@@ -88,12 +83,6 @@ def _model(folder: str) -> Any:
 
     config = transformers.AutoConfig.from_pretrained(folder)
     return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-
-
-def _weights_of(model: Any) -> Weights:
-    from tandem.rollout.engines.skeleton import weights_of
-
-    return weights_of(model)
 
 
 def make(member: Member, connection: Connection, folder: str) -> tuple[Any, Asked]:

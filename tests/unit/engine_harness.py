@@ -6,7 +6,6 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 import transformers
@@ -16,10 +15,9 @@ from tandem.common.messages import SamplingParameters
 from tandem.refit.layout import Layout
 from tandem.refit.planner import plan
 from tandem.refit.program import TransferProgram
-from tandem.refit.transports import shm
 from tandem.rollout.engine import Completion, Engine, Request
-from tandem.rollout.engines.skeleton import weights_of
 from tandem.rollout.engines.transformers import TransformersEngine
+from tandem.trainer.backends.shards import weights_of
 
 VOCABULARY = 61
 SIZES: dict[str, Any] = {
@@ -60,12 +58,7 @@ def make_model(architecture: str, folder: Path, *, seed: int = 0, **changes: Any
 
 def shared_layout(model: Any) -> Layout:
     """Move a model's parameters into shared memory, and describe them as a trainer would."""
-    weights = weights_of(model)
-    storages = tuple(
-        msgspec.structs.replace(storage, address=shm.share(weights.storages[storage.name]))
-        for storage in weights.layout.storages
-    )
-    return msgspec.structs.replace(weights.layout, storages=storages)
+    return weights_of(dict(model.named_parameters())).layout
 
 
 def make_program(source: Layout, engine: Engine, *, allow_alias: bool = False) -> TransferProgram:
