@@ -173,7 +173,9 @@ def test_every_parameter_is_as_vllm_loads_it(config: dict[str, Any], sizes: Vllm
     model = model_of(config)
     weights = weights_of(model)
     for rank, layout in enumerate(sizes.layouts(model, Hosts("here"))):
-        assert_holds(layout, weights, Loader(config, sizes, sizes.coordinates(rank), weights).load())
+        expected = Loader(config, sizes, sizes.coordinates(rank), weights).load()
+        assert_holds(layout, weights, expected)
+        assert {storage.name for storage in layout.storages} == set(expected), "those that are only padding as well"
 
 
 @pytest.mark.parametrize(("config", "sizes"), CASES.values(), ids=CASES)

@@ -97,6 +97,12 @@ class RankBuilder:
             box = cut(shape, dim, rank, size)
             self.parameter(name, box.shape, stack((tensor, box)), only=only)
 
+    def padding(self, name: str, shape: Sequence[int], tensor: str) -> None:
+        """Add a parameter of a tensor's element type in which nothing of the tensor lies."""
+        if self._model.shape_of(tensor) is not None:
+            dtype = self._model.tensors[self._model.index[tensor]].dtype
+            self._builder.storage(name, math.prod(shape) * ITEM_SIZES[dtype])
+
     def build(self) -> Layout:
         """Return the layout, of a process without a host."""
         return self._builder.build()

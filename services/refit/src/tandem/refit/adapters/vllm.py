@@ -116,6 +116,8 @@ class _Rank:
         held = share.intersect(whole((rows, hidden)))
         if held is not None:
             self._builder.parameter(name, share.shape, stack((name, held)))
+        else:
+            self._builder.padding(name, share.shape, name)
 
     def _attention(self, sizes: Attention) -> None:
         tp, head = self._sizes.tp, sizes.head_dim
