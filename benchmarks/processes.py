@@ -217,7 +217,7 @@ class Plane:
         self.planned: TransfersPlanned = self._serve(order)
         assert not self.planned.meshes
         for remote in [*trainers, *engines]:
-            remote.order(InstallProgram(program=self.planned.programs[remote.name], **self.promise()))
+            remote.order(InstallProgram(programs=(self.planned.programs[remote.name],), **self.promise()))
         for remote in [*trainers, *engines]:
             remote.receive()
 
@@ -247,7 +247,7 @@ class Plane:
         """Have the version digested everywhere, and compared."""
         self.order_attestation(version)
         remotes = [*self.trainers, *self.engines]
-        self.commit(version, {remote.name: remote.receive().digests for remote in remotes})
+        self.commit(version, {remote.name: remote.receive().digests[0] for remote in remotes})
 
     def _serve(self, order: Any) -> Any:
         self._service.handle(order, {})

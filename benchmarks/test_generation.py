@@ -86,8 +86,8 @@ def make_engine(model: Any) -> TransformersEngine:
         folder, num_slots=NUM_PROMPTS * NUM_SAMPLES, max_total_sequence_length=128, dtype="float32"
     )
     source = weights_of(dict(model.named_parameters())).layout
-    programs = plan({"trainer-0": source}, {"rollout-0": engine.layout()}, allow_alias=False).programs
-    engine.install(programs["rollout-0"], {})
+    programs = plan({"trainer-0": source}, {"rollout-0": engine.layouts()[0]}, allow_alias=False).programs
+    engine.install([programs["rollout-0"]], {})
     engine.apply(0, 60.0)
     return engine
 

@@ -115,7 +115,7 @@ def make(member: Member, connection: Connection, folder: str) -> tuple[Any, Aske
         engine.step = timed  # type: ignore[method-assign]
 
     return service, {
-        "layout": lambda: layout.encode(service._built().layout()),
+        "layout": lambda: layout.encode(service._built().layouts()[0]),
         "verify": lambda mode: setattr(service._plane(), "_verify", mode),
         "watch": watch,
         "forget": first.clear,
@@ -194,7 +194,7 @@ class Bench:
                 message, arrays = remote.receive_all()
                 match type(message).__name__:
                     case "Attested":
-                        digests[remote.name] = message.digests
+                        digests[remote.name] = message.digests[0]
                         if len(digests) == 2:
                             self.plane.commit(self.version, digests)
                             self.until_attested[verify].append(clock() - started_at)

@@ -12,6 +12,7 @@ import transformers
 from numpy.typing import NDArray
 
 from tandem.common.messages import SamplingParameters
+from tandem.common.parts import part_names
 from tandem.refit.layout import Layout
 from tandem.refit.planner import plan
 from tandem.refit.program import TransferProgram
@@ -61,15 +62,18 @@ def shared_layout(model: Any) -> Layout:
     return weights_of(dict(model.named_parameters())).layout
 
 
-def make_program(source: Layout, engine: Engine, *, allow_alias: bool = False) -> TransferProgram:
-    """Plan how an engine gets its weights from one trainer rank."""
-    return plan({"trainer-0": source}, {"rollout-0": engine.layout()}, allow_alias=allow_alias).programs["rollout-0"]
+def make_programs(source: Layout, engine: Engine, *, allow_alias: bool = False) -> list[TransferProgram]:
+    """Plan how the parts of an engine get their weights from one trainer rank."""
+    layouts = engine.layouts()
+    wanted = dict(zip(part_names("rollout-0", len(layouts)), layouts, strict=True))
+    programs = plan({"trainer-0": source}, wanted, allow_alias=allow_alias).programs
+    return [programs[part] for part in wanted]
 
 
 def refit(engine: Engine, model: Any, version: int) -> None:
     """Bring an engine to what `model` holds, by a whole refit out of the memory of a copy of it."""
     source = copy.deepcopy(model)
-    engine.install(make_program(shared_layout(source), engine), {})
+    engine.install(make_programs(shared_layout(source), engine), {})
     engine.apply(version, 60.0)
 
 

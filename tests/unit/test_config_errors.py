@@ -317,7 +317,6 @@ VLLM_CFG = "policy.generation.vllm_cfg"
         (["policy.megatron_cfg.enabled=true"], "policy.megatron_cfg.enabled (true)"),
         (["policy.sequence_packing.enabled=true"], "policy.sequence_packing.enabled (true)"),
         (["policy.dynamic_batching.enabled=true"], "policy.dynamic_batching.enabled (true)"),
-        ([VLLM, "policy.generation.vllm_cfg.tensor_parallel_size=2"], f"{VLLM_CFG}.tensor_parallel_size (2)"),
         ([VLLM, "policy.generation.vllm_cfg.pipeline_parallel_size=2"], f"{VLLM_CFG}.pipeline_parallel_size (2)"),
         ([VLLM, "policy.generation.vllm_cfg.expert_parallel_size=2"], f"{VLLM_CFG}.expert_parallel_size (2)"),
         ([VLLM, "policy.generation.vllm_cfg.precision=int8"], f"{VLLM_CFG}.precision (int8)"),

@@ -102,7 +102,7 @@ def test_a_group_reads_its_prompt_once(tmp_path: Path) -> None:
 def test_bfloat16_matches_a_bfloat16_forward(tmp_path: Path) -> None:
     model = make_model("qwen3", tmp_path).to(torch.bfloat16)
     engine = TransformersEngine(tmp_path, num_slots=4, max_total_sequence_length=32, dtype="bfloat16")
-    assert {parameter.dtype for parameter in engine.parameters().values()} == {torch.bfloat16}
+    assert {parameter.dtype for parameter in engine._model.parameters()} == {torch.bfloat16}
     refit(engine, model, 0)
     finished = run_all(engine, [request(index, (1, 2, 3 + index)) for index in range(4)])
     for index, made in finished.items():

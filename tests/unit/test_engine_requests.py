@@ -14,7 +14,7 @@ from engine_harness import (
     VOCABULARY,
     make_engine,
     make_model,
-    make_program,
+    make_programs,
     random_prompts,
     reference_logprobs,
     refit,
@@ -230,7 +230,7 @@ def test_an_engine_serves_no_token_until_it_holds_a_whole_version(model: Any, tm
     with pytest.raises(RefitError, match="no transfer program"):
         engine.apply(0, 60.0)
     source = copy.deepcopy(model)
-    engine.install(make_program(shared_layout(source), engine), {})
+    engine.install(make_programs(shared_layout(source), engine), {})
     assert engine.version is None
     engine.add_request(request(0, PROMPT))
     with pytest.raises(RefitError, match="no whole weight version"):
@@ -286,7 +286,7 @@ def test_sleep_gives_memory_back_and_wake_goes_on(model: Any, tmp_path: Path) ->
 
 def test_layout_describes_the_live_parameters(model: Any, tmp_path: Path) -> None:
     engine = make_engine(tmp_path, model)
-    layout = engine.layout()
+    layout = engine.layouts()[0]
     expected = dict(model.named_parameters())
     assert "lm_head.weight" not in expected  # tied
     assert [tensor.name for tensor in layout.tensors] == list(expected)

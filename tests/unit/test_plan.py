@@ -112,7 +112,7 @@ def answer(action: Dispatch | DispatchPrompts | DispatchBatch) -> Reply:
             layout = f"{action.member} holds".encode()
             return TrainerBuilt(command_id=command_id, version=0, num_parameters=1, layout=layout)
         case BuildEngine():
-            return EngineBuilt(command_id=command_id, layout=f"{action.member} wants".encode())
+            return EngineBuilt(command_id=command_id, layouts=(f"{action.member} wants".encode(),))
         case PlanTransfers(sources=sources, destinations=destinations):
             return TransfersPlanned(
                 command_id=command_id,
@@ -131,7 +131,7 @@ def answer(action: Dispatch | DispatchPrompts | DispatchBatch) -> Reply:
         case Refit(version=version):
             return Refitted(command_id=command_id, version=version, num_bytes={}, seconds=0.0)
         case Attest(version=version):
-            digests = f"{action.member} at {version}".encode()
+            digests = (f"{action.member} at {version}".encode(),)
             return Attested(command_id=command_id, version=version, digests=digests, seconds=0.0)
         case CommitVersion(version=version):
             return VersionCommitted(command_id=command_id, version=version, differing={}, digest=9)
@@ -231,11 +231,11 @@ def test_layouts_and_programs_reach_the_right_processes() -> None:
     assert planning.sources == {"trainer-0": b"trainer-0 holds", "trainer-1": b"trainer-1 holds"}
     assert planning.destinations == {"rollout-0": b"rollout-0 wants", "rollout-1": b"rollout-1 wants"}
     installs = {
-        a.member: a.order.program
+        a.member: a.order.programs
         for a in cluster.orders
         if isinstance(a, Dispatch) and isinstance(a.order, InstallProgram)
     }
-    assert installs == {m: f"program of {m}".encode() for m in ("trainer-0", "trainer-1", "rollout-0", "rollout-1")}
+    assert installs == {m: (f"program of {m}".encode(),) for m in ("trainer-0", "trainer-1", "rollout-0", "rollout-1")}
 
 
 def test_a_version_is_committed_with_every_digest() -> None:
@@ -529,7 +529,63 @@ def test_a_replacement_that_wants_something_else_ends_the_run() -> None:
     lose(cluster, "rollout-0")
     replace(cluster, "rollout-0")
     (build,) = (a for a in cluster.pending if isinstance(a, Dispatch) and isinstance(a.order, BuildEngine))
-    reply = EngineBuilt(command_id=build.order.command_id, layout=b"something else")
+    reply = EngineBuilt(command_id=build.order.command_id, layouts=(b"something else",))
+    finish = only_finish(cluster.give(Replied(now=cluster.now, member="rollout-0", reply=reply)))
+    assert "wants other weights" in str(finish.error)
+
+
+def in_two_parts(reply: Reply) -> Reply:
+    """Let both engines answer for two workers."""
+    match reply:
+        case EngineBuilt(layouts=(layout,)):
+            return msgspec.structs.replace(reply, layouts=(layout + b" 0", layout + b" 1"))
+        case TransfersPlanned():
+            parts = [f"rollout-{engine}/{worker}" for engine in range(2) for worker in range(2)]
+            programs = {part: f"program of {part}".encode() for part in ("trainer-0", "trainer-1", *parts)}
+            return msgspec.structs.replace(reply, programs=programs)
+        case Attested(digests=(digest,)) if digest.startswith(b"rollout"):
+            return msgspec.structs.replace(reply, digests=(digest + b" 0", digest + b" 1"))
+        case other:
+            return other
+
+
+def test_the_workers_of_an_engine_are_planned_for_and_attested_one_by_one_and_ordered_together() -> None:
+    cluster = Cluster(GRPO)
+    cluster.adjust = in_two_parts
+    cluster.join_all()
+    cluster.run_until(Phase.FINISHED)
+    assert cluster.commits() == [0, 1, 2, 3]
+    (planning,) = orders_of(cluster, PlanTransfers)
+    workers = [(engine, worker) for engine in range(2) for worker in range(2)]
+    assert planning.destinations == {f"rollout-{e}/{w}": f"rollout-{e} wants {w}".encode() for e, w in workers}
+    assert planning.sources.keys() == {"trainer-0", "trainer-1"}
+    installs = [
+        (a.member, a.order.programs)
+        for a in cluster.orders
+        if isinstance(a, Dispatch) and isinstance(a.order, InstallProgram)
+    ]
+    assert installs == [
+        ("trainer-0", (b"program of trainer-0",)),
+        ("trainer-1", (b"program of trainer-1",)),
+        ("rollout-0", (b"program of rollout-0/0", b"program of rollout-0/1")),
+        ("rollout-1", (b"program of rollout-1/0", b"program of rollout-1/1")),
+    ]
+    first = orders_of(cluster, CommitVersion)[0]
+    assert first.digests == {
+        **{f"trainer-{rank}": f"trainer-{rank} at 0".encode() for rank in range(2)},
+        **{f"rollout-{e}/{w}": f"rollout-{e} at 0 {w}".encode() for e, w in workers},
+    }
+
+
+def test_a_replacement_with_other_workers_ends_the_run() -> None:
+    cluster = Cluster(GRPO)
+    cluster.adjust = in_two_parts
+    cluster.join_all()
+    cluster.run_until(Phase.GENERATING)
+    lose(cluster, "rollout-0")
+    replace(cluster, "rollout-0")
+    (build,) = (a for a in cluster.pending if isinstance(a, Dispatch) and isinstance(a.order, BuildEngine))
+    reply = EngineBuilt(command_id=build.order.command_id, layouts=(b"rollout-0 wants 0",))
     finish = only_finish(cluster.give(Replied(now=cluster.now, member="rollout-0", reply=reply)))
     assert "wants other weights" in str(finish.error)
 

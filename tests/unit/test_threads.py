@@ -25,10 +25,24 @@ from tandem.common.threads import num_threads
     ],
 )
 def test_cores_are_shared(cluster: dict[str, Any], kind: Literal["trainers", "rollouts"], expected: int) -> None:
-    settings = {
+    assert num_threads(build_config(settings(cluster)), kind, 8) == expected
+
+
+def test_workers_of_an_engine_share_what_the_engine_has() -> None:
+    generation = {"backend": "vllm", "vllm_cfg": {"tensor_parallel_size": 2}}
+    config = build_config(settings({"rollouts": 2}, generation))
+    assert [num_threads(config, kind, 8) for kind in ("rollouts", "trainers")] == [2, 8]
+
+
+def settings(cluster: dict[str, Any], generation: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {
         "grpo": {"num_prompts_per_step": 6, "num_generations_per_prompt": 2},
-        "policy": {"model_name": "model", "train_global_batch_size": 12, "train_micro_batch_size": 2},
+        "policy": {
+            "model_name": "model",
+            "train_global_batch_size": 12,
+            "train_micro_batch_size": 2,
+            "generation": generation or {},
+        },
         "data": {"dataset_name": "reasoning_gym", "task": "chain_sum"},
         "cluster": cluster,
     }
-    assert num_threads(build_config(settings), kind, 8) == expected

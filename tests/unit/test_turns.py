@@ -97,10 +97,10 @@ class Rollout:
         self.service.handle(BuildEngine(command_id=1, deadline_s=WAIT_S), {})
         built, _ = self.member.sent.pop()
         assert isinstance(built, EngineBuilt)
-        wanted = layout.decode(built.layout)
+        wanted = layout.decode(built.layouts[0])
         planned = plan({"trainer-0": shared_layout(self.model)}, {"rollout-0": wanted}, allow_alias=False)
         encoded = program.encode(planned.programs["rollout-0"])
-        self.service.handle(InstallProgram(command_id=2, deadline_s=WAIT_S, program=encoded), {})
+        self.service.handle(InstallProgram(command_id=2, deadline_s=WAIT_S, programs=(encoded,)), {})
         self.service.handle(Refit(command_id=3, deadline_s=WAIT_S, version=0), {})
         self.member.sent.clear()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ HAS_VLLM = importlib.util.find_spec("vllm") is not None and "torch" not in sys.m
 
 if HAS_VLLM:
     insides.prepare_environment(num_threads=1)
+    resource_tracker.ensure_running()  # Python keeps it for as long as this process lives: no test leaves it behind
     sys.path.append(str(Path(__file__).parents[1] / "unit"))  # tiny models, and ways to refit an engine from them
 else:
     collect_ignore_glob = ["test_*.py"]

@@ -17,7 +17,7 @@ from tandem.common.config.schema.generation import VllmCfg
 from tandem.common.errors import NotSupportedYet
 from tandem.rollout.engines.vllm import float8
 from tandem.rollout.engines.vllm.engine import VllmEngine
-from tests.vllm.vllm_harness import refit, tiny_model, train
+from tests.vllm.vllm_harness import live_parameters, refit, tiny_model, train
 
 SIZES = {
     "hidden_size": 256,
@@ -84,7 +84,7 @@ def test_a_refit_makes_what_a_plain_quantiser_makes(engine: tuple[VllmEngine, An
     for version in range(2):
         train(model, seed=version)
         refit(vllm, model, version)
-        held = vllm.parameters()
+        held = live_parameters(vllm)
         weights = linear_weights(model)
         assert len(weights) == 7 * model.config.num_hidden_layers
         for name, weight in weights.items():

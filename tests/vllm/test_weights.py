@@ -16,16 +16,10 @@ from tandem.refit.digests.task import digest_layout
 from tandem.rollout.engines.skeleton import weights_of
 from tandem.rollout.engines.vllm import insides
 from tandem.rollout.engines.vllm.engine import engine_arguments
-from tests.vllm.vllm_harness import CHANGES, refit, running, tiny_model, train
+from tests.vllm.vllm_harness import CHANGES, all_parameters, live_parameters, refit, running, tiny_model, train
 
 PROMPT = (2, 7, 1, 8)
 SETTINGS = VllmCfg(precision="float32", max_model_len=128)
-
-
-def all_parameters(llm: insides.Llm) -> dict[str, torch.Tensor]:
-    """Return what refits write, and beside it whatever kernels read in its place."""
-    packed = {f"packed {name}": held.detach() for name, held in llm.model.named_parameters()}
-    return {**packed, **{name: held.detach() for name, held in llm.parameters().items()}}
 
 
 def load(folder: Path) -> dict[str, torch.Tensor]:
@@ -33,7 +27,7 @@ def load(folder: Path) -> dict[str, torch.Tensor]:
     arguments = engine_arguments(folder, SETTINGS, {"kv_cache_memory_bytes": 2**26})
     llm = insides.Llm({**arguments, "load_format": "safetensors"})
     try:
-        return {name: held.clone() for name, held in all_parameters(llm).items()}
+        return all_parameters(llm)[0]
     finally:
         llm.close()
 
@@ -53,15 +47,15 @@ def test_a_refit_equals_load_weights(architecture: str, ties: bool, tmp_path: Pa
     model.save_pretrained(tmp_path / "model")
     expected = load(tmp_path / "model")
     with running(tmp_path / "model") as engine:
-        before = all_parameters(engine._llm)
+        (before,) = all_parameters(engine._llm)
         assert not any(torch.equal(held, expected[name]) for name, held in before.items())
-        pointers = {name: held.data_ptr() for name, held in engine.parameters().items()}
+        pointers = {name: held.data_ptr() for name, held in live_parameters(engine).items()}
         refit(engine, model, 0)
-        found = all_parameters(engine._llm)
+        (found,) = all_parameters(engine._llm)
         assert found.keys() == expected.keys()
         for name, held in found.items():
             assert torch.equal(held, expected[name]), name
-        assert {name: held.data_ptr() for name, held in engine.parameters().items()} == pointers
+        assert {name: held.data_ptr() for name, held in live_parameters(engine).items()} == pointers
     assert ("lm_head.weight" in found) != ties
     assert any(name.endswith("w13_weight") for name in found) == (architecture == "qwen3_moe")
 
@@ -72,9 +66,9 @@ def test_aliases_are_digested_and_computed_with(architecture: str, tmp_path: Pat
     with running(tmp_path / "model") as engine:
         source = refit(engine, model, 0, allow_alias=True)
         own = digests_of(source)
-        held = engine.digest_task(None).result().tolist()
-        assert dict(zip((t.name for t in engine.layout().tensors), held, strict=True)) == own
-        embedding = engine.parameters()["model.embed_tokens.weight"]
+        (held,), (layout,) = engine.digest_task(None).results(), engine.layouts()
+        assert dict(zip((t.name for t in layout.tensors), held.tolist(), strict=True)) == own
+        embedding = live_parameters(engine)["model.embed_tokens.weight"]
         with torch.no_grad():  # an optimizer step shows through
             source.model.embed_tokens.weight.mul_(0.5)
         assert torch.equal(embedding, source.model.embed_tokens.weight)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from engine_harness import make_model, make_program, shared_layout
+from engine_harness import make_model, make_programs, shared_layout
 
 from tandem.common.config.schema.generation import VllmCfg
+from tandem.rollout.engines.vllm import insides
 from tandem.rollout.engines.vllm.engine import VllmEngine
 
 CHANGES: dict[str, dict[str, Any]] = {
@@ -32,9 +33,9 @@ def tiny_model(architecture: str, folder: Path, *, seed: int = 0, **changes: Any
 
 
 @contextlib.contextmanager
-def running(folder: Path, **extra: Any) -> Iterator[VllmEngine]:
-    """Start vLLM with a model's configuration, without weights; stop it at the end."""
-    settings = VllmCfg(precision="float32", max_model_len=128)
+def running(folder: Path, sizes: Mapping[str, int] | None = None, **extra: Any) -> Iterator[VllmEngine]:
+    """Start vLLM with a model's configuration, without weights; stop it at the end. `sizes` are `VllmCfg`'s."""
+    settings = VllmCfg(precision="float32", max_model_len=128, **(sizes or {}))
     engine = VllmEngine(folder, settings, extra={"kv_cache_memory_bytes": 2**26, "max_num_seqs": 32, **extra})
     try:
         yield engine
@@ -45,9 +46,10 @@ def running(folder: Path, **extra: Any) -> Iterator[VllmEngine]:
 def refit(engine: VllmEngine, model: Any, version: int, *, allow_alias: bool = False) -> Any:
     """Bring an engine to what `model` holds now, by a whole refit out of a copy of it; return the copy."""
     source = copy.deepcopy(model)
-    program = make_program(shared_layout(source), engine, allow_alias=allow_alias)
-    assert {transfer.transport for transfer in program.receives} <= {"shm", "alias"}, "both are on this host"
-    engine.install(program, {})
+    programs = make_programs(shared_layout(source), engine, allow_alias=allow_alias)
+    transports = {transfer.transport for program in programs for transfer in program.receives}
+    assert transports <= {"shm", "alias"}, "both are on this host"
+    engine.install(programs, {})
     engine.apply(version, 60.0)
     return source
 
@@ -58,3 +60,21 @@ def train(model: Any, seed: int) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.01)
+
+
+def all_parameters(llm: insides.Llm) -> list[dict[str, torch.Tensor]]:
+    """Return, for each worker, a copy of what refits write, and beside it of whatever kernels read in its place."""
+    found: list[dict[str, torch.Tensor]] = llm.engine.collective_rpc(_parameters_of)
+    return found
+
+
+def _parameters_of(worker: Any) -> dict[str, torch.Tensor]:
+    model = worker.model_runner.get_model()
+    packed = {f"packed {name}": held.detach().clone() for name, held in model.named_parameters()}
+    return {**packed, **{name: held.detach().clone() for name, held in worker.part.parameters().items()}}
+
+
+def live_parameters(engine: VllmEngine) -> dict[str, torch.Tensor]:
+    """Return the parameters that refits write, of an engine whose worker is in this process."""
+    (found,) = engine._llm.engine.collective_rpc(lambda worker: worker.part.parameters())
+    return dict(found)

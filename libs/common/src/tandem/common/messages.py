@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Raised whenever a message changes shape; both ends of a link must hold the same number."""
 
 ServiceKind = Literal["trainer", "rollout", "refit"]
@@ -208,8 +208,8 @@ class EngineBuilt(Message, frozen=True, kw_only=True, tag=True):
     """The engine wants weights."""
 
     command_id: int
-    layout: bytes
-    """An encoded `tandem.refit.layout.Layout`: what this engine wants, and where."""
+    layouts: tuple[bytes, ...]
+    """Encoded `tandem.refit.layout.Layout`s: what each of its parts (`tandem.common.parts`) wants, and where."""
 
 
 class Problem(Message, frozen=True, kw_only=True):
@@ -310,8 +310,8 @@ class InstallProgram(Command, frozen=True, kw_only=True, tag=True):
     Engines and trainer ranks alike get one.
     """
 
-    program: bytes
-    """An encoded `tandem.refit.program.TransferProgram`."""
+    programs: tuple[bytes, ...]
+    """An encoded `tandem.refit.program.TransferProgram` for each part of the process, in order."""
 
 
 class ProgramInstalled(Message, frozen=True, kw_only=True, tag=True):
@@ -373,8 +373,9 @@ class Attested(Message, frozen=True, kw_only=True, tag=True):
 
     command_id: int
     version: int
-    digests: bytes
-    """Its share of the digest of each tensor of its layout, in order: unsigned 64-bit little-endian integers."""
+    digests: tuple[bytes, ...]
+    """For each of its parts, its share of the digest of each tensor of its layout, in order: unsigned 64-bit
+    little-endian integers."""
     seconds: float
     """Time spent computing."""
 
@@ -388,7 +389,7 @@ class PlanTransfers(Command, frozen=True, kw_only=True, tag=True):
     sources: dict[str, bytes]
     """Encoded layouts of the trainer ranks, by member."""
     destinations: dict[str, bytes]
-    """Encoded layouts of the engines, by member."""
+    """Encoded layouts of the engines, by part."""
     allow_alias: bool
     """True if no engine generates while the trainer steps, so that engines may read the trainer's memory in place."""
 
@@ -405,12 +406,12 @@ class TransfersPlanned(Message, frozen=True, kw_only=True, tag=True):
 
     command_id: int
     programs: dict[str, bytes]
-    """Encoded `tandem.refit.program.TransferProgram` by member."""
+    """Encoded `tandem.refit.program.TransferProgram` by part."""
     senders: tuple[str, ...]
     """Members that have something to do in a refit beside the engines that receive."""
     meshes: tuple[PlannedMesh, ...]
     num_bytes: dict[str, int]
-    """Bytes one refit moves over each link, named ``trainer-0>rollout-1``."""
+    """Bytes one refit moves over each link between parts, named ``trainer-0>rollout-1``."""
     predicted_s: float
     """Seconds that a refit should take at the rates of ``cluster.links``."""
     bound_s: float
@@ -424,7 +425,7 @@ class CommitVersion(Command, frozen=True, kw_only=True, tag=True):
 
     version: int
     digests: dict[str, bytes]
-    """By member, trainers and engines, as in `Attested`; empty where ``refit.verify`` is off."""
+    """By part, of trainers and engines, as in `Attested`; empty where ``refit.verify`` is off."""
     has_update: bool
     """Whether the weights must differ from those of the version before."""
 

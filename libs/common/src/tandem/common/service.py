@@ -122,7 +122,7 @@ def run_service(
     """Run one service process from its command line to its end; return the exit code."""
     arguments = _parser(kind).parse_args(argv)
     if arguments.launched_by:
-        _die_with(arguments.launched_by)
+        die_with(arguments.launched_by)
     # The coordinator decides when a run ends; Ctrl-C in its terminal reaches the whole process group.
     if arguments.launched_by:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -193,8 +193,8 @@ def _parser(kind: ServiceKind) -> argparse.ArgumentParser:
     return parser
 
 
-def _die_with(parent_pid: int) -> None:
-    """Have the kernel kill this process when the one that launched it dies, kill -9 included."""
+def die_with(parent_pid: int) -> None:
+    """Have the kernel kill this process when the one that started it dies, kill -9 included."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # it died before the line above
         os._exit(1)

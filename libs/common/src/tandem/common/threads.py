@@ -19,7 +19,7 @@ def limit_threads(config: Config, kind: Literal["trainers", "rollouts"]) -> None
 
 
 def num_threads(config: Config, kind: Literal["trainers", "rollouts"], num_cores: int) -> int:
-    """Return ``cluster.threads_per_process``; if it is null, this process's share of the cores.
+    """Return ``cluster.threads_per_process``; if it is null, this process's share of the cores, or of each its workers.
 
     Training and generation take turns in synchronous mode, so each may use the whole machine; processes of one kind
     work at the same time and share it. How many there are is known where the coordinator launches them.
@@ -31,4 +31,6 @@ def num_threads(config: Config, kind: Literal["trainers", "rollouts"], num_cores
         num_here: int = getattr(cluster, kind) if cluster.launch == "all" else 1
     else:
         num_here = getattr(cluster.launch, kind)
+    if kind == "rollouts" and config.policy.generation.backend == "vllm":
+        num_here *= config.policy.generation.vllm_cfg.num_workers
     return max(1, num_cores // max(1, num_here))

@@ -24,6 +24,8 @@ RESERVED = {
     "pipeline_parallel_size": "policy.generation.vllm_cfg.pipeline_parallel_size",
     "enable_expert_parallel": "policy.generation.vllm_cfg.expert_parallel_size",
     "data_parallel_size": "cluster.rollouts",
+    "distributed_executor_backend": "",
+    "worker_cls": "",
     "seed": "",
     "logprobs_mode": "",
     "skip_tokenizer_init": "",

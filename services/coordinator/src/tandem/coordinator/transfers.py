@@ -17,6 +17,7 @@ from tandem.common.messages import (
     TrainerBuilt,
     TransfersPlanned,
 )
+from tandem.common.parts import part_names, process_of
 from tandem.coordinator.decisions import Action, Dispatch, Phase, RunShape
 from tandem.coordinator.orders import Orders
 
@@ -31,7 +32,8 @@ class Transfers:
         self._allow_alias = shape.allow_alias
         self._orders = orders
         self._rendezvous = ("", 0)
-        self._layouts: dict[str, bytes] = {}
+        self._layouts: dict[str, dict[str, bytes]] = {}
+        """Of each process, by part."""
         self._planned: TransfersPlanned | None = None
         self._epochs: dict[str, int] = {}
         """How often each mesh was connected."""
@@ -48,9 +50,9 @@ class Transfers:
             case RendezvousOpened(host=host, port=port):
                 self._rendezvous = (host, port)
             case TrainerBuilt(layout=layout):
-                self._layouts[member] = layout
-            case EngineBuilt(layout=layout):
-                self._take_layout(member, layout)
+                self._layouts[member] = {member: layout}
+            case EngineBuilt(layouts=layouts):
+                self._take_layouts(member, by_part(member, layouts))
             case TransfersPlanned():
                 self._planned = reply
             case Refitted():
@@ -61,8 +63,8 @@ class Transfers:
     def order_plan(self, trainers: list[str], engines: list[str]) -> list[Action]:
         """Have all transfers planned from the layouts that trainers and engines sent."""
         order = PlanTransfers(
-            sources={name: self._layouts[name] for name in trainers},
-            destinations={name: self._layouts[name] for name in engines},
+            sources={part: layout for name in trainers for part, layout in self._layouts[name].items()},
+            destinations={part: layout for name in engines for part, layout in self._layouts[name].items()},
             allow_alias=self._allow_alias,
             **self._orders.promise(SERVICE, Phase.PLANNING, self._build_s),
         )
@@ -71,14 +73,16 @@ class Transfers:
     def order_install(self, members: Iterable[str] | None = None) -> list[Action]:
         """Have programs bound: everybody's, or these members'."""
         programs = self.plan.programs
+        everybody = dict.fromkeys(map(process_of, programs))
         return [
             Dispatch(
                 member=member,
                 order=InstallProgram(
-                    program=programs[member], **self._orders.promise(member, Phase.INSTALLING, self._build_s)
+                    programs=tuple(programs[part] for part in self._layouts[member]),
+                    **self._orders.promise(member, Phase.INSTALLING, self._build_s),
                 ),
             )
-            for member in (programs if members is None else members)
+            for member in (everybody if members is None else members)
         ]
 
     def order_connect(self, mesh: PlannedMesh) -> list[Dispatch]:
@@ -104,11 +108,11 @@ class Transfers:
         """Return the mesh over which weights stream to an engine, if any do."""
         return next((mesh for mesh in self.plan.meshes if engine in mesh.members), None)
 
-    def _take_layout(self, engine: str, layout: bytes) -> None:
-        if self._planned is not None and self._layouts[engine] != layout:
+    def _take_layouts(self, engine: str, layouts: dict[str, bytes]) -> None:
+        if self._planned is not None and self._layouts[engine] != layouts:
             what = "its replacement wants other weights than it did, or runs on another host: resume the run instead"
             raise CommandFailed(engine, Phase.BUILDING.value, what)
-        self._layouts[engine] = layout
+        self._layouts[engine] = layouts
 
     def _check_bytes(self, member: str, reply: Refitted) -> None:
         """Raise `CommandFailed` if a link carried more or less than planned: then the plan was not what was done."""
@@ -117,3 +121,8 @@ class Transfers:
             if counted != planned:
                 what = f"{counted} bytes were counted on {link}, where {planned or 'none'} were planned"
                 raise CommandFailed(member, Phase.REFITTING.value, what)
+
+
+def by_part(member: str, sent: tuple[bytes, ...]) -> dict[str, bytes]:
+    """Return what a process sent for each of its parts, by their names."""
+    return dict(zip(part_names(member, len(sent)), sent, strict=True))

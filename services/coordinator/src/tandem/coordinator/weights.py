@@ -37,7 +37,7 @@ from tandem.common.messages import (
 from tandem.coordinator.decisions import Action, Deadlines, Dispatch, Phase, RecordRefit, Replace, RunShape
 from tandem.coordinator.engines import ON_THEIR_WAY, EngineState, RefitProgress, Status
 from tandem.coordinator.orders import Orders
-from tandem.coordinator.transfers import SERVICE, Transfers
+from tandem.coordinator.transfers import SERVICE, Transfers, by_part
 
 _MOST_FAILURES = 2
 """Attempts at one version that may fail before the run does."""
@@ -66,7 +66,8 @@ class WeightPlane:
         self._is_still = False
         """Whether trainers hold `version` and will not step meanwhile, so that it can be read."""
         self._is_attesting = False
-        self._digests: dict[str, bytes] = {}
+        self._digests: dict[str, dict[str, bytes]] = {}
+        """Of each process, by part."""
         self._unattested: set[str] = set()
         """Members whose digests were asked for and have not come."""
         self._committing: tuple[str, ...] = ()
@@ -164,7 +165,7 @@ class WeightPlane:
         self._transfers.take(member, reply)
         match reply:
             case Attested(digests=digests):
-                self._digests[member] = digests
+                self._digests[member] = by_part(member, digests)
                 self._unattested.discard(member)
                 return self._commit()
             case VersionCommitted():
@@ -339,10 +340,10 @@ class WeightPlane:
             return []
         self._committing = tuple(waiting)
         self._record.attested(self._orders.now)
-        digests = {name: self._digests[name] for name in [*self._trainers, *waiting]} if self._is_verified else {}
+        known = [self._digests[name] for name in [*self._trainers, *waiting]] if self._is_verified else []
         order = CommitVersion(
             version=self.version,
-            digests=digests,
+            digests={part: digests for process in known for part, digests in process.items()},
             has_update=self._has_update,
             **self._orders.promise(SERVICE, Phase.ATTESTING, self._remaining_s()),
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import socket
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol, assert_never
@@ -73,11 +73,42 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-class Holder(Protocol):
-    """Something whose weights take part in refits: a trainer's backend or an engine."""
+class Installed(Protocol):
+    """What programs that are bound do at each refit."""
 
-    def install(self, program: TransferProgram, groups: Mapping[str, stream.Group]) -> BoundProgram:
-        """Bind a program to the weights. `groups` are looked up, by name of the mesh, whenever the program runs."""
+    @property
+    def num_copies(self) -> int:
+        """Copies that one run makes."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that one run moves."""
+        ...
+
+
+class Digesting(Protocol):
+    """A digest under way; see `DigestTask`."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of weights that are read, one after the other."""
+        ...
+
+    def advance(self, seconds: float) -> bool:
+        """Work for this long; return whether everything is done."""
+        ...
+
+    def results(self) -> tuple[comparison.Digests, ...]:
+        """Return the digests of each part."""
+        ...
+
+
+class Holder(Protocol):
+    """Something whose weights take part in refits: a trainer's backend or an engine. It has a part or more."""
+
+    def install(self, programs: Sequence[TransferProgram], groups: Mapping[str, stream.Group]) -> Installed:
+        """Bind the program of each part. `groups` are looked up, by name of the mesh, whenever the program runs."""
         ...
 
     def apply(self, version: int, deadline_s: float, only: Collection[str]) -> dict[str, int]:
@@ -87,7 +118,7 @@ class Holder(Protocol):
         """
         ...
 
-    def digest_task(self, sampling: Sampling | None) -> DigestTask:
+    def digest_task(self, sampling: Sampling | None) -> Digesting:
         """Return a task that digests the weights held, which must hold still until it is done. Raises `RefitError`."""
         ...
 
@@ -97,7 +128,7 @@ class Holder(Protocol):
 
 
 class Weights:
-    """A `Holder` of plain memory: a layout, and the live tensors that it describes by storage name."""
+    """A `Holder` of plain memory, one part: a layout, and the live tensors that it describes by storage name."""
 
     def __init__(self, layout: Layout, storages: Mapping[str, torch.Tensor]) -> None:
         self.layout = layout
@@ -107,8 +138,14 @@ class Weights:
         self._aliased: set[str] = set()
         """Storages that the installed program has re-pointed at the sender's memory."""
 
-    def install(self, program: TransferProgram, groups: Mapping[str, stream.Group]) -> BoundProgram:
+    @property
+    def layouts(self) -> tuple[Layout]:
+        """Its layout, as that of the only part."""
+        return (self.layout,)
+
+    def install(self, programs: Sequence[TransferProgram], groups: Mapping[str, stream.Group]) -> BoundProgram:
         """Bind a program, in place of the one before it."""
+        (program,) = programs
         self.close()
         aliased = {name for t in program.receives if t.transport == "alias" for name in t.destination_storages}
         for name in self._aliased - aliased:
@@ -169,7 +206,7 @@ class Endpoint:
         self._groups: dict[str, stream.Group] = {}
         self._joining: dict[str, _Joining] = {}
         self._order: Attest | None = None
-        self._digest: DigestTask | None = None
+        self._digest: Digesting | None = None
         self._digest_s = 0.0
         self._digest_from = 0.0
         """When to begin, on the monotonic clock."""
@@ -234,7 +271,7 @@ class Endpoint:
 
     def _install(self, order: InstallProgram) -> None:
         self.abandon_digest()
-        bound = self._holder.install(program.decode(order.program), self._groups)
+        bound = self._holder.install([program.decode(encoded) for encoded in order.programs], self._groups)
         reply = ProgramInstalled(command_id=order.command_id, num_copies=bound.num_copies, num_bytes=bound.num_bytes)
         self._member.reply(order.command_id, reply)
 
@@ -292,14 +329,14 @@ class Endpoint:
         self._order, self._digest, self._digest_s = order, self._holder.digest_task(sampling), 0.0
         self._digest_from = time.monotonic() + _PATIENCE * self._digest.num_bytes / _DIGEST_BYTES_PER_S
 
-    def _attested(self, order: Attest, digest: DigestTask) -> None:
+    def _attested(self, order: Attest, digest: Digesting) -> None:
         wrong = self._holder.misquantised()
         if wrong:
             raise RefitError(f"{', '.join(wrong)}: what is held is not the quantisation of what was received")
         reply = Attested(
             command_id=order.command_id,
             version=order.version,
-            digests=comparison.to_bytes(digest.result()),
+            digests=tuple(map(comparison.to_bytes, digest.results())),
             seconds=self._digest_s,
         )
         self.abandon_digest()

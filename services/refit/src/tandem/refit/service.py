@@ -7,9 +7,10 @@ next order. No weights pass through it.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import assert_never
 
-from tandem.common.errors import RefitError
+from tandem.common.errors import NotSupportedYet, RefitError
 from tandem.common.messages import (
     CommitVersion,
     PlannedMesh,
@@ -18,13 +19,15 @@ from tandem.common.messages import (
     TransfersPlanned,
     VersionCommitted,
 )
+from tandem.common.parts import process_of
 from tandem.common.service import Member
 from tandem.common.wire import Arrays
 from tandem.refit import layout, planner, program
 from tandem.refit.cost import cost
 from tandem.refit.digests import comparison
-from tandem.refit.digests.comparison import Digests, Verdict
+from tandem.refit.digests.comparison import Digests, Held, Verdict
 from tandem.refit.layout import Layout
+from tandem.refit.program import Mesh
 
 
 class RefitService:
@@ -65,6 +68,7 @@ class RefitService:
         self._sources = {name: layout.decode(encoded) for name, encoded in order.sources.items()}
         self._destinations = {name: layout.decode(encoded) for name, encoded in order.destinations.items()}
         plan = planner.plan(self._sources, self._destinations, allow_alias=order.allow_alias)
+        _refuse_streams_to_workers(plan.meshes)
         predicted = cost(plan.links, {**self._sources, **self._destinations}, len(self._sources), self._rates)
         num_bytes: dict[str, int] = {}
         for link in plan.links:
@@ -72,7 +76,7 @@ class RefitService:
         reply = TransfersPlanned(
             command_id=order.command_id,
             programs={member: program.encode(made) for member, made in plan.programs.items()},
-            senders=tuple(member for member, made in plan.programs.items() if made.sends),
+            senders=tuple(dict.fromkeys(process_of(part) for part, made in plan.programs.items() if made.sends)),
             meshes=tuple(PlannedMesh(name=mesh.name, members=mesh.members) for mesh in plan.meshes),
             num_bytes=num_bytes,
             predicted_s=predicted.seconds,
@@ -94,7 +98,10 @@ class RefitService:
         self._member.reply(order.command_id, reply)
 
     def _compare(self, order: CommitVersion) -> Verdict:
-        digests = {member: comparison.from_bytes(encoded) for member, encoded in order.digests.items()}
+        digests = {part: comparison.from_bytes(encoded) for part, encoded in order.digests.items()}
+        unknown = sorted(digests.keys() - self._sources.keys() - self._destinations.keys())
+        if unknown:
+            raise RefitError(f"digests came of {', '.join(unknown)}, for which nothing was planned")
         sources = {member: digests[member] for member in self._sources}
         # Samples of two versions are of different elements, and differ in any case.
         if self._verify == "full" and order.version != self.version:
@@ -104,9 +111,20 @@ class RefitService:
                     "are given is not what is trained, or the learning rate is too small for policy.precision"
                 )
             self._source_digests = sources
-        engines = {
-            engine: {engine: (held, digests[engine])}
-            for engine, held in self._destinations.items()
-            if engine in digests
-        }
+        engines: dict[str, dict[str, Held]] = {}
+        for part, held in self._destinations.items():
+            if part in digests:
+                engines.setdefault(process_of(part), {})[part] = held, digests[part]
         return comparison.compare({member: (self._sources[member], sources[member]) for member in sources}, engines)
+
+
+def _refuse_streams_to_workers(meshes: Iterable[Mesh]) -> None:
+    """Raise `NotSupportedYet` if weights would have to be sent to one of several workers of an engine."""
+    for mesh in meshes:
+        for part in mesh.members:
+            if process_of(part) != part:
+                engine = process_of(part)
+                raise NotSupportedYet(
+                    f"{engine} has several workers, which read weights out of a trainer's memory, but no trainer is on "
+                    f"its host that has all of them: start {engine} beside the trainers"
+                )

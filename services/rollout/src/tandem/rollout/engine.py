@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, Protocol
 
 import msgspec
@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.common.messages import SamplingParameters
-from tandem.refit.digests.task import DigestTask, Sampling
+from tandem.refit.digests.task import Sampling
+from tandem.refit.endpoint import Digesting, Installed
 from tandem.refit.layout import Layout
 from tandem.refit.program import TransferProgram
-from tandem.refit.transports import BoundProgram
 from tandem.refit.transports.stream import Group
 
 
@@ -79,13 +79,14 @@ class Engine(Protocol):
         """Go on after `pause`."""
         ...
 
-    def layout(self) -> Layout:
-        """Describe the weights it wants, read from the live parameters."""
+    def layouts(self) -> tuple[Layout, ...]:
+        """Describe the weights that each of its parts wants, read from the live parameters."""
         ...
 
-    def install(self, program: TransferProgram, groups: Mapping[str, Group]) -> BoundProgram:
-        """Bind a program to the parameters, in place of the one before it. The engine holds no version until `apply`.
+    def install(self, programs: Sequence[TransferProgram], groups: Mapping[str, Group]) -> Installed:
+        """Bind the program of each part to its parameters, in place of the one before it.
 
+        The engine holds no version until `apply`.
         `groups` are looked up, by name of the mesh, whenever the program runs. Raises `RefitError`.
         """
         ...
@@ -99,7 +100,7 @@ class Engine(Protocol):
         """
         ...
 
-    def digest_task(self, sampling: Sampling | None) -> DigestTask:
+    def digest_task(self, sampling: Sampling | None) -> Digesting:
         """Return a task that digests the weights it computes with (`tandem.refit.digests.task`), beside other work."""
         ...
 

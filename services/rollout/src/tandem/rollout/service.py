@@ -123,7 +123,8 @@ class RolloutService:
         self._scorer = Scorer(self._config)
         self._engine = _make_engine(self._config)
         self._endpoint = Endpoint(self._member, self._engine)
-        reply = EngineBuilt(command_id=order.command_id, layout=layout.encode(self._engine.layout()))
+        layouts = tuple(map(layout.encode, self._engine.layouts()))
+        reply = EngineBuilt(command_id=order.command_id, layouts=layouts)
         self._member.reply(order.command_id, reply)
 
     def _built(self) -> Engine:

@@ -31,7 +31,7 @@ class BoundProgram(Protocol):
 
         Args:
             deadline_s: seconds until it fails.
-            only: destinations to serve, this process among them if it is to receive; None for all.
+            only: processes to serve, this one among them if it is to receive; None for all.
 
         Returns:
             bytes counted on each link, by ``source>destination``.

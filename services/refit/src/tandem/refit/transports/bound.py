@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from tandem.common.errors import RefitError
+from tandem.common.parts import process_of
 from tandem.refit.layout import Storage
 from tandem.refit.program import Transfer, TransferProgram
 from tandem.refit.transports import cuda_ipc, shm
@@ -90,7 +91,7 @@ class Bound:
         assert not self._is_closed, "a program was run after it was closed"
         deadline = time.monotonic() + deadline_s
         counted: dict[str, int] = {}
-        receives = only is None or self._member in only
+        receives = only is None or process_of(self._member) in only
         for round_ in self._rounds:
             if receives and round_.pulls:
                 self._check_time(deadline, f"copying from {round_.pulls[0].peer}")

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tandem.common.errors import RefitError
+from tandem.common.parts import process_of
 from tandem.refit.program import Mesh, Transfer
 from tandem.refit.transports.buckets import divide
 from tandem.refit.transports.copying import Copier
@@ -137,7 +138,7 @@ class Exchange:
 
     def wanted(self, only: Collection[str] | None) -> list[Channel]:
         """Return the channels to these destinations; all if None."""
-        return [c for c in self.channels if only is None or c.transfer.destination in only]
+        return [c for c in self.channels if only is None or process_of(c.transfer.destination) in only]
 
     def group(self) -> Group:
         """Return what it goes over now. Raises `RefitError` if that is not connected."""

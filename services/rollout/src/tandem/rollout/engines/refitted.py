@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import tokenizers
-import torch
 
 from tandem.common.errors import DataError, RefitError
-from tandem.refit.digests.task import DigestTask, Sampling
-from tandem.refit.endpoint import Weights
+from tandem.common.parts import process_of
+from tandem.refit.digests.task import Sampling
+from tandem.refit.endpoint import Digesting, Holder, Installed
 from tandem.refit.layout import Layout
 from tandem.refit.program import TransferProgram
-from tandem.refit.transports import BoundProgram
 from tandem.refit.transports.stream import Group
 from tandem.rollout.engine import Request
 from tandem.rollout.engines.stopping import StopStrings, load_detokenizer
+
+
+class EngineWeights(Holder, Protocol):
+    """The weights of an engine: in this process, or in those of its workers."""
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """What each part wants, and where."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the programs."""
+        ...
 
 
 class RefittedEngine:
@@ -25,7 +38,7 @@ class RefittedEngine:
     A subclass generates. What else depends on the weights it brings up to date in `_take_weights`.
     """
 
-    def __init__(self, model_folder: Path, weights: Weights, max_length: int, length_key: str) -> None:
+    def __init__(self, model_folder: Path, weights: EngineWeights, max_length: int, length_key: str) -> None:
         """Hold no version yet; `max_length` is the longest sequence, prompt included, which `length_key` configures."""
         self._model_folder = model_folder
         self._weights = weights
@@ -43,10 +56,6 @@ class RefittedEngine:
         """The weight version it holds; None while it holds none, or a torn one."""
         return self._version
 
-    def parameters(self) -> Mapping[str, torch.Tensor]:
-        """Return the live parameters that refits write, by the model's names, tied ones once."""
-        return self._weights.storages
-
     def pause(self) -> None:
         """Keep the requests and their caches, make no token until `resume`."""
         self._is_paused = True
@@ -55,18 +64,18 @@ class RefittedEngine:
         """Go on after `pause`."""
         self._is_paused = False
 
-    def layout(self) -> Layout:
-        """Describe the weights it wants, read from the live parameters."""
-        return self._weights.layout
+    def layouts(self) -> tuple[Layout, ...]:
+        """Describe the weights that each of its parts wants, read from the live parameters."""
+        return self._weights.layouts
 
-    def install(self, program: TransferProgram, groups: Mapping[str, Group]) -> BoundProgram:
-        """Bind a program to the parameters, in place of the one before it. The engine holds no version until `apply`.
+    def install(self, programs: Sequence[TransferProgram], groups: Mapping[str, Group]) -> Installed:
+        """Bind the program of each part to its parameters, in place of the one before it.
 
-        Raises `RefitError`.
+        The engine holds no version until `apply`. Raises `RefitError`.
         """
         self._version = None
-        self._member = program.member
-        return self._weights.install(program, groups)
+        self._member = process_of(programs[0].member)
+        return self._weights.install(programs, groups)
 
     def apply(self, version: int, deadline_s: float, only: Collection[str] = ()) -> dict[str, int]:
         """Run the installed program and hold `version`; return the bytes on each link.
@@ -82,7 +91,7 @@ class RefittedEngine:
         self._version = version
         return num_bytes
 
-    def digest_task(self, sampling: Sampling | None) -> DigestTask:
+    def digest_task(self, sampling: Sampling | None) -> Digesting:
         """Return a task that digests the weights it computes with."""
         return self._weights.digest_task(sampling)
 

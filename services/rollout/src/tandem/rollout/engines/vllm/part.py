@@ -1,0 +1,176 @@
+"""A worker's part of a vLLM model, in the process that computes with it: what refits write, and what follows from it.
+
+With `insides`, `float8` and `worker` the only module that knows vLLM's insides. Everything here is called through
+`tandem.rollout.engines.vllm.workers`, in this process or from another, so arguments and results are plain data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+
+from tandem.refit import layout, program
+from tandem.refit.adapters.vllm import Vllm
+from tandem.refit.digests.comparison import to_bytes
+from tandem.refit.digests.task import DigestTask, Sampling
+from tandem.rollout.engines.vllm import float8
+from tandem.rollout.engines.vllm.weights import weights_of
+
+if TYPE_CHECKING:
+    from tandem.refit.endpoint import Weights
+    from tandem.refit.transports.stream import Group
+
+
+class PackedExperts(msgspec.Struct, frozen=True, eq=False):
+    """The experts of one layer, which the CPU's kernels read from a packed copy."""
+
+    layer: Any
+    held: Any
+    """A module like `layer` whose ``w13_weight`` and ``w2_weight`` are as a checkpoint's loader fills them."""
+    process: Callable[[Any], None]
+    """Packs the weights of a module that is given to it."""
+
+    def pack(self) -> None:
+        """Fill the packed copy from what is held."""
+        module = torch.nn.Module()
+        for name in _EXPERTS:
+            module.register_parameter(name, torch.nn.Parameter(getattr(self.held, name), requires_grad=False))
+        self.process(module)
+        for name in _EXPERTS:
+            getattr(self.layer, name).data.copy_(getattr(module, name).data)
+
+
+_EXPERTS = ("w13_weight", "w2_weight")
+
+
+class Part:
+    """One worker's layers or shares of them."""
+
+    def __init__(self, runner: Any, packed: Sequence[PackedExperts], rank: int) -> None:
+        """Look at the model of a vLLM model runner; `packed` is what `kept_parameters` gave while it was loaded."""
+        self._runner = runner
+        self._packed = packed
+        self._rank = rank
+        self._weights: Weights | None = None
+        self._digest: DigestTask | None = None
+        self._released: list[tuple[torch.UntypedStorage, int]] = []
+        """Of the key-value cache while it is given back, with sizes."""
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Return the parameters that hold the weights, by name, tied ones once.
+
+        Where a kernel reads a packed copy, the parameter is the plain one, and `pack` fills the copy.
+        """
+        model = self._runner.get_model()
+        found: dict[str, torch.Tensor] = dict(model.named_parameters())
+        names = {id(module): name for name, module in model.named_modules()}
+        for packed in self._packed:
+            for name in _EXPERTS:
+                found[f"{names[id(packed.layer)]}.{name}"] = getattr(packed.held, name)
+        return found
+
+    def describe(self) -> bytes:
+        """Return its encoded layout; the weights are zero from here on. Raises `ModelError` or `RefitError`."""
+        config = self._runner.vllm_config
+        sizes = Vllm(
+            tp=config.parallel_config.tensor_parallel_size,
+            pp=config.parallel_config.pipeline_parallel_size,
+            expert_parallel=config.parallel_config.enable_expert_parallel,
+        )
+        model = config.model_config
+        block = float8.BLOCK if model.quantization else None
+        settings = model.hf_config.to_dict()
+        self._weights = weights_of(settings, self.parameters(), model.dtype, sizes, self._rank, block)
+        return layout.encode(self._weights.layout)
+
+    def install(self, programs: Sequence[bytes], groups: Mapping[str, Group]) -> tuple[int, int]:
+        """Bind its own of the programs of all parts; return how many copies and bytes it moves. Raises `RefitError`."""
+        self._digest = None
+        bound = self._described().install([program.decode(programs[self._rank])], groups)
+        return bound.num_copies, bound.num_bytes
+
+    def apply(self, version: int, deadline_s: float, only: Collection[str]) -> dict[str, int]:
+        """Run its program; return the bytes on each link. Raises `RefitError`."""
+        return self._described().apply(version, deadline_s, only)
+
+    def pack(self) -> None:
+        """Have kernels compute with the weights that are held now."""
+        for packed in self._packed:
+            packed.pack()
+
+    def begin_digest(self, sampling: Sampling | None) -> int:
+        """Begin to digest its weights; return how many bytes that reads."""
+        self._digest = self._described().digest_task(sampling)
+        return self._digest.num_bytes
+
+    def advance_digest(self, seconds: float) -> bool:
+        """Go on with the digest for this long; return whether it is done."""
+        return self._digesting().advance(seconds)
+
+    def digests(self) -> bytes:
+        """Return its share of the digest of each tensor."""
+        return to_bytes(self._digesting().result())
+
+    def misquantised(self) -> tuple[str, ...]:
+        """Return the tensors held that are not the quantisation of what was received."""
+        return self._described().misquantised()
+
+    def release_cache(self) -> None:
+        """Give the memory of the key-value cache back. No request may run."""
+        storages = {cache.untyped_storage().data_ptr(): cache.untyped_storage() for cache in self._runner.kv_caches}
+        self._released = [(storage, storage.nbytes()) for storage in storages.values()]
+        for storage, _ in self._released:
+            storage.resize_(0)
+
+    def take_cache(self) -> None:
+        """Take the memory of the key-value cache again, empty."""
+        for storage, num_bytes in self._released:
+            storage.resize_(num_bytes)
+            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
+        self._released = []
+
+    def close(self) -> None:
+        """Let go of the program."""
+        if self._weights is not None:
+            self._weights.close()
+
+    def _described(self) -> Weights:
+        assert self._weights is not None, "parts are described first"
+        return self._weights
+
+    def _digesting(self) -> DigestTask:
+        assert self._digest is not None, "a digest is begun first"
+        return self._digest
+
+
+@contextlib.contextmanager
+def kept_parameters() -> Iterator[list[PackedExperts]]:
+    """Have models that are loaded in this block keep real parameters; give what kernels read a packed copy of."""
+    import vllm._custom_ops as ops
+    from vllm.model_executor.layers import utils
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    packed: list[PackedExperts] = []
+    former = ops._supports_onednn, utils.check_cpu_sgl_kernel
+    process = CPUUnquantizedExperts.process_weights_after_loading
+
+    def keep_and_process(experts: Any, layer: Any) -> None:
+        held = torch.nn.Module()
+        for name in _EXPERTS:
+            held.register_parameter(name, torch.nn.Parameter(getattr(layer, name).data.clone(), requires_grad=False))
+        process(experts, layer)
+        packed.append(PackedExperts(layer=layer, held=held, process=lambda module: process(experts, module)))
+
+    # Both would pack the weights of linear layers and leave parameters without elements.
+    ops._supports_onednn = False
+    utils.check_cpu_sgl_kernel = lambda *_: False
+    CPUUnquantizedExperts.process_weights_after_loading = keep_and_process
+    try:
+        yield packed
+    finally:
+        ops._supports_onednn, utils.check_cpu_sgl_kernel = former
+        CPUUnquantizedExperts.process_weights_after_loading = process

@@ -1,0 +1,66 @@
+"""vLLM's worker with a `Part` of the weight plane: in the rollout process, or in one that vLLM spawns.
+
+Only vLLM imports this, by the name in `insides.WORKER`.
+"""
+
+from __future__ import annotations
+
+import glob
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from tandem.common.errors import TandemError
+from tandem.common.service import die_with
+from tandem.rollout.engines.vllm import float8
+from tandem.rollout.engines.vllm.part import Part, kept_parameters
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What a part returned, or why it could not: vLLM would make a string of an exception."""
+
+    value: Any = None
+    error: TandemError | None = None
+
+
+class Worker(CPUWorker):  # type: ignore[misc]
+    """Loads its share of the model with real parameters, and answers for them."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """See vLLM's."""
+        parent = multiprocessing.parent_process()
+        if parent is not None and parent.pid is not None:
+            die_with(parent.pid)  # vLLM's own way waits for a step to end, which may never do so
+        super().__init__(*args, **kwargs)
+
+    def init_device(self) -> None:
+        """See vLLM's."""
+        super().init_device()
+        _forget_names(get_tp_group())
+        _forget_names(get_pp_group())
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """See vLLM's."""
+        if self.model_config.quantization:
+            float8.install_cpu_kernel()
+        with kept_parameters() as packed:
+            super().load_model(*args, **kwargs)
+        self.part = Part(self.model_runner, packed, self.rank)
+
+    def ask_part(self, method: str, *args: Any) -> Answer:
+        """Call a method of the part."""
+        try:
+            return Answer(value=getattr(self.part, method)(*args))
+        except TandemError as error:
+            return Answer(error=error)
+
+
+def _forget_names(group: Any) -> None:
+    """Remove the names of memory that the workers of a group share: all have opened it, and a kill would leave them."""
+    name = getattr(getattr(group.device_communicator, "dist_module", None), "group_name", None)
+    for segment in Path("/dev/shm").glob(f"{glob.escape(name)}_*") if name else ():
+        segment.unlink(missing_ok=True)

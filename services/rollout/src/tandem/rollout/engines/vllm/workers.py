@@ -1,0 +1,78 @@
+"""The weights of all workers of one vLLM engine, as `tandem.rollout.engines.refitted.EngineWeights`.
+
+Every call goes to all workers at once and returns when the last has answered: they receive, and digest, side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+from tandem.refit import layout, program
+from tandem.refit.digests.comparison import Digests, from_bytes
+from tandem.refit.digests.task import Sampling
+from tandem.refit.program import TransferProgram
+from tandem.refit.transports.stream import Group
+from tandem.rollout.engines.vllm.insides import Llm
+
+_SAY_SO_S = 10.0
+"""For a worker to say that it has failed at a deadline."""
+
+
+class WorkersInstalled(NamedTuple):
+    """What the programs of all workers do at each refit."""
+
+    num_copies: int
+    num_bytes: int
+
+
+class WorkersDigest:
+    """A digest that each worker computes of its own weights."""
+
+    def __init__(self, llm: Llm, sampling: Sampling | None) -> None:
+        self._llm = llm
+        self.num_bytes = max(llm.ask("begin_digest", sampling))
+        """Of the worker that has most; they work at the same time."""
+
+    def advance(self, seconds: float) -> bool:
+        """Work for this long; return whether all workers are done."""
+        return all(self._llm.ask("advance_digest", seconds))
+
+    def results(self) -> tuple[Digests, ...]:
+        """Return the digests of each worker; does what is left to do."""
+        return tuple(map(from_bytes, self._llm.ask("digests")))
+
+
+class Workers:
+    """The parts of an engine. Raises what they raise, of several the first."""
+
+    def __init__(self, llm: Llm) -> None:
+        self._llm = llm
+        self.layouts = tuple(map(layout.decode, llm.ask("describe")))
+
+    def install(self, programs: Sequence[TransferProgram], groups: Mapping[str, Group]) -> WorkersInstalled:
+        """Bind the program of each worker. Groups are known to a worker in this process only."""
+        encoded = [program.encode(each) for each in programs]
+        done = self._llm.ask("install", encoded, groups if len(programs) == 1 else {})
+        return WorkersInstalled(sum(copies for copies, _ in done), sum(num_bytes for _, num_bytes in done))
+
+    def apply(self, version: int, deadline_s: float, only: Collection[str]) -> dict[str, int]:
+        """Run all programs."""
+        counted = self._llm.ask("apply", version, deadline_s, only, timeout_s=deadline_s + _SAY_SO_S)
+        return {link: num_bytes for each in counted for link, num_bytes in each.items()}
+
+    def pack(self) -> None:
+        """Have kernels compute with the weights that are held now."""
+        self._llm.ask("pack")
+
+    def digest_task(self, sampling: Sampling | None) -> WorkersDigest:
+        """Return a task that digests the weights held."""
+        return WorkersDigest(self._llm, sampling)
+
+    def misquantised(self) -> tuple[str, ...]:
+        """Return the tensors held that are not the quantisation of what was received."""
+        return tuple(dict.fromkeys(name for names in self._llm.ask("misquantised") for name in names))
+
+    def close(self) -> None:
+        """Let go of the programs."""
+        self._llm.ask("close")

@@ -1,0 +1,146 @@
+"""The refit service plans for the parts of engines, and judges engines by all of their parts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from plan_harness import PRIVATE, SHARED
+
+from tandem.common.config import build_config
+from tandem.common.errors import NotSupportedYet, RefitError
+from tandem.common.messages import CommitVersion, Message, PlanTransfers, TransfersPlanned, VersionCommitted
+from tandem.refit import layout
+from tandem.refit.adapters.catalogue import from_config
+from tandem.refit.adapters.deployment import Hosts
+from tandem.refit.adapters.huggingface import HuggingFace
+from tandem.refit.adapters.vllm import Vllm
+from tandem.refit.digests import comparison
+from tandem.refit.layout import Layout
+from tandem.refit.service import RefitService
+
+MODEL = from_config(
+    {
+        "model_type": "qwen3",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": 30,  # which fills the first worker's rows but for two, and none of the second's
+        "tie_word_embeddings": False,
+    },
+    "float32",
+)
+PARTS = ("rollout-0/0", "rollout-0/1", "rollout-1/0", "rollout-1/1")
+
+
+class Member:
+    """Stands where the link to the coordinator would."""
+
+    name = "refit-0"
+    config = build_config(
+        {
+            "grpo": {"num_prompts_per_step": 6, "num_generations_per_prompt": 2},
+            "policy": {"model_name": "model", "train_global_batch_size": 12, "train_micro_batch_size": 2},
+            "data": {"dataset_name": "reasoning_gym", "task": "chain_sum"},
+        }
+    )
+
+    def __init__(self) -> None:
+        self.replies: list[Message] = []
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        yield
+
+    def reply(self, command_id: int, message: Message) -> None:
+        self.replies.append(message)
+
+
+class Service:
+    """The service with a trainer's layout, and those of two engines of two workers."""
+
+    def __init__(self, address: Any = SHARED) -> None:
+        self.member = Member()
+        self.service = RefitService(self.member)  # type: ignore[arg-type]
+        hosts = Hosts("host", per_host=8, has_gpus=False)
+        (held,) = HuggingFace(1).layouts(MODEL, hosts)
+        storages = tuple(msgspec.structs.replace(storage, address=address) for storage in held.storages)
+        self.source = msgspec.structs.replace(held, storages=storages)
+        self.wanted = dict(zip(PARTS, Vllm(tp=2, replicas=2).layouts(MODEL, hosts), strict=True))
+
+    def plan(self) -> TransfersPlanned:
+        order = PlanTransfers(
+            command_id=1,
+            deadline_s=1.0,
+            sources={"trainer-0": layout.encode(self.source)},
+            destinations={part: layout.encode(wanted) for part, wanted in self.wanted.items()},
+            allow_alias=True,
+        )
+        self.service.handle(order, {})
+        (planned,) = self.member.replies
+        assert isinstance(planned, TransfersPlanned)
+        return planned
+
+    def commit(self, digests: dict[str, NDArray[np.uint64]]) -> VersionCommitted:
+        self.member.replies.clear()
+        encoded = {part: comparison.to_bytes(each) for part, each in digests.items()}
+        order = CommitVersion(command_id=2, deadline_s=1.0, version=1, digests=encoded, has_update=False)
+        self.service.handle(order, {})
+        (committed,) = self.member.replies
+        assert isinstance(committed, VersionCommitted)
+        return committed
+
+
+def shares(held: Layout, values: dict[str, int]) -> NDArray[np.uint64]:
+    """Return digests in which each element of a tensor counts as much, so that shares are exact."""
+    found = np.zeros(len(held.tensors), np.uint64)
+    for row, tensor in enumerate(held.pieces.tensor_P.tolist()):
+        num = int(held.pieces.shape_PD[row].prod())
+        found[tensor] += np.uint64(num * values[held.tensors[tensor].name] % 2**64)
+    return found
+
+
+def test_each_worker_has_a_program_and_every_link_is_its_own() -> None:
+    planned = Service().plan()
+    assert set(planned.programs) == {"trainer-0", *PARTS}
+    assert set(planned.num_bytes) == {f"trainer-0>{part}" for part in PARTS}
+    assert planned.meshes == ()
+    assert planned.senders == ()
+
+
+def test_an_engine_differs_if_any_of_its_workers_does() -> None:
+    service = Service()
+    service.plan()
+    values = {tensor.name: 3 * index + 7 for index, tensor in enumerate(MODEL.tensors)}
+    good = {"trainer-0": shares(service.source, values)}
+    good |= {part: shares(wanted, values) for part, wanted in service.wanted.items()}
+    assert service.commit(good).differing == {}
+    name = "model.layers.1.mlp.gate_proj.weight"
+    index = [tensor.name for tensor in service.wanted["rollout-1/1"].tensors].index(name)
+    bad = {part: each.copy() for part, each in good.items()}
+    bad["rollout-1/1"][index] += np.uint64(1)
+    assert service.commit(bad).differing == {"rollout-1": name}
+    # One engine alone, as after its replacement.
+    assert service.commit({part: good[part] for part in ("trainer-0", "rollout-1/0", "rollout-1/1")}).differing == {}
+
+
+def test_digests_of_something_else_are_refused() -> None:
+    service = Service()
+    service.plan()
+    values = {tensor.name: 1 for tensor in MODEL.tensors}
+    digests = {"trainer-0": shares(service.source, values), "rollout-0": shares(service.wanted["rollout-0/0"], values)}
+    with pytest.raises(RefitError, match="digests came of rollout-0, for which nothing was planned"):
+        service.commit(digests)
+
+
+def test_weights_are_not_sent_to_one_of_several_workers() -> None:
+    with pytest.raises(NotSupportedYet, match=r"rollout-0 has several workers.*start rollout-0 beside the trainers"):
+        Service(address=PRIVATE).plan()
