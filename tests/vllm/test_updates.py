@@ -92,6 +92,7 @@ def test_an_update_in_flight_equals_an_engine_that_had_the_new_weights_and_the_s
             assert engine.step() == []
         engine.pause()
         refit(engine, new, 5)
+        engine.recompute_caches()
         engine.resume()
         made = run_all(engine, [])
     assert sorted(made) == list(range(12))

@@ -100,6 +100,14 @@ class Engine(Protocol):
         """
         ...
 
+    def recompute_caches(self) -> None:
+        """Have requests that run compute all their keys and values anew, before their next token.
+
+        Without it they go on after `apply` with those that they have. Requests that are added after `apply` use none of
+        the weights before in either case.
+        """
+        ...
+
     def digest_task(self, sampling: Sampling | None) -> Digesting:
         """Return a task that digests the weights it computes with (`tandem.refit.digests.task`), beside other work."""
         ...

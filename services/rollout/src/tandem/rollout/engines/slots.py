@@ -94,6 +94,13 @@ class Slots:
                 stopped_R[slot] = True
         return stopped_R
 
+    def cached_tokens(self, slot: int) -> NDArray[np.int64]:
+        """Return the tokens of the slot's sequence whose keys and values are in the cache: all but the newest."""
+        num_made = int(self.num_new_S[slot]) - 1
+        tokens_T = np.array([*self.sequences[slot].request.prompt_ids, *self.token_ST[slot, :num_made]], np.int64)
+        assert len(tokens_T) == self.length_S[slot]
+        return tokens_T
+
     def completion(self, slot: int, finish_reason: Literal["stop", "length", "abort"]) -> Completion:
         """Copy out what the slot's sequence has made."""
         num_new = int(self.num_new_S[slot])

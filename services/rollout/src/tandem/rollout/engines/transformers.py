@@ -27,7 +27,7 @@ class TransformersEngine(RefittedEngine):
 
     Each `step` is one forward pass over the newest token of every running sequence and the prompts that join; see
     `tandem.rollout.engines.attention`. The model has no weights until `install` and `apply`; sequences that run go on
-    after an `apply` with the keys and values that they have.
+    after an `apply` with the keys and values that they have, unless `recompute_caches` follows it.
     """
 
     def __init__(
@@ -53,6 +53,8 @@ class TransformersEngine(RefittedEngine):
         self._slots = Slots(num_slots, max_total_sequence_length)
         self._queue: deque[Sequence] = deque()
         self._num_arrived = 0
+        self._has_stale_keys = False
+        """Whether the keys and values of running sequences are to be computed anew."""
         self._probe()
 
     @property
@@ -83,6 +85,8 @@ class TransformersEngine(RefittedEngine):
         if self._is_paused or not self.num_unfinished:
             return []
         slots = self._slots
+        if self._has_stale_keys:
+            self._recompute()
         logits_RV = self._forward()
         num = slots.num_running
         token_R, logprob_R = draw(
@@ -115,6 +119,10 @@ class TransformersEngine(RefittedEngine):
                     finish_reason="abort",
                 )
         return None
+
+    def recompute_caches(self) -> None:
+        """Have running sequences compute all their keys and values anew, before their next token."""
+        self._has_stale_keys = True
 
     def sleep(self) -> None:
         """Release the key-value cache. Refuses while requests run."""
@@ -151,7 +159,7 @@ class TransformersEngine(RefittedEngine):
 
     def _forward(self) -> torch.Tensor:
         """Run the model over what is due; return the logits ``[R, V]`` of every running slot's next token."""
-        slots, device = self._slots, self._model.device
+        slots = self._slots
         num_decoding = slots.num_running
         length_R = slots.length_S[:num_decoding].copy()
         slots.length_S[:num_decoding] += 1
@@ -167,21 +175,53 @@ class TransformersEngine(RefittedEngine):
             token_parts.append(np.array(prompt_ids, np.int64))
             position_parts.append(np.arange(len(prompt_ids)))
             start += len(prompt_ids)
+        kept_K = _last_tokens(num_decoding, prompts) if prompts else None
+        logits_KV = self._run(token_parts, position_parts, self._plan(length_R, tuple(prompts)), kept_K)
+        if not prompts:
+            return logits_KV
+        num_rows = np.array([1] * num_decoding + [prompt.num_slots for prompt in prompts])
+        row_R = torch.from_numpy(np.repeat(np.arange(len(num_rows)), num_rows)).to(self._model.device)
         with torch.inference_mode():
-            step = self._plan(length_R, tuple(prompts))
+            return logits_KV.index_select(0, row_R)
+
+    def _recompute(self) -> None:
+        """Compute the keys and values of every running sequence with the weights held now; draw nothing."""
+        slots, slot = self._slots, 0
+        no_rows = np.zeros(0, np.int64)
+        while slot < slots.num_running:
+            token_parts: list[NDArray[np.int64]] = []
+            prompts: list[Prompt] = []
+            num_tokens = 0
+            while slot < slots.num_running and (
+                not prompts or num_tokens + slots.length_S[slot] <= MAX_PROMPT_TOKENS_PER_STEP
+            ):
+                token_parts.append(slots.cached_tokens(slot))
+                prompts.append(Prompt(num_tokens, len(token_parts[-1]), slot, 1))
+                num_tokens += len(token_parts[-1])
+                slot += 1
+            position_parts = [np.arange(len(tokens)) for tokens in token_parts]
+            self._run(token_parts, position_parts, self._plan(no_rows, tuple(prompts)), torch.tensor([0]))
+        self._has_stale_keys = False
+
+    def _run(
+        self,
+        token_parts: list[NDArray[np.int64]],
+        position_parts: list[NDArray[np.int64]],
+        step: Step,
+        kept_K: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Run the model over the tokens of a step; return the logits ``[K, V]`` of these of them, None for all."""
+        device = self._model.device
+        with torch.inference_mode():
             output = self._model(
                 input_ids=torch.from_numpy(np.concatenate(token_parts))[None].to(device),
                 position_ids=torch.from_numpy(np.concatenate(position_parts))[None].to(device),
                 use_cache=False,
-                logits_to_keep=_last_tokens(num_decoding, prompts).to(device) if prompts else 0,
+                logits_to_keep=0 if kept_K is None else kept_K.to(device),
                 slot_step=step,
             )
             logits_KV: torch.Tensor = output.logits[0]
-            if not prompts:
-                return logits_KV
-            num_rows = np.array([1] * num_decoding + [prompt.num_slots for prompt in prompts])
-            row_R = torch.from_numpy(np.repeat(np.arange(len(num_rows)), num_rows)).to(device)
-            return logits_KV.index_select(0, row_R)
+            return logits_KV
 
     def _plan(self, length_R: NDArray[np.int64], prompts: tuple[Prompt, ...]) -> Step:
         num = len(length_R)

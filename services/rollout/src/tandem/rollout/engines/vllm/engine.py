@@ -50,8 +50,8 @@ class VllmEngine(RefittedEngine):
     """Continuous batching, paged attention and prefix caching by vLLM; obeys `tandem.rollout.engine.Engine`.
 
     It starts with weights of no meaning and has none until `install` and `apply`. After `apply`, sequences that run go
-    on: their keys and values are computed anew, so that their next tokens are those of an engine that had the new
-    weights and the same prefix.
+    on with the keys and values that they have, unless `recompute_caches` follows; sequences that are added later share
+    none of them.
     """
 
     def __init__(self, model_folder: Path, settings: VllmCfg, *, extra: Mapping[str, Any] | None = None) -> None:
@@ -79,6 +79,7 @@ class VllmEngine(RefittedEngine):
         )
         self._sequences: dict[int, _Sequence] = {}
         self._num_arrived = 0
+        self._num_updates = 0
 
     @property
     def num_unfinished(self) -> int:
@@ -105,7 +106,9 @@ class VllmEngine(RefittedEngine):
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
-        prompt = {"type": "token", "prompt_token_ids": list(request.prompt_ids)}
+        # The salt is a part of what cached keys and values are found by.
+        salt = f"update {self._num_updates}"
+        prompt = {"type": "token", "prompt_token_ids": list(request.prompt_ids), "cache_salt": salt}
         self._llm.engine.add_request(str(request.request_id), prompt, params)
         self._sequences[request.request_id] = _Sequence(request, self._num_arrived, stop_strings)
         self._num_arrived += 1
@@ -143,6 +146,10 @@ class VllmEngine(RefittedEngine):
         self._llm.engine.abort_request([str(request_id)])
         return sequence.completion("abort")
 
+    def recompute_caches(self) -> None:
+        """Have sequences that run compute all their keys and values anew, before their next token."""
+        self._llm.reset_caches()
+
     def sleep(self) -> None:
         """Release the key-value cache. Refuses while requests run."""
         if self.num_unfinished:
@@ -165,9 +172,11 @@ class VllmEngine(RefittedEngine):
         self._llm.close()
 
     def _take_weights(self) -> None:
-        """Pack what CPUs multiply by anew, and forget all cached keys and values."""
+        """Pack what CPUs multiply by anew, and forget cached keys and values."""
         self._workers.pack()
-        self._llm.reset_caches()
+        self._num_updates += 1
+        if not self._sequences:
+            self._llm.reset_caches()
 
 
 def _record(sequence: _Sequence, made: Any, version: int) -> FinishReason | None:
