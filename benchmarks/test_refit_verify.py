@@ -164,7 +164,15 @@ class Bench:
         sampling = SamplingParameters(
             temperature=0.0, top_p=1.0, top_k=-1, max_new_tokens=NUM_NEW, stop_token_ids=(), stop_strings=()
         )
-        return Generate(step=self.version, purpose="train", sampling=sampling, groups=groups, **self.plane.promise())
+        promise = self.plane.promise()
+        return Generate(
+            oldest=promise["command_id"],
+            step=self.version,
+            purpose="train",
+            sampling=sampling,
+            groups=groups,
+            **promise,
+        )
 
     def step(self, verify: str) -> float:
         """Return the seconds to the first token."""

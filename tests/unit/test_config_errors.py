@@ -320,8 +320,6 @@ VLLM_CFG = "policy.generation.vllm_cfg"
         ([VLLM, "policy.generation.vllm_cfg.pipeline_parallel_size=2"], f"{VLLM_CFG}.pipeline_parallel_size (2)"),
         ([VLLM, "policy.generation.vllm_cfg.expert_parallel_size=2"], f"{VLLM_CFG}.expert_parallel_size (2)"),
         ([VLLM, "policy.generation.vllm_cfg.precision=int8"], f"{VLLM_CFG}.precision (int8)"),
-        ([VLLM, "policy.generation.vllm_cfg.async_engine=true"], f"{VLLM_CFG}.async_engine (true)"),
-        ([VLLM, "policy.generation.async_engine=true"], "policy.generation.async_engine (true)"),
         (["policy.generation.colocated.enabled=false"], "policy.generation.colocated.enabled (false)"),
         (["logger.mlflow_enabled=true"], "logger.mlflow_enabled (true)"),
     ],
@@ -373,8 +371,19 @@ def test_arguments_that_tandem_sets(overrides: list[str], expected: str) -> None
     assert error_of("small.yaml", VLLM, *overrides).startswith(f"command line: policy.generation.{expected}")
 
 
+def test_an_engine_is_async_by_either_key() -> None:
+    for key in ("policy.generation.async_engine", "policy.generation.vllm_cfg.async_engine"):
+        timeout = "policy.generation.generation_timeout=3"
+        config = load_config("small.yaml", [f"{key}=true", timeout])
+        assert config.policy.generation.is_async
+        assert config.policy.generation.generation_timeout == 3
+        assert error_of("small.yaml", timeout) == (
+            "command line: policy.generation.generation_timeout: needs policy.generation.async_engine"
+        )
+
+
 def test_what_the_run_does_not_read_is_not_refused() -> None:
-    load_config("small.yaml", ["policy.generation.vllm_cfg.async_engine=true"])
+    load_config("small.yaml", ["policy.generation.vllm_cfg.tensor_parallel_size=2"])
     load_config("small.yaml", ["algorithm=sft", "policy.generation.backend=vllm", "grpo.max_rollout_turns=9"])
     load_config("small.yaml", ["algorithm=sft", "cluster.rollouts=0", "policy.generation.temperature=0"])
 

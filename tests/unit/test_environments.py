@@ -341,7 +341,7 @@ def test_what_is_abandoned_does_not_come_back_under_a_new_name(start: Callable[[
     scorer.submit(0, problem(), said("hang"))
     scorer.submit(1, problem(), said("abandoned"))
     time.sleep(0.1)  # the first is being scored, the second is done
-    scorer.reset()
+    scorer.forget([0, 1])
     scorer.submit(0, problem(), said("ab"))
     assert poll_until(scorer, 1) == {0: Score(2.0, True)}
     Hangs.release.set()
@@ -353,7 +353,7 @@ def test_a_stale_result_does_not_lose_a_new_one(start: Callable[[Config], Scorer
     scorer = start(here("Hangs"))
     scorer.submit(0, problem(), said("hang"))
     time.sleep(0.05)
-    scorer.reset()
+    scorer.forget([0, 1])
     scorer.submit(0, problem(), said("ab"))  # waits behind the first
     Hangs.release.set()
     assert poll_until(scorer, 1) == {0: Score(2.0, True)}
@@ -363,7 +363,7 @@ def test_a_hung_thread_is_noticed_even_in_what_was_abandoned(start: Callable[[Co
     scorer = start(here("Hangs", timeout_s=0.2))
     scorer.submit(0, problem(name="slow one"), said("hang"))
     time.sleep(0.05)
-    scorer.reset()
+    scorer.forget([0, 1])
     scorer.submit(0, problem(), said("ab"))
     assert "'slow one'" in error_from(scorer)
 

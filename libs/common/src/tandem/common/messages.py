@@ -251,6 +251,8 @@ class SamplingParameters(Message, frozen=True, kw_only=True):
 class Generate(Command, frozen=True, kw_only=True, tag=True):
     """Draw samples for these groups and score them; samples stream back as they finish."""
 
+    oldest: int
+    """Orders to generate with a lower command id are given up; the others go on beside this one."""
     step: int
     purpose: Purpose
     sampling: SamplingParameters

@@ -100,7 +100,7 @@ class Dispatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DispatchPrompts(msgspec.Struct, frozen=True, kw_only=True):
-    """Send this engine the prompt groups `groups` of `step`, as a `Generate`."""
+    """Send this engine the prompt groups `groups` of `step`, as a `Generate`; none, and it only gives up others."""
 
     member: str
     command_id: int
@@ -108,6 +108,8 @@ class DispatchPrompts(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     purpose: Purpose
     groups: tuple[int, ...]
+    oldest: int
+    """Orders of the kind with a lower command id are given up."""
 
 
 class DispatchBatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -200,6 +202,15 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     save: float
 
 
+class Balance(msgspec.Struct, frozen=True, kw_only=True):
+    """How engines share prompts where ``async_engine`` is on; see `tandem.coordinator.hands`."""
+
+    width: int
+    """Samples that an engine runs at once."""
+    timeout_s: float | None
+    """How long an engine without work waits for others before it takes over their prompts; None for ever."""
+
+
 class RunShape(msgspec.Struct, frozen=True, kw_only=True):
     """Everything about a run that its plan depends on."""
 
@@ -226,6 +237,8 @@ class RunShape(msgspec.Struct, frozen=True, kw_only=True):
     """Whether each version is attested by digests before its samples are trained on."""
     max_replacements: int
     """How often each engine may be lost and replaced before the run fails."""
+    balance: Balance | None = None
+    """None: prompts are dealt like cards."""
     deadlines: Deadlines
 
 

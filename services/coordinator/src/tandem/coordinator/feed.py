@@ -12,6 +12,7 @@ from typing import Protocol
 from tandem.common.batch import TrainingBatch
 from tandem.common.messages import PromptGroup, Purpose, SamplesFinished, SamplingParameters
 from tandem.common.wire import Arrays
+from tandem.coordinator.hands import GroupSize, Task
 
 
 class Feed(Protocol):
@@ -54,3 +55,10 @@ class Feed(Protocol):
     def finish_step(self, step: int) -> dict[str, float]:
         """Forget the step's samples; return the metrics of its validation samples, if it had any."""
         ...
+
+
+def group_sizes(feed: Feed, task: Task) -> list[GroupSize]:
+    """Return what each prompt group of a task asks of an engine."""
+    longest = feed.sampling(task.purpose).max_new_tokens
+    groups = feed.prompt_groups(task.step, task.purpose, range(task.num_groups))
+    return [GroupSize(num_samples=len(g.seeds), num_tokens=len(g.prompt_ids) + longest) for g in groups]

@@ -189,6 +189,7 @@ class Loop:
         order = Generate(
             command_id=action.command_id,
             deadline_s=action.deadline_s,
+            oldest=action.oldest,
             step=action.step,
             purpose=action.purpose,
             sampling=self._feed.sampling(action.purpose),

@@ -35,11 +35,16 @@ class Orders:
 
     def promise(self, member: str, phase: Phase, allowed_s: float) -> Promise:
         """Open an outstanding order for `member`; `phase` is what it is for."""
-        command_id = self._next_command_id
-        self._next_command_id += 1
-        self.outstanding[command_id] = Outstanding(
+        promise = self.notice(allowed_s)
+        self.outstanding[promise["command_id"]] = Outstanding(
             member=member, phase=phase, deadline=self.now + allowed_s, allowed_s=allowed_s
         )
+        return promise
+
+    def notice(self, allowed_s: float) -> Promise:
+        """Give an id to an order whose answer nobody waits for."""
+        command_id = self._next_command_id
+        self._next_command_id += 1
         return Promise(command_id=command_id, deadline_s=allowed_s)
 
     def drop(self, member: str, *phases: Phase) -> None:

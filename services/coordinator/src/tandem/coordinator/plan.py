@@ -39,10 +39,8 @@ from tandem.common.messages import (
 from tandem.coordinator.decisions import (
     Action,
     CommitStep,
-    DiscardSamples,
     Dispatch,
     DispatchBatch,
-    DispatchPrompts,
     Erred,
     Event,
     Finish,
@@ -55,6 +53,7 @@ from tandem.coordinator.decisions import (
     RunShape,
     Ticked,
 )
+from tandem.coordinator.hands import BalancedHands, DealtHands, GroupSize, Hands, Sizes, Task
 from tandem.coordinator.orders import Orders, Promise
 from tandem.coordinator.weights import WeightPlane
 
@@ -64,7 +63,8 @@ _SET_UP = (Phase.JOINING, Phase.BUILDING, Phase.PLANNING, Phase.INSTALLING, Phas
 class SynchronousPlan:
     """Generate, train, refit, one after the other: no sample is ever older than the weights it trains."""
 
-    def __init__(self, shape: RunShape, now: float) -> None:
+    def __init__(self, shape: RunShape, now: float, sizes: Sizes | None = None) -> None:
+        """`sizes` says what each prompt group asks of an engine; by default they are alike."""
         self.shape = shape
         self.phase = Phase.JOINING
         self.step = shape.first_step - 1
@@ -74,8 +74,7 @@ class SynchronousPlan:
         self.plane = WeightPlane(shape, self.orders)
         self._phase_since = self._step_since = now
         self._seconds: dict[str, float] = {}
-        self._hands: dict[str, tuple[int, ...]] = {}
-        """The prompt groups that each engine generates for in this phase."""
+        self._hands = _make_hands(shape, self.orders, sizes or _alike)
         self._version = shape.first_step - 1
         self._has_update = False
         """Whether the training step in progress must have changed the weights."""
@@ -112,7 +111,7 @@ class SynchronousPlan:
                 return self._take_loss(member, why)
             case Ticked():
                 self._check_deadlines()
-                return []
+                return self._hands.tick()
             case Interrupted():
                 return self._interrupt()
             case other:
@@ -122,7 +121,7 @@ class SynchronousPlan:
         if reply.command_id not in self.orders.outstanding:
             return []  # a repetition, or the answer to an order that was abandoned
         if isinstance(reply, SamplesFinished):
-            return []  # part of an answer; the loop keeps the samples
+            return self._hands.take_samples(member, reply)  # part of an answer; the loop keeps the samples
         del self.orders.outstanding[reply.command_id]
         if isinstance(reply, Trained):
             self._has_update |= reply.has_update
@@ -149,14 +148,10 @@ class SynchronousPlan:
     def _settle_hands(self) -> list[Action]:
         """Discard what engines made that do not count any more, and ask those that can for it again."""
         actions: list[Action] = []
-        purpose: Purpose = "train" if self.phase is Phase.GENERATING else "validate"
         for engine in self.plane.take_suspects():
-            if engine in self._hands:
-                self.orders.drop(engine, Phase.GENERATING, Phase.VALIDATING)
-                actions.append(DiscardSamples(step=self.step, purpose=purpose, groups=self._hands[engine]))
+            actions += self._hands.withdraw(engine)
         for engine in self.plane.take_restored():
-            if engine in self._hands:
-                actions.append(self._prompts(engine, purpose))
+            actions += self._hands.restore(engine)
         return actions
 
     # --- phases ------------------------------------------------------------------------------------------------------
@@ -188,7 +183,7 @@ class SynchronousPlan:
                     return self._validate_or_go_on()
                 return self._refit()
             case Phase.VALIDATING:
-                self._hands = {}
+                self._hands.clear()
                 return self._save_or_go_on()
             case Phase.SAVING:
                 publish = PublishCheckpoint(step=self.step)
@@ -263,7 +258,7 @@ class SynchronousPlan:
 
     def _train(self) -> list[Action]:
         self._enter(Phase.TRAINING)
-        self._hands = {}
+        self._hands.clear()
         self._has_update = False
         self.plane.release()
         return self._dispatch_batches("train")
@@ -309,7 +304,7 @@ class SynchronousPlan:
         self._is_interrupted = True
         if self.phase in (Phase.VALIDATING, Phase.GENERATING):
             self.orders.outstanding.clear()
-            self._hands = {}
+            self._hands.clear()
         self.plane.stop()
         if self.phase is Phase.VALIDATING:
             return self._save_or_go_on()
@@ -399,26 +394,26 @@ class SynchronousPlan:
         return self.orders.promise(member, self.phase, self._allowed_s())
 
     def _dispatch_prompts(self, purpose: Purpose, num_groups: int) -> list[Action]:
-        """Deal the groups to the engines like cards: the same run deals the same hands."""
-        engines = self._all("rollout")
-        hands = {engine: tuple(range(i, num_groups, len(engines))) for i, engine in enumerate(engines)}
-        self._hands = {engine: groups for engine, groups in hands.items() if groups}
-        return [self._prompts(engine, purpose) for engine in self._hands]
-
-    def _prompts(self, engine: str, purpose: Purpose) -> Action:
-        return DispatchPrompts(
-            member=engine,
-            step=self.step,
-            purpose=purpose,
-            groups=self._hands[engine],
-            **self._promise(engine),
+        task = Task(
+            step=self.step, purpose=purpose, phase=self.phase, allowed_s=self._allowed_s(), num_groups=num_groups
         )
+        return self._hands.deal(task, self._all("rollout"))
 
     def _dispatch_batches(self, purpose: Purpose) -> list[Action]:
         return [
             DispatchBatch(member=rank, step=self.step, purpose=purpose, **self._promise(rank))
             for rank in self._all("trainer")
         ]
+
+
+def _make_hands(shape: RunShape, orders: Orders, sizes: Sizes) -> Hands:
+    if shape.balance is None:
+        return DealtHands(orders)
+    return BalancedHands(orders, sizes, width=shape.balance.width, timeout_s=shape.balance.timeout_s)
+
+
+def _alike(task: Task) -> list[GroupSize]:
+    return [GroupSize(num_samples=1, num_tokens=1)] * task.num_groups
 
 
 _BREAKDOWN: dict[Phase, str] = {

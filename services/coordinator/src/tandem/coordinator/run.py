@@ -6,6 +6,7 @@ import contextlib
 import shutil
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -27,7 +28,7 @@ from tandem.common.tokenizer import load_tokenizer, write_new_model
 from tandem.coordinator.algorithms import make_feed
 from tandem.coordinator.checkpoints import CheckpointFolder
 from tandem.coordinator.decisions import Finish
-from tandem.coordinator.feed import Feed
+from tandem.coordinator.feed import Feed, group_sizes
 from tandem.coordinator.journal import Journal, read_journal
 from tandem.coordinator.journal_file import JOURNAL_NAME, new_run_id, refuse_journal
 from tandem.coordinator.launch import LocalProcesses, make_importable
@@ -230,7 +231,8 @@ def _run(
         stack.callback(progress.close)
         recorder = Recorder(config, journal, checkpoints, writers, progress)
         say(_who_runs_where(config, hub.address))
-        loop = Loop(SynchronousPlan(shape, time.monotonic()), registry, processes, feed, recorder)
+        plan = SynchronousPlan(shape, time.monotonic(), sizes=partial(group_sizes, feed))
+        loop = Loop(plan, registry, processes, feed, recorder)
         outcome = "failed"
         try:
             _launch(config, processes, registry)

@@ -6,8 +6,10 @@ from typing import Literal
 
 from tandem.common.config import Config
 from tandem.common.messages import ServiceKind
-from tandem.coordinator.decisions import Deadlines, RunShape
+from tandem.coordinator.decisions import Balance, Deadlines, RunShape
 
+_VLLM_WIDTH = 256
+"""Sequences that vLLM runs at once unless ``max_num_seqs`` says otherwise."""
 KINDS: tuple[ServiceKind, ...] = ("refit", "trainer", "rollout")
 
 
@@ -57,6 +59,7 @@ def run_shape(
         allow_alias=config.refit.alias == "auto",
         is_verified=config.refit.verify != "off",
         max_replacements=config.cluster.max_replacements,
+        balance=_balance(config),
         deadlines=Deadlines(
             join=deadlines.join_s,
             build=deadlines.build_s,
@@ -67,3 +70,13 @@ def run_shape(
             save=deadlines.save_s,
         ),
     )
+
+
+def _balance(config: Config) -> Balance | None:
+    generation = config.policy.generation
+    if not generation.is_async:
+        return None
+    width = generation.transformers_cfg.num_slots
+    if generation.backend == "vllm":
+        width = int(generation.vllm_kwargs.get("max_num_seqs") or _VLLM_WIDTH)
+    return Balance(width=width, timeout_s=generation.generation_timeout)

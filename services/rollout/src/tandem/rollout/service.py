@@ -4,6 +4,9 @@ It consumes `Generate` orders and weight versions, and produces samples as they 
 of the distribution each token was drawn from, the weight version that made it, and the reward. An environment may
 answer a response, and then the sample goes on (`tandem.rollout.conversation`). Between two steps of the engine it looks
 for orders; it waits only for environments, each of whose answers has a deadline of its own.
+
+Without ``async_engine`` the engine stands still while an environment may answer, so that what runs together does not
+depend on how long that takes. With it the engine goes on with the others, and who was answered joins at once.
 """
 
 from __future__ import annotations
@@ -48,16 +51,14 @@ _DIGEST_SHARE = 0.25
 class Generation:
     """One `Generate` in progress."""
 
-    def __init__(self, order: Generate) -> None:
+    def __init__(self, order: Generate, first_number: int) -> None:
         self.order = order
         samples = [(group, sample) for group in order.groups for sample in range(len(group.seeds))]
-        self.conversations = {number: Conversation(group, sample) for number, (group, sample) in enumerate(samples)}
+        self.conversations = {
+            number: Conversation(group, sample) for number, (group, sample) in enumerate(samples, first_number)
+        }
         """Unfinished samples by number, which is also the number of their request."""
         self.num_samples = len(samples)
-        self.awaited: set[int] = set()
-        """Samples with the environment, which may go on."""
-        self.answered: list[int] = []
-        """Samples that go on."""
         self.num_tokens = 0
         self.seconds = {"generation": 0.0, "rewards": 0.0}
 
@@ -72,7 +73,17 @@ class RolloutService:
         self._endpoint: Endpoint | None = None
         self._scorer: Scorer | None = None
         self._tokenizer: Tokenizer | None = None
-        self._generation: Generation | None = None
+        self._is_async = member.config.policy.generation.is_async
+        self._generations: dict[int, Generation] = {}
+        """In progress, by command."""
+        self._generation_of: dict[int, Generation] = {}
+        """By the number of an unfinished sample."""
+        self._num_samples = 0
+        """That were ever asked for, which is the number of the next one."""
+        self._awaited: set[int] = set()
+        """Samples with the environment, which may go on."""
+        self._answered: list[int] = []
+        """Samples that go on."""
 
     def handle(self, order: RolloutOrder, arrays: Arrays) -> None:
         """Carry out one order; `Generate` goes on in `work`."""
@@ -81,9 +92,7 @@ class RolloutService:
                 with self._member.phase("building the engine"):
                     self._build(order)
             case Refit():
-                if not order.only or self._member.name in order.only:
-                    self._abandon_generation()
-                self._plane().handle(order)
+                self._refit(order)
             case InstallProgram() | ConnectMesh() | Attest():
                 self._plane().handle(order)
             case Generate():
@@ -93,18 +102,20 @@ class RolloutService:
 
     def work(self) -> bool:
         """Advance the generation in progress by one token, and the digest in progress by a share of that time."""
-        generation = self._generation
-        if generation is None:
+        if not self._generations:
             return self._endpoint is not None and self._endpoint.work()
         started = time.perf_counter()
+        step = next(iter(self._generations.values())).order.step
         try:
-            with self._member.phase(f"generating step {generation.order.step}"):
-                self._advance(generation)
+            with self._member.phase(f"generating step {step}"):
+                self._advance()
         except Exception as error:
-            self._generation = None
-            self._member.fail(generation.order.command_id, error)
+            failed = [*self._generations]
+            self._give_up(failed)
+            for command_id in failed:
+                self._member.fail(command_id, error)
         is_digesting = self._plane().work(_DIGEST_SHARE * (time.perf_counter() - started))
-        return self._generation is not None or is_digesting
+        return bool(self._generations) or is_digesting
 
     def close(self) -> None:
         """Release the engine and the environments."""
@@ -135,82 +146,117 @@ class RolloutService:
         assert self._endpoint is not None, "the coordinator orders BuildEngine first"
         return self._endpoint
 
+    def _environments(self) -> Scorer:
+        assert self._scorer is not None, "the coordinator orders BuildEngine first"
+        return self._scorer
+
+    def _refit(self, order: Refit) -> None:
+        """Take a version, or pass one on; requests that run go on only with a newer one, and if they are meant to.
+
+        Orders are carried out between two steps of the engine: that is the token boundary.
+        """
+        engine, generation = self._built(), self._config.policy.generation
+        receives = not order.only or self._member.name in order.only
+        # A version that comes again mends an engine: what it made of the first attempt does not count.
+        is_newer = engine.version is not None and order.version > engine.version
+        keeps_requests = generation.in_flight_weight_updates and is_newer
+        if receives and not keeps_requests:
+            self._give_up([*self._generations])
+        try:
+            self._plane().handle(order)
+        except Exception:
+            if engine.version is None:  # torn: the coordinator asks for all of it again
+                self._give_up([*self._generations])
+            raise
+        if receives and generation.recompute_kv_cache_after_weight_updates:
+            engine.recompute_caches()
+
     # --- generation --------------------------------------------------------------------------------------------------
 
     def _start(self, order: Generate) -> None:
-        """Begin a generation, abandoning one that the coordinator no longer waits for."""
+        """Begin a generation beside those that the coordinator still waits for."""
+        if order.command_id in self._generations:
+            return  # sent once more, so long after the first time that it is not known to be a repetition
         engine = self._built()
-        self._abandon_generation()
-        self._generation = Generation(order)
-        for number, conversation in self._generation.conversations.items():
+        self._give_up([command_id for command_id in self._generations if command_id < order.oldest])
+        generation = Generation(order, self._num_samples)
+        self._num_samples += generation.num_samples
+        self._generations[order.command_id] = generation
+        for number, conversation in generation.conversations.items():
+            self._generation_of[number] = generation
             engine.add_request(conversation.request(number, order.sampling))
 
-    def _abandon_generation(self) -> None:
-        """Stop a generation that the coordinator no longer waits for."""
-        if self._generation is None:
-            return
-        for number in self._generation.conversations:
-            self._built().abort(number)
-        if self._scorer is not None:
-            self._scorer.reset()
-        self._generation = None
+    def _give_up(self, command_ids: list[int]) -> None:
+        """Stop generations that the coordinator no longer waits for."""
+        for command_id in command_ids:
+            numbers = self._generations.pop(command_id).conversations.keys()
+            for number in numbers:
+                self._built().abort(number)
+                del self._generation_of[number]
+            self._environments().forget(numbers)
+            self._awaited.difference_update(numbers)
+            self._answered = [number for number in self._answered if number not in numbers]
 
-    def _advance(self, generation: Generation) -> None:
-        engine, scorer = self._built(), self._scorer
-        assert scorer is not None
+    def _advance(self) -> None:
+        engine, environments = self._built(), self._environments()
         started = time.perf_counter()
-        # The engine waits for the answers that its next step might build on: what runs together, and with it the last
-        # bit of a probability, then does not depend on how long an environment takes.
-        if engine.num_unfinished and not generation.awaited:
+        phase = "rewards"
+        if engine.num_unfinished and (self._is_async or not self._awaited):
+            phase = "generation"
             for completion in engine.step():
-                self._take(generation, completion, scorer)
-            generation.seconds["generation"] += time.perf_counter() - started
+                self._take(completion)
         else:
             time.sleep(_REWARD_POLL_S)
-            generation.seconds["rewards"] += time.perf_counter() - started
-        self._answer(generation, scorer.poll())
-        if not generation.awaited:
-            for number in sorted(generation.answered):
+        for generation in self._generations.values():
+            generation.seconds[phase] += time.perf_counter() - started
+        self._answer(environments.poll())
+        if self._is_async or not self._awaited:
+            for number in sorted(self._answered):
+                generation = self._generation_of[number]
                 engine.add_request(generation.conversations[number].request(number, generation.order.sampling))
-            generation.answered.clear()
-        if not generation.conversations:
-            self._finish(generation)
+            self._answered.clear()
+        for generation in [*self._generations.values()]:
+            if not generation.conversations:
+                self._finish(generation)
 
-    def _take(self, generation: Generation, completion: Completion, scorer: Scorer) -> None:
+    def _take(self, completion: Completion) -> None:
         """Hand a response to the environment."""
         assert self._tokenizer is not None
-        number = completion.request_id
+        environments, number = self._environments(), completion.request_id
+        generation = self._generation_of[number]
         conversation = generation.conversations[number]
         conversation.add_response(completion, self._tokenizer.decode(completion.token_ids_T.tolist()))
         generation.num_tokens += len(completion.token_ids_T)
-        if scorer.converses and conversation.num_turns < self._config.grpo.max_rollout_turns:
-            generation.awaited.add(number)
-        scorer.submit(number, conversation.group.problem, tuple(conversation.messages))
+        if environments.converses and conversation.num_turns < self._config.grpo.max_rollout_turns:
+            self._awaited.add(number)
+        environments.submit(number, conversation.group.problem, tuple(conversation.messages))
 
-    def _answer(self, generation: Generation, results: list[tuple[int, Score | Turn]]) -> None:
+    def _answer(self, results: list[tuple[int, Score | Turn]]) -> None:
         """Send the samples that have ended; let the others go on."""
-        order = generation.order
-        finished: list[tuple[SampleScored, SampleArrays]] = []
+        finished: dict[int, list[tuple[SampleScored, SampleArrays]]] = {}
         for number, result in results:
-            generation.awaited.discard(number)
+            self._awaited.discard(number)
+            generation = self._generation_of[number]
             conversation = generation.conversations[number]
             if isinstance(result, Score):
-                finished.append(conversation.finish(result, "score"))
+                sample = conversation.finish(result, "score")
             elif (limit := self._go_on(conversation, result)) is not None:
-                finished.append(conversation.finish(_UNSCORED, limit))
+                sample = conversation.finish(_UNSCORED, limit)
             else:
-                generation.answered.append(number)
+                self._answered.append(number)
                 continue
-            del generation.conversations[number]
-        if finished:
+            finished.setdefault(generation.order.command_id, []).append(sample)
+            del generation.conversations[number], self._generation_of[number]
+        for command_id, samples in finished.items():
+            order = self._generations[command_id].order
             message = SamplesFinished(
-                command_id=order.command_id,
+                command_id=command_id,
                 step=order.step,
                 purpose=order.purpose,
-                samples=tuple(sample for sample, _ in finished),
+                samples=tuple(sample for sample, _ in samples),
             )
-            arrays = SampleArrays.concatenate([arrays for _, arrays in finished])
-            self._member.reply(order.command_id, message, arrays.to_frames())
+            arrays = SampleArrays.concatenate([arrays for _, arrays in samples])
+            self._member.reply(command_id, message, arrays.to_frames())
 
     def _go_on(self, conversation: Conversation, turn: Turn) -> Literal["length", "turns"] | None:
         """Add what the environment said, if another response may follow; else return the limit that ends the sample."""
@@ -228,7 +274,7 @@ class RolloutService:
         return None
 
     def _finish(self, generation: Generation) -> None:
-        self._generation = None
+        del self._generations[generation.order.command_id]
         reply = Generated(
             command_id=generation.order.command_id,
             step=generation.order.step,

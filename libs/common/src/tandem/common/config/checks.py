@@ -289,6 +289,13 @@ def vllm_takes_its_arguments(config: Config) -> None:
         )
 
 
+def prompts_move_where_engines_are_async(config: Config) -> None:
+    """Prompts that move change what an engine computes together, and with it the last bits of a run."""
+    generation = config.policy.generation
+    if config.algorithm == "grpo" and generation.generation_timeout is not None and not generation.is_async:
+        raise Invalid("policy.generation.generation_timeout", "needs policy.generation.async_engine")
+
+
 def the_prerequisite_exists(config: Config) -> None:
     """The configuration of the earlier run must be there before anything starts."""
     if config.prerequisite is not None and not Path(config.prerequisite).is_file():
@@ -318,6 +325,7 @@ RULES: tuple[Rule, ...] = (
     the_new_model_is_described,
     the_new_model_has_fields_of_its_type,
     vllm_takes_its_arguments,
+    prompts_move_where_engines_are_async,
     the_prerequisite_exists,
 )
 """Checked in this order."""

@@ -54,8 +54,6 @@ NOT_SUPPORTED_YET = (
     Row("policy.generation.vllm_cfg.pipeline_parallel_size", (1,), _vllm),
     Row("policy.generation.vllm_cfg.expert_parallel_size", (1,), _vllm),
     Row("policy.generation.vllm_cfg.precision", _PRECISIONS, _vllm),
-    Row("policy.generation.vllm_cfg.async_engine", (False,), _vllm),
-    Row("policy.generation.async_engine", (False,), _vllm),
     Row("policy.generation.colocated.enabled", (True,), _grpo),
     Row("logger.mlflow_enabled", (False,)),
 )
@@ -64,8 +62,11 @@ NOT_SUPPORTED_YET = (
 NO_EFFECT_YET = (
     Row("logger.monitor_gpus", (False,)),
     Row("data.add_system_prompt", (False,)),
+    Row("policy.generation.in_flight_weight_updates", (False,), _grpo),
+    Row("policy.generation.recompute_kv_cache_after_weight_updates", (False,), _grpo),
 )
-"""Accepted with a notice: NeMo-RL's base files switch it on, and a run without it gives the same result."""
+"""Accepted with a notice: a run without it gives the same result. NeMo-RL's base files switch the first two on; engines
+do the others, but no weights move yet while they generate."""
 
 
 def refusal(config: Config) -> str | None:

@@ -6,6 +6,7 @@ import math
 import queue
 import threading
 import time
+from collections.abc import Iterable
 
 import msgspec
 
@@ -74,13 +75,14 @@ class Scorer:
         self._check_deadlines()
         return scores
 
-    def reset(self) -> None:
-        """Abandon everything submitted."""
-        self._wanted.clear()
+    def forget(self, keys: Iterable[int]) -> None:
+        """Abandon what was submitted with these keys."""
+        for key in keys:
+            self._wanted.pop(key, None)
 
     def close(self) -> None:
         """Tell the threads to end; one that hangs is left to the end of the process."""
-        self.reset()
+        self._wanted.clear()
         for _ in self._threads:
             self._waiting.put(None)
         for thread in self._threads:

@@ -6,7 +6,14 @@ from typing import Any, Literal
 
 import msgspec
 
-from tandem.common.config.schema.base import Fraction, NonEmptyStr, NonNegativeFloat, PositiveInt, Section
+from tandem.common.config.schema.base import (
+    Fraction,
+    NonEmptyStr,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
 
 
 class TransformersCfg(Section, frozen=True, kw_only=True):
@@ -39,7 +46,7 @@ class VllmCfg(Section, frozen=True, kw_only=True):
     enforce_eager: bool = False
     """Run without CUDA graphs; on a CPU there are none."""
     async_engine: bool = False
-    """Let requests join and leave while others run."""
+    """The same as `policy.generation.async_engine`, where NeMo-RL has it; whatever the engine."""
 
     @property
     def num_workers(self) -> int:
@@ -86,5 +93,22 @@ class Generation(Section, frozen=True, kw_only=True):
     vllm_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     """Further arguments of vLLM's engine, by its own names; checked where vLLM is installed."""
     async_engine: bool = False
-    """The same as `policy.generation.vllm_cfg.async_engine`, where some have it."""
+    """Let samples go on as soon as the environment has answered them, while the engine generates others, and deal
+    prompts to engines by the tokens that each still has to make. Without it the engine waits for answers, and prompts
+    are dealt like cards: then a run can be repeated to the bit."""
+    generation_timeout: PositiveFloat | None = None
+    """New. Seconds that an engine without work waits for others before it takes over their prompts; null means for
+    ever. Needs `async_engine`."""
+    in_flight_weight_updates: bool = False
+    """New. Weights that reach an engine while it generates are taken between two tokens, and its requests go on; every
+    token carries the version that made it. Otherwise the requests are given up. (NeMo-RL has this and the next key
+    under ``grpo.async_grpo``, later than v0.3.)"""
+    recompute_kv_cache_after_weight_updates: bool = False
+    """New. Requests that go on compute the keys and values of all their tokens anew with the new weights. Otherwise
+    they keep those that they have."""
     colocated: Colocated = Colocated()
+
+    @property
+    def is_async(self) -> bool:
+        """Whether `async_engine` is on, at either place."""
+        return self.async_engine or self.vllm_cfg.async_engine

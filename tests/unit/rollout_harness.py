@@ -1,0 +1,202 @@
+"""A rollout service with a real engine, and no coordinator: what it sends is kept."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from engine_harness import make_model, sampling, shared_layout
+from numpy.typing import NDArray
+
+from tandem.common.batch import SampleArrays
+from tandem.common.config import Config, build_config
+from tandem.common.config.schema import NewModel
+from tandem.common.errors import TandemError
+from tandem.common.messages import (
+    BuildEngine,
+    EngineBuilt,
+    Generate,
+    Generated,
+    InstallProgram,
+    Message,
+    Problem,
+    PromptGroup,
+    Refit,
+    Refitted,
+    SampleScored,
+    SamplesFinished,
+)
+from tandem.common.tokenizer import load_tokenizer, write_new_model
+from tandem.refit import layout, program
+from tandem.refit.planner import plan
+from tandem.rollout.environments import Score, Turn
+from tandem.rollout.service import RolloutService
+
+CHARACTERS = "0123456789au: \n"
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ message['role'][0] }}: {{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}a: {% endif %}"
+)
+WAIT_S = 30.0
+Messages = Sequence[Mapping[str, str]]
+
+
+class Member:
+    """Stands where the link to the coordinator would: keeps what the service sends."""
+
+    name = "rollout-0"
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.sent: list[tuple[Message, dict[str, NDArray[Any]]]] = []
+        self.errors: list[BaseException] = []
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        yield
+
+    def reply(self, command_id: int, message: Message, arrays: dict[str, NDArray[Any]] | None = None) -> None:
+        self.sent.append((message, arrays or {}))
+
+    def fail(self, command_id: int, error: BaseException) -> None:
+        self.errors.append(error)
+
+
+class Rollout:
+    """A rollout service with the weights of a tiny random model."""
+
+    def __init__(
+        self,
+        folder: Path,
+        environment: str,
+        *,
+        turns: int = 3,
+        total: int = 64,
+        model: Mapping[str, Any] | None = None,
+        generation: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        """`environment` is the path of its class; `model` and `generation` are settings beside the usual ones."""
+        write_new_model(folder / "model", NewModel(config={"model_type": "qwen3"}, characters=CHARACTERS))
+        self.model = make_model("qwen3", folder / "model", vocab_size=len(CHARACTERS) + 3, **(model or {}))
+        self.config = build_config(
+            {
+                "grpo": {"max_rollout_turns": turns},
+                "policy": {
+                    "model_name": str(folder / "model"),
+                    "max_total_sequence_length": total,
+                    "precision": "float32",
+                    "tokenizer": {"chat_template": TEMPLATE},
+                    "generation": {"transformers_cfg": {"num_slots": 5}, **(generation or {})},
+                },
+                "data": {"dataset_name": "jsonl", "train_data_path": "train.jsonl"},
+                "env": {"mine": {"class": environment, **settings}},
+                "cluster": {"threads_per_process": 1},
+            }
+        )
+        self.tokenizer = load_tokenizer(self.config)
+        self.member = Member(self.config)
+        self.service = RolloutService(self.member)  # type: ignore[arg-type]
+        self.service.handle(BuildEngine(command_id=1, deadline_s=WAIT_S), {})
+        built, _ = self.member.sent.pop()
+        assert isinstance(built, EngineBuilt)
+        wanted = layout.decode(built.layouts[0])
+        planned = plan({"trainer-0": shared_layout(self.model)}, {"rollout-0": wanted}, allow_alias=False)
+        encoded = program.encode(planned.programs["rollout-0"])
+        self.service.handle(InstallProgram(command_id=2, deadline_s=WAIT_S, programs=(encoded,)), {})
+        self._command_ids = itertools.count(3)
+        self.refit(0)
+
+    def refit(self, version: int) -> None:
+        """Bring the engine to what `model` holds now."""
+        self.service.handle(Refit(command_id=next(self._command_ids), deadline_s=WAIT_S, version=version), {})
+        refitted, _ = self.member.sent.pop()
+        assert isinstance(refitted, Refitted)
+
+    def group(self, number: int, seeds: Sequence[int]) -> PromptGroup:
+        prompt = [{"role": "user", "content": f"{number}{number + 1}"}]
+        return PromptGroup(
+            group=number,
+            problem=Problem(problem_id=f"p{number}", question="", answer="", metadata={"number": number}),
+            prompt_ids=tuple(self.tokenizer.encode_chat(prompt, add_generation_prompt=True)),
+            seeds=tuple(seeds),
+        )
+
+    def start(self, *groups: PromptGroup, max_new_tokens: int = 5, oldest: int | None = None, ends: bool = True) -> int:
+        """Order to generate; return the id. `ends`: whether the end-of-sequence token ends a response."""
+        stops = (self.tokenizer.eos_id,) if ends else ()
+        how = sampling(max_new_tokens=max_new_tokens, stop_token_ids=stops)
+        command_id = next(self._command_ids)
+        order = Generate(
+            command_id=command_id,
+            deadline_s=WAIT_S,
+            oldest=command_id if oldest is None else oldest,
+            step=1,
+            purpose="train",
+            sampling=how,
+            groups=groups,
+        )
+        self.service.handle(order, {})
+        return command_id
+
+    def finish(self) -> dict[tuple[int, int], tuple[SampleScored, SampleArrays]]:
+        """Work to the end; return each sample with its own arrays."""
+        deadline = time.monotonic() + WAIT_S
+        while self.service.work():
+            assert time.monotonic() < deadline
+        samples: dict[tuple[int, int], tuple[SampleScored, SampleArrays]] = {}
+        for message, frames in self.member.sent:
+            if isinstance(message, SamplesFinished):
+                arrays = SampleArrays.from_frames(frames)
+                for row, sample in enumerate(message.samples):
+                    assert (sample.group, sample.sample) not in samples
+                    samples[sample.group, sample.sample] = (sample, arrays.take([row]))
+        return samples
+
+    def run(self, *groups: PromptGroup, **how: Any) -> dict[tuple[int, int], tuple[SampleScored, SampleArrays]]:
+        self.start(*groups, **how)
+        samples = self.finish()
+        assert not self.member.errors
+        done, _ = self.member.sent[-1]
+        assert isinstance(done, Generated)
+        assert done.num_samples == len(samples) == sum(len(group.seeds) for group in groups)
+        assert done.num_tokens == sum(sample.response_length for sample, _ in samples.values())
+        self.member.sent.clear()
+        return samples
+
+    def error(self, *groups: PromptGroup) -> str:
+        self.start(*groups)
+        self.finish()
+        (error,) = self.member.errors
+        assert isinstance(error, TandemError)
+        assert not self.service.work()
+        return str(error)
+
+
+def count(conversation: Messages) -> int:
+    return sum(message["role"] == "assistant" for message in conversation)
+
+
+class Talks:
+    """Answers with the number of the problem and of the turn; a quarter for each turn, one at the end."""
+
+    def __init__(self, *, turns: int = 2, delay_s: float = 0.0) -> None:
+        self.turns = turns
+        self.delay_s = delay_s
+
+    def step(self, problem: Problem, conversation: Messages) -> Score | Turn:
+        number, turn = problem.metadata["number"], count(conversation)
+        assert [message["role"] for message in conversation] == ["assistant", "user"] * (turn - 1) + ["assistant"]
+        time.sleep(self.delay_s * (hash(conversation[-1]["content"]) % 5))
+        if turn == self.turns:
+            return Score(1.0, correct=True)
+        return Turn([{"role": "user", "content": f"{number}{turn}"}], reward=0.25)
+
+
+def tokens_of(samples: dict[tuple[int, int], tuple[SampleScored, SampleArrays]]) -> dict[tuple[int, int], list[int]]:
+    return {key: arrays.token_ids_T.tolist() for key, (_, arrays) in samples.items()}

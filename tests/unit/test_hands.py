@@ -1,0 +1,259 @@
+"""Which engine generates for which groups where ``async_engine`` is on: events in, actions out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+from test_plan import GRPO, Cluster, answer, lose, replace
+
+from tandem.common.messages import SampleScored, SamplesFinished
+from tandem.coordinator.decisions import (
+    Action,
+    Balance,
+    DiscardSamples,
+    Dispatch,
+    DispatchPrompts,
+    Phase,
+    Replied,
+    Ticked,
+)
+from tandem.coordinator.hands import GroupSize, Task
+from tandem.coordinator.plan import SynchronousPlan
+
+NUM_SAMPLES = 2
+
+
+class Balanced(Cluster):
+    """A cluster of engines that share by tokens; groups ask for what `tokens` says, the others answer at once."""
+
+    def __init__(
+        self, tokens: Sequence[int], *, width: int = 4, timeout_s: float | None = None, engines: int = 2
+    ) -> None:
+        shape = msgspec.structs.replace(
+            GRPO,
+            num_groups=len(tokens),
+            validate_every=0,
+            validate_at_start=False,
+            save_every=0,
+            expected={"trainer": 1, "rollout": engines, "refit": 1},
+            balance=Balance(width=width, timeout_s=timeout_s),
+        )
+        super().__init__(shape)
+        self.plan = SynchronousPlan(shape, now=0.0, sizes=lambda task: self.sizes(task, tokens))
+        self.counted: dict[tuple[int, int], int] = {}
+        """Samples of the step that count, and how often."""
+        self.join_all()
+        self.run_until(Phase.GENERATING)
+        while self.attesting():
+            self.answer_next()
+
+    def sizes(self, task: Task, tokens: Sequence[int]) -> list[GroupSize]:
+        assert task.num_groups == len(tokens)
+        return [GroupSize(num_samples=NUM_SAMPLES, num_tokens=n) for n in tokens]
+
+    def attesting(self) -> bool:
+        self.pending.sort(key=lambda a: isinstance(a, DispatchPrompts))
+        return isinstance(self.pending[0], Dispatch)
+
+    def give(self, event: object) -> list[Action]:
+        actions = super().give(event)
+        for action in actions:
+            if isinstance(action, DiscardSamples):
+                self.counted = {key: n for key, n in self.counted.items() if key[0] not in action.groups}
+        return actions
+
+    def holds(self) -> dict[str, list[int]]:
+        """Return the groups that each engine was asked for and that are not answered, in order."""
+        held: dict[str, list[int]] = {}
+        for action in self.pending:
+            if isinstance(action, DispatchPrompts):
+                held.setdefault(action.member, []).extend(action.groups)
+        return held
+
+    def sample(self, engine: str, group: int, *samples: int) -> list[Action]:
+        """Have an engine finish samples of a group; with the last of an order, answer the order."""
+        order = next(a for a in self.orders if is_for(a, engine, group) and self.waits_for(a))
+        assert isinstance(order, DispatchPrompts)
+        for sample in samples:
+            self.counted[group, sample] = self.counted.get((group, sample), 0) + 1
+        scored = tuple(
+            SampleScored(
+                group=group,
+                sample=sample,
+                prompt_length=1,
+                response_length=1,
+                num_turns=1,
+                finish_reason="stop",
+                reward=0.0,
+                correct=False,
+                response="",
+            )
+            for sample in samples
+        )
+        reply = SamplesFinished(command_id=order.command_id, step=order.step, purpose=order.purpose, samples=scored)
+        return self.give(Replied(now=self.now, member=engine, reply=reply))
+
+    def complete(self, engine: str, group: int) -> list[Action]:
+        """Have an engine finish a group, and answer its order if that was all of it."""
+        actions = self.sample(engine, group, *range(NUM_SAMPLES))
+        order = next(a for a in self.pending if is_for(a, engine, group))
+        assert isinstance(order, DispatchPrompts)
+        if all((g, s) in self.counted for g in order.groups for s in range(NUM_SAMPLES)):
+            self.pending.remove(order)
+            actions += self.give(Replied(now=self.now, member=engine, reply=answer(order)))
+        return actions
+
+    def waits_for(self, action: object) -> bool:
+        assert isinstance(action, DispatchPrompts)
+        return action.command_id in self.plan.orders.outstanding
+
+    def tick(self, seconds: float) -> list[Action]:
+        self.now += seconds
+        return self.give(Ticked(now=self.now))
+
+
+def is_for(action: object, engine: str, group: int) -> bool:
+    return isinstance(action, DispatchPrompts) and action.member == engine and group in action.groups
+
+
+def prompts(actions: list[Action]) -> list[tuple[str, tuple[int, ...]]]:
+    return [(a.member, a.groups) for a in actions if isinstance(a, DispatchPrompts)]
+
+
+def test_a_group_goes_to_the_engine_with_the_fewest_tokens_to_make() -> None:
+    cluster = Balanced([90, 20, 20, 20, 20, 20, 20], width=20)
+    # By count it would be every other one.
+    assert cluster.holds() == {"rollout-0": [0, 6], "rollout-1": [1, 2, 3, 4, 5]}
+
+
+def test_an_engine_gets_no_more_than_it_has_room_for_until_samples_are_done() -> None:
+    cluster = Balanced([10] * 7, width=4)
+    assert cluster.holds() == {"rollout-0": [0, 2], "rollout-1": [1, 3]}
+    assert prompts(cluster.sample("rollout-1", 3, 1)) == [("rollout-1", (4,))]
+    assert cluster.sample("rollout-1", 3, 1) == []  # the same once more
+    assert prompts(cluster.sample("rollout-1", 3, 0)) == []  # it has four to make
+    assert prompts(cluster.sample("rollout-0", 0, 0)) == [("rollout-0", (5,))]
+    first, *later = [a for a in cluster.orders if isinstance(a, DispatchPrompts) and a.member == "rollout-1"]
+    assert first.oldest == first.command_id
+    assert [a.oldest for a in later] == [first.command_id]  # all of them count
+
+
+def test_the_fast_engine_makes_more() -> None:
+    cluster = Balanced([10] * 12, width=2)
+    made = []
+    while "rollout-1" in cluster.holds() and cluster.holds()["rollout-1"] != [1]:
+        cluster.complete("rollout-1", cluster.holds()["rollout-1"][0])
+    for _ in range(10):
+        made.append(cluster.holds()["rollout-1"][0])
+        cluster.complete("rollout-1", made[-1])
+    assert sorted(made) == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+    assert cluster.holds() == {"rollout-0": [0], "rollout-1": [11]}
+
+
+def test_training_begins_when_every_group_is_done() -> None:
+    cluster = Balanced([10] * 6, width=2)
+    for _ in range(100):
+        if cluster.plan.phase is Phase.TRAINING:
+            break
+        engine, groups = next(iter(cluster.holds().items()))
+        cluster.complete(engine, groups[0])
+    assert cluster.plan.phase is Phase.TRAINING
+    assert cluster.counted == {(g, s): 1 for g in range(6) for s in range(NUM_SAMPLES)}
+    cluster.run_until(Phase.GENERATING)
+    assert cluster.plan.step == 2
+    assert {a.step for a in cluster.pending if isinstance(a, DispatchPrompts)} == {2}
+
+
+def slow_one(timeout_s: float | None, engines: int = 2) -> Balanced:
+    """Have every engine but the first finish its groups; it finishes one group and half of another."""
+    cluster = Balanced([10] * (3 * engines), width=6, timeout_s=timeout_s, engines=engines)
+    first, second, _ = cluster.holds()["rollout-0"]
+    cluster.sample("rollout-0", first, 0, 1)
+    cluster.sample("rollout-0", second, 1)
+    for engine, groups in cluster.holds().items():
+        for group in groups if engine != "rollout-0" else []:
+            cluster.complete(engine, group)
+    return cluster
+
+
+def test_what_a_slow_engine_holds_moves_on_when_another_has_waited_long_enough() -> None:
+    cluster = slow_one(timeout_s=5.0)
+    late = [a for a in cluster.pending if isinstance(a, DispatchPrompts)]
+    cluster.tick(20.0)  # only now it is known that somebody waits
+    assert cluster.tick(4.9) == []
+    stop, discard, moved = cluster.tick(0.2)
+    assert isinstance(stop, DispatchPrompts)
+    assert isinstance(moved, DispatchPrompts)
+    assert (stop.member, stop.groups) == ("rollout-0", ())
+    assert stop.oldest > late[0].command_id
+    assert discard == DiscardSamples(step=1, purpose="train", groups=(2, 4))
+    assert (moved.member, moved.groups) == ("rollout-1", (2, 4))
+    # What the slow one still says is not counted, and its silence is not waited for.
+    assert [cluster.waits_for(a) for a in (*late, stop, moved)] == [False, False, True]
+    cluster.pending = [moved]
+    cluster.complete("rollout-1", 2)
+    cluster.complete("rollout-1", 4)
+    assert cluster.plan.phase is Phase.TRAINING
+    assert cluster.counted == {(g, s): 1 for g in range(6) for s in range(NUM_SAMPLES)}
+    cluster.run_until(Phase.GENERATING)
+    assert set(cluster.holds()) == {"rollout-0", "rollout-1"}  # it takes part in the next step
+
+
+def test_without_a_timeout_everybody_is_waited_for() -> None:
+    cluster = slow_one(timeout_s=None)
+    for _ in range(20):
+        assert cluster.tick(1.0) == []
+    assert cluster.plan.phase is Phase.GENERATING
+
+
+def test_nobody_is_slow_while_all_have_work() -> None:
+    cluster = Balanced([10] * 6, width=6, timeout_s=5.0)
+    for _ in range(25):
+        assert cluster.tick(1.0) == []
+
+
+def test_of_several_slow_engines_nothing_moves_to_one_of_them() -> None:
+    cluster = slow_one(timeout_s=5.0, engines=3)
+    cluster.tick(0.0)
+    first = cluster.tick(5.1)
+    assert {a.member for a in first if isinstance(a, DispatchPrompts) and a.groups} == {"rollout-1", "rollout-2"}
+    cluster.pending = [a for a in first if isinstance(a, DispatchPrompts) and a.groups]
+    held = cluster.holds()
+    cluster.complete("rollout-2", held["rollout-2"][0])
+    cluster.tick(0.0)
+    moved = cluster.tick(5.1)
+    assert prompts(moved) == [("rollout-1", ()), ("rollout-2", tuple(held["rollout-1"]))]
+    cluster.pending = [a for a in moved if isinstance(a, DispatchPrompts) and a.groups]
+    for _ in range(10):
+        assert cluster.tick(1.0) == []  # nobody is left who could take over
+    for group in held["rollout-1"]:
+        cluster.complete("rollout-2", group)
+    assert cluster.plan.phase is Phase.TRAINING
+
+
+def test_what_a_lost_engine_held_moves_on_at_once() -> None:
+    cluster = Balanced([10] * 6, width=20)
+    assert cluster.holds() == {"rollout-0": [0, 2, 4], "rollout-1": [1, 3, 5]}
+    cluster.complete("rollout-1", 1)
+    actions = lose(cluster, "rollout-1")
+    # Also what it had done: its version was perhaps not what it should be.
+    assert DiscardSamples(step=1, purpose="train", groups=(1, 3, 5)) in actions
+    assert prompts(actions) == [("rollout-0", (1, 3, 5))]
+    for group in (0, 2, 4, 1, 3, 5):
+        cluster.complete("rollout-0", group)
+    assert cluster.plan.phase is Phase.GENERATING  # the next refit needs the engine
+    replace(cluster, "rollout-1")
+    cluster.run_until(Phase.TRAINING)
+    assert cluster.counted == {(g, s): 1 for g in range(6) for s in range(NUM_SAMPLES)}
+
+
+def test_what_comes_back_gets_work_again() -> None:
+    cluster = Balanced([10] * 9, width=4)
+    assert cluster.holds() == {"rollout-0": [0, 2], "rollout-1": [1, 3]}
+    lose(cluster, "rollout-1")
+    replace(cluster, "rollout-1")
+    while "rollout-1" not in cluster.holds():
+        cluster.pending.sort(key=lambda a: isinstance(a, DispatchPrompts))
+        cluster.answer_next()
+    assert cluster.holds() == {"rollout-0": [0, 2], "rollout-1": [4, 5]}
