@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import yaml
 
 from tests.integration.harness import TINY, Command, coordinator, merged, steps_of, write_config
@@ -102,6 +103,19 @@ def test_a_run_generates_in_float8() -> None:
     # The engine's probabilities are those of the rounded weights: not the trainer's, but near.
     assert (np.abs(curve("run", "sampling_importance_ratio") - 1) > 1e-6).all()
     assert (curve("run", "token_mult_prob_error") < 1.05).all()
+
+
+def test_async_engines_make_the_samples_of_one_that_waits() -> None:
+    Path("judging.py").write_text(JUDGE)
+    arguments = (write_config(SEVENS), "policy.generation.backend=vllm", "grpo.max_num_steps=2")
+    two = ("policy.generation.vllm_cfg.async_engine=true", "cluster.rollouts=2", "logger.log_dir=async")
+    for run in (("logger.log_dir=plain",), two):
+        ended = coordinator("up", *arguments, *run)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+    # Samples are drawn from their own seeds, whoever draws them and whatever is computed beside.
+    for metric in ("reward", "mean_generation_length", "loss"):
+        assert curve("async", metric)[0] == pytest.approx(curve("plain", metric)[0], abs=1e-5), metric
+    assert curve("async", "token_mult_prob_error").max() < 1.001
 
 
 def test_an_unknown_argument_of_vllm_is_named_before_anything_starts() -> None:
