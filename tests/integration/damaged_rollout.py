@@ -76,7 +76,7 @@ def _take_harm(version: int, *kinds: str) -> str:
 
 def _apply(engine: TransformersEngine, version: int, deadline_s: float, only: Collection[str] = ()) -> dict[str, int]:
     """Apply a version for real, and damage what is held afterwards."""
-    held = {name: parameter.data for name, parameter in engine.parameters().items()}
+    held = {name: parameter.data for name, parameter in engine._model.named_parameters()}
     before = {name: tensor.clone() for name, tensor in held.items()}
     num_bytes = _real_apply(engine, version, deadline_s, only)
     if harm := _take_harm(version, *HARMS):

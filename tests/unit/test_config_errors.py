@@ -317,8 +317,6 @@ VLLM_CFG = "policy.generation.vllm_cfg"
         (["policy.megatron_cfg.enabled=true"], "policy.megatron_cfg.enabled (true)"),
         (["policy.sequence_packing.enabled=true"], "policy.sequence_packing.enabled (true)"),
         (["policy.dynamic_batching.enabled=true"], "policy.dynamic_batching.enabled (true)"),
-        ([VLLM, "policy.generation.vllm_cfg.pipeline_parallel_size=2"], f"{VLLM_CFG}.pipeline_parallel_size (2)"),
-        ([VLLM, "policy.generation.vllm_cfg.expert_parallel_size=2"], f"{VLLM_CFG}.expert_parallel_size (2)"),
         ([VLLM, "policy.generation.vllm_cfg.precision=int8"], f"{VLLM_CFG}.precision (int8)"),
         (["policy.generation.colocated.enabled=false"], "policy.generation.colocated.enabled (false)"),
         (["logger.mlflow_enabled=true"], "logger.mlflow_enabled (true)"),
@@ -328,6 +326,14 @@ def test_what_is_not_built_is_refused_when_switched_on(overrides: list[str], exp
     with pytest.raises(NotSupportedYet) as caught:
         load_config("small.yaml", overrides)
     assert str(caught.value) == f"small.yaml: not supported yet: {expected}"
+
+
+def test_experts_are_spread_over_the_ranks_that_share_a_layer() -> None:
+    sizes = [VLLM, f"{VLLM_CFG}.tensor_parallel_size=4"]
+    for size in (1, 4):
+        load_config("small.yaml", [*sizes, f"{VLLM_CFG}.expert_parallel_size={size}"])
+    with pytest.raises(ConfigError, match=r"expert_parallel_size: 2 is neither 1 nor .*, which is 4"):
+        load_config("small.yaml", [*sizes, f"{VLLM_CFG}.expert_parallel_size=2"])
 
 
 def test_vllm_is_an_engine() -> None:

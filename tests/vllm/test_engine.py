@@ -137,7 +137,8 @@ def test_a_sleeping_engine_gives_its_cache_back(filled: Filled) -> None:
     engine = filled.engine
     expected = run_all(engine, [request(0, PROMPT)])[0]
     memory = psutil.Process().memory_info
-    caches = [cache.untyped_storage() for cache in engine._llm._runner.kv_caches]
+    (held,) = engine._llm.engine.collective_rpc(lambda worker: worker.model_runner.kv_caches)
+    caches = [cache.untyped_storage() for cache in held]
     sizes = [storage.nbytes() for storage in caches]
     engine.sleep()
     engine.wake()  # now every page of it has been written

@@ -26,6 +26,7 @@ from tests.vllm.test_run import JUDGE, SEVENS, curve
 from tests.vllm.vllm_harness import CHANGES, all_parameters, refit, running, tiny_model, train
 
 TWO = {"tensor_parallel_size": 2}
+EXPERTS = {"tensor_parallel_size": 2, "expert_parallel_size": 2}
 
 
 def load_as_vllm_does(monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, torch.Tensor]]]:
@@ -66,24 +67,28 @@ def check_digests(engine: VllmEngine, source: Any) -> None:
     engine._llm.engine.collective_rpc(_damage)
     damaged = engine.digest_task(None).results()
     parts = {str(rank): each for rank, each in enumerate(zip(engine.layouts(), damaged, strict=True))}
-    assert compare(sent, {"engine": parts}).differing == {"engine": "model.layers.1.self_attn.o_proj.weight"}
+    assert compare(sent, {"engine": parts}).differing == {"engine": "model.layers.2.self_attn.o_proj.weight"}
 
 
 def _damage(worker: Any) -> None:
     if worker.rank == 1:
-        worker.part.parameters()["model.layers.1.self_attn.o_proj.weight"].data[3, 5] += 1.0
+        worker.part.parameters()["model.layers.2.self_attn.o_proj.weight"].data[3, 5] += 1.0
 
 
-@pytest.mark.parametrize("architecture", CHANGES)
+@pytest.mark.parametrize(
+    ("architecture", "sizes"),
+    [*((each, TWO) for each in CHANGES), ("qwen3", {"pipeline_parallel_size": 2}), ("qwen3_moe", EXPERTS)],
+    ids=[*CHANGES, "qwen3, stages", "qwen3_moe, experts"],
+)
 def test_two_workers_hold_what_load_weights_gives_them(
-    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    architecture: str, sizes: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "model"
     model = tiny_model(architecture, folder)
     train(model, seed=0)  # biases are no longer zero, norms no longer one
     model.save_pretrained(folder)
     loaded = load_as_vllm_does(monkeypatch)
-    with running(folder, TWO) as engine:
+    with running(folder, sizes) as engine:
         (expected,) = loaded
         assert len(expected) == 2
         other = copy.deepcopy(model)

@@ -170,7 +170,12 @@ def _engines(config: Config, model: ModelShape) -> Side:
         valid = ", ".join(_ENGINE_DTYPES)
         raise ConfigError(f"policy.generation.vllm_cfg.precision: {vllm.precision!r} is not one of {valid}")
     dtype = dtype or config.policy.precision
-    sizes = Vllm(tp=vllm.tensor_parallel_size, pp=vllm.pipeline_parallel_size, replicas=num_engines)
+    sizes = Vllm(
+        tp=vllm.tensor_parallel_size,
+        pp=vllm.pipeline_parallel_size,
+        replicas=num_engines,
+        expert_parallel=vllm.expert_parallel_size > 1,
+    )
     held = model.with_dtype("bfloat16").quantised() if dtype == "fp8" else model.with_dtype(dtype)
     words = _sizes("vLLM", sizes) + (f", {num_engines} engines" if num_engines > 1 else "")
     return Side("engine", sizes, held, words)

@@ -296,6 +296,20 @@ def prompts_move_where_engines_are_async(config: Config) -> None:
         raise Invalid("policy.generation.generation_timeout", "needs policy.generation.async_engine")
 
 
+def experts_are_spread_over_tensor_ranks(config: Config) -> None:
+    """vLLM spreads the experts of a layer over all ranks that share the layer, or over none."""
+    generation = config.policy.generation
+    if config.algorithm != "grpo" or generation.backend != "vllm":
+        return
+    vllm = generation.vllm_cfg
+    if vllm.expert_parallel_size not in (1, vllm.tensor_parallel_size):
+        raise Invalid(
+            "policy.generation.vllm_cfg.expert_parallel_size",
+            f"{vllm.expert_parallel_size} is neither 1 nor policy.generation.vllm_cfg.tensor_parallel_size, which is "
+            f"{vllm.tensor_parallel_size}",
+        )
+
+
 def the_prerequisite_exists(config: Config) -> None:
     """The configuration of the earlier run must be there before anything starts."""
     if config.prerequisite is not None and not Path(config.prerequisite).is_file():
@@ -326,6 +340,7 @@ RULES: tuple[Rule, ...] = (
     the_new_model_has_fields_of_its_type,
     vllm_takes_its_arguments,
     prompts_move_where_engines_are_async,
+    experts_are_spread_over_tensor_ranks,
     the_prerequisite_exists,
 )
 """Checked in this order."""

@@ -51,8 +51,6 @@ NOT_SUPPORTED_YET = (
     Row("policy.megatron_cfg.enabled", (False,)),
     Row("policy.sequence_packing.enabled", (False,)),
     Row("policy.dynamic_batching.enabled", (False,)),
-    Row("policy.generation.vllm_cfg.pipeline_parallel_size", (1,), _vllm),
-    Row("policy.generation.vllm_cfg.expert_parallel_size", (1,), _vllm),
     Row("policy.generation.vllm_cfg.precision", _PRECISIONS, _vllm),
     Row("policy.generation.colocated.enabled", (True,), _grpo),
     Row("logger.mlflow_enabled", (False,)),

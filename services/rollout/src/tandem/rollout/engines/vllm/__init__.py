@@ -1,1 +1,1 @@
-"""vLLM as an engine: `insides` and `float8` touch its insides, `weights` describes its memory, `engine` drives it."""
+"""vLLM as an engine: `insides`, `part`, `float8` touch its insides, `weights` describes its memory, `engine` drives."""

@@ -49,8 +49,8 @@ _ON_A_GPU = {
 }
 WORKER = "tandem.rollout.engines.vllm.worker.Worker"
 """The class of every worker, by the name that vLLM imports it by."""
-_ANSWER_S = 60.0
-"""For what workers do at once."""
+_ANSWER_S = 300.0
+"""For what has no deadline of its own, such as packing experts."""
 
 
 def prepare_environment(num_threads: int) -> None:
@@ -112,6 +112,9 @@ class Llm:
             if "WorkerProc" not in str(error):
                 raise
             raise ModelError("vLLM's workers did not start; they have said why in the log of this process") from error
+        core = self.engine.engine_core.engine_core
+        # Stages of a pipeline would have several batches under way, some of them begun with the weights before a refit.
+        core.step_fn, core.batch_queue = core.step, None
         self._watch_workers()
         try:
             if self.is_on_cpu:
@@ -184,20 +187,24 @@ class Llm:
 
 @contextlib.contextmanager
 def _started_here() -> Iterator[None]:
-    """Start engines without a look at the model's class in another process, and without a file for workers to meet at.
+    """Start engines without a look at the model's class in another process, and leave no file where workers have met.
 
-    The look takes seconds, and the class is imported here anyway. The file would outlive a worker that is killed.
+    The look takes seconds, and the class is imported here anyway. The file would be left of a process that is killed.
     """
     from vllm.model_executor.models import registry
-    from vllm.utils.network_utils import get_distributed_init_method, get_loopback_ip, get_open_port
     from vllm.v1.executor import multiproc_executor, uniproc_executor
 
     # Earlier releases meet on a port anyway.
     executors = [each for each in (multiproc_executor, uniproc_executor) if hasattr(each, "get_file_store_init_method")]
-    former = registry._run_in_subprocess, getattr(multiproc_executor, "get_file_store_init_method", None)
+    former: tuple[Any, Any] = (
+        registry._run_in_subprocess,
+        getattr(multiproc_executor, "get_file_store_init_method", None),
+    )
+    files: list[Path] = []
 
     def meet() -> str:
-        address: str = get_distributed_init_method(get_loopback_ip(), get_open_port())
+        address: str = former[1]()
+        files.append(Path(address.removeprefix("file://")))
         return address
 
     registry._run_in_subprocess = lambda function: function()
@@ -209,6 +216,8 @@ def _started_here() -> Iterator[None]:
         registry._run_in_subprocess = former[0]
         for executor in executors:
             executor.get_file_store_init_method = former[1]
+        for file in files:
+            file.unlink(missing_ok=True)
 
 
 def architectures(model_folder: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ With `insides`, `float8` and `worker` the only module that knows vLLM's insides.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -190,3 +191,30 @@ def kept_parameters() -> Iterator[list[PackedExperts]]:
     finally:
         ops._supports_onednn, utils.check_cpu_sgl_kernel = former
         CPUUnquantizedExperts.process_weights_after_loading = process
+
+
+@functools.cache
+def map_experts() -> None:
+    """Have the experts of a worker leave out what is for those of others.
+
+    vLLM's kernel for CPUs takes a token's experts for its own, by their numbers among all, and reads what is not there.
+    """
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    apply = CPUUnquantizedExperts.apply
+
+    def apply_own(
+        experts: Any,
+        *,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        expert_map: torch.Tensor | None,
+        **others: Any,
+    ) -> None:
+        if expert_map is not None:
+            own = expert_map[topk_ids.long()]  # -1: another worker's
+            topk_weights = topk_weights.masked_fill(own < 0, 0.0)
+            topk_ids = own.clamp(min=0).to(topk_ids.dtype)
+        apply(experts, topk_weights=topk_weights, topk_ids=topk_ids, expert_map=None, **others)
+
+    CPUUnquantizedExperts.apply = apply_own

@@ -17,7 +17,7 @@ from vllm.platforms import current_platform
 from tandem.common.errors import TandemError
 from tandem.common.service import die_with
 from tandem.rollout.engines.vllm import float8
-from tandem.rollout.engines.vllm.part import Part, kept_parameters
+from tandem.rollout.engines.vllm.part import Part, kept_parameters, map_experts
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -57,9 +57,17 @@ class Worker(VllmWorker):  # type: ignore[misc]
             return
         if self.model_config.quantization:
             float8.install_cpu_kernel()
+        if self.parallel_config.enable_expert_parallel:
+            map_experts()
         with kept_parameters() as packed:
             super().load_model(*args, **kwargs)
-        self.part = Part(self.model_runner, packed, self.rank)
+        runner = self.model_runner
+        self.part = Part(runner, packed, self.rank)
+        if not get_pp_group().is_first_rank:
+            # What a stage receives; vLLM makes room for it in a warm-up, which it leaves out on a CPU.
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+            )
 
     def ask_part(self, method: str, *args: Any) -> Answer:
         """Call a method of the part."""
