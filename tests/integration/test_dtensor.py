@@ -16,6 +16,8 @@ from tandem.common.batch import TrainingBatch
 from tandem.common.config import Config
 from tandem.trainer import step
 from tandem.trainer.backends.dtensor import DTensorBackend
+from tandem.trainer.backends.shards import local_of
+from tandem.trainer.offload import Offloaded, state_of
 from tests.integration.trainer_harness import (
     ADAMW,
     ARCHITECTURES,
@@ -281,6 +283,32 @@ def test_the_same_inputs_give_the_same_bits(tmp_path: Path) -> None:
     config = make_config(make_model(tmp_path / "model"), loss={"reference_policy_kl_penalty": 0.1})
     batches = [make_batch(seed=seed) for seed in range(2)]
     assert run_ranks(2, train_rank, config, batches) == run_ranks(2, train_rank, config, batches)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_is_offloaded_between_steps_comes_back(world_size: int, tmp_path: Path) -> None:
+    """On a CPU the memory goes from one place to another, with the code that moves it between a GPU and its host."""
+    config = make_config(make_model(tmp_path / "model"))
+    batches = [make_batch(seed=seed) for seed in range(3)]
+    assert run_ranks(world_size, train_and_offload, config, batches) == run_ranks(
+        world_size, train_rank, config, batches
+    )
+
+
+def train_and_offload(rank: int, config: Config, batches: Sequence[TrainingBatch]) -> Any:
+    backend = DTensorBackend(config, checkpoint=None)
+    metrics = []
+    for batch in batches:
+        metrics.append(step.train(backend, batch, config).metrics)
+        state = state_of(backend._optimizer, backend.device)
+        sizes = [tensor.untyped_storage().nbytes() for tensor in state]
+        held = sum(local_of(parameter).nbytes for parameter in backend._parameters.values())
+        assert sum(sizes) >= 2 * held, "two moments of each parameter"
+        moved = Offloaded(state)
+        assert not any(tensor.untyped_storage().nbytes() for tensor in state)
+        moved.reload()
+        assert [tensor.untyped_storage().nbytes() for tensor in state] == sizes
+    return metrics, digest_of(backend)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -24,6 +24,7 @@ from tandem.common.messages import (
     Failed,
     Generated,
     InstallProgram,
+    MemoryUse,
     MeshConnected,
     OpenRendezvous,
     PlannedMesh,
@@ -79,6 +80,7 @@ GRPO = RunShape(
     max_replacements=1,
     deadlines=Deadlines(join=10, build=20, generate=30, train=40, evaluate=50, refit=5, save=60),
 )
+MEMORY = MemoryUse(peak=2, held=1)
 SFT = msgspec.structs.replace(GRPO, algorithm="sft", expected={"trainer": 1}, validate_at_start=False)
 
 
@@ -92,6 +94,7 @@ def answer(action: Dispatch | DispatchPrompts | DispatchBatch) -> Reply:
             num_samples=1,
             num_tokens=1,
             seconds={},
+            memory=MEMORY,
         )
     if isinstance(action, DispatchBatch):
         if action.purpose == "validate":
@@ -103,6 +106,7 @@ def answer(action: Dispatch | DispatchPrompts | DispatchBatch) -> Reply:
             metrics={},
             seconds={},
             has_update=action.member == "trainer-0",
+            memory=MEMORY,
         )
     command_id = action.order.command_id
     match action.order:
@@ -129,7 +133,7 @@ def answer(action: Dispatch | DispatchPrompts | DispatchBatch) -> Reply:
         case ConnectMesh(mesh=mesh):
             return MeshConnected(command_id=command_id, mesh=mesh)
         case Refit(version=version):
-            return Refitted(command_id=command_id, version=version, num_bytes={}, seconds=0.0)
+            return Refitted(command_id=command_id, version=version, num_bytes={}, seconds=0.0, memory=MEMORY)
         case Attest(version=version):
             digests = (f"{action.member} at {version}".encode(),)
             return Attested(command_id=command_id, version=version, digests=digests, seconds=0.0)

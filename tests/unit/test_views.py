@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from tandem.common.config import build_config
-from tandem.common.messages import Hello, Trained
+from tandem.common.messages import Generated, Hello, MemoryUse, Refitted, Trained
 from tandem.common.telemetry import MetricWriters, TensorBoardWriter
 from tandem.coordinator.journal import Journal, StepRecord
 from tandem.coordinator.ledger import StepLedger
@@ -38,6 +38,8 @@ def records() -> list[StepRecord]:
     ]
     made[3].metrics["val_accuracy"] = 0.4
     made[7].metrics["val_accuracy"] = 0.8
+    made[2].metrics["memory_training_trainer_gb"] = 2.5
+    made[5].metrics["memory_training_trainer_gb"] = 1.5
     return made
 
 
@@ -106,14 +108,49 @@ def test_a_report_has_the_curves_and_the_breakdown() -> None:
     assert "policy training" in text
     assert "50.0%" in text
     assert "tokens per sample          5.0" in text
+    assert "peak memory, GB   generation    training       refit" in text
+    assert "  trainer                  -       2.500           -" in text
+    assert "engine" not in text
 
 
 def test_the_breakdown_adds_up() -> None:
     ledger = StepLedger()
     spent = {"logprobs": 0.2, "reference_logprobs": 0.1, "policy_training": 0.6}
-    ledger.trained(Trained(command_id=1, step=1, version=1, metrics={}, seconds=spent, has_update=True))
+    ledger.trained(trained(spent, peak=3, held=1))
     seconds = ledger.breakdown({"total": 2.0, "training": 1.0, "generation": 1.0})
     assert seconds == pytest.approx({"total": 2.0, "generation": 1.0, "get_logprobs": 0.3, "policy_training": 0.7})
+
+
+def trained(spent: dict[str, float], *, peak: int, held: int) -> Trained:
+    memory = MemoryUse(peak=peak, held=held)
+    return Trained(command_id=1, step=1, version=1, metrics={}, seconds=spent, has_update=True, memory=memory)
+
+
+def test_memory_is_of_the_largest_process_of_its_kind() -> None:
+    ledger = StepLedger()
+    for peak, held in ((9, 2), (8, 3)):
+        ledger.trained(trained({}, peak=peak * 10**9, held=held * 10**9))
+    for peak, held in ((5, 4), (7, 1)):
+        memory = MemoryUse(peak=peak * 10**9, held=held * 10**9)
+        ledger.generated(
+            Generated(command_id=2, step=1, purpose="train", num_samples=1, num_tokens=1, seconds={}, memory=memory)
+        )
+        for member in ("trainer-0", "rollout-1"):
+            refitted = Refitted(command_id=3, version=1, num_bytes={}, seconds=0.0, memory=memory)
+            ledger.refitted(member, refitted)
+    ledger.breakdown({"total": 2.0, "training": 1.0, "generation": 1.0})
+    assert {name: value for name, value in ledger.metrics.items() if name.endswith("_gb")} == {
+        "memory_training_trainer_gb": 9.0,
+        "memory_training_engine_gb": 4.0,
+        "memory_generation_trainer_gb": 3.0,
+        "memory_generation_engine_gb": 7.0,
+        "memory_refit_trainer_gb": 7.0,
+        "memory_refit_engine_gb": 7.0,
+    }
+    alone = StepLedger()
+    alone.trained(trained({}, peak=9, held=2))
+    alone.breakdown({"total": 1.0, "training": 1.0})
+    assert "memory_generation_trainer_gb" not in alone.metrics
 
 
 def test_tensorboard_files_hold_the_metrics() -> None:

@@ -105,6 +105,15 @@ class Command(Message, frozen=True, kw_only=True):
     """Seconds the receiver has, from receipt."""
 
 
+class MemoryUse(Message, frozen=True, kw_only=True):
+    """Bytes that a process took to carry out an order: allocated on its GPU, or resident where it computes on a CPU."""
+
+    peak: int
+    """The most at any time from the order to its answer."""
+    held: int
+    """What it still has at the answer."""
+
+
 # --- coordinator to trainer and back ---------------------------------------------------------------------------------
 
 
@@ -164,6 +173,7 @@ class Trained(Message, frozen=True, kw_only=True, tag=True):
     """Seconds by phase: ``policy_training``, ``logprobs``, ``reference_logprobs``."""
     has_update: bool
     """Whether an optimizer step had a gradient and a learning rate that are not zero, so that weights must differ."""
+    memory: MemoryUse
 
 
 class Evaluate(Command, frozen=True, kw_only=True, tag=True):
@@ -301,6 +311,7 @@ class Generated(Message, frozen=True, kw_only=True, tag=True):
     """Tokens the engine made."""
     seconds: dict[str, float]
     """Seconds by phase: ``generation``, ``rewards``."""
+    memory: MemoryUse
 
 
 # --- the weight plane: coordinator to trainer and rollout, and back ---------------------------------------------------
@@ -362,6 +373,7 @@ class Refitted(Message, frozen=True, kw_only=True, tag=True):
     num_bytes: dict[str, int]
     """Bytes counted at this end of each link, named ``trainer-0>rollout-1``."""
     seconds: float
+    memory: MemoryUse
 
 
 class Attest(Command, frozen=True, kw_only=True, tag=True):
@@ -393,7 +405,8 @@ class PlanTransfers(Command, frozen=True, kw_only=True, tag=True):
     destinations: dict[str, bytes]
     """Encoded layouts of the engines, by part."""
     allow_alias: bool
-    """True if no engine generates while the trainer steps, so that engines may read the trainer's memory in place."""
+    """True if no engine generates while the trainer steps, on the same devices: engines may then read the trainer's
+    memory in place."""
 
 
 class PlannedMesh(Message, frozen=True, kw_only=True):

@@ -30,6 +30,7 @@ _PARTS = (
     messages.SamplingParameters,
     messages.SampleScored,
     messages.PlannedMesh,
+    messages.MemoryUse,
 )
 _MARKED = re.compile(r"(<!-- messages -->\n).*?(<!-- /messages -->)", re.DOTALL)
 

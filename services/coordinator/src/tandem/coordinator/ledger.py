@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeVar
 
-from tandem.common.messages import Attested, Evaluated, Generated, Refitted, Trained
+from tandem.common.messages import Attested, Evaluated, Generated, MemoryUse, Refitted, Trained
+
+Number = TypeVar("Number", int, float)
 
 
 class StepLedger:
@@ -15,11 +18,14 @@ class StepLedger:
         self._training_seconds: dict[str, float] = {}
         self._rewards_s = 0.0
         self._num_generated_tokens = 0
+        self._memory: dict[str, int] = {}
+        """Most bytes that a process of a kind had in a phase, named ``training_engine``."""
 
     def trained(self, reply: Trained) -> None:
         """Note a rank's training step; the slowest rank is the one that counts."""
         self.metrics.update(reply.metrics)
         _keep_maxima(self._training_seconds, reply.seconds)
+        self._note_memory("training", "generation", "trainer", reply.memory)
 
     def evaluated(self, reply: Evaluated) -> None:
         """Note the loss on validation data."""
@@ -27,9 +33,19 @@ class StepLedger:
 
     def generated(self, reply: Generated) -> None:
         """Note that an engine finished its prompts; only training samples count in the breakdown."""
+        self._note_memory("generation", "training", "engine", reply.memory)
         if reply.purpose == "train":
             self._num_generated_tokens += reply.num_tokens
             self._rewards_s = max(self._rewards_s, reply.seconds.get("rewards", 0.0))
+
+    def refitted(self, member: str, reply: Refitted) -> None:
+        """Note what memory a refit took; `RefitLedger` keeps the rest."""
+        kind = "trainer" if member.startswith("trainer") else "engine"
+        _keep_maxima(self._memory, {f"refit_{kind}": reply.memory.peak})
+
+    def _note_memory(self, works: str, waits: str, kind: str, use: MemoryUse) -> None:
+        """Note the memory of a process that works in one phase, and waits in another with what it holds then."""
+        _keep_maxima(self._memory, {f"{works}_{kind}": use.peak, f"{waits}_{kind}": use.held})
 
     def breakdown(self, phases: Mapping[str, float]) -> dict[str, float]:
         """Return the step's seconds by the names of NeMo-RL's published table.
@@ -48,6 +64,9 @@ class StepLedger:
         if self._num_generated_tokens:
             self.metrics["tokens_per_s"] = self._num_generated_tokens / seconds["total"]
             self.metrics["generation_tokens_per_s"] = self._num_generated_tokens / max(seconds["generation"], 1e-9)
+        else:
+            self._memory.pop("generation_trainer", None)  # there is no generation to wait for
+        self.metrics |= {f"memory_{name}_gb": num_bytes / 1e9 for name, num_bytes in self._memory.items()}
         return seconds
 
 
@@ -70,6 +89,6 @@ class RefitLedger:
         _keep_maxima(self.seconds, {"digest": reply.seconds})
 
 
-def _keep_maxima(into: dict[str, float], seconds: Mapping[str, float]) -> None:
-    for name, value in seconds.items():
-        into[name] = max(into.get(name, 0.0), value)
+def _keep_maxima(into: dict[str, Number], values: Mapping[str, Number]) -> None:
+    for name, value in values.items():
+        into[name] = max(into.get(name, value), value)

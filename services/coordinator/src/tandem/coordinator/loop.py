@@ -136,6 +136,7 @@ class Loop:
             case Generated() as generated:
                 self._ledger.generated(generated)
             case Refitted() as refitted:
+                self._ledger.refitted(event.member, refitted)
                 self._refits.refitted(refitted)
             case Attested() as attested:
                 self._refits.attested(attested)

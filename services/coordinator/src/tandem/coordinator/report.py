@@ -19,6 +19,8 @@ _BREAKDOWN = {
     "get_logprobs": "get log-probabilities",
 }
 """The rows of NeMo-RL's published step-time table."""
+_PHASES = ("generation", "training", "refit")
+_PROCESSES = ("trainer", "engine")
 
 
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,10 +118,28 @@ def format_breakdown(summary: RunSummary) -> str:
         if name in summary.median_seconds:
             seconds = summary.median_seconds[name]
             rows.append(f"  {label:<22} {seconds:7.3f}  {seconds / total if total else 0.0:5.1%}")
+    rows += _memory_table(summary)
     lengths = summary.curves.get("mean_generation_length", [])
     if lengths:
         rows.append(f"  {'tokens per sample':<22} {statistics.fmean(v for _, v in lengths):7.1f}")
     return "\n".join(rows)
+
+
+def _memory_table(summary: RunSummary) -> list[str]:
+    """Return the most memory that a process of each kind had in each phase, in all steps."""
+    found = {
+        (kind, phase): max(value for _, value in points)
+        for kind in _PROCESSES
+        for phase in _PHASES
+        if (points := summary.curves.get(f"memory_{phase}_{kind}_gb"))
+    }
+    if not found:
+        return []
+    table = [f"peak memory, GB {''.join(f'{phase:>12}' for phase in _PHASES)}"]
+    for kind in dict.fromkeys(kind for kind, _ in found):
+        cells = [f"{found[kind, phase]:12.3f}" if (kind, phase) in found else f"{'-':>12}" for phase in _PHASES]
+        table.append(f"  {kind:<14}{''.join(cells)}")
+    return table
 
 
 def _median(records: Sequence[StepRecord], name: str) -> float:

@@ -55,8 +55,8 @@ def run_shape(
         save_every=config.checkpointing.save_period if config.checkpointing.enabled else 0,
         resume_from=resume_from,
         checkpoint_folder=checkpoint_folder,
-        # In synchronous mode no engine generates while a trainer steps.
-        allow_alias=config.refit.alias == "auto",
+        # Where the two take turns, no engine generates while a trainer steps.
+        allow_alias=config.takes_turns and config.refit.alias == "auto",
         is_verified=config.refit.verify != "off",
         max_replacements=config.cluster.max_replacements,
         balance=_balance(config),

@@ -19,6 +19,7 @@ import torch
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from tandem.common.errors import RefitError
+from tandem.common.memory import MemoryMeter
 from tandem.common.messages import (
     Attest,
     Attested,
@@ -314,6 +315,8 @@ class Endpoint:
     def _refit(self, order: Refit) -> None:
         if not order.only or self._member.name in order.only:  # who only sends goes on attesting what it holds
             self.abandon_digest()
+        memory = MemoryMeter()
+        memory.begin()
         started = time.perf_counter()
         num_bytes = self._holder.apply(order.version, order.deadline_s, order.only)
         reply = Refitted(
@@ -321,6 +324,7 @@ class Endpoint:
             version=order.version,
             num_bytes=num_bytes,
             seconds=time.perf_counter() - started,
+            memory=memory.use(),
         )
         self._member.reply(order.command_id, reply)
 

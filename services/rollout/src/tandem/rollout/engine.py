@@ -117,11 +117,14 @@ class Engine(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Release the key-value cache while the device is used for training. Refuses while requests run."""
+        """Release the key-value cache while the device is used for training. Refuses while requests run.
+
+        It still holds its version, but no weights may be received meanwhile.
+        """
         ...
 
     def wake(self) -> None:
-        """Take the key-value cache back."""
+        """Take the key-value cache back; an engine that is awake stays so."""
         ...
 
     def close(self) -> None:

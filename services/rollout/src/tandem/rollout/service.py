@@ -3,7 +3,8 @@
 It consumes `Generate` orders and weight versions, and produces samples as they finish: token ids, the log-probabilities
 of the distribution each token was drawn from, the weight version that made it, and the reward. An environment may
 answer a response, and then the sample goes on (`tandem.rollout.conversation`). Between two steps of the engine it looks
-for orders; it waits only for environments, each of whose answers has a deadline of its own.
+for orders; it waits only for environments, each of whose answers has a deadline of its own. Where training takes turns
+with generation on the same devices, the engine sleeps from the end of a `Generate` to what it is asked for next.
 
 Without ``async_engine`` the engine stands still while an environment may answer, so that what runs together does not
 depend on how long that takes. With it the engine goes on with the others, and who was answered joins at once.
@@ -18,6 +19,7 @@ from typing import Literal, assert_never
 from tandem.common.batch import SampleArrays
 from tandem.common.config import Config
 from tandem.common.errors import DataError, RewardError
+from tandem.common.memory import MemoryMeter
 from tandem.common.messages import (
     Attest,
     BuildEngine,
@@ -84,6 +86,7 @@ class RolloutService:
         """Samples with the environment, which may go on."""
         self._answered: list[int] = []
         """Samples that go on."""
+        self._memory = MemoryMeter()
 
     def handle(self, order: RolloutOrder, arrays: Arrays) -> None:
         """Carry out one order; `Generate` goes on in `work`."""
@@ -161,6 +164,8 @@ class RolloutService:
         keeps_requests = receives and is_newer and generation.in_flight_weight_updates
         if receives and not keeps_requests:
             self._give_up([*self._generations])
+        if receives:
+            engine.wake()  # on a GPU the memory of its weights is away while it sleeps
         try:
             self._plane().handle(order)
         except Exception:
@@ -178,6 +183,9 @@ class RolloutService:
             return  # sent once more, so long after the first time that it is not known to be a repetition
         engine = self._built()
         self._give_up([command_id for command_id in self._generations if command_id < order.oldest])
+        if not self._generations:
+            self._memory.begin()
+        engine.wake()
         generation = Generation(order, self._num_samples)
         self._num_samples += generation.num_samples
         self._generations[order.command_id] = generation
@@ -274,6 +282,8 @@ class RolloutService:
 
     def _finish(self, generation: Generation) -> None:
         del self._generations[generation.order.command_id]
+        if self._config.takes_turns and not self._generations:
+            self._built().sleep()
         reply = Generated(
             command_id=generation.order.command_id,
             step=generation.order.step,
@@ -281,6 +291,7 @@ class RolloutService:
             num_samples=generation.num_samples,
             num_tokens=generation.num_tokens,
             seconds=generation.seconds,
+            memory=self._memory.use(),
         )
         self._member.reply(generation.order.command_id, reply)
 

@@ -70,6 +70,17 @@ class Backend(Protocol):
         """
         ...
 
+    def offload(self) -> None:
+        """Give up the device memory that only optimizer steps need: gradients, and the optimizer's state.
+
+        The state goes to host memory. Parameters stay where they are: engines may be reading them.
+        """
+        ...
+
+    def reload(self) -> None:
+        """Take back what `offload` gave up; nothing if nothing was. Training steps and `save` need it."""
+        ...
+
     def close(self) -> None:
         """Release models and optimizer."""
         ...

@@ -2,13 +2,16 @@
 
 It consumes orders from the coordinator and produces new weights in memory that engines read in place. During an order
 it waits only for the other ranks, inside collective operations whose timeout is the order's deadline; between orders it
-touches no weight.
+touches no weight. Where generation takes turns with training on the same devices, what only optimizer steps need is not
+there between orders.
 """
 
 from __future__ import annotations
 
 import datetime
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import assert_never
 
@@ -17,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tandem.common.batch import TrainingBatch
+from tandem.common.memory import MemoryMeter
 from tandem.common.messages import (
     Attest,
     BuildTrainer,
@@ -56,6 +60,7 @@ class TrainerService:
         self._weights: Weights | None = None
         self._endpoint: Endpoint | None = None
         self._version = 0
+        self._memory = MemoryMeter()
 
     def handle(self, order: TrainerOrder, arrays: Arrays) -> None:
         """Carry out one order and reply."""
@@ -79,7 +84,8 @@ class TrainerService:
                 self._endpoint.handle(order)
             case SaveCheckpoint():
                 with self._member.phase(f"saving step {order.step}"):
-                    num_bytes = self._built().save(Path(order.folder))
+                    with self._training_state() as backend:
+                        num_bytes = backend.save(Path(order.folder))
                     reply_saved = CheckpointSaved(command_id=order.command_id, num_bytes=num_bytes)
                     self._member.reply(order.command_id, reply_saved)
             case other:
@@ -104,6 +110,17 @@ class TrainerService:
     def _built(self) -> Backend:
         assert self._backend is not None, "the coordinator orders BuildTrainer first"
         return self._backend
+
+    @contextmanager
+    def _training_state(self) -> Iterator[Backend]:
+        """Have what optimizer steps need where the backend computes; after the block only if nobody else needs room."""
+        backend = self._built()
+        backend.reload()
+        try:
+            yield backend
+        finally:
+            if self._config.takes_turns:
+                backend.offload()
 
     def _open_rendezvous(self, order: OpenRendezvous) -> None:
         host = address_towards(self._member.coordinator)
@@ -139,6 +156,8 @@ class TrainerService:
         )
         resume_from = Path(order.checkpoint) if order.checkpoint else None
         self._backend = DTensorBackend(self._config, checkpoint=resume_from)
+        if self._config.takes_turns:
+            self._backend.offload()
         self._weights = self._backend.weights()
         self._endpoint = Endpoint(self._member, self._weights)
         self._version = order.version
@@ -153,7 +172,9 @@ class TrainerService:
     def _train(self, order: Train, batch: TrainingBatch) -> None:
         assert self._endpoint is not None, "the coordinator orders BuildTrainer first"
         self._endpoint.abandon_digest()
-        result = step.train(self._built(), batch, self._config)
+        self._memory.begin()
+        with self._training_state() as backend:
+            result = step.train(backend, batch, self._config)
         self._version = order.step
         reply = Trained(
             command_id=order.command_id,
@@ -162,5 +183,6 @@ class TrainerService:
             metrics=result.metrics if self._member.index == 0 else {},
             seconds=result.seconds,
             has_update=result.has_update,
+            memory=self._memory.use(),
         )
         self._member.reply(order.command_id, reply)

@@ -24,6 +24,7 @@ from tandem.trainer.attention import ATTENTION_NAME, prepare_to_share
 from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep, WhichModel
 from tandem.trainer.backends import shards
 from tandem.trainer.models import TokenScorer, checkpoint_activations, decoder_layers, load_model
+from tandem.trainer.offload import Offloaded, state_of
 from tandem.trainer.optimizers import advance, make_optimizer, make_scheduler
 from tandem.trainer.packing import MicroBatch
 
@@ -55,6 +56,7 @@ class DTensorBackend:
         if config.policy.activation_checkpointing_enabled or config.policy.dtensor_cfg.activation_checkpointing:
             checkpoint_activations(self._policy)
         _shard(self._policy, self._mesh, self._dtype)
+        self._offloaded: Offloaded | None = None
         self._scorers = {"policy": TokenScorer(self._policy, self._temperature)}
         self._parameters: dict[str, torch.Tensor] = dict(self._policy.named_parameters())
         self.num_parameters = sum(parameter.numel() for parameter in self._parameters.values())
@@ -139,6 +141,21 @@ class DTensorBackend:
             shards.local_of(parameter).copy_(tensors[name][region])
         self._load_optimizer(folder)
 
+    def offload(self) -> None:
+        """Free the gradients and move the optimizer's state from the GPU to pinned host memory.
+
+        On a CPU that is where the state already lies: there only the gradients go.
+        """
+        self._optimizer.zero_grad(set_to_none=True)
+        if self.device.type != "cpu" and self._offloaded is None:
+            self._offloaded = Offloaded(state_of(self._optimizer, self.device))
+
+    def reload(self) -> None:
+        """Move the optimizer's state back, to tensors that are the same as before."""
+        if self._offloaded is not None:
+            self._offloaded.reload()
+            self._offloaded = None
+
     def close(self) -> None:
         """Release models and optimizer; the process group belongs to whoever made it."""
         self._scorers.clear()
@@ -201,6 +218,7 @@ class DTensorBackend:
         self._scheduler = make_scheduler(self._config.policy.scheduler, self._optimizer)
         advance(self._scheduler, num_steps)
         self._num_steps = num_steps
+        self._offloaded = None
 
     def _load_optimizer(self, folder: Path) -> None:
         counted = {_NUM_STEPS: torch.zeros(1, dtype=torch.int64)}

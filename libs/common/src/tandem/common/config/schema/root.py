@@ -35,6 +35,12 @@ class Config(Section, frozen=True, kw_only=True):
     refit: Refit = Refit()
 
     @property
+    def takes_turns(self) -> bool:
+        """Whether training and generation share their devices, so that each gives up what only it needs while the other
+        works."""
+        return self.algorithm == "grpo" and self.policy.generation.colocated.enabled
+
+    @property
     def algorithm_section(self) -> Grpo | Sft | Dpo:
         """The section of the algorithm in use; all of them have `seed`, `max_num_steps`, `val_period` and
         `val_at_start`."""

@@ -151,20 +151,15 @@ class VllmEngine(RefittedEngine):
         self._llm.reset_caches()
 
     def sleep(self) -> None:
-        """Release the key-value cache and, on a GPU, the weights: it then holds no version.
-
-        Refuses while requests run.
-        """
+        """Release the key-value cache; on a GPU the weights wait in host memory. Refuses while requests run."""
         if self.num_unfinished:
             raise RuntimeError(f"sleep called while {self.num_unfinished} requests are unfinished")
         if not self._is_asleep:
             self._llm.release_cache()
-            if not self._llm.is_on_cpu:
-                self._version = None
         self._is_asleep = True
 
     def wake(self) -> None:
-        """Take the key-value cache back."""
+        """Take the memory back, on a CPU as sequences need it."""
         if self._is_asleep:
             self._llm.take_cache()
         self._is_asleep = False

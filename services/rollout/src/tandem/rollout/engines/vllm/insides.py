@@ -143,12 +143,12 @@ class Llm:
         self.engine.reset_prefix_cache(reset_running_requests=True)
 
     def release_cache(self) -> None:
-        """Give the memory of the key-value cache back; on a GPU that of the weights too. No request may run."""
+        """Forget all keys and values and give their memory back, on a GPU that of weights too. No request may run."""
         self.engine.reset_prefix_cache()
         self.ask("release_cache")
 
     def take_cache(self) -> None:
-        """Take the memory of the key-value cache again, empty."""
+        """Take the memory again; caches are empty."""
         self.ask("take_cache")
 
     def close(self) -> None:

@@ -1,0 +1,60 @@
+"""Giving the memory of tensors away for a while: their bytes wait in host memory, and the tensors stay, empty."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from tandem.trainer.backends import shards
+
+
+def state_of(optimizer: torch.optim.Optimizer, device: torch.device) -> list[torch.Tensor]:
+    """Return this rank's parts of the tensors of an optimizer's state that lie on a kind of device."""
+    values = (value for state in optimizer.state.values() for value in state.values())
+    tensors = [shards.local_of(value) for value in values if isinstance(value, torch.Tensor)]
+    return [tensor for tensor in tensors if tensor.device.type == device.type]
+
+
+class Offloaded:
+    """Storages of tensors without their memory. Nothing may read or write the tensors until `reload`.
+
+    Whoever holds the tensors, an optimizer for example, notices nothing: they are the same objects afterwards.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Copy every storage to host memory, pinned if it lies on a GPU, and give its own memory back to the device."""
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
+        self._held = [(storage, _copy_to_host(storage)) for storage in storages.values() if storage.nbytes()]
+        _wait(self._devices())
+        for storage, _ in self._held:
+            storage.resize_(0)
+        if any(device.type == "cuda" for device in self._devices()):
+            torch.cuda.empty_cache()  # otherwise it stays with this process
+
+    def reload(self) -> None:
+        """Take the memory again and copy the bytes back."""
+        for storage, host in self._held:
+            storage.resize_(host.nbytes)
+            _bytes_of(storage).copy_(host, non_blocking=True)
+        _wait(self._devices())
+        self._held = []
+
+    def _devices(self) -> set[torch.device]:
+        return {storage.device for storage, _ in self._held}
+
+
+def _copy_to_host(storage: torch.UntypedStorage) -> torch.Tensor:
+    host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
+    return host.copy_(_bytes_of(storage), non_blocking=True)
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _wait(devices: Iterable[torch.device]) -> None:
+    """Wait for copies that were begun on GPUs."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)

@@ -1,0 +1,47 @@
+"""The memory that a process takes while it does something."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import pytest
+
+from tandem.common import memory
+from tandem.common.memory import MemoryMeter
+
+NUM_BYTES = 2**26
+NOISE = 2**23
+"""What else happens in a process."""
+
+
+def take() -> mmap.mmap:
+    pages = mmap.mmap(-1, NUM_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.write(b"\1" * NUM_BYTES)
+    return pages
+
+
+def test_the_peak_is_of_what_was_done_since_the_beginning() -> None:
+    meter = MemoryMeter()
+    take().close()
+    meter.begin()
+    before = meter.use()
+    assert before.peak - before.held < NOISE, "what was there earlier is forgotten"
+    kept = take()
+    take().close()
+    used = meter.use()
+    assert abs(used.held - before.held - NUM_BYTES) < NOISE
+    assert used.peak - before.held > 2 * NUM_BYTES - NOISE
+    kept.close()
+
+
+def test_where_the_peak_cannot_be_forgotten_both_ends_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(memory, "_CLEAR_REFS", tmp_path / "no folder" / "file")
+    meter = MemoryMeter()
+    kept = take()
+    meter.begin()
+    kept.close()
+    used = meter.use()
+    assert abs(used.peak - used.held - NUM_BYTES) < NOISE
