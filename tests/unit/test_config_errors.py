@@ -318,7 +318,6 @@ VLLM_CFG = "policy.generation.vllm_cfg"
         (["policy.sequence_packing.enabled=true"], "policy.sequence_packing.enabled (true)"),
         (["policy.dynamic_batching.enabled=true"], "policy.dynamic_batching.enabled (true)"),
         ([VLLM, "policy.generation.vllm_cfg.precision=int8"], f"{VLLM_CFG}.precision (int8)"),
-        (["policy.generation.colocated.enabled=false"], "policy.generation.colocated.enabled (false)"),
         (["logger.mlflow_enabled=true"], "logger.mlflow_enabled (true)"),
     ],
 )
@@ -334,6 +333,48 @@ def test_experts_are_spread_over_the_ranks_that_share_a_layer() -> None:
         load_config("small.yaml", [*sizes, f"{VLLM_CFG}.expert_parallel_size={size}"])
     with pytest.raises(ConfigError, match=r"expert_parallel_size: 2 is neither 1 nor .*, which is 4"):
         load_config("small.yaml", [*sizes, f"{VLLM_CFG}.expert_parallel_size=2"])
+
+
+RESOURCES = "policy.generation.colocated.resources"
+DISJOINT = ["policy.generation.colocated.enabled=false", "cluster.gpus_per_node=8"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([f"{RESOURCES}.gpus_per_node=8"], f"{RESOURCES}.gpus_per_node: 8 of cluster.gpus_per_node (8) leaves none to"),
+        ([f"{RESOURCES}.num_nodes=2"], f"{RESOURCES}.num_nodes: 2, but where cluster.num_nodes is 1, it is 1 or null"),
+        (
+            ["cluster.num_nodes=4", f"{RESOURCES}.num_nodes=1", f"{RESOURCES}.gpus_per_node=4"],
+            f"{RESOURCES}.gpus_per_node: 4, but where cluster.num_nodes is 4, it is 8 or null",
+        ),
+        (
+            ["cluster.num_nodes=4", f"{RESOURCES}.num_nodes=4"],
+            f"{RESOURCES}.num_nodes: 4 of cluster.num_nodes (4) leaves none to training",
+        ),
+        (
+            [VLLM, f"{RESOURCES}.gpus_per_node=2", "cluster.rollouts=3"],
+            f"cluster.rollouts: needs 3 GPUs, and {RESOURCES}.gpus_per_node (2) leaves it 2",
+        ),
+        (
+            [f"{RESOURCES}.gpus_per_node=5", "cluster.trainers=4"],
+            f"cluster.trainers: needs 4 GPUs, and {RESOURCES}.gpus_per_node (5) leaves it 3",
+        ),
+        (
+            ["cluster.num_nodes=2", f"{RESOURCES}.num_nodes=1", "cluster.trainers=16"],
+            f"cluster.trainers: needs 16 GPUs, and {RESOURCES}.num_nodes (1) leaves it 8",
+        ),
+    ],
+)
+def test_gpus_set_aside_for_generation_are_part_of_the_cluster(overrides: list[str], expected: str) -> None:
+    assert error_of("small.yaml", *DISJOINT, *overrides).startswith(f"command line: {expected}")
+    load_config("small.yaml", [*DISJOINT, *overrides, "policy.generation.colocated.enabled=true"])
+
+
+def test_gpus_set_aside_for_generation() -> None:
+    load_config("small.yaml", ["policy.generation.colocated.enabled=false"])
+    load_config("small.yaml", [*DISJOINT, VLLM, f"{RESOURCES}.gpus_per_node=2", "cluster.rollouts=2"])
+    load_config("small.yaml", [*DISJOINT, "cluster.num_nodes=2", f"{RESOURCES}.num_nodes=1", "cluster.trainers=8"])
 
 
 def test_vllm_is_an_engine() -> None:

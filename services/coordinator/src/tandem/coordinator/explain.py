@@ -19,6 +19,7 @@ from rich.table import Table
 
 from tandem.common.config import Config
 from tandem.common.errors import ConfigError, ModelError
+from tandem.common.placement import first_gpu_of_engines
 from tandem.refit.adapters.catalogue import ModelShape, from_checkpoint, from_config
 from tandem.refit.adapters.deployment import Deployment, Hosts
 from tandem.refit.adapters.dtensor import DTensor
@@ -81,11 +82,10 @@ def predict(config: Config, trainers: Side, engines: Side) -> Explained:
     """Lay both sides out and plan. Raises `RefitError` where sizes do not fit the model."""
     started = time.perf_counter()
     before, after = _hosts(config, trainers, engines)
-    shared = config.policy.generation.colocated.enabled
     sources = _named("trainer", trainers.deployment.layouts(trainers.model, before))
     sources = {member: _reachable(layout) for member, layout in sources.items()}
     destinations = _named("rollout", engines.deployment.layouts(engines.model, after))
-    found = survey(sources, destinations, allow_alias=shared and config.refit.alias == "auto")
+    found = survey(sources, destinations, allow_alias=config.takes_turns and config.refit.alias == "auto")
     layouts = {**sources, **destinations}
     memory = bucket_memory(found.links)
     for engine, num_bytes in found.staging.items():
@@ -104,8 +104,7 @@ def _hosts(config: Config, trainers: Side, engines: Side) -> tuple[Hosts, Hosts]
             Hosts("node", -(-num_engines // num_nodes), has_gpus=False),
         )
     hosts = Hosts("node", config.cluster.gpus_per_node)
-    shared = config.policy.generation.colocated.enabled
-    return hosts, msgspec.structs.replace(hosts, first=0 if shared else num_trainers)
+    return hosts, msgspec.structs.replace(hosts, first=first_gpu_of_engines(config))
 
 
 def _on_gpus(config: Config) -> bool:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from tandem.common.messages import ToRollout
+from tandem.common.placement import VISIBLE, visible_to_engine
 from tandem.common.service import Member, Service, run_service
 from tandem.common.threads import num_threads
 from tandem.rollout.engines.vllm import insides
@@ -19,6 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _make(member: Member) -> Service:
     if member.config.policy.generation.backend == "vllm":
+        os.environ[VISIBLE] = visible_to_engine(member.config, member.index, os.environ)
         insides.prepare_environment(num_threads(member.config, "rollouts", len(os.sched_getaffinity(0))))
     # Imported once the process has joined: torch takes seconds, and heartbeats flow meanwhile.
     from tandem.rollout.service import RolloutService

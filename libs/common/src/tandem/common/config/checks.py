@@ -11,6 +11,7 @@ from tandem.common.config.problem import Invalid, shown
 from tandem.common.config.schema import Config
 from tandem.common.errors import nearest
 from tandem.common.model_fields import model_fields
+from tandem.common.placement import gpus_per_engine
 from tandem.common.vllm_arguments import complaint
 
 CONVERSING_ENVIRONMENTS = ("calculator", "sliding_puzzle_game")
@@ -218,6 +219,35 @@ def there_are_rollouts(config: Config) -> None:
         raise Invalid("cluster.rollouts", "0, but GRPO needs at least 1")
 
 
+def generation_fits_its_gpus(config: Config) -> None:
+    """GPUs that are set aside for generation are part of the cluster's, leave some to training, and are enough."""
+    generation, cluster = config.policy.generation, config.cluster
+    if config.algorithm != "grpo" or generation.colocated.enabled:
+        return
+    gpus, nodes = generation.colocated.resources.gpus_per_node, generation.colocated.resources.num_nodes
+    prefix = "policy.generation.colocated.resources."
+    if cluster.num_nodes == 1:
+        key, set_aside, whole, gpus_each = "gpus_per_node", gpus, cluster.gpus_per_node, 1
+        other_key, other, fitting = "num_nodes", nodes, 1
+    else:
+        key, set_aside, whole, gpus_each = "num_nodes", nodes, cluster.num_nodes, cluster.gpus_per_node
+        other_key, other, fitting = "gpus_per_node", gpus, cluster.gpus_per_node
+    if other not in (None, fitting):
+        rule = f"where cluster.num_nodes is {cluster.num_nodes}, it is {fitting} or null"
+        raise Invalid(prefix + other_key, f"{other}, but {rule}")
+    if set_aside is None:
+        return
+    if set_aside >= whole:
+        raise Invalid(prefix + key, f"{set_aside} of cluster.{key} ({whole}) leaves none to training")
+    sides = (
+        ("cluster.rollouts", cluster.rollouts * gpus_per_engine(config), set_aside * gpus_each),
+        ("cluster.trainers", cluster.trainers, (whole - set_aside) * gpus_each),
+    )
+    for process_key, needed, there in sides:
+        if needed > there:
+            raise Invalid(process_key, f"needs {needed} GPUs, and {prefix}{key} ({set_aside}) leaves it {there}")
+
+
 def the_launch_fits_the_cluster(config: Config) -> None:
     """The coordinator launches no more processes than it waits for."""
     launch = config.cluster.launch
@@ -333,6 +363,7 @@ RULES: tuple[Rule, ...] = (
     conversations_have_turns,
     checkpoints_can_be_ranked,
     there_are_rollouts,
+    generation_fits_its_gpus,
     the_launch_fits_the_cluster,
     the_address_can_be_bound,
     silence_outlasts_a_heartbeat,

@@ -52,7 +52,6 @@ NOT_SUPPORTED_YET = (
     Row("policy.sequence_packing.enabled", (False,)),
     Row("policy.dynamic_batching.enabled", (False,)),
     Row("policy.generation.vllm_cfg.precision", _PRECISIONS, _vllm),
-    Row("policy.generation.colocated.enabled", (True,), _grpo),
     Row("logger.mlflow_enabled", (False,)),
 )
 """Refused, in the order in which an error lists them."""

@@ -230,6 +230,7 @@ class DTensorBackend:
 
 
 def _device(rank: int) -> torch.device:
+    """Return where a rank computes: trainers take a node's GPUs from the first on (`tandem.common.placement`)."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", rank % torch.cuda.device_count())

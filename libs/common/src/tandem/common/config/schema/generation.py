@@ -55,19 +55,24 @@ class VllmCfg(Section, frozen=True, kw_only=True):
 
 
 class ColocatedResources(Section, frozen=True, kw_only=True):
-    """The GPUs set aside for generation where it is not colocated."""
+    """The GPUs set aside for generation where it is not colocated: of a single node some, of several nodes whole ones.
+
+    They are the last of the cluster's. Where nothing is said, they are those that come after the trainers'.
+    """
 
     gpus_per_node: PositiveInt | None = None
-    """GPUs a node for generation."""
+    """GPUs for generation, if `cluster.num_nodes` is 1; else null or `cluster.gpus_per_node`."""
     num_nodes: PositiveInt | None = None
-    """Nodes for generation."""
+    """Nodes for generation, if `cluster.num_nodes` is greater than 1; else null or 1."""
 
 
 class Colocated(Section, frozen=True, kw_only=True):
     """Whether generation shares its devices with training."""
 
     enabled: bool = True
-    """Training and generation take turns on the same devices."""
+    """true: training and generation take turns on the same devices. Engines sleep from the end of a generation to the
+    next and hold no KV cache; trainers keep the optimizer's state on the device only while they train. false: each side
+    has devices of its own, and keeps what it has; no engine reads the trainer's memory in place."""
     resources: ColocatedResources = ColocatedResources()
 
 

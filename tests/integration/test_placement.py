@@ -1,0 +1,79 @@
+"""Training and generation on the same devices, in turns, and on devices of their own: the same results to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.by_hand import assert_same_results, in_folder, last_weights, refits_of
+from tests.integration.harness import coordinator, steps_of, write_config
+
+NUM_STEPS = 3
+PLACEMENTS: dict[str, Any] = {
+    # A key-value cache that shows: 2 tensors, 4 layers, 64 slots, 16 heads, and a page of memory for each head's keys.
+    "grpo": {"num_prompts_per_step": 8, "num_generations_per_prompt": 8, "max_num_steps": NUM_STEPS, "val_period": 3},
+    "policy": {
+        "new_model": {
+            "config": {
+                "num_hidden_layers": 4,
+                "num_attention_heads": 16,
+                "num_key_value_heads": 16,
+                "head_dim": 32,
+            }
+        },
+        "train_global_batch_size": 64,
+        "generation": {"transformers_cfg": {"num_slots": 64}},
+    },
+    "checkpointing": {"save_period": NUM_STEPS},
+}
+CACHE_GB = 2 * 4 * 64 * 16 * 4096 / 1e9
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=lambda trainers: f"{trainers}-trainers")
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return the folders of two runs that differ in nothing but where they run."""
+    folder = tmp_path_factory.mktemp("placement")
+    with in_folder(folder):
+        config = write_config(PLACEMENTS)
+        for placement, enabled in (("colocated", True), ("disjoint", False)):
+            ended = coordinator(
+                "up",
+                config,
+                f"logger.log_dir={placement}",
+                f"policy.generation.colocated.enabled={enabled}",
+                f"cluster.trainers={request.param}",
+            )
+            assert ended.returncode == 0, ended.stdout + ended.stderr
+    return {placement: folder / placement for placement in ("colocated", "disjoint")}
+
+
+def test_the_results_are_the_same(runs: dict[str, Path]) -> None:
+    assert len(steps_of(runs["colocated"])) == NUM_STEPS
+    assert_same_results(runs["disjoint"], runs["colocated"])
+
+
+def test_no_engine_reads_in_place_what_trains_elsewhere(runs: dict[str, Path]) -> None:
+    model = sum(map(len, last_weights(runs["disjoint"]).values()))
+    colocated, disjoint = ([sum(refit.num_bytes.values()) for refit in refits_of(run)] for run in runs.values())
+    assert disjoint == [model] * (NUM_STEPS + 1)
+    # Of two trainers each holds a part of every tensor, which an engine cannot read in place.
+    is_sharded = len({link.partition(">")[0] for link in refits_of(runs["disjoint"])[0].num_bytes}) == 2
+    assert colocated == ([model] if is_sharded else [0]) * (NUM_STEPS + 1)
+
+
+def test_an_engine_that_takes_turns_holds_no_cache_while_others_train(runs: dict[str, Path]) -> None:
+    for placement, given_back in (("colocated", True), ("disjoint", False)):
+        for step in steps_of(runs[placement]):
+            cache = step.metrics["memory_generation_engine_gb"] - step.metrics["memory_training_engine_gb"]
+            assert cache > 0.9 * CACHE_GB if given_back else cache < 0.5 * CACHE_GB, (placement, step.step, cache)
+
+
+def test_the_report_shows_peak_memory(runs: dict[str, Path]) -> None:
+    text = coordinator("report", runs["colocated"]).stdout
+    lines = text[text.index("peak memory, GB") :].splitlines()[:3]
+    assert lines[0].split() == ["peak", "memory,", "GB", "generation", "training", "refit"]
+    (trainer, *of_trainer), (engine, *of_engine) = (line.split() for line in lines[1:])
+    assert (trainer, engine) == ("trainer", "engine")
+    assert all(float(number) > 0.05 for number in [*of_trainer[:2], *of_engine]), "torch alone is that large"

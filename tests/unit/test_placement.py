@@ -1,0 +1,59 @@
+"""Which GPUs processes take, where training and generation share them and where they do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tandem.common.config import build_config
+from tandem.common.config.schema import Config
+from tandem.common.placement import VISIBLE, first_gpu_of_engines, visible_to_engine
+
+
+def config_of(cluster: dict[str, Any], *, backend: str = "vllm", **colocated: Any) -> Config:
+    return build_config(
+        {
+            "grpo": {},
+            "policy": {"model_name": "model", "generation": {"backend": backend, "colocated": colocated}},
+            "data": {"dataset_name": "reasoning_gym", "task": "chain_sum"},
+            "cluster": {"gpus_per_node": 8, **cluster},
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("cluster", "colocated", "expected"),
+    [
+        ({"trainers": 4}, {"enabled": True}, 0),
+        ({"trainers": 4}, {"enabled": False}, 4),
+        ({"trainers": 4}, {"enabled": False, "resources": {"gpus_per_node": 2}}, 6),
+        ({"trainers": 4}, {"enabled": False, "resources": {"gpus_per_node": 2, "num_nodes": 1}}, 6),
+        ({"trainers": 4, "num_nodes": 3}, {"enabled": False, "resources": {"num_nodes": 1}}, 16),
+        ({"trainers": 4, "num_nodes": 3}, {"enabled": False, "resources": {"num_nodes": 2, "gpus_per_node": 8}}, 8),
+        ({"trainers": 4, "num_nodes": 3}, {"enabled": True, "resources": {"num_nodes": 1}}, 0),
+    ],
+)
+def test_engines_begin_where_trainers_end(cluster: dict[str, Any], colocated: dict[str, Any], expected: int) -> None:
+    assert first_gpu_of_engines(config_of(cluster, **colocated)) == expected
+
+
+def test_an_engine_sees_its_own_gpus_first_and_the_others_of_its_node_too() -> None:
+    disjoint = config_of({"trainers": 4, "rollouts": 4}, enabled=False)
+    assert visible_to_engine(disjoint, 0, {}) == "4,5,6,7,0,1,2,3"
+    assert visible_to_engine(disjoint, 3, {}) == "7,0,1,2,3,4,5,6"
+    colocated = config_of({"trainers": 4, "rollouts": 4}, enabled=True)
+    assert visible_to_engine(colocated, 3, {}) == "3,4,5,6,7,0,1,2"
+    # What the environment says is visible is numbered from zero, like a whole node.
+    assert visible_to_engine(disjoint, 1, {VISIBLE: "9,a,b,c,d,e,f,g"}) == "e,f,g,9,a,b,c,d"
+    assert visible_to_engine(disjoint, 1, {VISIBLE: "GPU-5"}) == "GPU-5"
+    assert visible_to_engine(disjoint, 1, {VISIBLE: ""}) == ""
+    on_cpus = config_of({"trainers": 4, "rollouts": 4, "gpus_per_node": 0}, enabled=False)
+    assert visible_to_engine(on_cpus, 1, {}) == ""
+
+
+def test_on_several_nodes_engines_count_on() -> None:
+    config = config_of({"num_nodes": 3, "rollouts": 9}, enabled=False, resources={"num_nodes": 2})
+    assert visible_to_engine(config, 0, {}) == "0,1,2,3,4,5,6,7"
+    assert visible_to_engine(config, 8, {}) == "0,1,2,3,4,5,6,7"
+    assert visible_to_engine(config, 2, {}) == "2,3,4,5,6,7,0,1"
