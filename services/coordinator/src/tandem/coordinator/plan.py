@@ -230,6 +230,7 @@ class SynchronousPlan:
 
     def _begin(self) -> list[Action]:
         """Everything is built: validate the starting weights if asked to, else start the first step."""
+        self._note_phase_seconds()  # of the first refit: no step's
         self._step_since = self._now
         self._seconds = {}
         if self._is_interrupted:
