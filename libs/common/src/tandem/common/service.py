@@ -20,6 +20,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
+from tandem.common import collector
 from tandem.common.config import Config, config_from_json
 from tandem.common.errors import TandemError, WireError
 from tandem.common.messages import (
@@ -120,6 +121,7 @@ def run_service(
     argv: Sequence[str] | None = None,
 ) -> int:
     """Run one service process from its command line to its end; return the exit code."""
+    collector.retire_at_exit()
     arguments = _parser(kind).parse_args(argv)
     if arguments.launched_by:
         die_with(arguments.launched_by)
@@ -143,7 +145,8 @@ def run_service(
         return 1
     print(f"{welcome.member} joined {arguments.coordinator} (run {welcome.run_id})", flush=True)
     member = Member(link, welcome, arguments.coordinator)
-    service = make_service(member)
+    with collector.paused():
+        service = make_service(member)
     try:
         reason = _answer_orders(link, member, service)
     except KeyboardInterrupt:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tandem.common import collector
 from tandem.common.config import dump_yaml, load_config, notices
 from tandem.common.errors import ConfigError, TandemError
 
@@ -21,6 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0 is success, 1 a run that failed, 2 input that cannot be run, 130 a run that was interrupted and saved.
     """
+    collector.retire_at_exit()
     arguments = _parse(argv)
     try:
         match arguments.command:

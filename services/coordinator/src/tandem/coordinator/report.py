@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from tandem.common import collector
 from tandem.coordinator.journal import StepRecord, read_journal
 from tandem.coordinator.progress import sparkline
 
@@ -67,6 +68,7 @@ def write_report(folder: Path, out: Path) -> RunSummary:
     return summary
 
 
+@collector.paused()  # the import
 def plot(runs: dict[str, RunSummary], path: Path) -> None:
     """Draw the reward (or loss) and the held-out metric of one or more runs, by step."""
     import matplotlib

@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from tandem.common import wire
+from tandem.common import collector, wire
 from tandem.common.config import (
     Config,
     config_from_json,
@@ -67,8 +67,9 @@ def run(config: Config, mode: Mode, say: Callable[[str], None], wanted_by: tuple
             return finish
         if mode == "resume" and not (Path(config.logger.log_dir) / JOURNAL_NAME).exists():
             mode = "new"  # what was interrupted was the prerequisite
-    _make_model(config, say)
-    feed = make_feed(config, load_tokenizer(config))
+    with collector.paused():  # both import much
+        _make_model(config, say)
+        feed = make_feed(config, load_tokenizer(config))
     with contextlib.ExitStack() as stack:
         hub = wire.Hub(config.cluster.address)  # before the journal: a run that cannot listen has not begun
         stack.callback(hub.close)

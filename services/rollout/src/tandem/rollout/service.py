@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Literal, assert_never
 
+from tandem.common import collector
 from tandem.common.batch import SampleArrays
 from tandem.common.config import Config
 from tandem.common.errors import DataError, RewardError
@@ -130,6 +131,7 @@ class RolloutService:
 
     # --- building and refit ------------------------------------------------------------------------------------------
 
+    @collector.paused()
     def _build(self, order: BuildEngine) -> None:
         limit_threads(self._config, "rollouts")
         self._tokenizer = load_tokenizer(self._config)

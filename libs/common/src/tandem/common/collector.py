@@ -1,0 +1,29 @@
+"""Python's garbage collector, kept from looking where it finds nothing: through all that importing torch makes.
+
+It would do so again and again while modules are imported, and twice when a process ends: together, a third of the time
+that a process takes to start and to end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """Collect nothing inside the block, which imports much."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def retire_at_exit() -> None:
+    """Have Python collect nothing when this process ends: its memory goes back in one piece."""
+    atexit.register(gc.freeze)
