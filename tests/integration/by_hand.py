@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.coordinator.journal import RefitRecord, read_journal
-from tests.integration.harness import coordinator, steps_of, weights_of, write_config
-from tests.integration.test_run import deterministic
+from tests.integration.harness import coordinator, deterministic, steps_of, weights_of, write_config
 
 
 @contextlib.contextmanager

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -87,6 +87,17 @@ def write_config(over: dict[str, Any] | None = None, name: str = "config.yaml") 
     return path.absolute()
 
 
+def copy_examples(stage_steps: int = 5) -> None:
+    """Copy the examples to the working directory, their supervised stages cut to so many steps."""
+    shutil.copytree(Path(__file__).parents[2] / "examples", "examples")
+    for stage in Path("examples").glob("*_sft.yaml"):
+        text, count = re.subn(
+            r"^(  max_num_steps: )\d+$", rf"\g<1>{stage_steps}", stage.read_text(), flags=re.MULTILINE
+        )
+        assert count == 1, stage
+        stage.write_text(text)
+
+
 def coordinator(*arguments: str | Path, timeout_s: float = TIMEOUT_S) -> subprocess.CompletedProcess[str]:
     """Run the command to its end."""
     command = [str(BIN / "coordinator"), *map(str, arguments)]
@@ -137,6 +148,12 @@ class Command:
         return psutil.Process(self.process.pid).children(recursive=True)
 
 
+def process_of(run: Command, kind: str, index: int = 0) -> psutil.Process:
+    """Return a process that the coordinator launched."""
+    found = [c for c in run.children() if f"tandem.{kind}.cli" in " ".join(c.cmdline())]
+    return sorted(found, key=lambda process: process.create_time())[index]
+
+
 def wait_until(
     condition: Callable[[], bool],
     what: Callable[[], str],
@@ -165,14 +182,14 @@ def steps_of(run: str | Path = "run") -> list[StepRecord]:
         return journal.steps()
 
 
+def deterministic(metrics: dict[str, float]) -> dict[str, float]:
+    """Return the metrics that measure neither time nor memory."""
+    return {name: value for name, value in metrics.items() if not name.endswith(("_per_s", "_gb"))}
+
+
 def weights_of(checkpoint: str | Path) -> dict[str, bytes]:
     """Return the policy's tensors in a checkpoint, to the bit."""
     from safetensors.torch import load_file
 
     tensors = load_file(Path(checkpoint) / "policy" / "model.safetensors")
     return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
-
-
-def segments() -> set[str]:
-    """Return the names in /dev/shm that a process of ours could have left; other programs use the folder too."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("tmp")}

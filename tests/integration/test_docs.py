@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.integration.harness import coordinator
+from tests.integration.harness import coordinator, copy_examples
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
@@ -50,10 +49,7 @@ def test_a_plan_is_what_the_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_run_of_the_page_has_such_refits() -> None:
-    shutil.copytree(ROOT / "examples", "examples")
-    stage = Path("examples/arithmetic_sft.yaml")
-    stage.write_text(stage.read_text().replace("max_num_steps: 550", "max_num_steps: 5"))
-    assert "max_num_steps: 5\n" in stage.read_text()
+    copy_examples()
     (up, nothing), (refits, says) = [(words, says) for words, says in quoted(REFIT) if words[1] in ("up", "refits")]
     assert nothing == []
     ended = coordinator(*up[1:], timeout_s=200)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 
-from tests.integration.harness import coordinator, steps_of
+from tests.integration.harness import coordinator, copy_examples, steps_of
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = ["grpo.max_num_steps=2", "policy.train_micro_batch_size=64"]
@@ -20,7 +19,7 @@ def commands() -> list[str]:
 
 
 def test_the_commands_of_the_readme_run() -> None:
-    shutil.copytree(ROOT / "examples", "examples")
+    copy_examples()
     typed = commands()
     assert typed[0] == "coordinator up examples/arithmetic.yaml"
     assert len(typed) == 8

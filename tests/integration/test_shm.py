@@ -23,6 +23,7 @@ from tandem.refit.layout import Layout, SharedMemory
 from tandem.refit.planner import plan
 from tandem.refit.program import TransferProgram, decode, encode
 from tandem.refit.transports import BoundProgram, bind, shm
+from tests import leaks
 from tests.integration.shm_processes import FUSED, SHAPES, TIMEOUT_S, engine_layout, engine_parameters, values_of
 
 
@@ -110,10 +111,6 @@ def assert_holds(parameters: dict[str, torch.Tensor], version: int, dtype: torch
         torch.testing.assert_close(parameters[name], values[name].flatten(), rtol=0, atol=0)
 
 
-def segments() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir()}
-
-
 def num_mapped() -> int:
     return sum("torch_" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
@@ -164,7 +161,7 @@ def test_an_alias_shows_the_next_version_with_nothing_copied(peers: contextlib.E
 
 
 def test_a_killed_writer_leaves_readable_memory_and_nothing_else(peers: contextlib.ExitStack) -> None:
-    before, mapped_before = segments(), num_mapped()
+    before, mapped_before = leaks.segments(), num_mapped()
     (writer,), sources = start_writers(peers)
     copied, aliased = engine_parameters("float32"), engine_parameters("float32")
     program = make_program(sources)
@@ -172,7 +169,7 @@ def test_a_killed_writer_leaves_readable_memory_and_nothing_else(peers: contextl
     alias = bind(make_program(sources, allow_alias=True), aliased)
     assert num_mapped() > mapped_before
     writer.kill()
-    assert segments() == before
+    assert leaks.segments_left(before) == set()
     for each, parameters in ((bound, copied), (alias, aliased)):
         run(each)
         assert_holds(parameters, 0)
@@ -188,14 +185,14 @@ def test_a_killed_writer_leaves_readable_memory_and_nothing_else(peers: contextl
 
 
 def test_a_killed_reader_leaves_nothing(peers: contextlib.ExitStack) -> None:
-    before = segments()
+    before = leaks.segments()
     (writer,), sources = start_writers(peers)
     reader = Peer("reader")
     peers.callback(reader.close)
     sums = msgspec.json.decode(reader.ask(layout.encode(sources["trainer-0"]).hex()))
     assert sums["embed"] == pytest.approx(values_of(0)["embed"].double().sum().item())
     reader.kill()
-    assert segments() == before
+    assert leaks.segments_left(before) == set()
 
     writer.ask("1")
     parameters = engine_parameters("float32")

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration.harness import coordinator, steps_of, weights_of, write_config
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.integration.harness import coordinator, copy_examples, steps_of, weights_of, write_config
 
 TALKS = """
 import time
@@ -82,12 +79,7 @@ def test_two_engines_say_what_one_says() -> None:
 
 @pytest.mark.parametrize("name", ["calculator", "sliding_puzzle"])
 def test_the_examples_run(name: str) -> None:
-    shutil.copytree(ROOT / "examples", "examples")
-    stage = Path(f"examples/{name}_sft.yaml")
-    lines = stage.read_text().splitlines()
-    (index,) = [index for index, line in enumerate(lines) if line.startswith("  max_num_steps: ")]
-    lines[index] = "  max_num_steps: 5"
-    stage.write_text("\n".join(lines) + "\n")
+    copy_examples()
     ended = coordinator(
         "up",
         f"examples/{name}.yaml",

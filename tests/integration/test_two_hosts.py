@@ -21,8 +21,7 @@ import pytest
 
 from tests.integration import damaged_rollout, test_transports_hosts
 from tests.integration.by_hand import assert_same_results, in_folder, last_weights, refits_of, undisturbed_run
-from tests.integration.harness import BIN, Command, all_gone, coordinator, merged, write_config
-from tests.integration.test_run import process_of
+from tests.integration.harness import BIN, Command, all_gone, coordinator, merged, process_of, write_config
 
 namespaces = test_transports_hosts.hosts
 

@@ -21,7 +21,8 @@ from tandem.rollout.engines.vllm import engine as vllm_engine
 from tandem.rollout.engines.vllm.engine import VllmEngine
 from tandem.rollout.engines.vllm.insides import Llm
 from tandem.rollout.engines.vllm.workers import Workers
-from tests.integration.harness import Command, all_gone, segments, wait_until, write_config
+from tests import leaks
+from tests.integration.harness import Command, all_gone, wait_until, write_config
 from tests.vllm.test_run import JUDGE, SEVENS, curve
 from tests.vllm.vllm_harness import CHANGES, all_parameters, refit, running, tiny_model, train
 
@@ -158,7 +159,7 @@ def test_kill_9_of_a_worker_or_of_its_engine_changes_nothing_but_the_time_it_tak
     config = write_config(SEVENS)
     arguments = ["policy.generation.backend=vllm", "policy.generation.vllm_cfg.tensor_parallel_size=2"]
     arguments += ["grpo.max_num_steps=6"]
-    segments_before, sockets_before = segments(), sockets()
+    segments_before, sockets_before = leaks.segments(), sockets()
     for folder in ("whole", "killed"):
         with Command("coordinator", "up", config, *arguments, f"logger.log_dir={folder}") as run:
             if folder == "killed":
@@ -177,6 +178,6 @@ def test_kill_9_of_a_worker_or_of_its_engine_changes_nothing_but_the_time_it_tak
     assert curve("whole", "token_mult_prob_error").max() < 1.001
     rewards = curve("whole", "reward")
     assert rewards[-2:].mean() > rewards[:2].mean()
-    for look, before in ((segments, segments_before), (sockets, sockets_before)):
-        wait_until(lambda look=look, before=before: look() <= before, lambda: "nothing to be left", timeout_s=10.0)
+    assert leaks.segments_left(segments_before) == set()
+    wait_until(lambda: sockets() <= sockets_before, lambda: "no socket to be left", timeout_s=10.0)
     assert list(temporary.iterdir()) == []

@@ -1,0 +1,190 @@
+"""Runs that are interrupted, and processes that are killed or stopped while they work."""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tandem.coordinator.journal import read_journal
+from tests import leaks
+from tests.integration.harness import (
+    Command,
+    all_gone,
+    coordinator,
+    deterministic,
+    process_of,
+    steps_of,
+    wait_until,
+    weights_of,
+    write_config,
+)
+
+LONG = {"grpo": {"max_num_steps": 1000, "val_period": 500}, "checkpointing": {"save_period": 1000}}
+
+
+def test_ctrl_c_saves_and_the_run_goes_on_from_there() -> None:
+    before = leaks.segments()
+    config = write_config(LONG)
+    with Command("coordinator", "up", config) as run:
+        run.wait_for("step 3/1000")
+        children = run.children()
+        run.signal(signal.SIGINT)
+        assert run.wait() == 130, run.output()
+        assert all_gone(children, 5.0) == []
+    done = steps_of()[-1].step
+    assert Path(f"run/checkpoints/step_{done}").exists()
+    assert leaks.segments_left(before) == set()
+    resumed = coordinator("up", config, "--resume", f"grpo.max_num_steps={done + 1}")
+    assert resumed.returncode == 0, resumed.stderr
+    assert steps_of()[-1].step == done + 1
+
+
+def test_what_it_says_after_ctrl_c_goes_on_also_from_within_the_prerequisite() -> None:
+    first = {
+        "algorithm": "sft",
+        "sft": {"max_num_steps": 400, "max_num_epochs": 100, "val_period": 0, "seed": 1},
+        "checkpointing": {"metric_name": "loss"},
+        "logger": {"log_dir": "sft_run"},
+    }
+    write_config(first, "sft.yaml")
+    then = {
+        "prerequisite": "sft.yaml",
+        "policy": {"model_name": "sft_run/checkpoints/latest/policy", "new_model": None},
+    }
+    with Command("coordinator", "up", write_config(then), "grpo.max_num_steps=1") as run:
+        run.wait_for("step 3/400")
+        run.signal(signal.SIGINT)
+        assert run.wait() == 130, run.output()
+        _, _, said = run.output().strip().rpartition("continue with: coordinator ")
+    done = steps_of("sft_run")[-1].step
+    assert done < 400
+    resumed = coordinator(*shlex.split(said))
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"resuming at step {done + 1}" in resumed.stdout
+    assert steps_of("sft_run")[-1].step == 400
+    assert [step.step for step in steps_of()] == [1]
+
+
+def test_kill_9_of_the_coordinator_leaves_nothing() -> None:
+    before = leaks.segments()
+    with Command("coordinator", "up", write_config(LONG)) as run:
+        run.wait_for("step 2/1000")
+        children = run.children()
+        assert len(children) == 3
+        run.signal(signal.SIGKILL)
+        run.wait()
+        assert all_gone(children, 5.0) == []
+    assert leaks.segments_left(before) == set()
+
+
+def test_services_started_by_hand_notice_that_the_coordinator_was_killed() -> None:
+    over = {"cluster": {"launch": "none", "heartbeat_timeout_s": 2.0}}
+    with Command("coordinator", "up", write_config(over)) as run:
+        address = run.wait_for(r"listens on (tcp://\S+)")[1]
+        with Command("refit", "--coordinator", address) as refit:
+            refit.wait_for("joined")
+            run.signal(signal.SIGKILL)
+            run.wait()
+            assert refit.wait() == 70
+            assert "the coordinator was silent" in refit.output()
+
+
+@pytest.mark.parametrize("kind", ["trainer", "refit"])
+def test_kill_9_of_a_service_that_cannot_be_replaced_ends_the_run_with_its_name(kind: str) -> None:
+    with Command("coordinator", "up", write_config(LONG)) as run:
+        run.wait_for("step 2/1000")
+        children = run.children()
+        victim = process_of(run, kind)
+        killed_at = time.monotonic()
+        victim.kill()
+        assert run.wait() == 1
+        assert time.monotonic() - killed_at < 10.0
+        assert re.search(rf"error: {kind}-0 failed while .*: killed by SIGKILL", run.output()), run.output()
+        assert all_gone([c for c in children if c != victim], 5.0) == []
+
+
+@pytest.mark.parametrize("aliased", [True, False])
+def test_kill_9_of_an_engine_changes_nothing_but_the_time_it_takes(aliased: bool) -> None:
+    steps = {"grpo": {"max_num_steps": 12, "val_period": 6}, "checkpointing": {"save_period": 12}}
+    config = write_config(steps | {"cluster": {"rollouts": 2}, "refit": {"alias": "auto" if aliased else "never"}})
+    undisturbed = coordinator("up", config, "logger.log_dir=undisturbed")
+    assert undisturbed.returncode == 0, undisturbed.stderr
+    with Command("coordinator", "up", config) as run:
+        run.wait_for("step 2/12")
+        process_of(run, "rollout").kill()
+        run.wait_for(r"rollout-\d is lost: killed by SIGKILL.*; another is launched in its place")
+        assert run.wait() == 0, run.output()
+    assert weights_of("run/checkpoints/step_12") == weights_of("undisturbed/checkpoints/step_12")
+    for a, b in zip(steps_of("run"), steps_of("undisturbed"), strict=True):
+        assert deterministic(a.metrics) == deterministic(b.metrics)
+    with read_journal(Path("run")) as journal:
+        refits = journal.refits()
+    assert {refit.version for refit in refits} == set(range(13))
+
+
+def test_an_engine_that_dies_again_and_again_ends_the_run() -> None:
+    with Command("coordinator", "up", write_config(LONG | {"cluster": {"max_replacements": 1}})) as run:
+        run.wait_for("step 2/1000")
+        process_of(run, "rollout").kill()
+        run.wait_for("another is launched")
+        wait_until(lambda: len(run.children()) == 3, lambda: "the replacement")
+        process_of(run, "rollout").kill()
+        assert run.wait() == 1
+        assert re.search(r"error: rollout-0 failed while .*replaced 1 times before", run.output()), run.output()
+
+
+def test_an_engine_started_by_hand_is_replaced_by_hand() -> None:
+    over = {"cluster": {"launch": {"trainers": 1, "refit": True}}, "grpo": {"max_num_steps": 8}}
+    with Command("coordinator", "up", write_config(over)) as run:
+        address = run.wait_for(r"listens on (tcp://\S+)")[1]
+        with Command("rollout", "--coordinator", address) as first:
+            run.wait_for("step 2/8")
+            first.signal(signal.SIGKILL)
+            first.wait()
+            run.wait_for("start another: rollout --coordinator")
+            with Command("rollout", "--coordinator", address) as second:
+                assert run.wait() == 0, run.output()
+                assert second.wait() == 0
+    assert [s.step for s in steps_of()] == list(range(1, 9))
+
+
+def test_a_killed_run_resumes_from_its_last_checkpoint() -> None:
+    config = write_config(LONG | {"checkpointing": {"save_period": 2}})
+    with Command("coordinator", "up", config) as run:
+        run.wait_for("step 5/1000")
+        run.signal(signal.SIGKILL)
+        run.wait()
+    resumed = coordinator("up", config, "--resume", "grpo.max_num_steps=7")
+    assert resumed.returncode == 0, resumed.stderr
+    steps = steps_of()
+    assert [s.step for s in steps] == list(range(1, 8))
+    assert all(math.isfinite(s.metrics["loss"]) for s in steps)
+
+
+def test_a_stopped_engine_is_noticed_by_its_silence_and_replaced() -> None:
+    over = {"cluster": {"heartbeat_timeout_s": 2.0}, "grpo": {"max_num_steps": 8}}
+    with Command("coordinator", "up", write_config(over)) as run:
+        run.wait_for("step 2/8")
+        victim = process_of(run, "rollout")
+        victim.send_signal(signal.SIGSTOP)
+        run.wait_for(r"rollout-0 is lost: no heartbeat for \d+ s")
+        assert run.wait() == 0, run.output()
+        assert not psutil.pid_exists(victim.pid)
+    assert [s.step for s in steps_of()] == list(range(1, 9))
+
+
+def test_a_stopped_trainer_is_noticed_by_its_silence() -> None:
+    with Command("coordinator", "up", write_config(LONG | {"cluster": {"heartbeat_timeout_s": 2.0}})) as run:
+        run.wait_for("step 2/1000")
+        victim = process_of(run, "trainer")
+        victim.send_signal(signal.SIGSTOP)
+        assert run.wait() == 1
+        assert re.search(r"error: trainer-0 failed while .*: no heartbeat for \d+ s", run.output()), run.output()
+        assert not psutil.pid_exists(victim.pid)

@@ -1,0 +1,99 @@
+"""What tests may leave on the machine: found among what other tests, and other programs, have there at the same time.
+
+Every process that a test starts inherits a mark in its environment, also if it is orphaned on the way; what other
+processes hold is theirs.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import psutil
+
+SETTLE_S = 5.0
+"""How long what is on its way out may take."""
+_MARK = "TANDEM_TESTS_OF"
+_SHARED_MEMORY = "/dev/shm"
+
+
+def mark_processes() -> None:
+    """Have whatever this process starts from now on tell whose it is."""
+    os.environ[_MARK] = str(os.getpid())
+
+
+def processes() -> set[str]:
+    """Return the processes that tests of this process have started, by id and command."""
+    found = set()
+    for pid in _own():
+        try:
+            found.add(f"{pid} {' '.join(psutil.Process(pid).cmdline()[:4])}")
+        except psutil.NoSuchProcess:  # or a zombie, which its parent is about to collect
+            if psutil.pid_exists(pid):
+                found.add(f"{pid}")
+    return found
+
+
+def _own() -> set[int]:
+    """Return the ids of this process's descendants, and of orphans with its mark."""
+    mark = f"{_MARK}={os.getpid()}\0".encode()
+    found = {child.pid for child in psutil.Process().children(recursive=True)}
+    for pid in psutil.pids():
+        try:
+            if pid not in found and mark in Path(f"/proc/{pid}/environ").read_bytes():
+                found.add(pid)
+        except OSError:  # it has ended, or is another user's
+            continue
+    return found
+
+
+def listeners() -> set[str]:
+    """Return the sockets of this process that listen."""
+    return {str(c.laddr) for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN}
+
+
+def threads() -> set[str]:
+    """Return the threads that would keep this process alive."""
+    return {thread.name for thread in threading.enumerate() if not thread.daemon}
+
+
+def segments() -> set[str]:
+    """Return the names in shared memory, but for those of temporary folders."""
+    return {name for name in os.listdir(_SHARED_MEMORY) if not name.startswith("tmp")}
+
+
+def new_segments(before: set[str]) -> set[str]:
+    """Return the names that came to shared memory since `before`, and that no process but a test's holds."""
+    new = segments() - before
+    if not new:
+        return new
+    own = _own() | {os.getpid()}
+    held = {inode for pid in psutil.pids() if pid not in own for inode in _held_by(pid)}
+    return {name for name in new if (inode := _inode(name)) is not None and inode not in held}
+
+
+def segments_left(before: set[str]) -> set[str]:
+    """Return `new_segments` once there are none, or the time to settle is over."""
+    deadline = time.monotonic() + SETTLE_S
+    while (left := new_segments(before)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+def _held_by(pid: int) -> set[int]:
+    """Return the inodes in shared memory that a process has mapped; a semaphore's mapping has not the name it has."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:  # it has ended, or is another user's
+        return set()
+    return {int(line.split()[4]) for line in lines if f" {_SHARED_MEMORY}/" in line}
+
+
+def _inode(name: str) -> int | None:
+    """Return the inode of a name in shared memory, None if it has gone while its holder was looked for."""
+    try:
+        return os.stat(f"{_SHARED_MEMORY}/{name}").st_ino
+    except OSError:
+        return None
