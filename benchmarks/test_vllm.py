@@ -1,0 +1,318 @@
+"""What is vLLM worth on a CPU beside the embedded engine, and what do its new weights cost?
+
+Same model, same prompts, same number of threads, turns taken in one process. vLLM reads its environment once and
+disables `torch.set_num_threads`, so this file is run alone: ``pytest benchmarks/test_vllm.py -s``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from measure import Turns, report, seconds_of
+
+from tandem.rollout.engines.vllm import insides
+
+NUM_THREADS = 1
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed", allow_module_level=True)
+if "torch" in sys.modules:
+    pytest.skip("something has imported torch before: run this file alone", allow_module_level=True)
+insides.prepare_environment(NUM_THREADS)
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
+
+from tandem.common.config.schema.generation import VllmCfg  # noqa: E402
+from tandem.common.messages import SamplingParameters  # noqa: E402
+from tandem.refit.digests.task import digest_layout  # noqa: E402
+from tandem.refit.layout import Layout  # noqa: E402
+from tandem.refit.planner import plan  # noqa: E402
+from tandem.refit.transports import shm  # noqa: E402
+from tandem.rollout.engine import Engine, Request  # noqa: E402
+from tandem.rollout.engines.skeleton import weights_of  # noqa: E402
+from tandem.rollout.engines.transformers import TransformersEngine  # noqa: E402
+from tandem.rollout.engines.vllm.engine import VllmEngine  # noqa: E402
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(1200)]
+
+NUM_PROMPTS = 64
+NUM_NEW = 64
+MAX_LENGTH = 128
+CACHE_BYTES = 2**27
+VOCABULARY = 512
+SMALL = {
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 768,
+}
+"""3.4 million parameters: that of the other benchmarks of generation."""
+LARGE = {
+    "hidden_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "intermediate_size": 3072,
+}
+"""About 400 MB in float32."""
+NUM_ROUNDS = 7
+NUM_STARTS = 3
+START = """
+import json, sys, time
+from pathlib import Path
+from tandem.rollout.engines.vllm import insides
+kind, folder, max_length, cache_bytes = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+started = time.perf_counter()
+if kind == "vllm":
+    insides.prepare_environment(1)
+    import vllm.v1.engine.llm_engine
+    from tandem.common.config.schema.generation import VllmCfg
+    from tandem.rollout.engines.vllm.engine import VllmEngine
+    imported = time.perf_counter()
+    settings = VllmCfg(precision="float32", max_model_len=max_length)
+    engine = VllmEngine(folder, settings, extra={"kv_cache_memory_bytes": cache_bytes})
+else:
+    from tandem.rollout.engines.transformers import TransformersEngine
+    imported = time.perf_counter()
+    engine = TransformersEngine(
+        folder, num_slots=64, max_total_sequence_length=max_length, dtype="float32", num_threads=1
+    )
+ready = time.perf_counter()
+if kind == "vllm":
+    engine.close()
+print(json.dumps({"import": imported - started, "start": ready - imported}))
+"""
+
+
+def make_model(folder: Path, sizes: dict[str, int]) -> Any:
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        **sizes,
+        head_dim=64,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    config.save_pretrained(folder)
+    return model
+
+
+def share(model: Any) -> Layout:
+    """Move a model's parameters into shared memory, and describe them as a trainer would."""
+    weights = weights_of(model)
+    storages = tuple(
+        msgspec.structs.replace(storage, address=shm.share(weights.storages[storage.name]))
+        for storage in weights.layout.storages
+    )
+    return msgspec.structs.replace(weights.layout, storages=storages)
+
+
+def install(engine: Engine, source: Layout, *, allow_alias: bool) -> int:
+    """Return the bytes that every refit copies."""
+    programs = plan({"trainer-0": source}, {"rollout-0": engine.layout()}, allow_alias=allow_alias).programs
+    return engine.install(programs["rollout-0"], {}).num_bytes
+
+
+@contextlib.contextmanager
+def running_vllm(folder: Path) -> Iterator[VllmEngine]:
+    settings = VllmCfg(precision="float32", max_model_len=MAX_LENGTH)
+    engine = VllmEngine(folder, settings, extra={"kv_cache_memory_bytes": CACHE_BYTES})
+    assert torch.get_num_threads() == NUM_THREADS
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def make_requests(num_new_R: Sequence[int]) -> list[Request]:
+    """Prompts of 16 to 31 tokens, no two the same."""
+    generator = np.random.default_rng(0)
+    return [
+        Request(
+            request_id=index,
+            prompt_ids=tuple(generator.integers(1, VOCABULARY, 16 + index % 16).tolist()),
+            sampling=SamplingParameters(
+                temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=num_new, stop_token_ids=(), stop_strings=()
+            ),
+            seed=index,
+        )
+        for index, num_new in enumerate(num_new_R)
+    ]
+
+
+def generate(engine: Engine, requests: Sequence[Request]) -> int:
+    for request in requests:
+        engine.add_request(request)
+    num_tokens = 0
+    while engine.num_unfinished:
+        num_tokens += sum(len(completion.token_ids_T) for completion in engine.step())
+    return num_tokens
+
+
+def lengths(name: str) -> list[int]:
+    if name == "equal":
+        return [NUM_NEW] * NUM_PROMPTS
+    return [int(length) for length in np.random.default_rng(1).integers(8, NUM_NEW + 1, NUM_PROMPTS)]
+
+
+@pytest.mark.parametrize("name", ["equal", "ragged"])
+def test_tokens_per_second(benchmark: Any, name: str, tmp_path: Path) -> None:
+    model = make_model(tmp_path, SMALL)
+    requests = make_requests(lengths(name))
+    num_tokens = sum(request.sampling.max_new_tokens for request in requests)
+    embedded = TransformersEngine(
+        tmp_path, num_slots=NUM_PROMPTS, max_total_sequence_length=MAX_LENGTH, dtype="float32"
+    )
+    with running_vllm(tmp_path) as vllm:
+        for engine in (embedded, vllm):
+            install(engine, share(model), allow_alias=False)
+            engine.apply(0, 60.0)
+
+        def way(engine: Engine) -> Callable[[], float]:
+            def measured() -> float:
+                if engine is vllm:
+                    vllm._llm.reset_caches()  # a prompt that was computed a round ago costs nothing
+                made: list[int] = []
+                seconds = seconds_of(lambda: made.append(generate(engine, requests)))
+                assert made == [num_tokens]
+                return seconds
+
+            return measured
+
+        turns = Turns({"vLLM": way(vllm), "embedded": way(embedded)})
+        benchmark.pedantic(turns.round, rounds=NUM_ROUNDS, warmup_rounds=1)
+    medians = {kind: median(seconds) for kind, seconds in turns.last(NUM_ROUNDS).items()}
+    rates = {kind: num_tokens / seconds for kind, seconds in medians.items()}
+    benchmark.extra_info.update(
+        {
+            "num_tokens": num_tokens,
+            "seconds": turns.last(NUM_ROUNDS),
+            "median tokens/s": rates,
+            "vLLM, times as fast as embedded": rates["vLLM"] / rates["embedded"],
+            "load": os.getloadavg(),
+        }
+    )
+    print(f"\n{NUM_PROMPTS} prompts, {name} lengths, {num_tokens} tokens: {rates} tokens/s, medians of {NUM_ROUNDS}")
+
+
+def test_start(benchmark: Any, tmp_path: Path) -> None:
+    """From nothing to an engine that waits for its weights: a process for each start."""
+    make_model(tmp_path, SMALL)
+    parts: dict[str, list[dict[str, float]]] = {"vllm": [], "embedded": []}
+
+    def way(kind: str) -> Callable[[], float]:
+        def measured() -> float:
+            command = [sys.executable, "-c", START, kind, str(tmp_path), str(MAX_LENGTH), str(CACHE_BYTES)]
+            ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+            parts[kind].append(json.loads(ended.stdout.splitlines()[-1]))
+            return sum(parts[kind][-1].values())
+
+        return measured
+
+    turns = Turns({kind: way(kind) for kind in parts})
+    benchmark.pedantic(turns.round, rounds=NUM_STARTS)
+    medians = {
+        kind: {part: median(one[part] for one in found) for part in ("import", "start")}
+        for kind, found in parts.items()
+    }
+    benchmark.extra_info.update({"median seconds": medians, "seconds": parts, "load": os.getloadavg()})
+    print(f"\nuntil an engine waits for weights, seconds, medians of {NUM_STARTS}: {medians}")
+
+
+def names(layout: Layout) -> list[str]:
+    return [tensor.name for tensor in layout.tensors]
+
+
+class Refits:
+    """A model that changes, an engine that follows it, and every way to bring one to the other."""
+
+    def __init__(self, model: Any, engine: VllmEngine) -> None:
+        self.model, self.engine = model, engine
+        self.source = share(model)
+        self.held = weights_of(model).storages
+        self.local = {name: torch.ones_like(held) for name, held in self.held.items()}
+        self.version = 0
+
+    def turn(self, way: Callable[[], object]) -> Callable[[], float]:
+        """Change every weight, and time the way."""
+
+        def measured() -> float:
+            self.version += 1
+            with torch.no_grad():
+                for held in self.held.values():
+                    held.mul_(1.001)
+            return seconds_of(way)
+
+        return measured
+
+    def checked(self, way: Callable[[], object]) -> Callable[[], float]:
+        """Return `turn` with a comparison of every tensor's digest behind it."""
+        timed = self.turn(way)
+
+        def measured() -> float:
+            seconds = timed()
+            theirs = dict(zip(names(self.source), digest_layout(self.source, self.held).tolist(), strict=True))
+            found = self.engine.digest_task(None).result().tolist()
+            assert dict(zip(names(self.engine.layout()), found, strict=True)) == theirs
+            return seconds
+
+        return measured
+
+    def memcpy(self) -> None:
+        """Copy as much within this process with the C library; the engine gets nothing."""
+        for name, held in self.held.items():
+            ctypes.memmove(self.local[name].data_ptr(), held.data_ptr(), held.nbytes)
+
+    def apply(self) -> None:
+        self.engine.apply(self.version, 60.0)
+
+    def load_weights(self) -> None:
+        """Have vLLM take the same tensors by itself, and forget what it had computed, as a refit does."""
+        self.engine._llm.model.load_weights(iter([(n, p.detach()) for n, p in self.model.named_parameters()]))
+        self.engine._llm.reset_caches()
+
+
+def test_new_weights(benchmark: Any, tmp_path: Path) -> None:
+    model = make_model(tmp_path, LARGE)
+    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    with running_vllm(tmp_path) as engine:
+        refits = Refits(model, engine)
+        install(engine, refits.source, allow_alias=False)
+        ways = {"in place": refits.apply, "vLLM's load_weights": refits.load_weights}
+        turns = Turns(
+            {"memcpy": refits.turn(refits.memcpy)} | {name: refits.checked(way) for name, way in ways.items()}
+        )
+        benchmark.pedantic(turns.round, rounds=NUM_ROUNDS, warmup_rounds=1)
+        # From here on the engine's parameters are the trainer's memory, and cannot be written.
+        num_copied = install(engine, refits.source, allow_alias=True)
+        # What else the machine does has changed by now, so memcpy has a turn here too.
+        aliased = Turns({"memcpy, then": refits.turn(refits.memcpy), "aliased": refits.checked(refits.apply)})
+        for _ in range(NUM_ROUNDS + 1):
+            aliased.round()
+    report(
+        benchmark,
+        turns.last(NUM_ROUNDS) | aliased.last(NUM_ROUNDS),
+        title=f"{num_bytes / 1e6:.0f} MB of float32, {len(refits.held)} tensors, into vLLM",
+        num_bytes=num_bytes,
+        against="memcpy",
+        num_bytes_copied_where_the_rest_is_aliased=num_copied,
+        load=os.getloadavg(),
+    )
