@@ -15,8 +15,8 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# What a GPU kernel is written in comes with torch for CUDA alone; the module that holds it is imported on GPUs only.
-NEEDS = {"tandem.refit.transports.gpu_kernel": "triton"}
+# Imported only where these are: Triton comes with torch for CUDA, and vLLM imports the worker by its name.
+NEEDS = {"tandem.refit.transports.gpu_kernel": "triton", "tandem.rollout.engines.vllm.worker": "vllm"}
 
 
 def main() -> None:

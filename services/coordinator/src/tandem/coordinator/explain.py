@@ -85,7 +85,8 @@ def predict(config: Config, trainers: Side, engines: Side) -> Explained:
     sources = _named("trainer", trainers.deployment.layouts(trainers.model, before))
     sources = {member: _reachable(layout) for member, layout in sources.items()}
     destinations = _named("rollout", engines.deployment.layouts(engines.model, after))
-    found = survey(sources, destinations, allow_alias=config.takes_turns and config.refit.alias == "auto")
+    shared = config.policy.generation.colocated.enabled  # whatever the algorithm: engines are supposed
+    found = survey(sources, destinations, allow_alias=shared and config.refit.alias == "auto")
     layouts = {**sources, **destinations}
     memory = bucket_memory(found.links)
     for engine, num_bytes in found.staging.items():
