@@ -120,6 +120,7 @@ def test_an_update_in_flight_reaches_both_workers_between_two_tokens(tmp_path: P
         for _ in range(15):
             assert engine.step() == []
         refit(engine, new, 5)
+        engine.recompute_caches()
         made = run_all(engine, [])
         for index, one in made.items():
             assert set(one.versions_T.tolist()) == {4, 5}
