@@ -125,6 +125,7 @@ def trl_step_seconds(folder: Path) -> list[float]:
     return [b - a for a, b in zip(ends[NUM_WARMUP - 1 :], ends[NUM_WARMUP:], strict=False)]
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # what TRL uses of transformers is about to be renamed
 def test_a_step_beside_trl(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="pip install -e '.[bench]' to compare with TRL")
     ours = benchmark.pedantic(tandem_step_seconds, args=(tmp_path,), rounds=1)
