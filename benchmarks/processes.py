@@ -36,6 +36,7 @@ from tandem.common.messages import (
 )
 from tandem.common.service import Member, Service, _answer_orders
 from tandem.common.wire import Arrays, Codec, Frames, Received, encode
+from tandem.refit.endpoint import Endpoint
 from tandem.refit.service import RefitService
 
 TIMEOUT_S = 300.0
@@ -68,6 +69,28 @@ def config_json(verify: str, **policy: Any) -> bytes:
         "refit": {"verify": verify},
     }
     return config_to_json(build_config(settings))
+
+
+class EndpointService:
+    """A service that knows no orders but the weight plane's."""
+
+    endpoint: Endpoint
+
+    def verify(self, mode: str) -> None:
+        """Verify like this from now on: so that one run has every way."""
+        self.endpoint._verify = mode  # type: ignore[assignment]
+
+    def handle(self, order: Any, arrays: Arrays) -> None:
+        """Carry out one order."""
+        self.endpoint.handle(order)
+
+    def work(self) -> bool:
+        """Go on with digests."""
+        return self.endpoint.work()
+
+    def close(self) -> None:
+        """Leave all meshes."""
+        self.endpoint.close()
 
 
 class PipeLink:

@@ -22,7 +22,7 @@ import msgspec
 import pytest
 import torch
 from measure import Turns, report, seconds_of
-from processes import Asked, Plane, Remote, config_json, started
+from processes import Asked, EndpointService, Plane, Remote, config_json, started
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from tandem.common.service import Member
@@ -68,7 +68,7 @@ def share(tensor: torch.Tensor) -> Address:
     return cuda_ipc.share(tensor) if DEVICE == "cuda" else shm.share(tensor)
 
 
-class Process:
+class Process(EndpointService):
     """What both have in common: parameters by name, flat, and an endpoint."""
 
     def __init__(self, member: Member, described: layout.Layout, queue: Any) -> None:
@@ -83,18 +83,6 @@ class Process:
 
     def serve(self) -> None:
         self.endpoint = Endpoint(self.member, Weights(self.layout, self.parameters))
-
-    def verify(self, mode: str) -> None:
-        self.endpoint._verify = mode  # type: ignore[assignment]  # so that one run has them all
-
-    def handle(self, order: Any, arrays: Any) -> None:
-        self.endpoint.handle(order)
-
-    def work(self) -> bool:
-        return self.endpoint.work()
-
-    def close(self) -> None:
-        self.endpoint.close()
 
 
 class Trainer(Process):

@@ -30,7 +30,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from measure import Turns, report, seconds_of
-from processes import Asked, Plane, Remote, config_json, started
+from processes import Asked, EndpointService, Plane, Remote, config_json, started
 from pytest_benchmark.fixture import BenchmarkFixture
 from safetensors.torch import load_file, save_file
 
@@ -81,7 +81,7 @@ def rows_of(shape: tuple[int, ...], sender: int, num_senders: int) -> slice:
     return slice(shape[0] * sender // num_senders, shape[0] * (sender + 1) // num_senders)
 
 
-class Process:
+class Process(EndpointService):
     """What senders and receivers have in common: tensors, an endpoint, a group of all processes."""
 
     def __init__(self, member: Member, connection: Connection, num_layers: int, places: dict[str, Any]) -> None:
@@ -112,16 +112,9 @@ class Process:
             builder.add(builder.tensor(name, shape, "float32"), box, storage, 0, contiguous_strides(tensor.shape, 4))
         return builder.build()
 
-    # --- the service: what the real loop drives ---
-
-    def handle(self, order: Any, arrays: Any) -> None:
-        self.endpoint.handle(order)
-
-    def work(self) -> bool:
-        return self.endpoint.work()
-
     def close(self) -> None:
-        self.endpoint.close()
+        """Leave the group of all processes too."""
+        super().close()
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -140,9 +133,6 @@ class Process:
         )
         receivers = list(range(self.num_senders, world_size))
         self.groups = [dist.new_group([sender, *receivers]) for sender in range(self.num_senders)]
-
-    def verify(self, mode: str) -> None:
-        self.endpoint._verify = mode  # type: ignore[assignment]  # so that one run has them all
 
     def write(self, version: int) -> None:
         for index, tensor in enumerate(self.tensors.values()):

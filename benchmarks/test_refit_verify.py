@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from measure import Turns, report
-from processes import VERIFY, Asked, Plane, Remote, clock, config_json, started
+from processes import VERIFY, Asked, EndpointService, Plane, Remote, clock, config_json, started
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from tandem.common.config import config_from_json
@@ -46,7 +46,7 @@ MODEL = {  # layers of Qwen3-0.6B
 }
 
 
-class Trainer:
+class Trainer(EndpointService):
     """A trainer's memory: a model whose parameters are shared, and an endpoint."""
 
     def __init__(self, member: Member, folder: str) -> None:
@@ -54,15 +54,6 @@ class Trainer:
         weights = weights_of(dict(self._model.named_parameters()))
         self.layout = weights.layout
         self.endpoint = Endpoint(member, weights)
-
-    def handle(self, order: Any, arrays: Any) -> None:
-        self.endpoint.handle(order)
-
-    def work(self) -> bool:
-        return self.endpoint.work()
-
-    def close(self) -> None:
-        self.endpoint.close()
 
     def write(self, version: int) -> None:
         """Be the optimizer: change every parameter."""
@@ -93,7 +84,7 @@ def make(member: Member, connection: Connection, folder: str) -> tuple[Any, Aske
             "layout": lambda: layout.encode(trainer.layout),
             "write": trainer.write,
             "expected": trainer.expected,
-            "verify": lambda mode: setattr(trainer.endpoint, "_verify", mode),
+            "verify": trainer.verify,
         }
         return trainer, asked
     from tandem.rollout.service import RolloutService

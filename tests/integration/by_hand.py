@@ -31,6 +31,22 @@ def undisturbed_run(folder: Path, config: dict[str, Any]) -> Path:
     return folder / "run"
 
 
+def placed_runs(folder: Path, config: dict[str, Any], num_trainers: int) -> dict[str, Path]:
+    """Run a configuration in turns on the same devices and beside each other; return the two runs' folders."""
+    with in_folder(folder):
+        path = write_config(config)
+        for placement, enabled in (("colocated", True), ("disjoint", False)):
+            ended = coordinator(
+                "up",
+                path,
+                f"logger.log_dir={placement}",
+                f"policy.generation.colocated.enabled={enabled}",
+                f"cluster.trainers={num_trainers}",
+            )
+            assert ended.returncode == 0, ended.stdout + ended.stderr
+    return {placement: folder / placement for placement in ("colocated", "disjoint")}
+
+
 def refits_of(run: str | Path = "run") -> list[RefitRecord]:
     """Return the refits in a run's journal."""
     with read_journal(Path(run)) as journal:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.integration.by_hand import assert_same_results, in_folder, last_weights, refits_of
-from tests.integration.harness import coordinator, steps_of, write_config
+from tests.integration.by_hand import assert_same_results, last_weights, placed_runs, refits_of
+from tests.integration.harness import coordinator, steps_of
 
 NUM_STEPS = 3
 PLACEMENTS: dict[str, Any] = {
@@ -34,19 +34,7 @@ CACHE_GB = 2 * 4 * 64 * 16 * 4096 / 1e9
 @pytest.fixture(scope="module", params=[1, 2], ids=lambda trainers: f"{trainers}-trainers")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Return the folders of two runs that differ in nothing but where they run."""
-    folder = tmp_path_factory.mktemp("placement")
-    with in_folder(folder):
-        config = write_config(PLACEMENTS)
-        for placement, enabled in (("colocated", True), ("disjoint", False)):
-            ended = coordinator(
-                "up",
-                config,
-                f"logger.log_dir={placement}",
-                f"policy.generation.colocated.enabled={enabled}",
-                f"cluster.trainers={request.param}",
-            )
-            assert ended.returncode == 0, ended.stdout + ended.stderr
-    return {placement: folder / placement for placement in ("colocated", "disjoint")}
+    return placed_runs(tmp_path_factory.mktemp("placement"), PLACEMENTS, request.param)
 
 
 def test_the_results_are_the_same(runs: dict[str, Path]) -> None:

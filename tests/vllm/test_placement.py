@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.integration.by_hand import assert_same_results, in_folder, refits_of
-from tests.integration.harness import coordinator, steps_of, write_config
+from tests.integration.by_hand import assert_same_results, placed_runs, refits_of
+from tests.integration.harness import steps_of
 
 NUM_STEPS = 3
 CACHE_BYTES = 2**28
@@ -27,19 +27,7 @@ CONFIG: dict[str, Any] = {
 @pytest.fixture(scope="module", params=[1, 2], ids=lambda trainers: f"{trainers}-trainers")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Return the folders of two runs that differ in nothing but where they run."""
-    folder = tmp_path_factory.mktemp("placement")
-    with in_folder(folder):
-        config = write_config(CONFIG)
-        for placement, enabled in (("colocated", True), ("disjoint", False)):
-            ended = coordinator(
-                "up",
-                config,
-                f"logger.log_dir={placement}",
-                f"policy.generation.colocated.enabled={enabled}",
-                f"cluster.trainers={request.param}",
-            )
-            assert ended.returncode == 0, ended.stdout + ended.stderr
-    return {placement: folder / placement for placement in ("colocated", "disjoint")}
+    return placed_runs(tmp_path_factory.mktemp("placement"), CONFIG, request.param)
 
 
 def test_the_results_are_the_same(runs: dict[str, Path]) -> None:
