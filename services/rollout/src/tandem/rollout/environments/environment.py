@@ -9,7 +9,7 @@ from typing import Protocol
 import msgspec
 
 from tandem.common.config import Config
-from tandem.common.config.checks import BUILT_IN_ENVIRONMENTS
+from tandem.common.config.checks.data import BUILT_IN_ENVIRONMENTS
 from tandem.common.config.schema import Environment as Settings
 from tandem.common.errors import ConfigError
 from tandem.common.messages import Problem

@@ -1,0 +1,24 @@
+"""Rules that no single key can break: one small function a rule, each naming the key to change; a module a topic."""
+
+from __future__ import annotations
+
+from tandem.common.config.checks import batches, cluster, data, generation, learning, model, run
+from tandem.common.config.checks.rule import Rule
+from tandem.common.config.schema import Config
+
+RULES: tuple[Rule, ...] = (
+    *model.RULES,
+    *batches.RULES,
+    *learning.RULES,
+    *data.RULES,
+    *run.RULES,
+    *cluster.RULES,
+    *generation.RULES,
+)
+"""Checked in this order."""
+
+
+def first_problem(config: Config) -> None:
+    """Raise `Invalid` for the first rule that the configuration breaks."""
+    for rule in RULES:
+        rule(config)

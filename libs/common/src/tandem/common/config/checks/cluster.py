@@ -1,0 +1,82 @@
+"""Rules of processes: how many, where, and how they are heard of."""
+
+from __future__ import annotations
+
+import re
+
+from tandem.common.config.checks.rule import Rule
+from tandem.common.config.problem import Invalid, shown
+from tandem.common.config.schema import Config
+from tandem.common.placement import gpus_per_engine
+
+
+def there_are_rollouts(config: Config) -> None:
+    """GRPO generates; SFT does not."""
+    if config.algorithm == "grpo" and config.cluster.rollouts == 0:
+        raise Invalid("cluster.rollouts", "0, but GRPO needs at least 1")
+
+
+def generation_fits_its_gpus(config: Config) -> None:
+    """GPUs that are set aside for generation are part of the cluster's, leave some to training, and are enough."""
+    generation, cluster = config.policy.generation, config.cluster
+    if config.algorithm != "grpo" or generation.colocated.enabled:
+        return
+    gpus, nodes = generation.colocated.resources.gpus_per_node, generation.colocated.resources.num_nodes
+    prefix = "policy.generation.colocated.resources."
+    if cluster.num_nodes == 1:
+        key, set_aside, whole, gpus_each = "gpus_per_node", gpus, cluster.gpus_per_node, 1
+        other_key, other, fitting = "num_nodes", nodes, 1
+    else:
+        key, set_aside, whole, gpus_each = "num_nodes", nodes, cluster.num_nodes, cluster.gpus_per_node
+        other_key, other, fitting = "gpus_per_node", gpus, cluster.gpus_per_node
+    if other not in (None, fitting):
+        rule = f"where cluster.num_nodes is {cluster.num_nodes}, it is {fitting} or null"
+        raise Invalid(prefix + other_key, f"{other}, but {rule}")
+    if set_aside is None:
+        return
+    if set_aside >= whole:
+        raise Invalid(prefix + key, f"{set_aside} of cluster.{key} ({whole}) leaves none to training")
+    sides = (
+        ("cluster.rollouts", cluster.rollouts * gpus_per_engine(config), set_aside * gpus_each),
+        ("cluster.trainers", cluster.trainers, (whole - set_aside) * gpus_each),
+    )
+    for process_key, needed, there in sides:
+        if needed > there:
+            raise Invalid(process_key, f"needs {needed} GPUs, and {prefix}{key} ({set_aside}) leaves it {there}")
+
+
+def the_launch_fits_the_cluster(config: Config) -> None:
+    """The coordinator launches no more processes than it waits for."""
+    launch = config.cluster.launch
+    if isinstance(launch, str):
+        return
+    cluster = config.cluster
+    counts = (("trainers", launch.trainers, cluster.trainers), ("rollouts", launch.rollouts, cluster.rollouts))
+    for kind, launched, expected in counts:
+        if launched > expected:
+            raise Invalid(f"cluster.launch.{kind}", f"{launched} is more than cluster.{kind} ({expected})")
+
+
+def the_address_can_be_bound(config: Config) -> None:
+    """ZeroMQ takes ``tcp://host:port``, or ``*`` for any free port."""
+    match = re.fullmatch(r"tcp://[^/\s]+:(\*|\d+)", config.cluster.address)
+    if not match or (match[1] != "*" and not 0 < int(match[1]) < 65536):
+        raise Invalid("cluster.address", f"{shown(config.cluster.address)} is not tcp://host:port or tcp://host:*")
+
+
+def silence_outlasts_a_heartbeat(config: Config) -> None:
+    """One late heartbeat is not yet a lost process."""
+    interval, timeout = config.cluster.heartbeat_interval_s, config.cluster.heartbeat_timeout_s
+    if timeout < 2 * interval:
+        raise Invalid(
+            "cluster.heartbeat_timeout_s", f"{timeout:g} is less than twice cluster.heartbeat_interval_s ({interval:g})"
+        )
+
+
+RULES: tuple[Rule, ...] = (
+    there_are_rollouts,
+    generation_fits_its_gpus,
+    the_launch_fits_the_cluster,
+    the_address_can_be_bound,
+    silence_outlasts_a_heartbeat,
+)

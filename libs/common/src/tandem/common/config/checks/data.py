@@ -1,0 +1,93 @@
+"""Rules of problems and of the environments that score them."""
+
+from __future__ import annotations
+
+import re
+
+from tandem.common.config.checks.rule import Rule
+from tandem.common.config.problem import Invalid, shown
+from tandem.common.config.schema import Config
+from tandem.common.errors import nearest
+
+CONVERSING_ENVIRONMENTS = ("calculator", "sliding_puzzle_game")
+"""Those that answer a response, so that one turn is never enough."""
+
+BUILT_IN_ENVIRONMENTS = ("reasoning_gym", "math", "exact_match", *CONVERSING_ENVIRONMENTS)
+
+
+def lengths_fit(config: Config) -> None:
+    """Neither prompt nor response may be longer than a whole sequence."""
+    longest = config.policy.max_total_sequence_length
+    lengths = [("data.max_input_seq_length", config.data.max_input_seq_length)]
+    if config.algorithm == "grpo":
+        lengths.append(("policy.generation.max_new_tokens", config.policy.generation.max_new_tokens))
+    for key, length in lengths:
+        if length > longest:
+            raise Invalid(key, f"{length} is greater than policy.max_total_sequence_length ({longest})")
+
+
+def the_task_is_named(config: Config) -> None:
+    """reasoning-gym makes problems by task; no other dataset has one."""
+    if config.data.dataset_name == "reasoning_gym":
+        if config.data.task is None:
+            raise Invalid("data.task", "required where data.dataset_name is reasoning_gym, such as chain_sum")
+    elif config.data.task is not None:
+        raise Invalid("data.task", f"only reasoning_gym has tasks, and data.dataset_name is {config.data.dataset_name}")
+
+
+def the_file_is_named(config: Config) -> None:
+    """JSONL problems come from a file."""
+    if config.data.dataset_name == "jsonl" and config.data.train_data_path is None:
+        raise Invalid("data.train_data_path", "required where data.dataset_name is jsonl")
+
+
+def environments_are_known(config: Config) -> None:
+    """An environment is built in or names its class."""
+    for name, entry in config.env.items():
+        if entry.class_path is None:
+            if name not in BUILT_IN_ENVIRONMENTS:
+                built_in = ", ".join(BUILT_IN_ENVIRONMENTS)
+                raise Invalid(
+                    f"env.{name}",
+                    f"not built in ({built_in}) and without a class{nearest(name, BUILT_IN_ENVIRONMENTS)}",
+                )
+        elif not re.fullmatch(r"\w+(\.\w+)+", entry.class_path):
+            raise Invalid(f"env.{name}.class", f"{shown(entry.class_path)} is not a dotted path, such as package.Class")
+
+
+def samples_are_scored(config: Config) -> None:
+    """GRPO needs one environment, and one that can score the dataset."""
+    if config.algorithm != "grpo":
+        return
+    chosen, names = config.data.environment, list(config.env)
+    if not names:
+        raise Invalid("env", f"required: GRPO needs an environment, such as {', '.join(BUILT_IN_ENVIRONMENTS)}")
+    if chosen is None:
+        raise Invalid("data.environment", f"required where env has several entries ({', '.join(names)})")
+    if chosen not in names:
+        raise Invalid("data.environment", f"{shown(chosen)} is not an entry of env ({', '.join(names)})")
+    dataset = config.data.dataset_name
+    built_in = config.env[chosen].class_path is None
+    if built_in and chosen == "reasoning_gym" and dataset != "reasoning_gym":
+        raise Invalid("data.environment", f"reasoning_gym cannot score data.dataset_name {dataset}")
+    if built_in and chosen == "sliding_puzzle_game" and dataset != "sliding_puzzle":
+        raise Invalid("data.environment", f"sliding_puzzle_game plays data.dataset_name sliding_puzzle, not {dataset}")
+
+
+def conversations_have_turns(config: Config) -> None:
+    """An environment that answers must be listened to."""
+    chosen = config.data.environment
+    if config.algorithm != "grpo" or chosen not in CONVERSING_ENVIRONMENTS or config.env[chosen].class_path is not None:
+        return
+    if config.grpo.max_rollout_turns == 1:
+        raise Invalid("grpo.max_rollout_turns", f"1, but {chosen} answers, and the policy needs a turn after that")
+
+
+RULES: tuple[Rule, ...] = (
+    lengths_fit,
+    the_task_is_named,
+    the_file_is_named,
+    environments_are_known,
+    samples_are_scored,
+    conversations_have_turns,
+)

@@ -1,0 +1,52 @@
+"""Rules of the engines."""
+
+from __future__ import annotations
+
+from tandem.common.config.checks.rule import Rule
+from tandem.common.config.problem import Invalid
+from tandem.common.config.schema import Config
+from tandem.common.vllm_arguments import complaint
+
+
+def vllm_takes_its_arguments(config: Config) -> None:
+    """Names are checked where vLLM is installed: its engine would refuse them once everything has started."""
+    generation = config.policy.generation
+    if config.algorithm != "grpo" or generation.backend != "vllm":
+        return
+    found = complaint(generation.vllm_kwargs)
+    if found is not None:
+        raise Invalid(f"policy.generation.vllm_kwargs.{found[0]}", found[1])
+    longest = config.policy.max_total_sequence_length
+    if generation.vllm_cfg.max_model_len < longest:
+        raise Invalid(
+            "policy.generation.vllm_cfg.max_model_len",
+            f"{generation.vllm_cfg.max_model_len} is less than policy.max_total_sequence_length ({longest})",
+        )
+
+
+def prompts_move_where_engines_are_async(config: Config) -> None:
+    """Prompts that move change what an engine computes together, and with it the last bits of a run."""
+    generation = config.policy.generation
+    if config.algorithm == "grpo" and generation.generation_timeout is not None and not generation.is_async:
+        raise Invalid("policy.generation.generation_timeout", "needs policy.generation.async_engine")
+
+
+def experts_are_spread_over_tensor_ranks(config: Config) -> None:
+    """vLLM spreads the experts of a layer over all ranks that share the layer, or over none."""
+    generation = config.policy.generation
+    if config.algorithm != "grpo" or generation.backend != "vllm":
+        return
+    vllm = generation.vllm_cfg
+    if vllm.expert_parallel_size not in (1, vllm.tensor_parallel_size):
+        raise Invalid(
+            "policy.generation.vllm_cfg.expert_parallel_size",
+            f"{vllm.expert_parallel_size} is neither 1 nor policy.generation.vllm_cfg.tensor_parallel_size, which is "
+            f"{vllm.tensor_parallel_size}",
+        )
+
+
+RULES: tuple[Rule, ...] = (
+    vllm_takes_its_arguments,
+    prompts_move_where_engines_are_async,
+    experts_are_spread_over_tensor_ranks,
+)
