@@ -11,15 +11,14 @@ import pytest
 import torch
 
 from tandem.common.config.schema import LossFn
-from tandem.trainer.loss import (
-    Counts,
-    NegativeLogLikelihood,
+from tandem.trainer.losses.aggregate import Counts, aggregate
+from tandem.trainer.losses.policy_gradient import (
     PolicyGradientLoss,
-    aggregate,
     clipped_policy_loss,
     importance_weights,
     kl_divergence,
 )
+from tandem.trainer.losses.supervised import NegativeLogLikelihood
 from tandem.trainer.packing import MicroBatch
 
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from tandem.common.batch import Float32s, TrainingBatch
 from tandem.common.config import Config
 from tandem.trainer import packing
 from tandem.trainer.backend import Backend, OptimizerStep, WhichModel
-from tandem.trainer.loss import Counts, NegativeLogLikelihood, PolicyGradientLoss
+from tandem.trainer.losses import Counts, Loss, make_loss
 from tandem.trainer.packing import MicroBatch
 from tandem.trainer.sharing import find_prompts
 
@@ -54,7 +54,7 @@ def train(backend: Backend, batch: TrainingBatch, config: Config) -> TrainResult
     parts = []
     with _timed(seconds, "policy_training"):
         for rows in shares.global_batches:
-            loss = _loss(config, shares.counts(rows), backend.device)
+            loss = make_loss(config, shares.counts(rows), backend.device)
             done = backend.train_step(shares.micro_batches(rows, previous_T, reference_T), loss)
             parts.append(_metrics(backend, loss, shares.counts(rows), done))
     metrics = {name: sum(part[name] for part in parts) / len(parts) for name in parts[0]}
@@ -131,15 +131,7 @@ class _Shares:
         )
 
 
-def _loss(config: Config, counts: Counts, device: torch.device) -> PolicyGradientLoss | NegativeLogLikelihood:
-    if config.algorithm == "grpo":
-        return PolicyGradientLoss(config.loss_fn, counts, device)
-    return NegativeLogLikelihood(counts, device)
-
-
-def _metrics(
-    backend: Backend, loss: PolicyGradientLoss | NegativeLogLikelihood, counts: Counts, done: OptimizerStep
-) -> dict[str, float]:
+def _metrics(backend: Backend, loss: Loss, counts: Counts, done: OptimizerStep) -> dict[str, float]:
     means = (backend.sum_over_ranks(loss.report.sums) / max(1, counts.tokens)).tolist()
     return dict(zip(loss.report.names, means, strict=True)) | {
         "loss": done.loss,

@@ -1,6 +1,6 @@
 """GRPO's data: prompt groups out, advantages in.
 
-`advantages` has their formula, `tandem.trainer.loss` the loss.
+`advantages` has their formula, `tandem.trainer.losses.policy_gradient` the loss.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The losses: what a micro-batch adds to the loss of its global batch, and what there is to report about it.
-
-Every mean is over the whole global batch: the counts it divides by come from the batch before it was split over ranks
-and micro-batches. So the sum of the micro-batches' losses is the loss, however the batch was split, and so is its
-gradient.
+"""The policy-gradient losses of GRPO.
 
 Shapes: ``B`` rows, ``T`` padded positions.
 """
@@ -11,22 +7,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-import msgspec
 import torch
 
 from tandem.common.config.schema import LossFn
+from tandem.trainer.losses.aggregate import Counts, Report, aggregate
 from tandem.trainer.packing import MicroBatch
 
 KlType = Literal["k1", "k2", "k3"]
-
-
-class Counts(msgspec.Struct, frozen=True):
-    """What the means of a global batch divide by."""
-
-    tokens: int
-    """Tokens that count in the loss."""
-    sequences: int
-    """Sequences with at least one such token."""
 
 
 def kl_divergence(logprobs_BT: torch.Tensor, reference_logprobs_BT: torch.Tensor, kind: KlType) -> torch.Tensor:
@@ -72,33 +59,6 @@ def importance_weights(previous_logprobs_BT: torch.Tensor, generation_logprobs_B
     """
     weights_BT = (previous_logprobs_BT - generation_logprobs_BT).exp()
     return torch.nan_to_num(weights_BT, nan=0.0, posinf=0.0, neginf=0.0)
-
-
-def aggregate(values_BT: torch.Tensor, mask_BT: torch.Tensor, counts: Counts, *, token_level: bool) -> torch.Tensor:
-    """Return what this micro-batch adds to the mean over the global batch.
-
-    Token level: the mean over all counted tokens (DAPO, arXiv:2503.14476, equation 8). Sequence level: the mean over
-    sequences of each one's mean over its tokens (GRPO, Shao et al. 2024, arXiv:2402.03300, equation 3).
-    """
-    masked_BT = torch.where(mask_BT, values_BT, 0.0)
-    if token_level:
-        return masked_BT.sum() / max(1, counts.tokens)
-    return (masked_BT.sum(dim=1) / mask_BT.sum(dim=1).clamp(min=1)).sum() / max(1, counts.sequences)
-
-
-class Report:
-    """Sums over the counted tokens of this rank, from which step makes means over the global batch."""
-
-    def __init__(self, names: tuple[str, ...], device: torch.device) -> None:
-        self.names = names
-        self.sums = torch.zeros(len(names), dtype=torch.float64, device=device)
-        """In the order of `names`."""
-
-    def add(self, mask_BT: torch.Tensor, *values_BT: torch.Tensor) -> None:
-        """Add the counted tokens of one micro-batch, one tensor a name."""
-        counted = [value_BT.detach()[mask_BT].sum(dtype=torch.float64) for value_BT in values_BT]
-        assert len(counted) == len(self.names), "one tensor for each name"
-        self.sums += torch.stack(counted)
 
 
 class PolicyGradientLoss:
@@ -153,18 +113,3 @@ class PolicyGradientLoss:
             weights_BT,
         )
         return aggregate(loss_BT, batch.loss_mask_BT, self._counts, token_level=settings.token_level_loss)
-
-
-class NegativeLogLikelihood:
-    """Supervised fine-tuning: the mean negative log-probability of the counted tokens of the global batch."""
-
-    NAMES = ("entropy",)
-
-    def __init__(self, counts: Counts, device: torch.device) -> None:
-        self._counts = counts
-        self.report = Report(self.NAMES, device)
-
-    def __call__(self, batch: MicroBatch, logprobs_BT: torch.Tensor, entropy_BT: torch.Tensor) -> torch.Tensor:
-        """Return the micro-batch's share of the loss."""
-        self.report.add(batch.loss_mask_BT, entropy_BT)
-        return aggregate(-logprobs_BT, batch.loss_mask_BT, self._counts, token_level=True)

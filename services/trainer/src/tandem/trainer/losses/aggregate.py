@@ -1,0 +1,67 @@
+"""What all losses share: means over the global batch, and sums to report.
+
+Every mean is over the whole global batch: the counts it divides by come from the batch before it was split over ranks
+and micro-batches. So the sum of the micro-batches' losses is the loss, however the batch was split, and so is its
+gradient.
+
+Shapes: ``B`` rows, ``T`` padded positions.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+import torch
+
+from tandem.trainer.packing import MicroBatch
+
+
+class Counts(msgspec.Struct, frozen=True):
+    """What the means of a global batch divide by."""
+
+    tokens: int
+    """Tokens that count in the loss."""
+    sequences: int
+    """Sequences with at least one such token."""
+
+
+def aggregate(values_BT: torch.Tensor, mask_BT: torch.Tensor, counts: Counts, *, token_level: bool) -> torch.Tensor:
+    """Return what this micro-batch adds to the mean over the global batch.
+
+    Token level: the mean over all counted tokens (DAPO, arXiv:2503.14476, equation 8). Sequence level: the mean over
+    sequences of each one's mean over its tokens (GRPO, Shao et al. 2024, arXiv:2402.03300, equation 3).
+    """
+    masked_BT = torch.where(mask_BT, values_BT, 0.0)
+    if token_level:
+        return masked_BT.sum() / max(1, counts.tokens)
+    return (masked_BT.sum(dim=1) / mask_BT.sum(dim=1).clamp(min=1)).sum() / max(1, counts.sequences)
+
+
+class Report:
+    """Sums over the counted tokens of this rank, from which step makes means over the global batch."""
+
+    def __init__(self, names: tuple[str, ...], device: torch.device) -> None:
+        self.names = names
+        self.sums = torch.zeros(len(names), dtype=torch.float64, device=device)
+        """In the order of `names`."""
+
+    def add(self, mask_BT: torch.Tensor, *values_BT: torch.Tensor) -> None:
+        """Add the counted tokens of one micro-batch, one tensor a name."""
+        counted = [value_BT.detach()[mask_BT].sum(dtype=torch.float64) for value_BT in values_BT]
+        assert len(counted) == len(self.names), "one tensor for each name"
+        self.sums += torch.stack(counted)
+
+
+class Loss(Protocol):
+    """What a backend minimises: one object an optimizer step."""
+
+    report: Report
+
+    def __call__(self, batch: MicroBatch, logprobs_BT: torch.Tensor, entropy_BT: torch.Tensor) -> torch.Tensor:
+        """Return the micro-batch's share of the loss, a scalar.
+
+        `logprobs_BT` are those of its tokens under the policy in training, with gradient; `entropy_BT` is the policy's
+        entropy at each position, without. Neither is read where `MicroBatch.loss_mask_BT` is False.
+        """
+        ...
