@@ -24,6 +24,8 @@ NEW_KEYS = [
     "policy.new_model.config",
     "policy.new_model.characters",
     "policy.new_model.seed",
+    "policy.megatron_cfg.force_reconvert_from_hf",
+    "policy.megatron_cfg.virtual_pipeline_model_parallel_size",
     "policy.megatron_cfg.forwarded",
     "policy.generation.transformers_cfg.num_slots",
     "policy.generation.generation_timeout",

@@ -214,12 +214,13 @@ def test_a_model_made_from_scratch_is_planned_for_the_cpu() -> None:
         (
             LLAMA,
             ["cluster.trainers=8", "policy.dtensor_cfg.tensor_parallel_size=3"],
-            "cluster.trainers: 8 cannot be divided by 3 (policy.dtensor_cfg.tensor_parallel_size)",
+            "cluster.trainers: 8 is not a multiple of 3, the product of policy.dtensor_cfg.tensor_parallel_size (3)",
         ),
         (
             "llama-70b-tp8pp2-to-tp8.yaml",
             ["cluster.trainers=8"],
-            "cluster.trainers: 8 cannot be divided by 16 (tensor × pipeline × context parallel size)",
+            "is not a multiple of 16, the product of policy.megatron_cfg.tensor_model_parallel_size (8), "
+            "pipeline_model_parallel_size (2)",
         ),
         (
             LLAMA,

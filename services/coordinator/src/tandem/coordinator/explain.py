@@ -118,19 +118,18 @@ def sides(config: Config) -> tuple[Side, Side]:
     model = model_shape(config)
     policy, num_trainers = config.policy, config.cluster.trainers
     megatron = policy.megatron_cfg
-    if megatron is not None and megatron.enabled:
+    if megatron.enabled:
         tp, pp, cp = (
             megatron.tensor_model_parallel_size,
             megatron.pipeline_model_parallel_size,
             megatron.context_parallel_size,
         )
-        dp = _whole(num_trainers, tp * pp * cp, "cluster.trainers", "tensor × pipeline × context parallel size")
         ep, etp = megatron.expert_model_parallel_size, megatron.expert_tensor_parallel_size
         trained = Megatron(
             tp=tp,
             pp=pp,
             cp=cp,
-            dp=dp,
+            dp=config.data_parallel_size,
             ep=ep,
             etp=etp,
             num_layers_in_first_stage=megatron.num_layers_in_first_pipeline_stage,
@@ -139,7 +138,7 @@ def sides(config: Config) -> tuple[Side, Side]:
         trainers = Side("trainer", trained, model.with_dtype(policy.precision), _sizes("Megatron-Core", trained))
     else:
         tensor = policy.dtensor_cfg.tensor_parallel_size
-        shard = _whole(num_trainers, tensor, "cluster.trainers", "policy.dtensor_cfg.tensor_parallel_size")
+        shard = num_trainers // tensor
         words = f"DTensor, FSDP{shard} × TP{tensor}" if tensor > 1 else f"DTensor, FSDP{shard}"
         trainers = Side("trainer", DTensor(shard=shard, tensor=tensor), model.with_dtype("float32"), words)
     return trainers, _engines(config, model)
@@ -213,13 +212,6 @@ def _reachable(layout: Layout) -> Layout:
     address: Address = SharedMemory(0, 0, 0) if layout.device == "cpu" else CudaMemory(0, layout.device, b"", 0)
     storages = tuple(msgspec.structs.replace(storage, address=address) for storage in layout.storages)
     return msgspec.structs.replace(layout, storages=storages)
-
-
-def _whole(number: int, divisor: int, key: str, what: str) -> int:
-    quotient, rest = divmod(number, divisor)
-    if rest:
-        raise ConfigError(f"{key}: {number} cannot be divided by {divisor} ({what})")
-    return quotient
 
 
 def _sizes(name: str, deployment: Megatron | Vllm) -> str:

@@ -45,11 +45,11 @@ def a_validation_batch_divides_into_micro_batches(config: Config) -> None:
 
 
 def _divides(config: Config, whole_key: str, whole: int, part_key: str, part: int) -> None:
-    trainers = config.cluster.trainers
-    if whole % (part * trainers):
+    shares = config.data_parallel_size
+    if whole % (part * shares):
+        words = "cluster.trainers" if shares == config.cluster.trainers else "the data-parallel size"
         raise Invalid(
-            whole_key,
-            f"{whole} is not a multiple of {part_key} * cluster.trainers = {part} * {trainers} = {part * trainers}",
+            whole_key, f"{whole} is not a multiple of {part_key} * {words} = {part} * {shares} = {part * shares}"
         )
 
 

@@ -12,7 +12,7 @@ from tandem.common.config.schema.generation import (
     TransformersCfg,
     VllmCfg,
 )
-from tandem.common.config.schema.megatron import MegatronCfg
+from tandem.common.config.schema.megatron import MegatronCfg, MegatronScheduler
 from tandem.common.config.schema.policy import (
     DtensorCfg,
     DynamicBatching,
@@ -59,6 +59,7 @@ __all__ = [
     "Logger",
     "LossFn",
     "MegatronCfg",
+    "MegatronScheduler",
     "MetricName",
     "Mlflow",
     "NewModel",

@@ -1,29 +1,66 @@
-"""Training with Megatron-Core: known to the schema, not built yet."""
+"""Training with Megatron-Core."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from tandem.common.config.schema.base import NonNegativeFloat, NonNegativeInt, PositiveInt, Section
 
 
+class MegatronScheduler(Section, frozen=True, kw_only=True):
+    """How the learning rate and the weight decay change, counted in optimizer steps.
+
+    The highest learning rate is `lr` and the lowest `min_lr` of `policy.megatron_cfg.optimizer`.
+    """
+
+    lr_warmup_iters: NonNegativeInt = 0
+    """Steps in which the learning rate rises from `lr_warmup_init` to its highest."""
+    lr_warmup_init: NonNegativeFloat = 0.0
+    """Learning rate of the first step of the warm-up."""
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "constant"
+    """How it falls after the warm-up; WSD keeps it, and lets it fall in the last `lr_wsd_decay_iters`."""
+    lr_decay_iters: PositiveInt | None = None
+    """Steps, those of the warm-up included, after which it is at its lowest; null means those of the whole run."""
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    """How it falls at the end of WSD."""
+    lr_wsd_decay_iters: PositiveInt | None = None
+    """Steps of that fall; needed by WSD."""
+    start_weight_decay: NonNegativeFloat | None = None
+    """Weight decay of the first step; null means that of the optimizer."""
+    end_weight_decay: NonNegativeFloat | None = None
+    """Weight decay of the last step; null means that of the optimizer."""
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
+    """How it gets there; constant needs both to be equal."""
+
+
 class MegatronCfg(Section, frozen=True, kw_only=True):
-    """Training with Megatron-Core; read only where it is enabled, and then it wins over `policy.dtensor_cfg`."""
+    """Training with Megatron-Core (extra ``megatron``); where it is enabled it wins over `policy.dtensor_cfg`.
+
+    Any other key written here is an argument of Megatron-Core's own ``TransformerConfig``, such as
+    `recompute_granularity` or `moe_aux_loss_coeff`: it is checked against that class and forwarded. What the model's
+    ``config.json`` decides, such as `hidden_size`, is not for here.
+    """
 
     enabled: bool = False
     """Train with Megatron-Core."""
+    force_reconvert_from_hf: bool = False
+    """New. Convert `policy.model_name` once more, though its conversion is there."""
     empty_unused_memory_level: NonNegativeInt = 0
     """How often cached GPU memory is given back: 0 never, 1 around generation, 2 also within a step."""
     activation_checkpointing: bool = False
-    """Recompute activations in the backward pass."""
+    """Recompute the activations of whole layers in the backward pass; `recompute_granularity` and the like choose
+    otherwise."""
     converter_type: str | None = None
-    """Architecture that decides how Hugging Face names map to Megatron's."""
+    """NeMo-RL's choice of a converter; Tandem goes by the model's ``config.json``."""
     tensor_model_parallel_size: PositiveInt = 1
     """Ranks that share each layer."""
     pipeline_model_parallel_size: PositiveInt = 1
     """Ranks that share the layers in sequence."""
+    virtual_pipeline_model_parallel_size: PositiveInt | None = None
+    """New. Separate stretches of layers that each of these ranks has: interleaved stages, which wait less for each
+    other."""
     context_parallel_size: PositiveInt = 1
     """Ranks that share each sequence."""
     expert_model_parallel_size: PositiveInt = 1
@@ -37,23 +74,37 @@ class MegatronCfg(Section, frozen=True, kw_only=True):
     sequence_parallel: bool = False
     """Split the activations between tensor-parallel regions along the sequence."""
     pipeline_dtype: str | None = None
-    """Element type of what travels between pipeline stages."""
+    """Element type of what travels between pipeline stages: `policy.precision`, or null for it."""
     freeze_moe_router: bool = False
     """Do not train the routers of mixtures of experts."""
-    moe_router_dtype: str | None = None
-    """Element type in which routers compute."""
-    moe_router_load_balancing_type: str = "none"
+    moe_router_dtype: Literal["fp32", "fp64"] | None = None
+    """Element type in which routers compute; null means that of the activations."""
+    moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn"] = "none"
     """How experts are kept evenly loaded."""
     moe_router_bias_update_rate: NonNegativeFloat = 0.0
     """Step of the bias that balances experts."""
     apply_rope_fusion: bool = True
-    """Use the fused kernel for rotary embeddings."""
-    optimizer: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Arguments of Megatron's optimizer configuration."""
-    scheduler: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Arguments of Megatron's learning-rate schedule."""
+    """Use the fused kernel for rotary embeddings, where there is one."""
+    optimizer: dict[str, Any] = msgspec.field(
+        default_factory=lambda: {
+            "optimizer": "adam",
+            "lr": 5.0e-6,
+            "min_lr": 5.0e-6,
+            "weight_decay": 0.01,
+            "adam_beta1": 0.9,
+            "adam_beta2": 0.999,
+            "adam_eps": 1.0e-8,
+            "use_distributed_optimizer": True,
+        }
+    )
+    """Arguments of Megatron-Core's ``OptimizerConfig``. If given, they replace these whole."""
+    scheduler: MegatronScheduler = MegatronScheduler()
     distributed_data_parallel_config: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Arguments of Megatron's data-parallel configuration."""
+    """Arguments of Megatron-Core's ``DistributedDataParallelConfig``."""
     forwarded: dict[str, Any] = msgspec.field(default_factory=dict)
-    """New. Every further key written directly under `policy.megatron_cfg` is gathered here and forwarded to
-    Megatron-Core."""
+    """New. Every further key written directly under `policy.megatron_cfg` is gathered here."""
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that share one copy of the model and work on the same sequences."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size

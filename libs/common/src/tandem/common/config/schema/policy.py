@@ -28,7 +28,7 @@ class Tokenizer(Section, frozen=True, kw_only=True):
 
 
 class DtensorCfg(Section, frozen=True, kw_only=True):
-    """Training with FSDP2 (`fully_shard`): the backend Tandem has."""
+    """Training with FSDP2 (`fully_shard`) and the tensor parallelism of DTensor."""
 
     enabled: bool = True
     """Train with this backend."""
@@ -44,6 +44,11 @@ class DtensorCfg(Section, frozen=True, kw_only=True):
     """Ranks that share each sequence."""
     custom_parallel_plan: str | None = None
     """Dotted path of a tensor-parallel plan."""
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that work on the same sequences."""
+        return self.tensor_parallel_size * self.context_parallel_size
 
 
 class SequencePacking(Section, frozen=True, kw_only=True):
@@ -150,3 +155,8 @@ class Policy(Section, frozen=True, kw_only=True):
     """Schedules that follow each other: a list of entries, or one entry without the list; none or null keeps the
     learning rate constant."""
     generation: Generation
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Trainers that work on the same sequences, of whichever backend trains."""
+        return (self.megatron_cfg if self.megatron_cfg.enabled else self.dtensor_cfg).model_parallel_size

@@ -35,6 +35,11 @@ class Config(Section, frozen=True, kw_only=True):
     refit: Refit = Refit()
 
     @property
+    def data_parallel_size(self) -> int:
+        """Shares that a global batch is cut into: trainers that see different sequences."""
+        return self.cluster.trainers // self.policy.model_parallel_size
+
+    @property
     def takes_turns(self) -> bool:
         """Whether training and generation share their devices, so that each gives up what only it needs while the other
         works."""
