@@ -39,6 +39,8 @@ class Backend(Protocol):
     device: torch.device
     shares_prompts: bool
     """Whether its models take `MicroBatch.shared_prompts`."""
+    sequence_divisor: int
+    """The width of padded rows, and the length of every segment of a packed one, must be a multiple of this."""
 
     def train_step(self, micro_batches: Sequence[MicroBatch], loss: LossOfMicroBatch) -> OptimizerStep:
         """Forward and backward over this rank's micro-batches, clip, and step optimizer and schedule once.

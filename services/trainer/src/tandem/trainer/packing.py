@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from tandem.common.batch import Float32s, TrainingBatch
+from tandem.trainer.packed import PackedRow, pack_row
 from tandem.trainer.sharing import Prompts, SharedPrompts, share_prompts
 
 Scalar = TypeVar("Scalar", np.int64, np.float32, np.bool_)
@@ -54,6 +55,8 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """float32; under the reference model. None where the loss does not read it."""
     shared_prompts: SharedPrompts | None = None
     """The same samples as one row that holds each prompt once, for the model; None where no two share a prompt."""
+    packed: PackedRow | None = None
+    """The same sequences end to end in one row, for the model; None where it takes the padded rows."""
 
 
 def counted_tokens(batch: TrainingBatch) -> NDArray[np.bool_]:
@@ -136,12 +139,14 @@ def pad(
     divisible_by: int,
     device: torch.device,
     prompts: Prompts | None = None,
+    row_divisible_by: int | None = None,
     previous_logprobs_T: Float32s | None = None,
     reference_logprobs_T: Float32s | None = None,
 ) -> MicroBatch:
     """Lay the given sequences out as a micro-batch whose width is a multiple of `divisible_by`.
 
-    With `prompts`, and where two of the sequences share one, the row that holds each prompt once comes with it.
+    With `prompts`, and where two of the sequences share one, the row that holds each prompt once comes with it. With
+    `row_divisible_by`, the packed row comes with it: of such a length, its segments multiples of `divisible_by`.
     """
     lengths_B = np.array([0 if row == EMPTY_ROW else batch.lengths_S[row] for row in rows], dtype=np.int64)
     ends_S = np.cumsum(batch.lengths_S, dtype=np.int64)
@@ -178,6 +183,16 @@ def pad(
         shared_prompts=None
         if prompts is None
         else _shared(prompts, rows, token_ids_BT, counted_BT, divisible_by=divisible_by, device=device),
+        packed=None
+        if row_divisible_by is None
+        else pack_row(
+            token_ids_BT,
+            lengths_B,
+            counted_BT,
+            divisible_by=divisible_by,
+            row_divisible_by=row_divisible_by,
+            device=device,
+        ),
     )
 
 

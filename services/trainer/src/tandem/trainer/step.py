@@ -6,6 +6,7 @@ waits for the other ranks, inside the backend's collective operations, and for n
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -123,7 +124,7 @@ class _Shares:
         return packing.pad(
             self._batch,
             group,
-            divisible_by=self._policy.make_sequence_length_divisible_by,
+            divisible_by=math.lcm(self._policy.make_sequence_length_divisible_by, self._backend.sequence_divisor),
             device=self._backend.device,
             prompts=self._prompts,
             previous_logprobs_T=previous_T,

@@ -44,6 +44,7 @@ class DTensorBackend:
         self._config = config
         self.data_parallel_rank = dist.get_rank()
         self.data_parallel_size = dist.get_world_size()
+        self.sequence_divisor = 1
         self.device = _device(self.data_parallel_rank)
         self._dtype: torch.dtype = getattr(torch, config.policy.precision)
         # A temperature of zero is greedy decoding, whose distribution has no gradient; SFT samples nothing.

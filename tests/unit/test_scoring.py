@@ -1,0 +1,120 @@
+"""Scores of tokens without their logits, against all the logits and `log_softmax`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tandem.trainer.scoring import score_tokens
+
+NUM_TOKENS, HIDDEN, VOCABULARY = 37, 16, 101
+
+
+def inputs(dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states, a weight, and targets with the first and the last token among them."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden_KH = torch.randn(NUM_TOKENS, HIDDEN, generator=generator).to(dtype).requires_grad_()
+    weight_VH = (0.3 * torch.randn(VOCABULARY, HIDDEN, generator=generator)).to(dtype).requires_grad_()
+    target_K = torch.randint(VOCABULARY, (NUM_TOKENS,), generator=generator)
+    target_K[:2] = torch.tensor([0, VOCABULARY - 1])
+    return hidden_KH, weight_VH, target_K
+
+
+def of_full_logits(
+    hidden_KH: torch.Tensor, weight_VH: torch.Tensor, target_K: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    logits_KV = (hidden_KH @ weight_VH.T).float() / temperature
+    logprobs_K = logits_KV.log_softmax(dim=-1).gather(1, target_K[:, None])[:, 0]
+    return logprobs_K, torch.distributions.Categorical(logits=logits_KV.detach()).entropy()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("chunk", [None, 1, 8, NUM_TOKENS - 1, NUM_TOKENS, 1000])
+def test_scores_and_gradients_are_those_of_all_logits(chunk: int | None, temperature: float) -> None:
+    found, expected = inputs(), inputs()
+    logprobs_K, entropy_K = score_tokens(*found, temperature=temperature, chunk=chunk)
+    expected_logprobs_K, expected_entropy_K = of_full_logits(*expected, temperature)
+    torch.testing.assert_close(logprobs_K, expected_logprobs_K, rtol=0, atol=1e-6)
+    torch.testing.assert_close(entropy_K, expected_entropy_K, rtol=0, atol=1e-6)
+    assert not entropy_K.requires_grad
+    weights_K = torch.linspace(-1, 1, NUM_TOKENS)
+    (logprobs_K * weights_K).sum().backward()
+    (expected_logprobs_K * weights_K).sum().backward()
+    for tensor, other in zip(found[:2], expected[:2], strict=True):
+        assert tensor.grad is not None
+        torch.testing.assert_close(tensor.grad, other.grad, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("chunk", [5, NUM_TOKENS])
+def test_bfloat16_rounds_no_more_than_all_logits_do(chunk: int) -> None:
+    found, exact = inputs(torch.bfloat16), inputs(torch.bfloat16)
+    whole = tuple(tensor.detach().float().requires_grad_() for tensor in exact[:2])
+    logprobs_K, entropy_K = score_tokens(*found, temperature=0.8, chunk=chunk)
+    rounded_logprobs_K, rounded_entropy_K = of_full_logits(*exact, 0.8)
+    assert logprobs_K.dtype == entropy_K.dtype == torch.float32
+    torch.testing.assert_close(logprobs_K, rounded_logprobs_K, rtol=0, atol=1e-6)
+    torch.testing.assert_close(entropy_K, rounded_entropy_K, rtol=0, atol=1e-6)
+    exact_logprobs_K, _ = of_full_logits(*whole, exact[2], 0.8)
+    for scores_K in (logprobs_K, rounded_logprobs_K, exact_logprobs_K):
+        scores_K.sum().backward()
+    for tensor, rounded, true in zip(found[:2], exact[:2], whole, strict=True):
+        assert tensor.grad is not None
+        assert tensor.grad.dtype == torch.bfloat16
+        assert rounded.grad is not None
+        error = (tensor.grad.float() - true.grad).norm()
+        assert error <= 1.2 * (rounded.grad.float() - true.grad).norm(), "not worse than with all logits"
+        assert error <= 0.02 * true.grad.norm()
+
+
+@pytest.mark.parametrize("needs", [(True, False), (False, True), (False, False)])
+def test_what_is_frozen_has_no_gradient(needs: tuple[bool, bool]) -> None:
+    hidden_KH, weight_VH, target_K = inputs()
+    hidden_KH.requires_grad_(needs[0])
+    weight_VH.requires_grad_(needs[1])
+    logprobs_K, _ = score_tokens(hidden_KH, weight_VH, target_K, temperature=1.0, chunk=8)
+    assert logprobs_K.requires_grad == any(needs)
+    if any(needs):
+        logprobs_K.sum().backward()
+    assert [tensor.grad is not None for tensor in (hidden_KH, weight_VH)] == list(needs)
+
+
+def test_no_token_has_no_score() -> None:
+    hidden_KH, weight_VH, target_K = inputs()
+    logprobs_K, entropy_K = score_tokens(hidden_KH[:0], weight_VH, target_K[:0], temperature=1.0)
+    logprobs_K.sum().backward()
+    assert logprobs_K.shape == entropy_K.shape == (0,)
+    assert weight_VH.grad is not None
+    assert not weight_VH.grad.any()
+
+
+class LargestTensor(TorchDispatchMode):
+    """The number of elements of the largest tensor that any operation made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self.num_elements = max(self.num_elements, *sizes, 0)
+        return result
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16])
+def test_all_logits_never_exist_at_once(chunk: int) -> None:
+    hidden_KH, weight_VH, target_K = inputs()
+    allowed = max(chunk * VOCABULARY, hidden_KH.numel(), weight_VH.numel())
+    with LargestTensor() as forward:
+        logprobs_K, _ = score_tokens(hidden_KH, weight_VH, target_K, temperature=0.5, chunk=chunk)
+    with LargestTensor() as backward:
+        logprobs_K.sum().backward()
+    assert 0 < forward.num_elements <= allowed
+    assert 0 < backward.num_elements <= allowed
+    with LargestTensor() as full:
+        of_full_logits(hidden_KH, weight_VH, target_K, 0.5)[0].sum().backward()
+    assert full.num_elements == NUM_TOKENS * VOCABULARY > allowed, "the measure sees all logits where they exist"
