@@ -1,0 +1,115 @@
+"""Causal attention within segments of one row: no token sees another segment.
+
+On a GPU one kernel does all segments (FlashAttention-2, Dao 2023, arXiv:2307.08691, for sequences of several lengths);
+elsewhere they go one by one, a block of queries at a time, so that no matrix of all scores ever exists.
+
+Shapes: ``L`` queries and ``M`` keys of all segments, one after the other; ``H`` heads of queries, ``G`` of keys and
+values, of dimension ``D``; ``R`` queries of a block; ``S`` keys that it sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+_BLOCK = 256
+"""Queries of a block."""
+
+
+def attend(
+    query_LHD: torch.Tensor,
+    key_MGD: torch.Tensor,
+    value_MGD: torch.Tensor,
+    segments: Sequence[tuple[int, int]],
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Return ``[L, H, D]``.
+
+    Args:
+        query_LHD: of all segments.
+        key_MGD: of all segments; each head serves ``H / G`` heads of queries that follow each other.
+        value_MGD: as the keys.
+        segments: numbers of queries and of keys of each. The queries are its last tokens: the last one sees all keys of
+            the segment, each one before it a key fewer.
+        scale: of the scores; by default ``1 / sqrt(D)``.
+    """
+    has_kernel = query_LHD.is_cuda and query_LHD.dtype in (torch.bfloat16, torch.float16)
+    if has_kernel and query_LHD.shape[2] == value_MGD.shape[2]:
+        return _attend_on_gpu(query_LHD, key_MGD, value_MGD, segments, scale)
+    num_each = query_LHD.shape[1] // key_MGD.shape[1]
+    key_MHD, value_MHD = (tensor.repeat_interleave(num_each, dim=1) for tensor in (key_MGD, value_MGD))
+    mask_RS = _mask(segments, query_LHD)
+    parts, query, key = [], 0, 0
+    for num_queries, num_keys in segments:
+        keys = slice(key, key + num_keys)
+        parts += _attend_segment(query_LHD[query : query + num_queries], key_MHD[keys], value_MHD[keys], mask_RS, scale)
+        query, key = query + num_queries, key + num_keys
+    return torch.cat(parts)
+
+
+def _attend_segment(
+    query_LHD: torch.Tensor,
+    key_MHD: torch.Tensor,
+    value_MHD: torch.Tensor,
+    mask_RS: torch.Tensor | None,
+    scale: float | None,
+) -> list[torch.Tensor]:
+    """Return what the queries of one segment attend to, a block of them at a time."""
+    query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query_LHD, key_MHD, value_MHD))
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    if num_queries == num_keys:
+        return [scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)[0].transpose(0, 1)]
+    assert mask_RS is not None, "made for segments with more keys than queries"
+    parts = []
+    for first in range(0, num_queries, _BLOCK):
+        last = min(first + _BLOCK, num_queries)
+        seen = num_keys - num_queries + last
+        # Every mask of this kind is the lower right corner of a larger one.
+        mask = mask_RS[len(mask_RS) - (last - first) :, mask_RS.shape[1] - seen :]
+        attended = scaled_dot_product_attention(
+            query[:, :, first:last], key[:, :, :seen], value[:, :, :seen], attn_mask=mask, scale=scale
+        )
+        parts.append(attended[0].transpose(0, 1))
+    return parts
+
+
+def _mask(segments: Sequence[tuple[int, int]], like: torch.Tensor) -> torch.Tensor | None:
+    """Return what to add to the scores of the largest block, minus infinity above the diagonal that ends at the last.
+
+    None where no segment has more keys than queries.
+    """
+    longer = [num_keys for num_queries, num_keys in segments if num_keys > num_queries]
+    if not longer:
+        return None
+    num_keys = max(longer)
+    num_queries = min(_BLOCK, num_keys)
+    return like.new_full((num_queries, num_keys), -torch.inf).triu(1 + num_keys - num_queries)
+
+
+def _attend_on_gpu(
+    query_LHD: torch.Tensor,
+    key_MGD: torch.Tensor,
+    value_MGD: torch.Tensor,
+    segments: Sequence[tuple[int, int]],
+    scale: float | None,
+) -> torch.Tensor:
+    from torch.nn.attention.varlen import varlen_attn  # only CUDA has a kernel for it
+
+    lengths_2S = torch.tensor([(0, 0), *segments], dtype=torch.int32).cumsum(dim=0, dtype=torch.int32).T
+    ends_2S = lengths_2S.contiguous().to(query_LHD.device, non_blocking=True)
+    attended_LHD = varlen_attn(
+        query_LHD,
+        key_MGD,
+        value_MGD,
+        ends_2S[0],
+        ends_2S[1],
+        max(num_queries for num_queries, _ in segments),
+        max(num_keys for _, num_keys in segments),
+        scale=scale,
+        window_size=(-1, 0),
+        enable_gqa=query_LHD.shape[1] != key_MGD.shape[1],
+    )
+    assert isinstance(attended_LHD, torch.Tensor), "nothing but the result was asked for"
+    return attended_LHD

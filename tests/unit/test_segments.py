@@ -1,0 +1,51 @@
+"""Attention within segments against the formula: softmax of the scaled scores of the keys that a token may see."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tandem.trainer.segments import attend
+
+SEGMENTS = {
+    "one": [(7, 7)],
+    "several": [(3, 3), (1, 1), (8, 8)],
+    "more keys than queries": [(2, 2), (2, 8), (3, 12), (5, 5)],
+    "a single key": [(1, 1)],
+    "several blocks": [(600, 700), (257, 514)],
+}
+
+
+def formula(
+    query_LHD: torch.Tensor, key_MGD: torch.Tensor, value_MGD: torch.Tensor, segments: list[tuple[int, int]]
+) -> torch.Tensor:
+    num_each = query_LHD.shape[1] // key_MGD.shape[1]
+    parts = []
+    at_query = at_key = 0
+    for num_queries, num_keys in segments:
+        for index in range(num_queries):
+            seen = slice(at_key, at_key + num_keys - num_queries + index + 1)
+            key_SHD = key_MGD[seen].repeat_interleave(num_each, dim=1)
+            value_SHD = value_MGD[seen].repeat_interleave(num_each, dim=1)
+            scores_SH = (query_LHD[at_query + index] * key_SHD).sum(dim=-1) * 0.3
+            parts.append((scores_SH.softmax(dim=0)[:, :, None] * value_SHD).sum(dim=0))
+        at_query, at_key = at_query + num_queries, at_key + num_keys
+    return torch.stack(parts)
+
+
+@pytest.mark.parametrize("num_key_heads", [4, 2, 1])
+@pytest.mark.parametrize("segments", SEGMENTS.values(), ids=SEGMENTS)
+def test_each_token_sees_its_segment_up_to_itself(segments: list[tuple[int, int]], num_key_heads: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    num_queries, num_keys = (sum(pair[index] for pair in segments) for index in (0, 1))
+    shapes = [(num_queries, 4, 6), (num_keys, num_key_heads, 6), (num_keys, num_key_heads, 6)]
+    inputs = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    found_LHD, expected_LHD = attend(*inputs, segments, 0.3), formula(*inputs, segments)
+    torch.testing.assert_close(found_LHD, expected_LHD, rtol=0, atol=2e-6)
+    weights_LHD = torch.randn(found_LHD.shape, generator=generator)
+    for found, expected in zip(
+        torch.autograd.grad((found_LHD * weights_LHD).sum(), inputs),
+        torch.autograd.grad((expected_LHD * weights_LHD).sum(), inputs),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
