@@ -55,7 +55,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 
 # Importing torch and transformers takes seconds; a server that has done it forks ranks in milliseconds.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tandem.trainer.step", "tandem.trainer.backends.dtensor"])
+_CONTEXT.set_forkserver_preload(
+    ["tandem.trainer.step", "tandem.trainer.backends.dtensor", "megatron.core.models.gpt", "megatron.core.optimizer"]
+)
 
 
 def start_server() -> None:

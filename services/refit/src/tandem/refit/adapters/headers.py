@@ -31,23 +31,28 @@ _DTYPES = {
 }
 
 
-def read_headers(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Return shape and element type of every tensor of a checkpoint, in the order of its files.
-
-    Where there is an index, its files are the checkpoint's; otherwise all of the folder are. Raises `ModelError`.
-    """
+def files_of(folder: Path) -> list[Path]:
+    """Return the safetensors files of a checkpoint: its index's, or all of the folder's. Raises `ModelError`."""
     index = folder / _INDEX
     if index.is_file():
         try:
             files = sorted({folder / str(name) for name in json.loads(index.read_bytes())["weight_map"].values()})
-        except (OSError, ValueError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise ModelError(f"{index} is not an index of safetensors files: {error}") from error
     else:
         files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ModelError(f"{folder} has no safetensors files")
+    return files
+
+
+def read_headers(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Return shape and element type of every tensor of a checkpoint, in the order of its files.
+
+    Raises `ModelError`.
+    """
     found: dict[str, tuple[tuple[int, ...], str]] = {}
-    for file in files:
+    for file in files_of(folder):
         found |= _read_header(file)
     return found
 

@@ -138,15 +138,21 @@ class _Rank:
         held = Box((at.tp * num_rows, 0), (num_rows, hidden)).intersect(whole((rows, hidden)))
         embedding = "model.embed_tokens.weight"
         output = embedding if is_tied else "lm_head.weight"
-        if at.pp == 0 and held is not None:
-            name = self._prefixes[0] + "embedding.word_embeddings.weight"
-            self._builder.parameter(name, (num_rows, hidden), stack((embedding, held)))
+        if at.pp == 0:
+            self._vocabulary(self._prefixes[0] + "embedding.word_embeddings.weight", num_rows, embedding, held)
         if at.pp == sizes.pp - 1:
             self._builder.whole(self._prefixes[-1] + "decoder.final_layernorm.weight", "model.norm.weight")
             # Without pipeline stages the output layer uses the embedding itself; the last of several has a copy.
-            if held is not None and not (is_tied and sizes.pp == 1):
-                name = self._prefixes[-1] + "output_layer.weight"
-                self._builder.parameter(name, (num_rows, hidden), stack((output, held)))
+            if not (is_tied and sizes.pp == 1):
+                self._vocabulary(self._prefixes[-1] + "output_layer.weight", num_rows, output, held)
+
+    def _vocabulary(self, name: str, num_rows: int, tensor: str, held: Box | None) -> None:
+        """Add this rank's rows of the vocabulary, which may all be padding."""
+        shape = num_rows, self._geometry.hidden_size
+        if held is None:
+            self._builder.padding(name, shape, tensor)
+        else:
+            self._builder.parameter(name, shape, stack((tensor, held)))
 
     def _attention(self, sizes: Attention) -> None:
         head, hidden = sizes.head_dim, self._geometry.hidden_size

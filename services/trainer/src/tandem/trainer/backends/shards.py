@@ -72,13 +72,14 @@ def weights_of(parameters: Mapping[str, torch.Tensor]) -> Weights:
             size = local.element_size()
             strides = [stride * size for stride in local.stride()]
             memory = local.untyped_storage()
-            storage = builder.storage(name, memory.nbytes(), _address(local))
+            storage = builder.storage(name, memory.nbytes(), address_of(local))
             builder.add(index, box, storage, int(local.storage_offset()) * size, strides)
             storages[name] = torch.empty(0, dtype=local.dtype, device=local.device).set_(memory)
     return Weights(as_checkpoint(builder.build()), storages)
 
 
-def _address(local: torch.Tensor) -> Address:
+def address_of(local: torch.Tensor) -> Address:
+    """Return where other processes of the host open the storage that a tensor lies in. After `share`."""
     return shm.share(local) if local.device.type == "cpu" else cuda_ipc.share(local)
 
 

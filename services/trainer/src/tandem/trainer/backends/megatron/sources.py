@@ -1,0 +1,103 @@
+"""Where a model's first weights come from: safetensors files, read a box at a time, or a model made from a seed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers.core_model_loading import revert_weight_conversion
+
+from tandem.common.config import Config
+from tandem.common.errors import ModelError
+from tandem.refit.adapters import headers
+from tandem.refit.layout import Box
+from tandem.trainer.backends.megatron.weights import Tensors
+from tandem.trainer.models import load_model
+
+_NEEDED = ("*.safetensors", "*.json")
+_WEIGHTS = {"F64", "F32", "BF16", "F16"}
+"""Element types that are the weights' own and not a quantisation of them."""
+
+
+class SafetensorsFolder:
+    """The tensors of a checkpoint's safetensors files, of which only what is asked for is read.
+
+    Raises `ModelError` if there are none or they cannot be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._file_of: dict[str, Any] = {}
+        for file in headers.files_of(folder):
+            try:
+                opened: Any = safe_open(file, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise ModelError(f"{file} cannot be read: {error}") from error
+            self._file_of |= dict.fromkeys(opened.keys(), opened)
+
+    def read(self, name: str, shape: Sequence[int], box: Box) -> torch.Tensor:
+        """Return a box of a tensor that should have this shape, on the CPU. Raises `ModelError`."""
+        if name not in self._file_of:
+            raise ModelError(f"the checkpoint in {self._folder} lacks {name}")
+        found = self._file_of[name].get_slice(name)
+        if found.get_dtype() not in _WEIGHTS:
+            raise ModelError(
+                f"{name} in {self._folder} is quantised ({found.get_dtype()}); Megatron-Core trains a checkpoint in "
+                "bfloat16, float16 or float32"
+            )
+        _require_shape(name, shape, found.get_shape())
+        tensor: torch.Tensor = found[_region(box)]
+        return tensor
+
+
+class TensorsInMemory:
+    """Whole tensors by the names of a checkpoint."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def read(self, name: str, shape: Sequence[int], box: Box) -> torch.Tensor:
+        """Return a box of a tensor that should have this shape. Raises `ModelError`."""
+        if name not in self._tensors:
+            raise ModelError(f"the model lacks {name}")
+        _require_shape(name, shape, self._tensors[name].shape)
+        return self._tensors[name].detach()[_region(box)]
+
+
+def open_tensors(source: str, config: Config) -> Tensors:
+    """Return the weights of ``policy.model_name``: a folder, or a name that the Hub's cache or the Hub knows.
+
+    A folder without weights is what ``policy.new_model`` leaves behind: they are drawn with that section's seed, the
+    same on every rank, as `tandem.trainer.models.load_model` does. Raises `ModelError`.
+    """
+    folder = folder_of(source)
+    if any(folder.glob("*.safetensors")) or config.policy.new_model is None:
+        return SafetensorsFolder(folder)
+    model = load_model(str(folder), config, torch.float32)
+    return TensorsInMemory(revert_weight_conversion(model, model.state_dict()))
+
+
+def folder_of(source: str) -> Path:
+    """Return the folder of a checkpoint, which is downloaded first if `source` is a name on the Hub.
+
+    Raises `ModelError`.
+    """
+    if Path(source).is_dir():
+        return Path(source)
+    try:
+        return Path(huggingface_hub.snapshot_download(source, allow_patterns=list(_NEEDED)))
+    except Exception as error:  # the library raises what its transports raise
+        raise ModelError(f"cannot find a model {source!r}: {error}".split("\n")[0]) from error
+
+
+def _require_shape(name: str, expected: Sequence[int], found: Sequence[int]) -> None:
+    if tuple(expected) != tuple(found):
+        raise ModelError(f"{name} should have shape {tuple(expected)}, the checkpoint has {tuple(found)}")
+
+
+def _region(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in zip(box.start, box.stop, strict=True))

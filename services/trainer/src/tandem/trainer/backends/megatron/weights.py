@@ -1,0 +1,219 @@
+"""The weights of a Megatron-Core rank: filled from a checkpoint, gathered for one, and laid out for engines.
+
+What lies where is told by `tandem.refit.adapters.megatron` and by nothing else: each piece of a rank's layout is a box
+of a tensor of the Hugging Face checkpoint and its place in a parameter of the rank. Loading reads just those boxes,
+saving sends them, and refits copy them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from tandem.common.errors import ModelError
+from tandem.refit.adapters.catalogue import ModelShape
+from tandem.refit.adapters.megatron import Megatron
+from tandem.refit.endpoint import Weights, device_name, host_name
+from tandem.refit.layout import ITEM_SIZES, Box, Piece, Storage
+from tandem.trainer.backends import shards
+
+BATCH_BYTES = 2**28
+"""Of tensors that are gathered at once; one that is larger is a batch of its own."""
+_ROUTER_BIAS = "router.expert_bias"
+"""What keeps experts evenly loaded is a buffer, which training changes and engines need."""
+
+
+class Tensors(Protocol):
+    """Where weights come from: tensors by the names of a Hugging Face checkpoint."""
+
+    def read(self, name: str, shape: Sequence[int], box: Box) -> torch.Tensor:
+        """Return a box of a tensor that should have this shape, on the CPU. Raises `ModelError`."""
+        ...
+
+
+def parameters_of(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    """Return all weights of a rank, by the names that its layout has for them.
+
+    Args:
+        chunks: the rank's ``GPTModel``, or one for each virtual stage, in whatever wrappers.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for number, chunk in enumerate(chunks):
+        prefix = f"{number}." if len(chunks) > 1 else ""
+        module = _unwrapped(chunk)
+        found |= {f"{prefix}{name}": parameter for name, parameter in module.named_parameters()}
+        for name, buffer in module.named_buffers():
+            if name.endswith(_ROUTER_BIAS):
+                buffer.data = buffer.data.float()  # as Megatron-Core does before it uses one
+                found[f"{prefix}{name}"] = buffer
+    return found
+
+
+def _unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
+    inner = getattr(chunk, "module", None)
+    return _unwrapped(inner) if isinstance(inner, torch.nn.Module) else chunk
+
+
+class RankWeights:
+    """What one rank of the default process group holds of a model.
+
+    Raises `ModelError` if its parameters are not those that the layout describes.
+    """
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], sizes: Megatron, model: ModelShape) -> None:
+        self._chunks = chunks
+        self._sizes = sizes
+        parameters = parameters_of(chunks)
+        trained = [tensor for tensor in parameters.values() if isinstance(tensor, torch.nn.Parameter)]
+        # The parameters may be of another type than the checkpoint's tensors.
+        self._model = model.with_dtype(str(trained[0].dtype).removeprefix("torch."))
+        self._layout = sizes.layout(self._model, dist.get_rank(), host_name(), device_name(trained[0].device))
+        described = {storage.name: storage.num_bytes for storage in self._layout.storages}
+        held = {name: tensor.nbytes for name, tensor in parameters.items()}
+        for name in sorted(described.keys() | held.keys()):
+            if described.get(name) != held.get(name):
+                there = [f"{of[name]} bytes" if name in of else "none" for of in (held, described)]
+                raise ModelError(f"parameter {name}: Megatron-Core has {there[0]}, the checkpoint implies {there[1]}")
+
+    @torch.no_grad()
+    def load(self, source: Tensors) -> None:
+        """Fill the parameters; what no tensor covers, the vocabulary's padding, becomes zero. Raises `ModelError`."""
+        parameters, at = parameters_of(self._chunks), self._layout.pieces
+        num_elements_P = at.shape_PD.prod(axis=1, dtype=np.int64)
+        num_filled_S = np.bincount(at.storage_P, num_elements_P, len(self._layout.storages))
+        for storage, num_filled in zip(self._layout.storages, num_filled_S.tolist(), strict=True):
+            if num_filled < parameters[storage.name].numel():
+                parameters[storage.name].zero_()
+        for row, index in enumerate(at.tensor_P.tolist()):
+            tensor, piece = self._layout.tensors[index], self._layout.piece(row)
+            _view(parameters[piece.parameter], piece).copy_(source.read(tensor.name, tensor.shape, piece.box))
+
+    @functools.cached_property
+    def shared(self) -> Weights:
+        """The parameters in the memory they lie in, for engines: on the CPU it becomes shared memory, in place.
+
+        Parameters that lie in one buffer, as the distributed optimizer's do, are views of one storage. Wrap the model
+        first: what a wrapper does afterwards to the parameters' memory, engines do not see.
+        """
+        parameters = parameters_of(self._chunks)
+        shards.share(parameters)
+        storages: dict[int, Storage] = {}
+        memories: dict[str, torch.Tensor] = {}
+        place_S = []
+        for described in self._layout.storages:
+            parameter = parameters[described.name].detach()
+            memory = parameter.untyped_storage()
+            if memory.data_ptr() not in storages:
+                address = shards.address_of(parameter)
+                storages[memory.data_ptr()] = Storage(described.name, memory.nbytes(), address)
+                whole = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+                memories[described.name] = whole.set_(memory)
+            number = list(storages).index(memory.data_ptr())
+            place_S.append((number, parameter.storage_offset() * parameter.element_size()))
+        at = self._layout.pieces
+        place_PX = np.array(place_S, np.int64).reshape(-1, 2)[at.storage_P]
+        pieces = msgspec.structs.replace(at, storage_P=place_PX[:, 0], offset_P=at.offset_P + place_PX[:, 1])
+        layout = msgspec.structs.replace(self._layout, storages=tuple(storages.values()), pieces=pieces)
+        return Weights(layout, memories)
+
+    @torch.no_grad()
+    def gathered(self, batch_bytes: int = BATCH_BYTES) -> Iterator[dict[str, torch.Tensor]]:
+        """Yield whole tensors by their names in a checkpoint, on the CPU: a batch at a time on rank 0, else nothing.
+
+        Collective: every rank must go through all of it. Each box goes straight to rank 0 from the first rank that has
+        it. Raises `ModelError` on every rank if there is a tensor that no rank has.
+        """
+        parameters, rank = parameters_of(self._chunks), dist.get_rank()
+        for batch, transfers in self._transfers(batch_bytes):
+            tensors = {}
+            if rank == 0:
+                described = [self._model.tensors[index] for index in batch]
+                tensors = {each.name: torch.empty(each.shape, dtype=getattr(torch, each.dtype)) for each in described}
+            for transfer in transfers:
+                if transfer.sender == rank:
+                    views = [_view(parameters[piece.parameter], piece) for _, piece in transfer.pieces]
+                    flat = torch.cat([view.reshape(-1).view(torch.uint8) for view in views]).cpu()
+                    if rank:
+                        dist.send(flat, dst=0)
+                elif rank == 0:
+                    flat = torch.empty(transfer.num_bytes, dtype=torch.uint8)
+                    dist.recv(flat, src=transfer.sender)
+                if rank == 0:
+                    _scatter(flat, transfer, tensors)
+            yield tensors
+
+    def _transfers(self, batch_bytes: int) -> Iterator[tuple[range, list[_Transfer]]]:
+        """Yield the tensors of each batch, by index, and what is sent of them; the same on every rank."""
+        pieces_T = self._pieces()
+        for batch in _batches(self._model, batch_bytes):
+            by_sender: dict[int, list[tuple[str, Piece]]] = {}
+            for index in batch:
+                for sender, piece in pieces_T[index]:
+                    by_sender.setdefault(sender, []).append((self._model.tensors[index].name, piece))
+            yield batch, [_Transfer(sender, pieces, self._num_bytes(pieces)) for sender, pieces in by_sender.items()]
+
+    def _num_bytes(self, pieces: Sequence[tuple[str, Piece]]) -> int:
+        tensors, index = self._model.tensors, self._model.index
+        return sum(piece.box.num_elements * ITEM_SIZES[tensors[index[name]].dtype] for name, piece in pieces)
+
+    def _pieces(self) -> list[list[tuple[int, Piece]]]:
+        """Return, of each tensor, disjoint boxes that cover it, each with the first rank that has it."""
+        found: list[dict[Box, tuple[int, Piece]]] = [{} for _ in self._model.tensors]
+        places = set()
+        for rank in range(self._sizes.num_ranks):
+            if self._sizes.place(rank) in places:
+                continue
+            places.add(self._sizes.place(rank))
+            layout = self._sizes.parameters(self._model, rank)
+            for row, index in enumerate(layout.pieces.tensor_P.tolist()):
+                piece = layout.piece(row)
+                found[index].setdefault(piece.box, (rank, piece))
+        for tensor, boxes in zip(self._model.tensors, found, strict=True):
+            num_elements = Box((), tensor.shape).num_elements
+            if sum(box.num_elements for box in boxes) != num_elements:
+                raise ModelError(f"no rank has all of {tensor.name}")
+        return [list(boxes.values()) for boxes in found]
+
+
+class _Transfer(NamedTuple):
+    """What one rank sends for one batch: boxes one after the other, row-major, each with the name of its tensor."""
+
+    sender: int
+    pieces: Sequence[tuple[str, Piece]]
+    num_bytes: int
+
+
+def _batches(model: ModelShape, batch_bytes: int) -> Iterator[range]:
+    """Deal tensors out, in order."""
+    first, num_bytes = 0, 0
+    for index, tensor in enumerate(model.tensors):
+        size = Box((), tensor.shape).num_elements * ITEM_SIZES[tensor.dtype]
+        if index > first and num_bytes + size > batch_bytes:
+            yield range(first, index)
+            first, num_bytes = index, 0
+        num_bytes += size
+    yield range(first, len(model.tensors))
+
+
+def _view(parameter: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """Return a piece of a contiguous parameter: its memory, in the shape of its box."""
+    size = parameter.element_size()
+    strides = [stride // size for stride in piece.strides]
+    return parameter.detach().as_strided(piece.box.shape, strides, parameter.storage_offset() + piece.offset // size)
+
+
+def _scatter(flat: torch.Tensor, transfer: _Transfer, tensors: dict[str, torch.Tensor]) -> None:
+    """Write what has been received into whole tensors."""
+    first = 0
+    for name, piece in transfer.pieces:
+        region = tuple(slice(start, stop) for start, stop in zip(piece.box.start, piece.box.stop, strict=True))
+        part = tensors[name][region]
+        # A copy: bytes that lie between those of other types need not be aligned.
+        part.copy_(flat[first : first + part.nbytes].clone().view(part.dtype).view(part.shape))
+        first += part.nbytes
