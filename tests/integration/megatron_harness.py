@@ -12,11 +12,12 @@ import torch
 import torch.nn.functional as F
 import transformers
 
+from tandem.common.config.schema import NewModel
+from tandem.common.tokenizer import write_new_model
 from tandem.refit.adapters.catalogue import ModelShape, from_checkpoint
 from tandem.refit.adapters.megatron import Megatron
 
 _SIZES: dict[str, Any] = {
-    "vocab_size": 26,
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 4,
@@ -36,8 +37,9 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def make_checkpoint(folder: Path, model: str, *, seed: int = 0, max_file_size: str = "5GB") -> Path:
-    """Write a random model to `folder`, in float32, in files of this size."""
-    settings = transformers.AutoConfig.for_model(**MODELS[model])
+    """Write a random model with its tokenizer, 26 tokens, to `folder`, in float32, in files of this size."""
+    write_new_model(folder, NewModel(config=MODELS[model], characters="0123456789+-= abcdefghi", seed=seed))
+    settings = transformers.AutoConfig.from_pretrained(folder)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         made = transformers.AutoModelForCausalLM.from_config(settings, dtype=torch.float32)

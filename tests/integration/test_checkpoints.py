@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from tandem.common.config import Config
 from tandem.common.errors import CheckpointError
-from tandem.trainer import checkpoints, step
+from tandem.trainer import checkpoints, policy_files, step
 from tandem.trainer.backends.dtensor import DTensorBackend
 from tests.integration.trainer_harness import ARCHITECTURES, digest_of, make_batch, make_config, make_model, run_ranks
 
@@ -185,9 +185,8 @@ def save_in_small_files(rank: int, config: Config, folder: Path) -> int:
     backend.save(folder / "one")
     tensors = backend._optimizer_tensors()
     checkpoints.write_optimizer(folder / "small", tensors, max_file_bytes=SMALL_FILE)
-    return checkpoints.write_policy(
-        folder / "small", backend._policy, backend._parameters, config, max_file_bytes=SMALL_FILE
-    )
+    gathered = policy_files.gathered(backend._policy, backend._parameters)
+    return checkpoints.write_policy(folder / "small", backend._policy, gathered, config, max_file_bytes=SMALL_FILE)
 
 
 def test_nothing_is_pickled(tmp_path: Path) -> None:

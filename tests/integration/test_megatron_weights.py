@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from safetensors.torch import load_file, save_file
 
 from tandem.common.errors import ModelError
@@ -15,10 +16,12 @@ from tandem.refit.adapters.catalogue import from_checkpoint
 from tandem.refit.adapters.megatron import Megatron
 from tandem.refit.layout import Layout, whole
 from tandem.refit.transports import shm
+from tandem.trainer import checkpoints
 from tandem.trainer.backends.megatron.sources import SafetensorsFolder
 from tandem.trainer.backends.megatron.weights import RankWeights, parameters_of
+from tandem.trainer.models import without_weights
 from tests.integration.megatron_harness import build_chunks, make_checkpoint, parallel
-from tests.integration.trainer_harness import run_ranks
+from tests.integration.trainer_harness import make_config, run_ranks
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 
@@ -106,6 +109,37 @@ def test_files_that_cannot_be_read_are_named(damage: str, tmp_path: Path) -> Non
         (tmp_path / "model.safetensors").write_bytes(b"nothing of the kind")
     with pytest.raises(ModelError, match=str(tmp_path)):
         SafetensorsFolder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes"),
+    [("qwen3 tied", Megatron(tp=2, **LOCAL)), ("qwen3_moe", Megatron(dp=2, ep=2, **LOCAL))],
+    ids=["tied", "experts"],
+)
+def test_what_is_saved_is_the_model_to_hugging_face(model: str, sizes: Megatron, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", model)
+    transformers.GenerationConfig(temperature=0.25, do_sample=True).save_pretrained(checkpoint)
+    run_ranks(sizes.num_ranks, save, checkpoint, sizes, tmp_path / "step_1")
+    policy = tmp_path / "step_1" / checkpoints.POLICY
+    assert len(list(policy.glob("model-*.safetensors"))) > 1
+    before, after = (transformers.AutoModelForCausalLM.from_pretrained(each) for each in (checkpoint, policy))
+    token_ids_BT = torch.arange(14).reshape(2, 7)
+    with torch.no_grad():
+        assert torch.equal(before(token_ids_BT).logits, after(token_ids_BT).logits)
+    assert after.generation_config.temperature == 0.25
+    assert after.config.dtype == torch.float32
+    assert after.config.architectures == before.config.architectures
+
+
+def save(rank: int, checkpoint: Path, sizes: Megatron, folder: Path) -> None:
+    with parallel(sizes):
+        chunks, model = build_chunks(checkpoint, sizes)
+        held = RankWeights(chunks, sizes, model)
+        held.load(SafetensorsFolder(checkpoint))
+        described = without_weights(str(checkpoint), torch.float32)
+        config = make_config(checkpoint)
+        num_bytes = checkpoints.write_policy(folder, described, held.gathered(), config, max_file_bytes=50_000)
+        assert (num_bytes > 0) == (rank == 0)
 
 
 def tensors_in(checkpoint: Path) -> dict[str, torch.Tensor]:

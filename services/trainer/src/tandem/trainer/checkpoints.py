@@ -7,7 +7,7 @@ If one fails, all raise, so that none waits for another; making the folder count
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,21 +42,28 @@ def step_of(folder: Path) -> int:
 def write_policy(
     folder: Path,
     model: Any,
-    parameters: Mapping[str, torch.Tensor],
+    gathered: Iterable[Mapping[str, torch.Tensor]],
     config: Config,
     *,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> int:
     """Write weights, configuration and tokenizer to ``policy/`` and sync them; return the bytes this rank wrote.
 
-    Collective where `parameters`, by the model's names, are sharded: they are gathered a layer at a time, and rank 0
-    holds no more of them than a file's worth. What is written has the names of Hugging Face's checkpoints. Raises
-    `CheckpointError` on the rank that could not write, once all has been gathered.
+    What is written has the names of Hugging Face's checkpoints. Raises `CheckpointError` on the rank that could not
+    write, once all has been gathered.
+
+    Args:
+        folder: of the checkpoint.
+        model: whose configuration is written; it need have no weights.
+        gathered: whole tensors on the CPU, a batch at a time, which ranks other than 0 go through without a look: it
+            may be collective. Rank 0 holds no more of them than a file's worth and a batch.
+        config: of the run.
+        max_file_bytes: of one file.
     """
     target = folder / POLICY
     writer = policy_files.Writer(target, model, max_file_bytes) if dist.get_rank() == 0 else None
     failure: CheckpointError | None = None
-    for tensors in policy_files.gathered(model, parameters):
+    for tensors in gathered:
         if writer is not None and failure is None:
             try:
                 with _as_checkpoint_error(f"cannot write {target}"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,22 @@ def load_model(source: str, config: Config, dtype: torch.dtype) -> Any:
         model = _pretrained(source, dtype)
     if model.get_output_embeddings() is None:
         raise ModelError(f"{source}: {type(model).__name__} has no output embeddings to predict tokens with")
+    return model.eval()
+
+
+def without_weights(source: str, dtype: torch.dtype) -> Any:
+    """Return the model of a checkpoint as its configurations describe it, without memory for weights.
+
+    Raises `ModelError`.
+    """
+    try:
+        settings = transformers.AutoConfig.from_pretrained(source)
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(settings, dtype=dtype)
+    except Exception as error:  # the library raises whatever its readers raise
+        raise ModelError(f"cannot read the configuration of {source!r}: {error}".split("\n")[0]) from error
+    with suppress(OSError):  # many checkpoints have none
+        model.generation_config = transformers.GenerationConfig.from_pretrained(source)
     return model.eval()
 
 

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from tandem.common.config import Config
 from tandem.common.errors import CheckpointError, ModelError, TrainingError
 from tandem.refit.endpoint import Weights
-from tandem.trainer import checkpoints
+from tandem.trainer import checkpoints, policy_files
 from tandem.trainer.attention import ATTENTION_NAME, prepare_to_share
 from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep, WhichModel
 from tandem.trainer.backends import shards
@@ -120,9 +120,8 @@ class DTensorBackend:
         Rank 0 gathers the policy a layer at a time and holds a file's worth of it. Raises `CheckpointError`; every rank
         raises if one does.
         """
-        num_bytes = checkpoints.agree(
-            lambda: checkpoints.write_policy(folder, self._policy, self._parameters, self._config)
-        )
+        gathered = policy_files.gathered(self._policy, self._parameters)
+        num_bytes = checkpoints.agree(lambda: checkpoints.write_policy(folder, self._policy, gathered, self._config))
         return num_bytes + checkpoints.agree(lambda: checkpoints.write_optimizer(folder, self._optimizer_tensors()))
 
     @torch.no_grad()
