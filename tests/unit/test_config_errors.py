@@ -336,7 +336,7 @@ def test_experts_are_spread_over_the_ranks_that_share_a_layer() -> None:
 
 
 RESOURCES = "policy.generation.colocated.resources"
-DISJOINT = ["policy.generation.colocated.enabled=false", "cluster.gpus_per_node=8"]
+DISJOINT = ["policy.generation.colocated.enabled=false", "cluster.gpus_per_node=8", "cluster.trainers=1"]
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import functools
-import importlib.util
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from tandem.common.errors import ConfigError, nearest
+from tandem.common.sources import annotated_fields, class_and_bases, package_folder
 
 RESERVED = {
     "model": "policy.model_name",
@@ -42,19 +40,11 @@ RESERVED = {
 @functools.cache
 def engine_arguments() -> frozenset[str]:
     """Return the names of all arguments of vLLM's `EngineArgs`; none where vLLM is not installed."""
-    package = importlib.util.find_spec("vllm")
-    if package is None or not package.submodule_search_locations:
+    root = package_folder("vllm")
+    if root is None:
         return frozenset()
-    source = Path(next(iter(package.submodule_search_locations))) / "engine" / "arg_utils.py"
-    if not source.is_file():
-        return frozenset()
-    return frozenset(
-        field.target.id
-        for node in ast.parse(source.read_bytes()).body
-        if isinstance(node, ast.ClassDef) and node.name == "EngineArgs"
-        for field in node.body
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.target.id[0] != "_"
-    )
+    found = class_and_bases(root / "engine" / "arg_utils.py", "EngineArgs", root)
+    return frozenset(field for defined in found for field in annotated_fields(defined))
 
 
 def complaint(arguments: Mapping[str, Any]) -> tuple[str, str] | None:

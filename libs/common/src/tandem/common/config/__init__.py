@@ -11,8 +11,8 @@ from tandem.common.config.dump import (
     to_plain,
 )
 from tandem.common.config.load import build_config, load_config
+from tandem.common.config.notices import notices
 from tandem.common.config.schema import Config
-from tandem.common.config.unsupported import notices
 
 __all__ = [
     "Config",

@@ -66,6 +66,8 @@ def conform(value: Any, wanted: Type, key: str) -> Any:
         case DictType():
             mapping = _mapping(value, wanted, key)
             return {name: conform(item, wanted.value_type, f"{key}.{name}") for name, item in mapping.items()}
+        case AnyType():
+            return _free(value, key)
         case _:
             return _scalar(value, wanted, key)
 
@@ -141,7 +143,8 @@ def _union(value: Any, wanted: UnionType, key: str) -> Any:
     if len(members) == 1 and value is not None:
         return conform(value, members[0], key)
     for member in members:
-        if isinstance(member, StructType) == isinstance(value, dict) and value is not None:
+        kinds = (isinstance(member, StructType), isinstance(member, VarTupleType))
+        if kinds == (isinstance(value, dict), isinstance(value, list)) and value is not None:
             if isinstance(member, LiteralType) and value not in member.values:
                 break
             return conform(value, member, key)

@@ -41,6 +41,7 @@ def fill(tree: dict[str, Any]) -> dict[str, Any]:
         tree.pop("algorithm", None)
         tree |= _algorithm(tree)
     _reshape(tree)
+    _choose_the_puzzle(tree)
 
     def look(key: str) -> Any:
         return _look(tree, key)
@@ -78,6 +79,15 @@ def _reshape(tree: dict[str, Any]) -> None:
         free = {key: megatron.pop(key) for key in list(megatron) if key not in ours}
         if free:
             megatron["forwarded"] = {**(megatron.get("forwarded") or {}), **free}
+
+
+def _choose_the_puzzle(tree: dict[str, Any]) -> None:
+    """Let the puzzle's environment decide, where nothing else does: NeMo-RL's file inherits another and its dataset."""
+    env, data = tree.get("env"), tree.get("data")
+    if not isinstance(env, dict) or not isinstance(data, dict) or len(env) < 2 or data.get("environment") is not None:
+        return
+    if "sliding_puzzle_game" in env:
+        data |= {"environment": "sliding_puzzle_game", "dataset_name": "sliding_puzzle"}
 
 
 def _field(described: Any, name: str) -> Any:
@@ -157,9 +167,39 @@ def _num_validation(look: Look) -> Any:
     return None if look("data.val_data_path") or look("data.val_split") else 256
 
 
+def _gpus(look: Look) -> tuple[int, int] | None:
+    """Return how many GPUs the cluster has, and how many are set aside for generation; None if it is not said."""
+    nodes, gpus = look("cluster.num_nodes"), look("cluster.gpus_per_node")
+    if not isinstance(nodes, int) or not isinstance(gpus, int):
+        return None
+    if look("algorithm") != "grpo" or look(f"{_COLOCATED}.enabled") is not False:
+        return nodes * gpus, 0
+    key, each = ("gpus_per_node", 1) if nodes == 1 else ("num_nodes", gpus)
+    aside = look(f"{_COLOCATED}.resources.{key}")
+    return (nodes * gpus, aside * each) if isinstance(aside, int) else None
+
+
+def _trainers(look: Look) -> Any:
+    """As NeMo-RL has it: a trainer on every GPU that is not set aside for generation."""
+    gpus = _gpus(look)
+    return max(1, gpus[0] - gpus[1]) if gpus else 1
+
+
+def _rollouts(look: Look) -> Any:
+    """As many engines of vLLM as the GPUs for generation are enough for; one of those that need none."""
+    gpus = _gpus(look)
+    each = _product(f"{_VLLM}.tensor_parallel_size", f"{_VLLM}.pipeline_parallel_size")(look)
+    if gpus is None or not each or look("policy.generation.backend") != "vllm":
+        return 1
+    return max(1, (gpus[1] or gpus[0]) // each)
+
+
 def _higher_is_better(look: Look) -> Any:
     return not str(look("checkpointing.metric_name")).endswith("loss")
 
+
+_COLOCATED = "policy.generation.colocated"
+_VLLM = "policy.generation.vllm_cfg"
 
 DERIVED = (
     Derived(
@@ -193,6 +233,17 @@ DERIVED = (
         key="data.num_validation",
         text="null with `data.val_data_path` or `data.val_split`, else 256",
         compute=_num_validation,
+    ),
+    Derived(
+        key="cluster.trainers",
+        text="one for each GPU of the cluster, but for those that `policy.generation.colocated.resources` sets aside",
+        compute=_trainers,
+    ),
+    Derived(
+        key="cluster.rollouts",
+        text="with vLLM as many as there are GPUs for generation, by `tensor_parallel_size` times "
+        "`pipeline_parallel_size`; else 1",
+        compute=_rollouts,
     ),
     Derived(
         key="checkpointing.checkpoint_dir",

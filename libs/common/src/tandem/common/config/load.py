@@ -17,6 +17,7 @@ from tandem.common.config.checks import first_problem
 from tandem.common.config.conform import config_type, conform
 from tandem.common.config.derive import fill
 from tandem.common.config.layers import Layer, Layers, merge, read_layers
+from tandem.common.config.megatron import fit_megatron
 from tandem.common.config.problem import Invalid
 from tandem.common.config.schema import Config
 from tandem.common.config.unsupported import refusal
@@ -55,6 +56,7 @@ def _build(layers: Layers, *, to_run: bool) -> Config:
         unsupported = refusal(config)
         if unsupported and to_run:
             raise NotSupportedYet(f"{layers.main}: {unsupported}")
+        config = fit_megatron(config, to_run=to_run)
         first_problem(config)
     except Invalid as problem:
         source = layers.source_of(problem.key)

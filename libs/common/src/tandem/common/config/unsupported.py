@@ -75,7 +75,7 @@ def refusal(config: Config) -> str | None:
     return f"not supported yet: {', '.join(found)}" if found else None
 
 
-def notices(config: Config) -> list[str]:
+def without_effect_yet(config: Config) -> list[str]:
     """Return a line for each key that is accepted but has no effect yet."""
     return [
         f"{row.key} ({_plain(_value_at(config, row.key))}) has no effect yet"

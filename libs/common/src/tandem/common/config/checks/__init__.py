@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from tandem.common.config.checks import batches, cluster, data, generation, learning, model, parallelism, run
+from tandem.common.config.checks import batches, cluster, data, generation, learning, megatron, model, parallelism, run
 from tandem.common.config.checks.rule import Rule
 from tandem.common.config.schema import Config
 
 RULES: tuple[Rule, ...] = (
     *model.RULES,
+    *megatron.RULES,
     *parallelism.RULES,
     *batches.RULES,
     *learning.RULES,

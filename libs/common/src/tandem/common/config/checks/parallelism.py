@@ -7,6 +7,9 @@ import msgspec
 from tandem.common.config.checks.rule import Rule
 from tandem.common.config.problem import Invalid
 from tandem.common.config.schema import Config
+from tandem.common.model_sizes import model_config, model_sizes
+
+MEGATRON = "policy.megatron_cfg"
 
 
 def trainers_make_whole_replicas(config: Config) -> None:
@@ -30,4 +33,76 @@ def _factors(config: Config) -> str:
     return prefix + ", ".join(f"{key} ({size})" for key, size in sizes.items() if size > 1)
 
 
-RULES: tuple[Rule, ...] = (trainers_make_whole_replicas,)
+def layers_make_even_stages(config: Config) -> None:
+    """Each pipeline stage, and each virtual one, has as many layers as the next; the first and last as is said."""
+    megatron, layers = config.policy.megatron_cfg, model_sizes(config.policy).num_layers
+    if not megatron.enabled or layers is None:
+        return
+    ends = (megatron.num_layers_in_first_pipeline_stage, megatron.num_layers_in_last_pipeline_stage)
+    given = [size for size in ends if size is not None]
+    stages, virtual = megatron.pipeline_model_parallel_size, megatron.virtual_pipeline_model_parallel_size or 1
+    between, left = stages - len(given), layers - sum(given)
+    whole = left % (between * virtual) == 0 and left > 0 if between else left == 0
+    if between < 0 or not whole or any(size % virtual for size in given):
+        said = f" with {given} in the first or last" if given else ""
+        times = f" of {virtual} virtual stages each" if virtual > 1 else ""
+        raise Invalid(
+            f"{MEGATRON}.pipeline_model_parallel_size",
+            f"{layers} layers make no {stages} even stages{times}{said}; num_layers_in_first_pipeline_stage and "
+            "num_layers_in_last_pipeline_stage make the ends different",
+        )
+
+
+def heads_are_shared_out(config: Config) -> None:
+    """A tensor-parallel rank has whole heads; keys and values may be there several times."""
+    megatron, sizes = config.policy.megatron_cfg, model_sizes(config.policy)
+    if not megatron.enabled:
+        return
+    ranks, heads, groups = megatron.tensor_model_parallel_size, sizes.num_heads, sizes.num_key_value_heads
+    if heads is not None and heads % ranks:
+        raise Invalid(f"{MEGATRON}.tensor_model_parallel_size", f"{ranks} does not divide {heads} attention heads")
+    if groups is not None and groups % ranks and ranks % groups:
+        raise Invalid(
+            f"{MEGATRON}.tensor_model_parallel_size",
+            f"{ranks} is neither a divisor nor a multiple of {groups} key-value heads",
+        )
+
+
+def experts_are_shared_out(config: Config) -> None:
+    """Experts are spread over ranks of one pipeline stage, as many over each."""
+    megatron, experts = config.policy.megatron_cfg, model_sizes(config.policy).num_experts
+    if not megatron.enabled:
+        return
+    ranks, key = megatron.expert_model_parallel_size, f"{MEGATRON}.expert_model_parallel_size"
+    if experts is None and ranks > 1 and model_config(config.policy) is not None:
+        raise Invalid(key, f"{ranks}, but the model has no experts")
+    if experts is not None and experts % ranks:
+        raise Invalid(key, f"{ranks} does not divide {experts} experts")
+    a_stage = config.cluster.trainers // megatron.pipeline_model_parallel_size
+    each = ranks * megatron.expert_tensor_parallel_size
+    if a_stage % each:
+        raise Invalid(
+            key,
+            f"{ranks} * expert_tensor_parallel_size ({megatron.expert_tensor_parallel_size}) does not divide the "
+            f"{a_stage} trainers of a pipeline stage",
+        )
+
+
+def experts_split_sequences_where_layers_are_split(config: Config) -> None:
+    """Megatron-Core trains no experts on whole sequences that several tensor-parallel ranks have."""
+    megatron = config.policy.megatron_cfg
+    has_experts = model_sizes(config.policy).num_experts is not None
+    if megatron.enabled and has_experts and megatron.tensor_model_parallel_size > 1 and not megatron.sequence_parallel:
+        raise Invalid(
+            f"{MEGATRON}.sequence_parallel",
+            "false, but Megatron-Core needs it where a model has experts and tensor_model_parallel_size is more than 1",
+        )
+
+
+RULES: tuple[Rule, ...] = (
+    trainers_make_whole_replicas,
+    layers_make_even_stages,
+    heads_are_shared_out,
+    experts_are_shared_out,
+    experts_split_sequences_where_layers_are_split,
+)

@@ -85,19 +85,9 @@ class MegatronCfg(Section, frozen=True, kw_only=True):
     """Step of the bias that balances experts."""
     apply_rope_fusion: bool = True
     """Use the fused kernel for rotary embeddings, where there is one."""
-    optimizer: dict[str, Any] = msgspec.field(
-        default_factory=lambda: {
-            "optimizer": "adam",
-            "lr": 5.0e-6,
-            "min_lr": 5.0e-6,
-            "weight_decay": 0.01,
-            "adam_beta1": 0.9,
-            "adam_beta2": 0.999,
-            "adam_eps": 1.0e-8,
-            "use_distributed_optimizer": True,
-        }
-    )
-    """Arguments of Megatron-Core's ``OptimizerConfig``. If given, they replace these whole."""
+    optimizer: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Arguments of Megatron-Core's ``OptimizerConfig``. Its defaults hold, but for `lr` (5.0e-6), `min_lr` (0),
+    `use_distributed_optimizer` (true) and `clip_grad` (`policy.max_grad_norm`)."""
     scheduler: MegatronScheduler = MegatronScheduler()
     distributed_data_parallel_config: dict[str, Any] = msgspec.field(default_factory=dict)
     """Arguments of Megatron-Core's ``DistributedDataParallelConfig``."""

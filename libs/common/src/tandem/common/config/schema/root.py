@@ -31,7 +31,7 @@ class Config(Section, frozen=True, kw_only=True):
     """Ways to score samples, by name."""
     checkpointing: Checkpointing
     logger: Logger = Logger()
-    cluster: Cluster = Cluster()
+    cluster: Cluster
     refit: Refit = Refit()
 
     @property

@@ -142,9 +142,9 @@ class Cluster(Section, frozen=True, kw_only=True):
     """GPUs a node; processes take one each as long as there are any, and the CPU otherwise."""
     num_nodes: PositiveInt = 1
     """Nodes of the run."""
-    trainers: PositiveInt = 1
-    """New. Trainer processes: data-parallel ranks."""
-    rollouts: NonNegativeInt = 1
+    trainers: PositiveInt
+    """New. Trainer processes, or ranks."""
+    rollouts: NonNegativeInt
     """New. Rollout processes: generation engines. SFT has none, whatever this says."""
     launch: Literal["all", "none"] | Launch = "all"
     """New. What the coordinator launches on its own machine: all, none, or a count of each."""

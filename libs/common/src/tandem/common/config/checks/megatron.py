@@ -1,0 +1,133 @@
+"""Rules of Megatron-Core: combinations that it would refuse once everything has started, or compute wrongly."""
+
+from __future__ import annotations
+
+from tandem.common.config.checks.rule import Rule
+from tandem.common.config.problem import Invalid
+from tandem.common.config.schema import Config
+
+KEY = "policy.megatron_cfg"
+
+
+def rates_are_in_order(config: Config) -> None:
+    """The learning rate starts and ends no higher than its highest."""
+    megatron = config.policy.megatron_cfg
+    highest = megatron.optimizer.get("lr")
+    if highest is None:
+        raise Invalid(f"{KEY}.optimizer.lr", "required: the highest learning rate")
+    others = (
+        ("optimizer.min_lr", megatron.optimizer.get("min_lr") or 0.0),
+        ("scheduler.lr_warmup_init", megatron.scheduler.lr_warmup_init),
+    )
+    for key, rate in others:
+        if rate > highest:
+            raise Invalid(f"{KEY}.{key}", f"{rate:g} is greater than {KEY}.optimizer.lr ({highest:g})")
+
+
+def the_decay_outlasts_the_warmup(config: Config) -> None:
+    """The steps of the decay are counted from the first step, those of the warm-up among them."""
+    scheduler = config.policy.megatron_cfg.scheduler
+    if scheduler.lr_decay_iters is not None and scheduler.lr_decay_iters <= scheduler.lr_warmup_iters:
+        raise Invalid(
+            f"{KEY}.scheduler.lr_decay_iters",
+            f"{scheduler.lr_decay_iters} is no more than {KEY}.scheduler.lr_warmup_iters ({scheduler.lr_warmup_iters})",
+        )
+    if scheduler.lr_decay_style == "WSD" and scheduler.lr_wsd_decay_iters is None:
+        raise Invalid(f"{KEY}.scheduler.lr_wsd_decay_iters", "required where lr_decay_style is WSD")
+
+
+def a_constant_weight_decay_is_constant(config: Config) -> None:
+    """Megatron-Core's schedule stops on two different ends of what does not change."""
+    scheduler = config.policy.megatron_cfg.scheduler
+    decay = config.policy.megatron_cfg.optimizer.get("weight_decay", 0.01)
+    start = decay if scheduler.start_weight_decay is None else scheduler.start_weight_decay
+    end = decay if scheduler.end_weight_decay is None else scheduler.end_weight_decay
+    if scheduler.weight_decay_incr_style == "constant" and start != end:
+        raise Invalid(
+            f"{KEY}.scheduler.end_weight_decay",
+            f"{end:g} differs from the start ({start:g}), but weight_decay_incr_style is constant",
+        )
+
+
+def stages_are_interleaved_over_several_ranks(config: Config) -> None:
+    """Virtual stages are stretches of layers of each of several pipeline ranks."""
+    megatron = config.policy.megatron_cfg
+    virtual = megatron.virtual_pipeline_model_parallel_size
+    if virtual is not None and virtual > 1 and megatron.pipeline_model_parallel_size == 1:
+        raise Invalid(
+            f"{KEY}.virtual_pipeline_model_parallel_size",
+            f"{virtual}, but {KEY}.pipeline_model_parallel_size is 1: there are no stages to interleave",
+        )
+
+
+def stages_speak_one_type(config: Config) -> None:
+    """A stage reads what it receives as `pipeline_dtype`, whatever the other one sent."""
+    dtype = config.policy.megatron_cfg.pipeline_dtype
+    if dtype not in (None, config.policy.precision):
+        raise Invalid(f"{KEY}.pipeline_dtype", f"{dtype} is not policy.precision ({config.policy.precision}), nor null")
+
+
+def the_optimizer_keeps_the_precision(config: Config) -> None:
+    """float16 needs a loss scale, which nothing here has; `bf16` follows the policy."""
+    if config.policy.megatron_cfg.optimizer.get("fp16"):
+        raise Invalid(f"{KEY}.optimizer.fp16", f"true, but policy.precision is {config.policy.precision}")
+
+
+def the_optimizer_shards(config: Config) -> None:
+    """Megatron's FSDP lays parameters out in a way that the weight plane does not know."""
+    given = config.policy.megatron_cfg.distributed_data_parallel_config
+    for name in ("use_custom_fsdp", "use_megatron_fsdp"):
+        if given.get(name):
+            raise Invalid(
+                f"{KEY}.distributed_data_parallel_config.{name}",
+                f"true is not supported: {KEY}.optimizer.use_distributed_optimizer shards, and so does dtensor_cfg",
+            )
+
+
+def tokens_reach_their_experts(config: Config) -> None:
+    """Rows of different lengths need a dispatcher that takes them; Megatron-Core wants it of dense models as well."""
+    dispatcher = config.policy.megatron_cfg.forwarded.get("moe_token_dispatcher_type")
+    if dispatcher == "allgather":
+        raise Invalid(f"{KEY}.moe_token_dispatcher_type", "allgather takes no rows of different lengths; use alltoall")
+
+
+def recomputation_is_whole(config: Config) -> None:
+    """What `recompute_granularity` needs beside it, by Megatron-Core's own rules."""
+    given = config.policy.megatron_cfg.forwarded
+    granularity, layers = given.get("recompute_granularity"), given.get("recompute_num_layers")
+    if granularity is None:
+        extra = next((name for name in given if name.startswith("recompute_") and given[name] is not None), None)
+        if extra is not None:
+            raise Invalid(f"{KEY}.{extra}", f"needs {KEY}.recompute_granularity")
+    elif granularity == "full":
+        for name in ("recompute_method", "recompute_num_layers"):
+            if given.get(name) is None:
+                raise Invalid(f"{KEY}.{name}", f"required where {KEY}.recompute_granularity is full")
+    elif layers is not None:
+        raise Invalid(f"{KEY}.recompute_num_layers", f"{layers}, but {KEY}.recompute_granularity is selective")
+
+
+def _enabled(rule: Rule) -> Rule:
+    """Return a rule that holds only where Megatron-Core trains."""
+
+    def checked(config: Config) -> None:
+        if config.policy.megatron_cfg.enabled:
+            rule(config)
+
+    return checked
+
+
+RULES: tuple[Rule, ...] = tuple(
+    _enabled(rule)
+    for rule in (
+        rates_are_in_order,
+        the_decay_outlasts_the_warmup,
+        a_constant_weight_decay_is_constant,
+        stages_are_interleaved_over_several_ranks,
+        stages_speak_one_type,
+        the_optimizer_keeps_the_precision,
+        the_optimizer_shards,
+        tokens_reach_their_experts,
+        recomputation_is_whole,
+    )
+)

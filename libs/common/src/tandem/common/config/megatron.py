@@ -1,0 +1,62 @@
+"""What a configuration hands on to Megatron-Core: checked against Megatron-Core's own classes, and made complete."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from tandem.common.config.conform import conform
+from tandem.common.config.problem import Invalid
+from tandem.common.config.schema import Config, MegatronCfg
+from tandem.common.errors import nearest
+from tandem.common.megatron_arguments import INSTALL, RESERVED, arguments, is_installed
+
+_KEY = "policy.megatron_cfg"
+
+
+def fit_megatron(config: Config, *, to_run: bool) -> Config:
+    """Return the configuration with arguments for Megatron-Core of the types that it wants, where it is enabled.
+
+    Raises `Invalid` for an argument that it does not take, and, where it is not installed, if the configuration is
+    `to_run`; names and types go unchecked there otherwise.
+    """
+    policy, megatron = config.policy, config.policy.megatron_cfg
+    if not megatron.enabled:
+        return config
+    if to_run and not is_installed():
+        raise Invalid(f"{_KEY}.enabled", f"true, but Megatron-Core is not installed: {INSTALL}")
+    defaults = {"lr": 5.0e-6, "min_lr": 0.0, "use_distributed_optimizer": True}
+    clip_grad = megatron.optimizer.get("clip_grad")
+    if clip_grad is None:
+        clip_grad = policy.max_grad_norm or 0.0
+    fitted = msgspec.structs.replace(
+        megatron,
+        forwarded=_fitted("", megatron.forwarded),
+        optimizer=_fitted("optimizer", {**defaults, **megatron.optimizer, "clip_grad": clip_grad}),
+        distributed_data_parallel_config=_fitted(
+            "distributed_data_parallel_config", megatron.distributed_data_parallel_config
+        ),
+    )
+    return msgspec.structs.replace(config, policy=msgspec.structs.replace(policy, megatron_cfg=fitted))
+
+
+def _fitted(section: str, given: dict[str, Any]) -> dict[str, Any]:
+    known, prefix = arguments(section), f"{_KEY}.{section}".rstrip(".")
+    fitted = {}
+    for name, value in given.items():
+        key = f"{prefix}.{name}"
+        if name in RESERVED[section]:
+            raise Invalid(key, f"not for here: {RESERVED[section][name]}")
+        if not known:
+            fitted[name] = value
+        elif name in known:
+            fitted[name] = conform(value, known[name], key)
+        else:
+            raise Invalid(key, f"Megatron-Core has no such argument{nearest(name, [*_typed(section), *known])}")
+    return fitted
+
+
+def _typed(section: str) -> list[str]:
+    """Return the keys of a section that the schema knows itself."""
+    return [] if section else [field.encode_name for field in msgspec.structs.fields(MegatronCfg)]

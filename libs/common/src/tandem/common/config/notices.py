@@ -1,0 +1,106 @@
+"""What a configuration says to no effect, or gets otherwise than it says: told to the user, and no error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tandem.common.config.problem import shown
+from tandem.common.config.schema import Config, Optimizer
+from tandem.common.config.unsupported import without_effect_yet
+from tandem.common.sources import package_folder
+
+_MEGATRON = "policy.megatron_cfg"
+_DDP = f"{_MEGATRON}.distributed_data_parallel_config"
+
+
+def notices(config: Config) -> list[str]:
+    """Return a line for each."""
+    return [*(line for notice in _NOTICES for line in notice(config)), *without_effect_yet(config)]
+
+
+def _backends(config: Config) -> Iterator[str]:
+    """Megatron-Core wins, and brings its own optimizer and schedule."""
+    policy = config.policy
+    if not policy.megatron_cfg.enabled:
+        return
+    why = f"{_MEGATRON}.enabled is true"
+    if policy.dtensor_cfg.enabled:
+        yield _vain("policy.dtensor_cfg.enabled", True, f"{why}, and wins")
+    if policy.optimizer not in (None, Optimizer()):
+        yield _vain("policy.optimizer", policy.optimizer.name, f"{_MEGATRON}.optimizer decides")
+    if policy.scheduler:
+        yield f"policy.scheduler has no effect: {_MEGATRON}.scheduler decides"
+
+
+def _sequences(config: Config) -> Iterator[str]:
+    """Sequence parallelism splits what tensor-parallel ranks would each have whole."""
+    policy = config.policy
+    if policy.megatron_cfg.enabled:
+        section, split, ranks = _MEGATRON, policy.megatron_cfg.sequence_parallel, "tensor_model_parallel_size"
+        size = policy.megatron_cfg.tensor_model_parallel_size
+    else:
+        section, split, ranks = "policy.dtensor_cfg", policy.dtensor_cfg.sequence_parallel, "tensor_parallel_size"
+        size = policy.dtensor_cfg.tensor_parallel_size
+    if split and size == 1:
+        yield _vain(f"{section}.sequence_parallel", True, f"{section}.{ranks} is 1")
+
+
+def _megatron(config: Config) -> Iterator[str]:
+    """Arguments of Megatron-Core that something else decides."""
+    policy, megatron = config.policy, config.policy.megatron_cfg
+    if not megatron.enabled:
+        return
+    if megatron.converter_type is not None:
+        yield _vain(f"{_MEGATRON}.converter_type", megatron.converter_type, "the model's config.json decides")
+    bf16 = megatron.optimizer.get("bf16")
+    if bf16 is not None and bf16 != (policy.precision == "bfloat16"):
+        yield _vain(f"{_MEGATRON}.optimizer.bf16", bf16, f"policy.precision ({policy.precision}) decides")
+    clip_grad = megatron.optimizer.get("clip_grad")
+    if clip_grad != (policy.max_grad_norm or 0.0):
+        yield _vain("policy.max_grad_norm", policy.max_grad_norm, f"{_MEGATRON}.optimizer.clip_grad is {clip_grad:g}")
+    key = "use_precision_aware_optimizer"
+    if megatron.optimizer.get(key) and package_folder("transformer_engine") is None:
+        yield _vain(f"{_MEGATRON}.optimizer.{key}", True, "Transformer Engine is not installed here")
+
+
+def _data_parallel(config: Config) -> Iterator[str]:
+    """NeMo-RL's files set keys of Megatron's FSDP, and an average where Tandem divides a sum once."""
+    given = config.policy.megatron_cfg.distributed_data_parallel_config
+    if not config.policy.megatron_cfg.enabled:
+        return
+    if given.get("average_in_collective"):
+        yield _vain(f"{_DDP}.average_in_collective", True, "gradients are summed, the loss is a mean already")
+    strategy = given.get("data_parallel_sharding_strategy")
+    if strategy not in (None, "no_shard"):
+        yield _vain(f"{_DDP}.data_parallel_sharding_strategy", strategy, "use_megatron_fsdp is off")
+
+
+def _puzzle(config: Config) -> Iterator[str]:
+    """NeMo-RL's file inherits another dataset, which its script for the puzzle never reads."""
+    if config.data.dataset_name == "sliding_puzzle" and len(config.env) > 1:
+        yield "data.dataset_name is sliding_puzzle, because env has sliding_puzzle_game"
+
+
+def _nodes(config: Config) -> Iterator[str]:
+    """Processes of other nodes must reach this one."""
+    cluster = config.cluster
+    if cluster.num_nodes > 1 and cluster.address.startswith("tcp://127.0.0.1:"):
+        yield (
+            f"cluster.address ({cluster.address}) cannot be reached from the other {cluster.num_nodes - 1} nodes: "
+            "name this one's, tcp://HOST:PORT"
+        )
+
+
+def _vain(key: str, value: Any, why: str) -> str:
+    return f"{key} ({value if isinstance(value, str) else shown(value)}) has no effect: {why}"
+
+
+_NOTICES: tuple[Callable[[Config], Iterator[str]], ...] = (
+    _backends,
+    _sequences,
+    _megatron,
+    _data_parallel,
+    _puzzle,
+    _nodes,
+)

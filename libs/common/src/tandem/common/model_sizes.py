@@ -1,0 +1,59 @@
+"""What a model's ``config.json`` says of it, as far as it is on this machine. The Hub is not asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tandem.common.config.schema import Policy
+
+_NAMES = {
+    "num_layers": ("num_hidden_layers",),
+    "num_heads": ("num_attention_heads",),
+    "num_key_value_heads": ("num_key_value_heads",),
+    "num_experts": ("num_experts", "num_local_experts", "n_routed_experts"),
+}
+
+
+class ModelSizes(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be shared out among ranks; None where it is not said, and no experts where there are none."""
+
+    num_layers: int | None = None
+    num_heads: int | None = None
+    num_key_value_heads: int | None = None
+    num_experts: int | None = None
+
+
+def model_config(policy: Policy) -> dict[str, Any] | None:
+    """Return the content of the model's ``config.json``, or of what ``policy.new_model`` will write; None if neither.
+
+    It is looked for in the folder ``policy.model_name`` and in the cache of the Hub.
+    """
+    path = Path(policy.model_name) / "config.json"
+    if not path.is_file():
+        path = _cached(policy.model_name) or path
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.MsgspecError):  # a file that is damaged is an error of whoever loads the model
+        return policy.new_model.config if policy.new_model is not None else None
+
+
+def model_sizes(policy: Policy) -> ModelSizes:
+    """Return what is known of the model; of none on this machine that is nothing."""
+    config = model_config(policy) or {}
+    found = {size: next((config[name] for name in names if name in config), None) for size, names in _NAMES.items()}
+    return ModelSizes(**{size: value for size, value in found.items() if isinstance(value, int)})
+
+
+def _cached(name: str) -> Path | None:
+    """Return where the cache of the Hub has the ``config.json`` of a model."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:  # a path, and no name of the Hub
+        return None
+    return Path(found) if isinstance(found, str) else None

@@ -1,0 +1,56 @@
+"""Classes of installed packages, read from their source: importing them would take seconds, and torch."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def package_folder(name: str) -> Path | None:
+    """Return the folder of an installed package, None where it is not installed. It is not imported."""
+    try:
+        package = importlib.util.find_spec(name)
+    except ModuleNotFoundError:  # the package around it is not there either
+        return None
+    locations = package.submodule_search_locations if package is not None else None
+    return Path(next(iter(locations))) if locations else None
+
+
+def class_and_bases(path: Path, name: str, root: Path) -> Iterator[ast.ClassDef]:
+    """Yield the class `name`, which the module at `path` defines or imports from within `root`, then its bases.
+
+    Nothing is yielded for a class that is not there.
+    """
+    tree = _parsed(path)
+    defined = next((node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name), None)
+    if defined is not None:
+        yield defined
+        for base in defined.bases:
+            if isinstance(base, ast.Name):
+                yield from class_and_bases(path, base.id, root)
+        return
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and node.level and name in (alias.name for alias in node.names):
+            folder = path.parents[node.level - 1]
+            source = folder.joinpath(*(node.module or "").split(".")).with_suffix(".py")
+            if source.is_file() and source.is_relative_to(root):
+                yield from class_and_bases(source, name, root)
+
+
+def annotated_fields(defined: ast.ClassDef) -> dict[str, ast.expr]:
+    """Return the annotations of a class's own public fields."""
+    return {
+        node.target.id: node.annotation
+        for node in defined.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id[0] != "_"
+        if "ClassVar" not in ast.unparse(node.annotation)
+    }
+
+
+@functools.cache
+def _parsed(path: Path) -> ast.Module:
+    """Return a module's syntax; an empty one if its source is not there."""
+    return ast.parse(path.read_bytes() if path.is_file() else b"")

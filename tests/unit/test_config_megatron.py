@@ -1,0 +1,374 @@
+"""What a configuration hands on to Megatron-Core: its own arguments, checked, and sizes that can be shared out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.common import megatron_arguments
+from tandem.common.config import Config, load_config, notices, unsupported
+from tandem.common.config.conform import conform
+from tandem.common.errors import ConfigError
+
+SMALL = """
+grpo: {}
+policy:
+  model_name: model
+  optimizer: null
+  dtensor_cfg: {enabled: false}
+  megatron_cfg: {enabled: true}
+data: {dataset_name: reasoning_gym, task: chain_sum}
+cluster: {trainers: 1}
+"""
+KEY = "policy.megatron_cfg"
+MODEL = {"model_type": "qwen3", "num_hidden_layers": 12, "num_attention_heads": 8, "num_key_value_heads": 4}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small.yaml").write_text(SMALL)
+    return tmp_path
+
+
+def loaded(*overrides: str) -> Config:
+    return load_config("small.yaml", overrides, to_run=False)
+
+
+def error_of(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        loaded(*overrides)
+    line = str(caught.value)
+    assert "\n" not in line
+    return line.removeprefix("command line: ").removeprefix("small.yaml: ")
+
+
+def keep(folder: Path, config: dict[str, Any]) -> None:
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text(json.dumps(config))
+
+
+def classes() -> dict[str, type]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Megatron-Core's imports use what torch has deprecated
+        from megatron.core.distributed import DistributedDataParallelConfig
+        from megatron.core.optimizer import OptimizerConfig
+        from megatron.core.transformer import MLATransformerConfig
+    return {
+        "": MLATransformerConfig,
+        "optimizer": OptimizerConfig,
+        "distributed_data_parallel_config": DistributedDataParallelConfig,
+    }
+
+
+def test_arguments_are_those_of_the_classes_and_their_bases() -> None:
+    for section, of_section in classes().items():
+        fields = {field.name: field for field in dataclasses.fields(of_section) if "Callable" not in str(field.type)}
+        known = megatron_arguments.arguments(section)
+        assert known.keys() == {name for name in fields if name[0] != "_"}
+        for name, wanted in known.items():
+            default = fields[name].default
+            # Some annotations do not admit the None that is the default.
+            if isinstance(default, bool | int | float | str) or (
+                default is None and "Optional" in str(fields[name].type)
+            ):
+                assert conform(default, wanted, name) == default
+
+
+def test_reading_them_imports_no_torch() -> None:
+    code = (
+        "import sys; from tandem.common.megatron_arguments import arguments;"
+        "assert 'recompute_granularity' in arguments(''); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "False\n"
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("recompute_granularty=full", "Megatron-Core has no such argument; did you mean 'recompute_granularity'?"),
+        ("tensor_parallel_size=2", "Megatron-Core has no such argument; did you mean 'tensor_model_parallel_size'?"),
+        ("recompute_granularity=fully", "'fully' is not one of full, selective; did you mean 'full'?"),
+        ("moe_aux_loss_coeff=much", "expected a number, got 'much'"),
+        ("recompute_modules=mlp", "expected a list of text, got 'mlp'"),
+        ("hidden_size=64", "not for here: the model's config.json decides"),
+        ("bf16=true", "not for here: set policy.precision instead"),
+        ("variable_seq_lengths=true", "not for here: Tandem sets it itself"),
+        ("optimizer.adam_betas=[0.9,0.99]", "Megatron-Core has no such argument; did you mean 'adam_beta2'?"),
+        ("optimizer.lr=fast", "expected a number, got 'fast'"),
+        (
+            "optimizer.params_dtype=fp32",
+            "'fp32' is not one of bfloat16, float16, float32, float8, uint8",
+        ),
+        ("scheduler.lr_warmup_steps=3", "unknown key; did you mean 'lr_warmup_iters'?"),
+        (
+            "scheduler.lr_decay_style=cosin",
+            "'cosin' is not one of WSD, constant, cosine, inverse-square-root, linear; did you mean 'cosine'?",
+        ),
+        ("distributed_data_parallel_config.bucket_size=1.5", "expected an integer, got 1.5"),
+        (
+            "distributed_data_parallel_config.overlap_grads=true",
+            "Megatron-Core has no such argument; did you mean 'overlap_grad_reduce'?",
+        ),
+    ],
+)
+def test_what_megatron_does_not_take_is_said_at_once(override: str, expected: str) -> None:
+    assert error_of(f"{KEY}.{override}") == f"{KEY}.{override.partition('=')[0]}: {expected}"
+
+
+def test_arguments_get_the_types_that_megatron_wants() -> None:
+    megatron = loaded(
+        f"{KEY}.recompute_granularity=selective",
+        f"{KEY}.moe_aux_loss_coeff='1e-3'",
+        f"{KEY}.distributed_data_parallel_config.bucket_size=4e7",
+        f"{KEY}.optimizer={{lr: '1e-5', adam_eps: '1e-8', clip_grad: null}}",
+        "policy.max_grad_norm=0.5",
+    ).policy.megatron_cfg
+    assert megatron.forwarded == {"recompute_granularity": "selective", "moe_aux_loss_coeff": 1e-3}
+    (bucket_size,) = megatron.distributed_data_parallel_config.values()
+    assert type(bucket_size) is int
+    assert bucket_size == 40_000_000
+    assert megatron.optimizer == {
+        "lr": 1e-5,
+        "min_lr": 0.0,
+        "use_distributed_optimizer": True,
+        "clip_grad": 0.5,
+        "adam_eps": 1e-8,
+    }
+    assert loaded("policy.max_grad_norm=null").policy.megatron_cfg.optimizer["clip_grad"] == 0.0
+
+
+def test_without_megatron_core_the_command_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unsupported, "NOT_SUPPORTED_YET", ())
+    monkeypatch.setattr(megatron_arguments, "package_folder", lambda name: None)
+    megatron_arguments.arguments.cache_clear()
+    try:
+        with pytest.raises(ConfigError) as caught:
+            load_config("small.yaml")
+        assert str(caught.value) == (
+            "small.yaml: policy.megatron_cfg.enabled: true, but Megatron-Core is not installed: "
+            "pip install 'tandem[megatron]'"
+        )
+        # What is only planned may be planned anywhere.
+        assert loaded(f"{KEY}.anything=1").policy.megatron_cfg.forwarded == {"anything": 1}
+    finally:
+        megatron_arguments.arguments.cache_clear()
+
+
+VIRTUAL = f"{KEY}.virtual_pipeline_model_parallel_size"
+PIPELINE = f"{KEY}.pipeline_model_parallel_size"
+TENSOR = f"{KEY}.tensor_model_parallel_size"
+EXPERT = f"{KEY}.expert_model_parallel_size"
+SCHEDULER = f"{KEY}.scheduler"
+SGD = ["policy.optimizer={name: torch.optim.SGD}"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([f"{KEY}.optimizer.lr=null"], f"{KEY}.optimizer.lr: required: the highest learning rate"),
+        (
+            [f"{KEY}.optimizer={{lr: 1e-6, min_lr: 1e-5}}"],
+            f"{KEY}.optimizer.min_lr: 1e-05 is greater than {KEY}.optimizer.lr (1e-06)",
+        ),
+        (
+            [f"{SCHEDULER}.lr_warmup_init=1"],
+            f"{SCHEDULER}.lr_warmup_init: 1 is greater than {KEY}.optimizer.lr (5e-06)",
+        ),
+        (
+            [f"{SCHEDULER}.lr_decay_iters=9", f"{SCHEDULER}.lr_warmup_iters=9"],
+            f"{SCHEDULER}.lr_decay_iters: 9 is no more than {SCHEDULER}.lr_warmup_iters (9)",
+        ),
+        (
+            [f"{SCHEDULER}.lr_decay_style=WSD"],
+            f"{SCHEDULER}.lr_wsd_decay_iters: required where lr_decay_style is WSD",
+        ),
+        (
+            [f"{SCHEDULER}.end_weight_decay=0.1"],
+            f"{SCHEDULER}.end_weight_decay: 0.1 differs from the start (0.01), but weight_decay_incr_style is constant",
+        ),
+        ([f"{VIRTUAL}=2"], f"{VIRTUAL}: 2, but {PIPELINE} is 1: there are no stages to interleave"),
+        (
+            [f"{KEY}.pipeline_dtype=float32"],
+            f"{KEY}.pipeline_dtype: float32 is not policy.precision (bfloat16), nor null",
+        ),
+        ([f"{KEY}.optimizer.fp16=true"], f"{KEY}.optimizer.fp16: true, but policy.precision is bfloat16"),
+        (
+            [f"{KEY}.moe_token_dispatcher_type=allgather"],
+            f"{KEY}.moe_token_dispatcher_type: allgather takes no rows of different lengths; use alltoall",
+        ),
+        ([f"{KEY}.recompute_num_layers=1"], f"{KEY}.recompute_num_layers: needs {KEY}.recompute_granularity"),
+        (
+            [f"{KEY}.recompute_granularity=full", f"{KEY}.recompute_num_layers=1"],
+            f"{KEY}.recompute_method: required where {KEY}.recompute_granularity is full",
+        ),
+        (
+            [f"{KEY}.recompute_granularity=selective", f"{KEY}.recompute_num_layers=1"],
+            f"{KEY}.recompute_num_layers: 1, but {KEY}.recompute_granularity is selective",
+        ),
+        (
+            [f"{KEY}.distributed_data_parallel_config.use_custom_fsdp=true"],
+            f"{KEY}.distributed_data_parallel_config.use_custom_fsdp: true is not supported: "
+            f"{KEY}.optimizer.use_distributed_optimizer shards, and so does dtensor_cfg",
+        ),
+    ],
+)
+def test_rules(overrides: list[str], expected: str) -> None:
+    assert error_of(*overrides) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "expected"),
+    [
+        (
+            {},
+            ["cluster.trainers=6", f"{TENSOR}=2", f"{PIPELINE}=2"],
+            f"cluster.trainers: 6 is not a multiple of 4, the product of {TENSOR} (2), "
+            "pipeline_model_parallel_size (2)",
+        ),
+        (
+            {},
+            ["cluster.trainers=8", f"{TENSOR}=2", "policy.train_micro_batch_size=256"],
+            "policy.train_global_batch_size: 512 is not a multiple of policy.train_micro_batch_size * the "
+            "data-parallel size = 256 * 4 = 1024",
+        ),
+        ({}, ["cluster.trainers=3", f"{TENSOR}=3"], f"{TENSOR}: 3 does not divide 8 attention heads"),
+        (
+            {"num_attention_heads": 24, "num_key_value_heads": 6},
+            ["cluster.trainers=4", f"{TENSOR}=4"],
+            f"{TENSOR}: 4 is neither a divisor nor a multiple of 6 key-value heads",
+        ),
+        (
+            {},
+            ["cluster.trainers=8", f"{PIPELINE}=8"],
+            f"{PIPELINE}: 12 layers make no 8 even stages; num_layers_in_first_pipeline_stage and "
+            "num_layers_in_last_pipeline_stage make the ends different",
+        ),
+        (
+            {},
+            ["cluster.trainers=4", f"{PIPELINE}=4", f"{VIRTUAL}=2"],
+            f"{PIPELINE}: 12 layers make no 4 even stages of 2 virtual stages each; "
+            "num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage make the ends different",
+        ),
+        (
+            {},
+            ["cluster.trainers=4", f"{PIPELINE}=4", f"{KEY}.num_layers_in_first_pipeline_stage=1"],
+            f"{PIPELINE}: 12 layers make no 4 even stages with [1] in the first or last; "
+            "num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage make the ends different",
+        ),
+        ({}, ["cluster.trainers=2", f"{EXPERT}=2"], f"{EXPERT}: 2, but the model has no experts"),
+        ({"num_experts": 8}, ["cluster.trainers=3", f"{EXPERT}=3"], f"{EXPERT}: 3 does not divide 8 experts"),
+        (
+            {"num_experts": 8},
+            ["cluster.trainers=4", f"{EXPERT}=8"],
+            f"{EXPERT}: 8 * expert_tensor_parallel_size (1) does not divide the 4 trainers of a pipeline stage",
+        ),
+        (
+            {"num_experts": 8},
+            ["cluster.trainers=2", f"{TENSOR}=2"],
+            f"{KEY}.sequence_parallel: false, but Megatron-Core needs it where a model has experts and "
+            "tensor_model_parallel_size is more than 1",
+        ),
+    ],
+)
+def test_what_cannot_be_shared_out(here: Path, config: dict[str, Any], overrides: list[str], expected: str) -> None:
+    keep(here, {**MODEL, **config})
+    assert error_of("policy.train_global_batch_size=512", "policy.train_micro_batch_size=1", *overrides) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides"),
+    [
+        ({}, ["cluster.trainers=8", f"{TENSOR}=8"]),  # twice as many ranks as keys and values
+        ({}, ["cluster.trainers=4", f"{PIPELINE}=2", f"{VIRTUAL}=3"]),
+        (
+            {"num_hidden_layers": 10},
+            [
+                "cluster.trainers=4",
+                f"{PIPELINE}=4",
+                f"{KEY}.num_layers_in_first_pipeline_stage=2",
+                f"{KEY}.num_layers_in_last_pipeline_stage=2",
+            ],
+        ),
+        ({"num_experts": 8}, ["cluster.trainers=4", f"{EXPERT}=4", f"{TENSOR}=2", f"{KEY}.sequence_parallel=true"]),
+    ],
+)
+def test_what_can(here: Path, config: dict[str, Any], overrides: list[str]) -> None:
+    keep(here, {**MODEL, **config})
+    loaded("policy.train_micro_batch_size=1", *overrides)
+
+
+def test_sizes_of_a_model_that_is_elsewhere_go_unchecked() -> None:
+    loaded("cluster.trainers=16", f"{PIPELINE}=16", "policy.train_micro_batch_size=1")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], []),
+        (
+            ["policy.dtensor_cfg.enabled=true"],
+            [f"policy.dtensor_cfg.enabled (true) has no effect: {KEY}.enabled is true, and wins"],
+        ),
+        (
+            SGD,
+            [f"policy.optimizer (torch.optim.SGD) has no effect: {KEY}.optimizer decides"],
+        ),
+        (
+            ["policy.scheduler={name: torch.optim.lr_scheduler.ConstantLR}"],
+            [f"policy.scheduler has no effect: {KEY}.scheduler decides"],
+        ),
+        (
+            [f"{KEY}.sequence_parallel=true"],
+            [f"{KEY}.sequence_parallel (true) has no effect: {TENSOR} is 1"],
+        ),
+        (
+            [
+                f"{KEY}.enabled=false",
+                "policy.dtensor_cfg={enabled: true, sequence_parallel: true}",
+                "policy.optimizer={}",
+            ],
+            ["policy.dtensor_cfg.sequence_parallel (true) has no effect: policy.dtensor_cfg.tensor_parallel_size is 1"],
+        ),
+        (
+            [f"{KEY}.converter_type=LlamaForCausalLM"],
+            [f"{KEY}.converter_type (LlamaForCausalLM) has no effect: the model's config.json decides"],
+        ),
+        (
+            [f"{KEY}.optimizer.bf16=false", f"{KEY}.optimizer.clip_grad=2"],
+            [
+                f"{KEY}.optimizer.bf16 (false) has no effect: policy.precision (bfloat16) decides",
+                f"policy.max_grad_norm (1.0) has no effect: {KEY}.optimizer.clip_grad is 2",
+            ],
+        ),
+        (
+            [
+                f"{KEY}.distributed_data_parallel_config.average_in_collective=true",
+                f"{KEY}.distributed_data_parallel_config.data_parallel_sharding_strategy=optim_grads_params",
+            ],
+            [
+                f"{KEY}.distributed_data_parallel_config.average_in_collective (true) has no effect: gradients are "
+                "summed, the loss is a mean already",
+                f"{KEY}.distributed_data_parallel_config.data_parallel_sharding_strategy (optim_grads_params) has no "
+                "effect: use_megatron_fsdp is off",
+            ],
+        ),
+        (
+            ["cluster.num_nodes=2"],
+            [
+                "cluster.address (tcp://127.0.0.1:*) cannot be reached from the other 1 nodes: name this one's, "
+                "tcp://HOST:PORT"
+            ],
+        ),
+    ],
+)
+def test_what_has_no_effect_is_said(overrides: list[str], expected: list[str]) -> None:
+    assert notices(loaded(*overrides)) == expected
