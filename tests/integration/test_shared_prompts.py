@@ -131,7 +131,7 @@ def test_logprobs_and_gradients_are_those_of_the_samples_one_by_one(tmp_path: Pa
         micro = packing.pad(batch, range(6), divisible_by=1, device=CPU, prompts=prompts)
         assert (micro.shared_prompts is None) == (prompts is None)
         logprobs_BT, entropy_BT = TokenScorer(model, 0.7)(micro)
-        (logprobs_BT * micro.advantages_B[:, None]).sum().div(micro.loss_mask_BT.sum()).backward()
+        (logprobs_BT * micro.advantages_BT).sum().div(micro.loss_mask_BT.sum()).backward()
         gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
         found.append((logprobs_BT, entropy_BT, gradients))
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=TOLERANCE)

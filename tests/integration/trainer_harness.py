@@ -85,13 +85,18 @@ def make_config(
     *,
     algorithm: str = "grpo",
     loss: Mapping[str, Any] | None = None,
+    estimator: str = "grpo",
     temperature: float = 1.0,
     **policy: Any,
 ) -> Config:
     """Return a configuration whose ``policy`` and ``loss_fn`` sections have the given keys."""
     settings: dict[str, Any] = {
         "algorithm": algorithm,
-        "grpo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 2},
+        "grpo": {
+            "num_prompts_per_step": 4,
+            "num_generations_per_prompt": 2,
+            "adv_estimator": {"name": estimator},
+        },
         "loss_fn": {"reference_policy_kl_penalty": 0.0, **(loss or {})},
         "policy": {
             "model_name": str(model),

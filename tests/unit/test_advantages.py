@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,9 +14,11 @@ from hypothesis.extra.numpy import arrays
 
 from tandem.common.batch import SampleArrays
 from tandem.common.config import Config, build_config
+from tandem.common.config.schema import AdvEstimator, RewardScaling, RewardShaping
 from tandem.common.messages import SampleScored
 from tandem.coordinator.algorithms.advantages import group_advantages
 from tandem.coordinator.algorithms.grpo import training_batch
+from tandem.coordinator.algorithms.rewards import scaled, shaped
 
 EPSILON = 1e-6
 
@@ -157,3 +160,85 @@ def test_a_batch_of_samples_in_another_order_is_refused() -> None:
     samples, sample_arrays = samples_and_arrays()
     with pytest.raises(AssertionError, match="order"):
         training_batch(grpo_config(), samples[::-1], sample_arrays)
+
+
+# --- rewards ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("reward", "expected"), [(0.0, -1.0), (1.0, 1.0), (0.25, -0.5), (-3.0, -1.0), (7.0, 1.0)])
+def test_scaling_is_linear_and_clamps(reward: float, expected: float) -> None:
+    settings = RewardScaling(enabled=True, source_min=0.0, source_max=1.0, target_min=-1.0, target_max=1.0)
+    assert scaled(np.array([reward]), settings).tolist() == pytest.approx([expected])
+    assert scaled(np.array([reward]), RewardScaling(target_max=9.0)).tolist() == [reward]
+
+
+@pytest.mark.parametrize(("length", "loss"), [(1, 0.0), (80, 0.0), (85, 0.125), (90, 0.25), (100, 0.5), (120, 0.5)])
+def test_soft_overlong_punishment(length: int, loss: float) -> None:
+    # DAPO, equation 13, with L = 100, C = 20 and a penalty of 0.5.
+    settings = RewardShaping(
+        enabled=True, max_response_length=100, overlong_buffer_length=20, overlong_buffer_penalty=0.5
+    )
+    found = shaped(np.array([1.0]), np.array([length]), np.array([False]), settings)
+    assert found.tolist() == pytest.approx([1.0 - loss])
+
+
+def test_samples_that_did_not_stop_properly_keep_a_share_of_their_reward() -> None:
+    settings = RewardShaping(enabled=True, stop_properly_penalty_coef=0.25)
+    found = shaped(np.array([1.0, -2.0, 1.0]), np.array([9, 9, 9]), np.array([True, True, False]), settings)
+    assert found.tolist() == [0.25, -0.5, 1.0]
+
+
+def with_grpo(**changes: Any) -> Config:
+    config = grpo_config()
+    return msgspec.structs.replace(config, grpo=msgspec.structs.replace(config.grpo, **changes))
+
+
+def test_advantages_are_made_of_rewards_that_were_scaled_and_then_shaped() -> None:
+    config = with_grpo(
+        reward_scaling=RewardScaling(enabled=True, source_max=2.0, target_max=10.0),
+        reward_shaping=RewardShaping(
+            enabled=True, max_response_length=5, overlong_buffer_length=2, overlong_buffer_penalty=4.0
+        ),
+    )
+    batch, metrics = training_batch(config, *samples_and_arrays())
+    # 1, 2, 6 become 5, 10, 10; the last three, of 4, 5 and 6 tokens, lose 2, 4 and 4.
+    trained = np.array([[5.0, 10.0, 10.0], [0.5, -1.5, -1.5]])
+    expected = group_advantages(trained, leave_one_out=True, normalize=True).reshape(-1)
+    np.testing.assert_allclose(batch.advantages_S, expected)
+    assert metrics["training_reward"] == pytest.approx(trained.mean())
+    assert metrics["reward"] == pytest.approx(np.mean(REWARDS)), "the environment's, comparable between runs"
+
+
+def test_a_sample_that_was_cut_off_counts_in_the_baseline_but_not_in_the_loss() -> None:
+    samples, sample_arrays = samples_and_arrays([[1.0, 2.0, 6.0], [0.0, 0.0, 1.0]])
+    plain, _ = training_batch(grpo_config(), samples, sample_arrays)
+    filtered, metrics = training_batch(with_grpo(overlong_filtering=True), samples, sample_arrays)
+    np.testing.assert_array_equal(filtered.advantages_S, plain.advantages_S)
+    last = int(sample_arrays.lengths_S[-1])
+    np.testing.assert_array_equal(filtered.loss_mask_T[:-last], sample_arrays.loss_mask_T[:-last])
+    assert not filtered.loss_mask_T[-last:].any()
+    assert metrics["truncated_fraction"] == pytest.approx(1 / 6)
+
+
+# --- estimators ------------------------------------------------------------------------------------------------------
+
+
+def test_the_estimator_may_differ_from_the_section() -> None:
+    for estimator in (
+        AdvEstimator(normalize_rewards=False, use_leave_one_out_baseline=False),
+        AdvEstimator(normalize_rewards=True, use_leave_one_out_baseline=False),
+    ):
+        expected = group_advantages(
+            np.array(REWARDS), leave_one_out=False, normalize=estimator.normalize_rewards
+        ).reshape(-1)
+        batch, _ = training_batch(with_grpo(adv_estimator=estimator), *samples_and_arrays())
+        np.testing.assert_array_equal(batch.advantages_S, expected)
+
+
+@pytest.mark.parametrize(
+    ("minus_baseline", "expected"), [(True, [-2.0, -1.0, 3.0, 0.0, 0.0, 0.0]), (False, [1.0, 2.0, 6.0, 0.5, 0.5, 0.5])]
+)
+def test_reinforce_plus_plus_leaves_normalising_to_the_trainer(minus_baseline: bool, expected: list[float]) -> None:
+    estimator = AdvEstimator(name="reinforce_plus_plus", minus_baseline=minus_baseline)
+    batch, _ = training_batch(with_grpo(adv_estimator=estimator), *samples_and_arrays())
+    assert batch.advantages_S.tolist() == expected

@@ -18,7 +18,6 @@ PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 NEW_KEYS = [
     "algorithm",
     "prerequisite",
-    "loss_fn.kl_type",
     "policy.share_prompts",
     "policy.new_model",
     "policy.new_model.config",

@@ -119,7 +119,7 @@ def test_a_configuration_cannot_be_changed(config: Config) -> None:
         ({"cluster": {"trainers": 2, "deadlines": {"train_s": 1}}, "refit": {"alias": "never"}}, []),
         ({"sft": {"seed": 1}, "algorithm": "grpo"}, []),
         ({"grpo": {"seed": 1}}, ["grpo.seed"]),
-        ({"loss_fn": {"kl_type": "k1"}}, ["loss_fn.kl_type"]),
+        ({"loss_fn": {"reference_policy_kl_type": "k1"}}, ["loss_fn.reference_policy_kl_type"]),
         ({"env": {"mine": {"class": "a.Mine", "kwargs": {"text": "on"}}}}, ["env.mine.kwargs.number"]),
         ({"env": {"math": {}}}, None),
     ],

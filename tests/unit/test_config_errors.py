@@ -118,7 +118,7 @@ def test_the_file_that_set_the_key_is_blamed(here: Path) -> None:
         ("policy.generation.stop_strings=a", "policy.generation.stop_strings: expected a list of text, got 'a'"),
         ("policy.generation.stop_token_ids=[a]", "policy.generation.stop_token_ids[0]: expected an integer, got 'a'"),
         ("loss_fn.ratio_clip_c=1", "loss_fn.ratio_clip_c: expected a number greater than 1, got 1.0"),
-        ("loss_fn.kl_type=k4", "loss_fn.kl_type: 'k4' is not one of k1, k2, k3"),
+        ("loss_fn.reference_policy_kl_type=k4", "loss_fn.reference_policy_kl_type: 'k4' is not one of k1, k2, k3"),
         (
             "policy.precision=bfloat",
             "policy.precision: 'bfloat' is not one of bfloat16, float32; did you mean 'bfloat16'?",
@@ -307,7 +307,7 @@ VLLM_CFG = "policy.generation.vllm_cfg"
     ("overrides", "expected"),
     [
         (["algorithm=dpo"], "algorithm (dpo)"),
-        (["loss_fn.use_on_policy_kl_approximation=true"], "loss_fn.use_on_policy_kl_approximation (true)"),
+        (["grpo.use_dynamic_sampling=true"], "grpo.use_dynamic_sampling (true)"),
         (["policy.fsdp_offload_enabled=true"], "policy.fsdp_offload_enabled (true)"),
         (["policy.dtensor_cfg.cpu_offload=true"], "policy.dtensor_cfg.cpu_offload (true)"),
         (["policy.dtensor_cfg.sequence_parallel=true"], "policy.dtensor_cfg.sequence_parallel (true)"),

@@ -6,34 +6,22 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import pytest
 import torch
+from loss_harness import COUNTS, CPU, CURRENT_BT, ENTROPY_BT, MASK_BT, micro_batch, settings
 
 from tandem.common.config.schema import LossFn
 from tandem.trainer.losses.aggregate import Counts, aggregate
-from tandem.trainer.losses.policy_gradient import (
-    PolicyGradientLoss,
-    clipped_policy_loss,
-    importance_weights,
-    kl_divergence,
-)
+from tandem.trainer.losses.importance import importance_weights
+from tandem.trainer.losses.kl import kl_divergence
+from tandem.trainer.losses.policy_gradient import PolicyGradientLoss, surrogate
 from tandem.trainer.losses.supervised import NegativeLogLikelihood
 from tandem.trainer.packing import MicroBatch
 
-CPU = torch.device("cpu")
-MASK_BT = torch.tensor([[False, True, True, True], [False, False, True, False]])
-COUNTS = Counts(tokens=4, sequences=2)
-
-
-def settings(**changes: Any) -> LossFn:
-    return msgspec.structs.replace(LossFn(reference_policy_kl_penalty=0.0), **changes)
-
 
 def ratio_loss(ratio: float, advantage: float, **changes: Any) -> tuple[float, bool]:
-    loss_BT, is_clipped_BT = clipped_policy_loss(
-        torch.tensor([[ratio]], dtype=torch.float64), torch.tensor([advantage]), settings(**changes)
-    )
+    ratio_BT = torch.tensor([[ratio]], dtype=torch.float64)
+    loss_BT, is_clipped_BT = surrogate(ratio_BT.log(), ratio_BT, torch.tensor([[advantage]]), settings(**changes))
     return float(loss_BT), bool(is_clipped_BT)
 
 
@@ -90,7 +78,8 @@ def test_k1_and_k3_are_unbiased_estimates_of_the_divergence() -> None:
 def test_importance_weights_are_ratios_and_never_infinite() -> None:
     previous = torch.tensor([[-1.0, -1.0, 0.0, -math.inf, -1.0]])
     generation = torch.tensor([[-2.0, -1.0, -math.inf, -math.inf, math.nan]])
-    weights = importance_weights(previous, generation)
+    weights, is_outside = importance_weights(previous, generation, torch.ones(1, 5, dtype=torch.bool), settings())
+    assert not is_outside.any()
     assert weights.tolist()[0] == pytest.approx([math.e, 1.0, 0.0, 0.0, 0.0])
 
 
@@ -113,33 +102,6 @@ def test_a_batch_in_which_nothing_counts_has_no_loss() -> None:
         assert float(aggregate(torch.ones(2, 4), nothing_BT, none, token_level=token_level)) == 0.0
 
 
-def micro_batch(**changes: Any) -> MicroBatch:
-    """Four counted tokens in two rows, with every log-probability different."""
-    generator = torch.Generator().manual_seed(3)
-
-    def logprobs() -> torch.Tensor:
-        return torch.where(MASK_BT, torch.randn(2, 4, generator=generator, dtype=torch.float64) * 0.5 - 1.5, 0.0)
-
-    defaults: dict[str, Any] = {
-        "rows": (0, 1),
-        "lengths_B": torch.tensor([4, 3]),
-        "token_ids_BT": torch.zeros(2, 4, dtype=torch.int64),
-        "attention_mask_BT": torch.ones(2, 4, dtype=torch.bool),
-        "loss_mask_BT": MASK_BT,
-        "generation_logprobs_BT": logprobs(),
-        "advantages_B": torch.tensor([1.5, -0.5], dtype=torch.float64),
-        "previous_logprobs_BT": logprobs(),
-        "reference_logprobs_BT": logprobs(),
-    }
-    return MicroBatch(**defaults | changes)
-
-
-CURRENT_BT = torch.where(
-    MASK_BT, torch.tensor([[0.0, -1.0, -2.0, -0.3], [0.0, 0.0, -1.7, 0.0]], dtype=torch.float64), 0.0
-)
-ENTROPY_BT = torch.tensor([[7.0, 0.5, 1.0, 1.5], [7.0, 7.0, 2.0, 7.0]], dtype=torch.float64)
-
-
 def by_hand(batch: MicroBatch, config: LossFn) -> float:
     """The loss of the micro-batch, token by token."""
     assert batch.previous_logprobs_BT is not None
@@ -150,7 +112,7 @@ def by_hand(batch: MicroBatch, config: LossFn) -> float:
         for position in MASK_BT[row].nonzero().flatten().tolist():
             current = float(CURRENT_BT[row, position])
             previous = float(batch.previous_logprobs_BT[row, position])
-            advantage = float(batch.advantages_B[row])
+            advantage = float(batch.advantages_BT[row, position])
             ratio = math.exp(current - previous)
             clipped = min(max(ratio, 1 - config.ratio_clip_min), 1 + config.ratio_clip_max)
             loss = max(-advantage * ratio, -advantage * clipped)
@@ -159,7 +121,9 @@ def by_hand(batch: MicroBatch, config: LossFn) -> float:
             if config.use_importance_sampling_correction:
                 loss *= math.exp(previous - float(batch.generation_logprobs_BT[row, position]))
             reference = float(batch.reference_logprobs_BT[row, position])
-            losses.append(loss + config.reference_policy_kl_penalty * KL[config.kl_type](current, reference))
+            losses.append(
+                loss + config.reference_policy_kl_penalty * KL[config.reference_policy_kl_type](current, reference)
+            )
         sequences.append(losses)
     if config.token_level_loss:
         return sum(map(sum, sequences)) / 4
@@ -181,7 +145,7 @@ def test_the_whole_loss_by_hand(
         token_level_loss=token_level_loss,
         use_importance_sampling_correction=use_importance_sampling_correction,
         ratio_clip_c=ratio_clip_c,
-        kl_type=kl_type,
+        reference_policy_kl_type=kl_type,
         reference_policy_kl_penalty=penalty,
     )
     batch = micro_batch()
@@ -195,7 +159,7 @@ def test_the_gradient_on_policy_is_the_policy_gradient() -> None:
     batch = micro_batch(previous_logprobs_BT=None)
     PolicyGradientLoss(settings(), COUNTS, CPU)(batch, logprobs_BT, ENTROPY_BT).backward()
     assert logprobs_BT.grad is not None
-    expected_BT = torch.where(MASK_BT, -batch.advantages_B[:, None] / 4, 0.0)
+    expected_BT = torch.where(MASK_BT, -batch.advantages_BT / 4, 0.0)
     torch.testing.assert_close(logprobs_BT.grad, expected_BT)
 
 
@@ -204,8 +168,8 @@ def test_no_gradient_flows_through_weights_that_correct_for_the_sampler() -> Non
     batch = micro_batch(previous_logprobs_BT=None)
     config = settings(use_importance_sampling_correction=True)
     PolicyGradientLoss(config, COUNTS, CPU)(batch, logprobs_BT, ENTROPY_BT).backward()
-    weights_BT = importance_weights(CURRENT_BT, batch.generation_logprobs_BT)
-    expected_BT = torch.where(MASK_BT, -batch.advantages_B[:, None] * weights_BT / 4, 0.0)
+    weights_BT, _ = importance_weights(CURRENT_BT, batch.generation_logprobs_BT, MASK_BT, config)
+    expected_BT = torch.where(MASK_BT, -batch.advantages_BT * weights_BT / 4, 0.0)
     torch.testing.assert_close(logprobs_BT.grad, expected_BT)
 
 
@@ -240,6 +204,7 @@ def test_the_report_sums_over_counted_tokens() -> None:
         "probs_ratio_clamped": sum(min(max(ratio, 0.9), 1.2) for ratio in ratios),
         "token_mult_prob_error": sum(math.exp(abs(a - b)) for a, b in zip(generation, previous, strict=True)),
         "sampling_importance_ratio": sum(math.exp(a - b) for a, b in zip(previous, generation, strict=True)),
+        "is_oob_ratio": 0.0,
     }
     assert dict(zip(loss.report.names, (loss.report.sums / 2).tolist(), strict=True)) == pytest.approx(expected)
     assert 0 < expected["clip_fraction"] < 4, "the example clips some tokens and not others"

@@ -36,7 +36,7 @@ def test_padding_goes_right_and_every_field_lands_where_its_token_does() -> None
     assert micro.attention_mask_BT.tolist() == [[True, True, True, False], [True] * 4]
     assert micro.loss_mask_BT.tolist() == [[False, False, True, False], [False, False, True, True]]
     assert micro.generation_logprobs_BT.tolist() == [[-7, -8, -9, 0], [-1, -2, -3, -4]]
-    assert micro.advantages_B.tolist() == [1, -1]
+    assert micro.advantages_BT.tolist() == [[1, 1, 1, 0], [-1, -1, -1, -1]]
     assert micro.previous_logprobs_BT is None
     assert micro.reference_logprobs_BT is None
 
@@ -59,7 +59,7 @@ def test_an_empty_row_holds_nothing_and_counts_nowhere() -> None:
     assert micro.lengths_B.tolist() == [2, 0]
     assert not micro.attention_mask_BT[1].any()
     assert not micro.loss_mask_BT[1].any()
-    assert micro.advantages_B[1] == 0
+    assert not micro.advantages_BT[1].any()
 
 
 def test_a_micro_batch_of_empty_rows_still_has_a_width() -> None:

@@ -46,7 +46,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """True where the token counts in the loss; never at position 0, which nothing predicts."""
     generation_logprobs_BT: torch.Tensor
     """float32; what the engine reported."""
-    advantages_B: torch.Tensor
+    advantages_BT: torch.Tensor
     """float32."""
     previous_logprobs_BT: torch.Tensor | None = None
     """float32; under the policy before the first optimizer step on this rollout batch. None where that is the policy
@@ -140,6 +140,7 @@ def pad(
     device: torch.device,
     prompts: Prompts | None = None,
     row_divisible_by: int | None = None,
+    advantages_T: Float32s | None = None,
     previous_logprobs_T: Float32s | None = None,
     reference_logprobs_T: Float32s | None = None,
 ) -> MicroBatch:
@@ -147,6 +148,7 @@ def pad(
 
     With `prompts`, and where two of the sequences share one, the row that holds each prompt once comes with it. With
     `row_divisible_by`, the packed row comes with it: of such a length, its segments multiples of `divisible_by`.
+    `advantages_T` are those of the batch's tokens where they differ within a sequence.
     """
     lengths_B = np.array([0 if row == EMPTY_ROW else batch.lengths_S[row] for row in rows], dtype=np.int64)
     ends_S = np.cumsum(batch.lengths_S, dtype=np.int64)
@@ -165,7 +167,8 @@ def pad(
 
     token_ids_BT = padded(batch.token_ids_T, np.int64)
     counted_BT = padded(counted_tokens(batch), np.bool_)
-    advantages_B = np.array([0.0 if row == EMPTY_ROW else batch.advantages_S[row] for row in rows], dtype=np.float32)
+    if advantages_T is None:
+        advantages_T = np.repeat(batch.advantages_S, batch.lengths_S)
     scores = [
         None if values_T is None else moved(padded(values_T, np.float32))
         for values_T in (previous_logprobs_T, reference_logprobs_T)
@@ -177,7 +180,7 @@ def pad(
         attention_mask_BT=moved(valid_BT),
         loss_mask_BT=moved(counted_BT),
         generation_logprobs_BT=moved(padded(batch.generation_logprobs_T, np.float32)),
-        advantages_B=moved(advantages_B),
+        advantages_BT=moved(padded(advantages_T, np.float32)),
         previous_logprobs_BT=scores[0],
         reference_logprobs_BT=scores[1],
         shared_prompts=None

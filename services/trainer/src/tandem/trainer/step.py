@@ -18,6 +18,7 @@ import torch
 from tandem.common.batch import Float32s, TrainingBatch
 from tandem.common.config import Config
 from tandem.trainer import packing
+from tandem.trainer.advantages import minus_kl, whitened
 from tandem.trainer.backend import Backend, OptimizerStep, WhichModel
 from tandem.trainer.losses import Counts, Loss, make_loss
 from tandem.trainer.packing import MicroBatch
@@ -39,8 +40,8 @@ def train(backend: Backend, batch: TrainingBatch, config: Config) -> TrainResult
     """Train on one rollout batch: an optimizer step for each ``train_global_batch_size`` consecutive sequences.
 
     The previous policy of the loss's ratio is the one before the first of these steps. If there is only one, that is
-    the policy in training, and no separate pass computes its log-probabilities. Raises `TrainingError` if a loss or
-    gradient is no finite number; the weights are then those of the step before.
+    the policy in training, and no separate pass computes its log-probabilities unless advantages need them.
+    Raises `TrainingError` if a loss or gradient is no finite number; the weights are then those of the step before.
     """
     shares = _Shares(backend, batch, config)
     seconds = {"policy_training": 0.0, "logprobs": 0.0, "reference_logprobs": 0.0}
@@ -49,14 +50,17 @@ def train(backend: Backend, batch: TrainingBatch, config: Config) -> TrainResult
         if config.loss_fn.reference_policy_kl_penalty > 0:
             with _timed(seconds, "reference_logprobs"):
                 reference_T = shares.logprobs("reference")
-        if len(shares.global_batches) > 1:
+        if len(shares.global_batches) > 1 or config.loss_fn.use_kl_in_reward:
             with _timed(seconds, "logprobs"):
                 previous_T = shares.logprobs("policy")
+    tokens = _Tokens(
+        advantages=shares.advantages(config, previous_T, reference_T), previous=previous_T, reference=reference_T
+    )
     parts = []
     with _timed(seconds, "policy_training"):
         for rows in shares.global_batches:
             loss = make_loss(config, shares.counts(rows), backend.device)
-            done = backend.train_step(shares.micro_batches(rows, previous_T, reference_T), loss)
+            done = backend.train_step(shares.micro_batches(rows, tokens), loss)
             parts.append(_metrics(backend, loss, shares.counts(rows), done))
     metrics = {name: sum(part[name] for part in parts) / len(parts) for name in parts[0]}
     # A batch has so many of these in all, and ends on this learning rate.
@@ -77,6 +81,14 @@ def evaluate(backend: Backend, batch: TrainingBatch, config: Config) -> dict[str
     return {"loss": loss, "num_valid_tokens": float(counts.tokens), "num_valid_samples": float(counts.sequences)}
 
 
+class _Tokens(msgspec.Struct, frozen=True, kw_only=True):
+    """What the loss reads of each token of the batch, ``[T]``, where this rank has its sequence."""
+
+    advantages: Float32s
+    previous: Float32s | None
+    reference: Float32s | None
+
+
 class _Shares:
     """This rank's shares of a batch."""
 
@@ -94,41 +106,56 @@ class _Shares:
         counted = self._counted_S[list(rows)]
         return Counts(tokens=int(counted.sum()), sequences=int((counted > 0).sum()))
 
-    def micro_batches(
-        self, rows: Sequence[int], previous_T: Float32s | None, reference_T: Float32s | None
-    ) -> list[MicroBatch]:
+    def micro_batches(self, rows: Sequence[int], tokens: _Tokens) -> list[MicroBatch]:
         """Return this rank's training micro-batches of a global batch."""
         return [
-            self._pad(group, previous_T, reference_T)
+            self._pad(group, tokens)
             for group in packing.micro_batches_of(
                 self._mine(rows), self._batch.lengths_S, self._policy.train_micro_batch_size, self._prompts
             )
         ]
 
+    def advantages(self, config: Config, previous_T: Float32s | None, reference_T: Float32s | None) -> Float32s:
+        """Return the advantage of each token, right for this rank's."""
+        advantages_T = np.repeat(self._batch.advantages_S, self._batch.lengths_S)
+        if config.algorithm != "grpo" or config.grpo.adv_estimator.name != "reinforce_plus_plus":
+            return advantages_T
+        if config.loss_fn.use_kl_in_reward:
+            assert previous_T is not None
+            assert reference_T is not None
+            advantages_T = minus_kl(advantages_T, previous_T, reference_T, config.loss_fn)
+        is_mine_S = np.zeros(len(self._batch.lengths_S), dtype=np.bool_)
+        is_mine_S[[row for row in self._all_mine() if row != packing.EMPTY_ROW]] = True
+        own_T = np.repeat(is_mine_S, self._batch.lengths_S) & packing.counted_tokens(self._batch)
+        return whitened(advantages_T, own_T, self._backend.sum_over_ranks)
+
     def logprobs(self, model: WhichModel, size: int | None = None) -> Float32s:
         """Return the log-probabilities of this rank's counted tokens where they lie in the batch, zeros elsewhere."""
-        mine = [row for rows in self.global_batches for row in self._mine(rows)]
         size = size or self._policy.logprob_batch_size
-        groups = packing.micro_batches_of(mine, self._batch.lengths_S, size, self._prompts)
-        padded = [self._pad(group, None, None) for group in groups]
+        groups = packing.micro_batches_of(self._all_mine(), self._batch.lengths_S, size, self._prompts)
+        padded = [self._pad(group) for group in groups]
         values_T = np.zeros(len(self._batch.token_ids_T), dtype=np.float32)
         for group, logprobs_BT in zip(groups, self._backend.logprobs(padded, model), strict=True):
             packing.unpad_into(values_T, logprobs_BT, self._batch, group)
         return values_T
 
+    def _all_mine(self) -> list[int]:
+        return [row for rows in self.global_batches for row in self._mine(rows)]
+
     def _mine(self, rows: Sequence[int]) -> list[int]:
         hands = packing.deal(rows, self._batch.lengths_S, self._backend.data_parallel_size, self._prompts)
         return hands[self._backend.data_parallel_rank]
 
-    def _pad(self, group: Sequence[int], previous_T: Float32s | None, reference_T: Float32s | None) -> MicroBatch:
+    def _pad(self, group: Sequence[int], tokens: _Tokens | None = None) -> MicroBatch:
         return packing.pad(
             self._batch,
             group,
             divisible_by=math.lcm(self._policy.make_sequence_length_divisible_by, self._backend.sequence_divisor),
             device=self._backend.device,
             prompts=self._prompts,
-            previous_logprobs_T=previous_T,
-            reference_logprobs_T=reference_T,
+            advantages_T=tokens.advantages if tokens else None,
+            previous_logprobs_T=tokens.previous if tokens else None,
+            reference_logprobs_T=tokens.reference if tokens else None,
         )
 
 

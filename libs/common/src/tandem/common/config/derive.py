@@ -110,6 +110,8 @@ def _look(tree: dict[str, Any], key: str, *, defaults: bool = True) -> Any:
 
 def _put(tree: dict[str, Any], key: str, value: Any) -> None:
     *parents, last = key.split(".")
+    if parents and parents[0] in tree and tree[parents[0]] is None:
+        return  # a section of nothing: `conform` complains
     node = tree
     for part in parents:
         if node.get(part) is None:
@@ -207,6 +209,8 @@ DERIVED = (
         text="512; 32 for SFT",
         compute=lambda look: 32 if look("algorithm") == "sft" else 512,
     ),
+    _same("grpo.adv_estimator.normalize_rewards", "grpo.normalize_rewards"),
+    _same("grpo.adv_estimator.use_leave_one_out_baseline", "grpo.use_leave_one_out_baseline"),
     _same("policy.tokenizer.name", "policy.model_name"),
     _tokens("policy.sequence_packing.train_mb_tokens", "policy.train_micro_batch_size"),
     _tokens("policy.sequence_packing.logprob_mb_tokens", "policy.logprob_batch_size"),

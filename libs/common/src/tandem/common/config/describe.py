@@ -20,7 +20,7 @@ from tandem.common.config.dump import FREE_ON_RESUME
 from tandem.common.config.unsupported import NO_EFFECT_YET, NOT_SUPPORTED_YET, Row
 
 NEW = "New. "
-"""Begins the docstring of a field that NeMo-RL v0.3 does not have."""
+"""Begins the docstring of a field that is our own: NeMo-RL does not have it."""
 
 INTRODUCTION = """# Configuration
 
@@ -29,8 +29,9 @@ INTRODUCTION = """# Configuration
 One YAML file configures a run: `coordinator up CONFIG [key=value ...]`. `coordinator check CONFIG` validates it, starts
 nothing and prints it resolved.
 
-Sections and keys are those of NVIDIA NeMo-RL v0.3. A key marked **new** is Tandem's own. Only `policy.model_name`,
-`data.dataset_name` and what says which algorithm runs are always required.
+Sections and keys are those of NVIDIA NeMo-RL v0.3, and of later releases for losses, advantages and rewards. A key
+marked **new** is Tandem's own. Only `policy.model_name`, `data.dataset_name` and what says which algorithm runs are
+always required.
 
 ## How a file is read
 

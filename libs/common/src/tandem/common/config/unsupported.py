@@ -41,7 +41,8 @@ _PRECISIONS = ("auto", "bfloat16", "float16", "half", "float32", "float", "fp8")
 
 NOT_SUPPORTED_YET = (
     Row("algorithm", ("grpo", "sft")),
-    Row("loss_fn.use_on_policy_kl_approximation", (False,), _grpo),
+    Row("grpo.adv_estimator.name", ("grpo", "reinforce_plus_plus"), _grpo),
+    Row("grpo.use_dynamic_sampling", (False,), _grpo),
     Row("policy.fsdp_offload_enabled", (False,)),
     Row("policy.dtensor_cfg.cpu_offload", (False,)),
     Row("policy.dtensor_cfg.sequence_parallel", (False,)),

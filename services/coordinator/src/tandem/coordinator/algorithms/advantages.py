@@ -1,12 +1,32 @@
-"""Advantages: how much better a sample did than its group."""
+"""Advantages: how much better a sample did than its group.
+
+Shapes: ``G`` groups of ``N`` samples.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tandem.common.config.schema import AdvEstimator
+
 _EPSILON = 1e-6
 """Keeps a spread that is nothing but rounding from being blown up."""
+
+
+def advantages(rewards_GN: NDArray[np.float64], settings: AdvEstimator) -> NDArray[np.float32]:
+    """Return the advantage of each sample by the configured estimator.
+
+    Of Reinforce++ (Hu et al. 2025, arXiv:2501.03262) it is the reward minus its baseline, the mean of its group or
+    nothing; the rest needs tokens, and is `tandem.trainer.advantages`.
+    """
+    if settings.name == "reinforce_plus_plus":
+        if not settings.minus_baseline:
+            return rewards_GN.astype(np.float32)
+        return group_advantages(rewards_GN, leave_one_out=False, normalize=False)
+    return group_advantages(
+        rewards_GN, leave_one_out=settings.use_leave_one_out_baseline, normalize=settings.normalize_rewards
+    )
 
 
 def group_advantages(rewards_GN: NDArray[np.float64], *, leave_one_out: bool, normalize: bool) -> NDArray[np.float32]:

@@ -1,6 +1,6 @@
 """GRPO's data: prompt groups out, advantages in.
 
-`advantages` has their formula, `tandem.trainer.losses.policy_gradient` the loss.
+`rewards` and `advantages` have their formulas, `tandem.trainer.losses.policy_gradient` the loss.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from tandem.common.config import Config
 from tandem.common.messages import PromptGroup, Purpose, SampleScored, SamplesFinished, SamplingParameters
 from tandem.common.tokenizer import Tokenizer
 from tandem.common.wire import Arrays
-from tandem.coordinator.algorithms.advantages import group_advantages
+from tandem.coordinator.algorithms.advantages import advantages
+from tandem.coordinator.algorithms.rewards import is_truncated, training_rewards
 from tandem.coordinator.data import PromptEncoder, epoch_stream, load_problems, sample_seed
 from tandem.coordinator.samples import SampleStore
 
@@ -123,17 +124,17 @@ def training_batch(
     order = [(sample.group, sample.sample) for sample in samples]
     assert order == [divmod(i, num_samples) for i in range(len(samples))], "groups are whole and in order"
     rewards_GN = np.array([sample.reward for sample in samples], dtype=np.float64).reshape(-1, num_samples)
-    advantages_GN = group_advantages(
-        rewards_GN,
-        leave_one_out=config.grpo.use_leave_one_out_baseline,
-        normalize=config.grpo.normalize_rewards,
-    )
+    trained_GN = training_rewards(samples, config.grpo).reshape(rewards_GN.shape)
+    is_truncated_S = np.array([is_truncated(sample) for sample in samples])
+    loss_mask_T = arrays.loss_mask_T
+    if config.grpo.overlong_filtering:
+        loss_mask_T = loss_mask_T & ~np.repeat(is_truncated_S, arrays.lengths_S)
     batch = TrainingBatch(
         lengths_S=arrays.lengths_S,
         token_ids_T=arrays.token_ids_T,
-        loss_mask_T=arrays.loss_mask_T,
+        loss_mask_T=loss_mask_T,
         generation_logprobs_T=arrays.generation_logprobs_T,
-        advantages_S=advantages_GN.reshape(-1),
+        advantages_S=advantages(trained_GN, config.grpo.adv_estimator).reshape(-1),
     )
     lengths = np.array([sample.response_length for sample in samples])
     metrics = {
@@ -144,10 +145,12 @@ def training_batch(
         "accuracy": float(np.mean([sample.correct for sample in samples])),
         "mean_generation_length": float(lengths.mean()),
         "max_generation_length": float(lengths.max()),
-        "truncated_fraction": float(np.mean([sample.finish_reason == "length" for sample in samples])),
+        "truncated_fraction": float(is_truncated_S.mean()),
         "groups_without_spread": float(np.mean(np.ptp(rewards_GN, axis=1) == 0)),
         **turn_metrics(config, samples),
     }
+    if config.grpo.reward_scaling.enabled or config.grpo.reward_shaping.enabled:
+        metrics["training_reward"] = float(trained_GN.mean())
     return batch, metrics
 
 

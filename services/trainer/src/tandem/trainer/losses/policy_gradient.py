@@ -1,68 +1,66 @@
-"""The policy-gradient losses of GRPO.
+"""The policy-gradient losses: GRPO, DAPO, GSPO, CISPO, REINFORCE and RLOO, by the options of ``loss_fn``.
 
 Shapes: ``B`` rows, ``T`` padded positions.
 """
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 
 from tandem.common.config.schema import LossFn
 from tandem.trainer.losses.aggregate import Counts, Report, aggregate
+from tandem.trainer.losses.importance import importance_weights, sequence_means
+from tandem.trainer.losses.kl import kl_divergence, kl_penalty, reweighted_kl_penalty
 from tandem.trainer.packing import MicroBatch
 
-KlType = Literal["k1", "k2", "k3"]
 
+def probability_ratios(
+    logprobs_BT: torch.Tensor, previous_logprobs_BT: torch.Tensor, mask_BT: torch.Tensor, settings: LossFn
+) -> torch.Tensor:
+    """Return the ratio of each token's probability to that under the policy before the step.
 
-def kl_divergence(logprobs_BT: torch.Tensor, reference_logprobs_BT: torch.Tensor, kind: KlType) -> torch.Tensor:
-    """Estimate KL(policy || reference) at each sampled token (Schulman 2020, joschu.net/blog/kl-approx.html).
-
-    With r = reference probability / policy probability, ``k1`` is -log r (unbiased, high variance), ``k2`` is
-    (log r)^2 / 2 (biased, low variance), ``k3`` is r - 1 - log r (unbiased, low variance, never negative).
+    With `sequence_level_importance_ratios` it is the geometric mean over the counted tokens of its sequence: GSPO
+    (Zheng et al. 2025, arXiv:2507.18071, equation 7).
     """
-    log_ratio_BT = reference_logprobs_BT - logprobs_BT
-    match kind:
-        case "k1":
-            return -log_ratio_BT
-        case "k2":
-            return log_ratio_BT.square() / 2
-        case "k3":
-            return log_ratio_BT.exp() - 1 - log_ratio_BT
+    log_ratios_BT = logprobs_BT - previous_logprobs_BT
+    if settings.sequence_level_importance_ratios:
+        return sequence_means(log_ratios_BT, mask_BT).exp().expand_as(log_ratios_BT)
+    return log_ratios_BT.exp()
 
 
-def clipped_policy_loss(
-    ratio_BT: torch.Tensor, advantages_B: torch.Tensor, settings: LossFn
+def surrogate(
+    logprobs_BT: torch.Tensor, ratios_BT: torch.Tensor, advantages_BT: torch.Tensor, settings: LossFn
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the clipped surrogate loss of each token, and where the clip decided it.
+    """Return the loss of each token, before KL penalty and correction for the sampler, and where a clip decided it.
 
-    PPO (Schulman et al. 2017, arXiv:1707.06347, equation 7) with separate lower and upper bounds (DAPO, Yu et al.
-    2025, arXiv:2503.14476, equation 10): max(-A r, -A clip(r, 1 - low, 1 + high)). Where the advantage is negative the
-    loss is unbounded in r; the dual clip (Ye et al. 2020, arXiv:1912.09729, equation 5) bounds it by -A c.
+    * `disable_ppo_ratio`: -A log p, the policy gradient itself: REINFORCE (Williams 1992), RLOO with its baseline
+      (Ahmadian et al. 2024, arXiv:2402.14740, section 2.2).
+    * `use_cispo`: -A sg(clip(r, 1 - low, 1 + high)) log p, with sg for "no gradient" (MiniMax 2025, arXiv:2506.13585,
+      equations 4 and 5).
+    * Else max(-A r, -A clip(r, 1 - low, 1 + high)): PPO (Schulman et al. 2017, arXiv:1707.06347, equation 7) with
+      separate lower and upper bounds (DAPO, Yu et al. 2025, arXiv:2503.14476, equation 10). Where the advantage is
+      negative that is unbounded in r; the dual clip (Ye et al. 2020, arXiv:1912.09729, equation 5) bounds it by -A c.
     """
-    advantages_B1 = advantages_B[:, None]
-    unclipped_BT = -advantages_B1 * ratio_BT
-    clipped_BT = -advantages_B1 * ratio_BT.clamp(1 - settings.ratio_clip_min, 1 + settings.ratio_clip_max)
+    if settings.disable_ppo_ratio:
+        return -advantages_BT * logprobs_BT, torch.zeros_like(ratios_BT, dtype=torch.bool)
+    within_BT = clip(ratios_BT, settings)
+    if settings.use_cispo:
+        return -advantages_BT * within_BT.detach() * logprobs_BT, within_BT != ratios_BT
+    unclipped_BT, clipped_BT = -advantages_BT * ratios_BT, -advantages_BT * within_BT
     loss_BT = torch.maximum(unclipped_BT, clipped_BT)
     if settings.ratio_clip_c is not None:
-        bound_B1 = -advantages_B1 * settings.ratio_clip_c
-        loss_BT = torch.where(advantages_B1 < 0, torch.minimum(loss_BT, bound_B1), loss_BT)
+        bound_BT = -advantages_BT * settings.ratio_clip_c
+        loss_BT = torch.where(advantages_BT < 0, torch.minimum(loss_BT, bound_BT), loss_BT)
     return loss_BT, clipped_BT > unclipped_BT
 
 
-def importance_weights(previous_logprobs_BT: torch.Tensor, generation_logprobs_BT: torch.Tensor) -> torch.Tensor:
-    """Return each token's probability in training over its probability in generation.
-
-    A weight that is no finite number, as where the engine gave a token no probability, becomes zero: such a token
-    teaches nothing.
-    """
-    weights_BT = (previous_logprobs_BT - generation_logprobs_BT).exp()
-    return torch.nan_to_num(weights_BT, nan=0.0, posinf=0.0, neginf=0.0)
+def clip(ratios_BT: torch.Tensor, settings: LossFn) -> torch.Tensor:
+    """Return the ratios within their bounds."""
+    return ratios_BT.clamp(1 - settings.ratio_clip_min, 1 + settings.ratio_clip_max)
 
 
 class PolicyGradientLoss:
-    """GRPO's loss (arXiv:2402.03300, equation 3) as NeMo-RL computes it: clipped surrogate plus KL to a reference.
+    """The surrogate, weighted for the sampler, plus a KL penalty: GRPO (arXiv:2402.03300, equation 3) and its kin.
 
     An object serves one optimizer step. Called with a micro-batch, the log-probabilities of its tokens under the policy
     in training (with gradient) and the policy's entropy at each position, it returns a scalar.
@@ -77,6 +75,7 @@ class PolicyGradientLoss:
         "probs_ratio_clamped",
         "token_mult_prob_error",
         "sampling_importance_ratio",
+        "is_oob_ratio",
     )
 
     def __init__(self, settings: LossFn, counts: Counts, device: torch.device) -> None:
@@ -86,30 +85,41 @@ class PolicyGradientLoss:
 
     def __call__(self, batch: MicroBatch, logprobs_BT: torch.Tensor, entropy_BT: torch.Tensor) -> torch.Tensor:
         """Return the micro-batch's share of the loss."""
-        settings = self._settings
+        settings, mask_BT = self._settings, batch.loss_mask_BT
         current_BT = logprobs_BT.detach()
         # Before the first optimizer step on a rollout batch the previous policy is the current one, to the bit.
-        previous_BT = current_BT if batch.previous_logprobs_BT is None else batch.previous_logprobs_BT
-        log_ratio_BT = logprobs_BT - previous_BT
-        ratio_BT = log_ratio_BT.exp()
-        loss_BT, is_clipped_BT = clipped_policy_loss(ratio_BT, batch.advantages_B, settings)
-        weights_BT = importance_weights(previous_BT, batch.generation_logprobs_BT)
+        is_current = batch.previous_logprobs_BT is None or settings.force_on_policy_ratio
+        previous_BT = current_BT if is_current else batch.previous_logprobs_BT
+        assert previous_BT is not None
+        ratios_BT = probability_ratios(logprobs_BT, previous_BT, mask_BT, settings)
+        loss_BT, is_clipped_BT = surrogate(logprobs_BT, ratios_BT, batch.advantages_BT, settings)
+        weights_BT, is_outside_BT = importance_weights(previous_BT, batch.generation_logprobs_BT, mask_BT, settings)
         if settings.use_importance_sampling_correction:
             loss_BT = weights_BT * loss_BT
-        kl_BT = torch.zeros_like(current_BT)
-        if settings.reference_policy_kl_penalty > 0:
-            assert batch.reference_logprobs_BT is not None, "a KL penalty needs the reference's log-probabilities"
-            kl_BT = kl_divergence(logprobs_BT, batch.reference_logprobs_BT, settings.kl_type)
+        kl_BT = self._kl(batch, logprobs_BT)
+        if settings.reference_policy_kl_penalty > 0 and not settings.use_kl_in_reward:
             loss_BT = loss_BT + settings.reference_policy_kl_penalty * kl_BT
         self.report.add(
-            batch.loss_mask_BT,
+            mask_BT,
             kl_BT,
             kl_divergence(previous_BT, current_BT, "k3"),
             entropy_BT,
             is_clipped_BT,
-            ratio_BT,
-            ratio_BT.clamp(1 - settings.ratio_clip_min, 1 + settings.ratio_clip_max),
+            ratios_BT,
+            clip(ratios_BT, settings),
             (batch.generation_logprobs_BT - previous_BT).abs().exp(),
             weights_BT,
+            is_outside_BT,
         )
-        return aggregate(loss_BT, batch.loss_mask_BT, self._counts, token_level=settings.token_level_loss)
+        return aggregate(loss_BT, mask_BT, self._counts, token_level=settings.token_level_loss)
+
+    def _kl(self, batch: MicroBatch, logprobs_BT: torch.Tensor) -> torch.Tensor:
+        """Return the divergence from the reference at each token; zeros without a penalty."""
+        settings = self._settings
+        if settings.reference_policy_kl_penalty == 0:
+            return torch.zeros_like(logprobs_BT)
+        reference_BT = batch.reference_logprobs_BT
+        assert reference_BT is not None, "a KL penalty needs the reference's log-probabilities"
+        if settings.use_on_policy_kl_approximation:
+            return reweighted_kl_penalty(logprobs_BT, reference_BT, batch.generation_logprobs_BT, settings)
+        return kl_penalty(logprobs_BT, reference_BT, settings)

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from tandem.common.config.checks import batches, cluster, data, generation, learning, megatron, model, parallelism, run
+from tandem.common.config.checks import (
+    batches,
+    cluster,
+    data,
+    generation,
+    learning,
+    loss,
+    megatron,
+    model,
+    parallelism,
+    run,
+)
 from tandem.common.config.checks.rule import Rule
 from tandem.common.config.schema import Config
 
@@ -12,6 +23,7 @@ RULES: tuple[Rule, ...] = (
     *parallelism.RULES,
     *batches.RULES,
     *learning.RULES,
+    *loss.RULES,
     *data.RULES,
     *run.RULES,
     *cluster.RULES,

@@ -1,4 +1,4 @@
-"""Rules of what is learned: advantages and losses."""
+"""Rules of what is learned: rewards and advantages."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from tandem.common.config.schema import Config
 
 def leaving_one_out_leaves_one(config: Config) -> None:
     """The leave-one-out baseline of a group of one is the mean of nothing."""
-    grpo = config.grpo
-    if config.algorithm == "grpo" and grpo.use_leave_one_out_baseline and grpo.num_generations_per_prompt < 2:
+    estimator = config.grpo.adv_estimator
+    leaves_out = estimator.name != "reinforce_plus_plus" and estimator.use_leave_one_out_baseline
+    if config.algorithm == "grpo" and leaves_out and config.grpo.num_generations_per_prompt < 2:
         raise Invalid(
             "grpo.num_generations_per_prompt",
             "1, but grpo.use_leave_one_out_baseline needs at least 2 samples of each prompt",
@@ -23,7 +24,32 @@ def samples_differ(config: Config) -> None:
         raise Invalid("policy.generation.temperature", "0 draws the same sample every time, and GRPO learns from none")
 
 
+def rewards_can_be_shaped(config: Config) -> None:
+    """Shaping needs to know which lengths it is about."""
+    shaping = config.grpo.reward_shaping
+    if config.algorithm != "grpo" or not shaping.enabled or shaping.stop_properly_penalty_coef is not None:
+        return
+    for name in ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length"):
+        if getattr(shaping, name) is None:
+            raise Invalid(
+                f"grpo.reward_shaping.{name}",
+                "null, but grpo.reward_shaping.enabled needs it, or stop_properly_penalty_coef in its place",
+            )
+
+
+def rewards_can_be_scaled(config: Config) -> None:
+    """An interval has two ends."""
+    scaling = config.grpo.reward_scaling
+    if config.algorithm == "grpo" and scaling.enabled and scaling.source_max <= scaling.source_min:
+        raise Invalid(
+            "grpo.reward_scaling.source_max",
+            f"{scaling.source_max:g} is not more than grpo.reward_scaling.source_min ({scaling.source_min:g})",
+        )
+
+
 RULES: tuple[Rule, ...] = (
     leaving_one_out_leaves_one,
     samples_differ,
+    rewards_can_be_scaled,
+    rewards_can_be_shaped,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.common.config.schema.algorithms import Dpo, Grpo, LossFn, Sft
+from tandem.common.config.schema.algorithms import Dpo, Sft
 from tandem.common.config.schema.base import Section
 from tandem.common.config.schema.data import Data, Environment
 from tandem.common.config.schema.generation import (
@@ -12,6 +12,8 @@ from tandem.common.config.schema.generation import (
     TransformersCfg,
     VllmCfg,
 )
+from tandem.common.config.schema.grpo import AdvEstimator, Grpo, RewardScaling, RewardShaping
+from tandem.common.config.schema.loss import LossFn
 from tandem.common.config.schema.megatron import MegatronCfg, MegatronScheduler
 from tandem.common.config.schema.policy import (
     DtensorCfg,
@@ -40,6 +42,7 @@ from tandem.common.config.schema.run import (
 )
 
 __all__ = [
+    "AdvEstimator",
     "Checkpointing",
     "Cluster",
     "Colocated",
@@ -66,6 +69,8 @@ __all__ = [
     "Optimizer",
     "Policy",
     "Refit",
+    "RewardScaling",
+    "RewardShaping",
     "SchedulerEntry",
     "Section",
     "SequencePacking",

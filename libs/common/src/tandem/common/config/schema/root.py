@@ -6,9 +6,11 @@ from typing import Literal
 
 import msgspec
 
-from tandem.common.config.schema.algorithms import Dpo, Grpo, LossFn, Sft
+from tandem.common.config.schema.algorithms import Dpo, Sft
 from tandem.common.config.schema.base import NonEmptyStr, Section
 from tandem.common.config.schema.data import Data, Environment
+from tandem.common.config.schema.grpo import Grpo
+from tandem.common.config.schema.loss import LossFn
 from tandem.common.config.schema.policy import Policy
 from tandem.common.config.schema.run import Checkpointing, Cluster, Logger, Refit
 

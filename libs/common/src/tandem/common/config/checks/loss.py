@@ -1,0 +1,105 @@
+"""Rules of the policy-gradient loss: options that contradict each other."""
+
+from __future__ import annotations
+
+import msgspec
+
+from tandem.common.config.checks.rule import Rule
+from tandem.common.config.problem import Invalid, shown
+from tandem.common.config.schema import Config
+
+
+class Conflict(msgspec.Struct, frozen=True):
+    """Two options of ``loss_fn`` that cannot both have such values."""
+
+    key: str
+    """Set to something other than false or null ..."""
+    other: str
+    """... it needs this key ..."""
+    needed: bool | None
+    """... to be that."""
+    why: str
+
+
+_CONFLICTS = (
+    Conflict("sequence_level_importance_ratios", "token_level_loss", False, "each sequence has one ratio"),
+    Conflict("use_cispo", "token_level_loss", True, "CISPO is a mean over all tokens"),
+    Conflict("use_cispo", "disable_ppo_ratio", False, "CISPO weights by the ratio"),
+    Conflict("use_cispo", "force_on_policy_ratio", False, "CISPO weights by the ratio"),
+    Conflict("use_cispo", "sequence_level_importance_ratios", False, "CISPO weights each token"),
+    Conflict("use_cispo", "ratio_clip_c", None, "no loss of CISPO grows with the ratio"),
+    Conflict("disable_ppo_ratio", "ratio_clip_c", None, "there is no ratio to bound"),
+    Conflict("disable_ppo_ratio", "force_on_policy_ratio", False, "there is no ratio to force"),
+    Conflict("use_kl_in_reward", "use_on_policy_kl_approximation", False, "only a divergence in the loss is weighted"),
+    Conflict(
+        "truncated_importance_sampling_type", "use_importance_sampling_correction", True, "it bounds that correction"
+    ),
+)
+_KIND = "loss_fn.truncated_importance_sampling_type"
+_HIGH, _LOW = "truncated_importance_sampling_ratio", "truncated_importance_sampling_ratio_min"
+
+
+def options_agree(config: Config) -> None:
+    """The options make one loss."""
+    for conflict in _CONFLICTS if config.algorithm == "grpo" else ():
+        value, other = (getattr(config.loss_fn, name) for name in (conflict.key, conflict.other))
+        if value and other != conflict.needed:
+            raise Invalid(
+                f"loss_fn.{conflict.key}",
+                f"{shown(value)} needs loss_fn.{conflict.other} to be {shown(conflict.needed)}: {conflict.why}",
+            )
+
+
+def importance_weights_have_bounds(config: Config) -> None:
+    """A way to truncate weights goes with the bounds that it needs, and bounds with a way."""
+    if config.algorithm != "grpo":
+        return
+    loss = config.loss_fn
+    kind = loss.truncated_importance_sampling_type
+    high, low = loss.truncated_importance_sampling_ratio, loss.truncated_importance_sampling_ratio_min
+    needed = () if kind is None else (_HIGH,) if kind == "tis" else (_HIGH, _LOW)
+    for name, bound in ((_HIGH, high), (_LOW, low)):
+        if kind is None and bound is not None:
+            raise Invalid(_KIND, f"null, but loss_fn.{name} is {bound:g}: expected tis, icepop or seq-mask-tis")
+        if name in needed and bound is None:
+            raise Invalid(f"loss_fn.{name}", f"null, but {_KIND} {kind} needs it")
+    if high is not None and low is not None and low > high:
+        raise Invalid(f"loss_fn.{_LOW}", f"{low:g} is more than loss_fn.{_HIGH} ({high:g})")
+    if kind == "seq-mask-tis" and loss.sequence_level_importance_ratios:
+        raise Invalid(
+            _KIND, "seq-mask-tis weights each token, but loss_fn.sequence_level_importance_ratios each sequence"
+        )
+
+
+def kl_in_the_reward_reaches_the_advantage(config: Config) -> None:
+    """Of the estimators only Reinforce++ has rewards by token."""
+    if config.algorithm != "grpo" or not config.loss_fn.use_kl_in_reward:
+        return
+    name = config.grpo.adv_estimator.name
+    if name != "reinforce_plus_plus":
+        raise Invalid(
+            "loss_fn.use_kl_in_reward",
+            f"true needs grpo.adv_estimator.name to be reinforce_plus_plus: {name} has one advantage a sample",
+        )
+    if config.loss_fn.reference_policy_kl_penalty == 0:
+        raise Invalid("loss_fn.use_kl_in_reward", "true needs loss_fn.reference_policy_kl_penalty to be more than 0")
+
+
+def forced_ratios_are_true(config: Config) -> None:
+    """After one optimizer step the policy in training is no longer the one before."""
+    batch = config.policy.train_global_batch_size
+    samples = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
+    if config.algorithm == "grpo" and config.loss_fn.force_on_policy_ratio and batch != samples:
+        raise Invalid(
+            "loss_fn.force_on_policy_ratio",
+            f"true needs one optimizer step a rollout batch: policy.train_global_batch_size is {batch}, "
+            f"grpo.num_prompts_per_step * grpo.num_generations_per_prompt {samples}",
+        )
+
+
+RULES: tuple[Rule, ...] = (
+    options_agree,
+    importance_weights_have_bounds,
+    kl_in_the_reward_reaches_the_advantage,
+    forced_ratios_are_true,
+)

@@ -1,0 +1,99 @@
+"""GRPO and its kin: prompt groups, rewards and advantages."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from tandem.common.config.schema.base import NonNegativeFloat, NonNegativeInt, PositiveInt, Section, Seed
+
+
+class AdvEstimator(Section, frozen=True, kw_only=True):
+    """How rewards become advantages."""
+
+    name: Literal["grpo", "gdpo", "reinforce_plus_plus"] = "grpo"
+    """grpo: each reward minus the baseline of its group (Shao et al. 2024, arXiv:2402.03300). gdpo: the same for each
+    component of the reward, weighted, added and normalised over the batch (Liu et al. 2026, arXiv:2601.05242); the
+    environment gives the components. reinforce_plus_plus: the reward minus the mean of its group, normalised over all
+    tokens of the batch (Hu et al. 2025, arXiv:2501.03262)."""
+    normalize_rewards: bool = True
+    """As `grpo.normalize_rewards`; not for reinforce_plus_plus."""
+    use_leave_one_out_baseline: bool = True
+    """As `grpo.use_leave_one_out_baseline`; not for reinforce_plus_plus."""
+    minus_baseline: bool = True
+    """For reinforce_plus_plus: subtract the mean reward of the group."""
+    reward_weights: tuple[float, ...] | None = None
+    """For gdpo: the weight of each component, in the alphabetical order of their names; null means 1 each."""
+
+
+class RewardShaping(Section, frozen=True, kw_only=True):
+    """Rewards that depend on the length of the response, after `grpo.reward_scaling`."""
+
+    enabled: bool = False
+    """Whether to shape rewards."""
+    overlong_buffer_length: PositiveInt | None = None
+    """Tokens before `max_response_length` over which the penalty grows from nothing."""
+    overlong_buffer_penalty: NonNegativeFloat | None = None
+    """What a response of `max_response_length` tokens or more loses (soft overlong punishment, DAPO, Yu et al. 2025,
+    arXiv:2503.14476, equation 13)."""
+    max_response_length: PositiveInt | None = None
+    """Tokens that a response should have at most."""
+    stop_properly_penalty_coef: Annotated[float, Meta(ge=0, le=1)] | None = None
+    """Multiply the reward of each response that a limit of tokens cut off by this, and penalise no length."""
+
+
+class RewardScaling(Section, frozen=True, kw_only=True):
+    """A linear map of rewards from one interval to another; rewards outside the first are clamped to it."""
+
+    enabled: bool = False
+    """Whether to scale rewards."""
+    source_min: float = 0.0
+    """The reward that becomes `target_min`."""
+    source_max: float = 1.0
+    """The reward that becomes `target_max`."""
+    target_min: float = 0.0
+    """The least reward afterwards, or the greatest if it is above `target_max`."""
+    target_max: float = 1.0
+    """The reward at the other end."""
+
+
+class Grpo(Section, frozen=True, kw_only=True):
+    """Group relative policy optimisation (Shao et al. 2024, arXiv:2402.03300)."""
+
+    num_prompts_per_step: PositiveInt = 32
+    """Prompt groups in one rollout batch."""
+    num_generations_per_prompt: PositiveInt = 16
+    """Samples drawn for each prompt: the size of a group."""
+    max_rollout_turns: PositiveInt = 1
+    """Responses a rollout may give: after each but the last the environment may answer, and the policy goes on."""
+    max_num_steps: PositiveInt = 1_000_000
+    """Rollout batches to train on before the run ends."""
+    normalize_rewards: bool = True
+    """Divide each advantage by the standard deviation of the rewards in its group."""
+    use_leave_one_out_baseline: bool = True
+    """Subtract the mean reward of the group's *other* samples, not of the whole group (Ahmadian et al. 2024,
+    arXiv:2402.14740)."""
+    adv_estimator: AdvEstimator = AdvEstimator()
+    overlong_filtering: bool = False
+    """Samples that a limit of tokens cut off count in their group's baseline, but not in the loss (DAPO,
+    arXiv:2503.14476, section 3.4)."""
+    reward_scaling: RewardScaling = RewardScaling()
+    reward_shaping: RewardShaping = RewardShaping()
+    use_dynamic_sampling: bool = False
+    """Throw away groups whose rewards do not differ, which teach nothing, and generate more until there are
+    `num_prompts_per_step` others (DAPO, arXiv:2503.14476, section 3.2)."""
+    batch_multiplier: Annotated[float, Meta(ge=1)] = 1.0
+    """With `use_dynamic_sampling`: generate for this times `num_prompts_per_step` prompts at once."""
+    dynamic_sampling_max_gen_batches: PositiveInt = 10
+    """With `use_dynamic_sampling`: end with an error if so many of these batches do not make a step."""
+    val_period: NonNegativeInt = 10
+    """Steps between validations; 0 means never."""
+    val_at_start: bool = False
+    """Validate before the first step."""
+    max_val_samples: PositiveInt = 256
+    """Validation problems used each time, from the front of the validation set."""
+    val_batch_size: PositiveInt = 256
+    """Validation problems sent to the rollouts at once."""
+    seed: Seed = 42
+    """Decides the problems, their order and every sample."""

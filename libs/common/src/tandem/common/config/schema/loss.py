@@ -1,0 +1,75 @@
+"""The policy-gradient loss of GRPO and its kin."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from tandem.common.config.schema.base import NonNegativeFloat, PositiveFloat, Section
+
+KlType = Literal["k1", "k2", "k3"]
+"""Estimators of a KL divergence from samples (Schulman 2020, joschu.net/blog/kl-approx.html)."""
+
+TruncationType = Literal["tis", "icepop", "seq-mask-tis"]
+"""What becomes of importance weights that are out of bounds."""
+
+
+class LossFn(Section, frozen=True, kw_only=True):
+    """The policy-gradient loss of GRPO and its kin; SFT does not read it.
+
+    As it stands it is GRPO's. REINFORCE and RLOO: ``disable_ppo_ratio``. GSPO: ``sequence_level_importance_ratios`` and
+    no ``token_level_loss``. CISPO: ``use_cispo``. DAPO: a ``ratio_clip_max`` of its own.
+    """
+
+    reference_policy_kl_penalty: NonNegativeFloat = 0.01
+    """Weight of the KL divergence to the starting model; 0 builds no reference model."""
+    reference_policy_kl_type: KlType = "k3"
+    """The estimator of that divergence (Schulman 2020, joschu.net/blog/kl-approx.html): k1 is minus the
+    log-ratio, k2 half its square, k3 the ratio minus one minus its logarithm, with the ratio of reference to
+    policy."""
+    kl_input_clamp_value: PositiveFloat | None = None
+    """The log-ratio of that estimate is kept within plus and minus this; null means no bound, later releases of NeMo-RL
+    take 20. Beyond the bound nothing pulls the policy back."""
+    kl_output_clamp_value: PositiveFloat | None = None
+    """The estimate at each token is kept within plus and minus this; null means no bound, later releases of NeMo-RL
+    take 10. Beyond the bound nothing pulls the policy back."""
+    use_kl_in_reward: bool = False
+    """Subtract the divergence from the reward of each token, before advantages are normalised, and not from the loss.
+    Only with ``grpo.adv_estimator.name: reinforce_plus_plus``."""
+    use_on_policy_kl_approximation: bool = False
+    """Weight the KL estimate of each token by its probability now over its probability in generation, with gradient:
+    the estimate and its gradient are then right for samples of a policy other than the one in training (Tang and
+    Munos 2025, arXiv:2506.09477)."""
+    ratio_clip_min: Annotated[float, Meta(ge=0, le=1)] = 0.2
+    """The probability ratio is clipped below at 1 minus this."""
+    ratio_clip_max: NonNegativeFloat = 0.2
+    """The probability ratio is clipped above at 1 plus this."""
+    ratio_clip_c: Annotated[float, Meta(gt=1)] | None = None
+    """Where the advantage is negative, the loss of a token is at most this times the advantage's magnitude (dual
+    clip, Ye et al. 2020, arXiv:1912.09729); null means no such bound."""
+    disable_ppo_ratio: bool = False
+    """Minus the advantage times the log-probability, with neither ratio nor clip: REINFORCE, and RLOO with the
+    leave-one-out baseline (Ahmadian et al. 2024, arXiv:2402.14740)."""
+    use_cispo: bool = False
+    """Minus the advantage times the log-probability, weighted by the clipped ratio without gradient: every token
+    teaches, also where the ratio is clipped (CISPO, MiniMax 2025, arXiv:2506.13585)."""
+    force_on_policy_ratio: bool = False
+    """Take the policy in training for the one before the step: the ratio is 1, with gradient. For one optimizer step a
+    rollout batch."""
+    sequence_level_importance_ratios: bool = False
+    """One ratio a sequence, the geometric mean of its tokens' (GSPO, Zheng et al. 2025, arXiv:2507.18071), and one
+    weight a sequence in the importance-sampling correction, the product of its tokens'."""
+    use_importance_sampling_correction: bool = False
+    """Weight each token by its probability in training over its probability in generation."""
+    truncated_importance_sampling_type: TruncationType | None = None
+    """What becomes of such weights that are out of bounds: tis clips them (Yao et al. 2025,
+    fengyao.notion.site/off-policy-rl), icepop makes them zero (Ling team 2025, arXiv:2510.18855), seq-mask-tis makes
+    all of a sequence zero if the geometric mean of its weights is out of bounds, and leaves the others as they are (Liu
+    et al. 2025, yingru.notion.site). Null means no bounds."""
+    truncated_importance_sampling_ratio: PositiveFloat | None = None
+    """The upper bound of such weights."""
+    truncated_importance_sampling_ratio_min: NonNegativeFloat | None = None
+    """The lower bound of such weights; null means 0, and only with tis."""
+    token_level_loss: bool = True
+    """True: the mean over all tokens of the global batch. False: the mean over sequences of each sequence's mean."""

@@ -1,0 +1,66 @@
+"""Rewards: what becomes of the environment's before advantages are made of them.
+
+Shapes: ``S`` samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.common.config.schema import Grpo, RewardScaling, RewardShaping
+from tandem.common.messages import SampleScored
+
+Float64s = NDArray[np.float64]
+
+
+def training_rewards(samples: Sequence[SampleScored], grpo: Grpo) -> Float64s:
+    """Return ``rewards_S`` as training sees them: the environment's, scaled, then shaped, where that is enabled."""
+    rewards_S = scaled(np.array([sample.reward for sample in samples], dtype=np.float64), grpo.reward_scaling)
+    return shaped(
+        rewards_S,
+        np.array([sample.response_length for sample in samples]),
+        np.array([is_truncated(sample) for sample in samples]),
+        grpo.reward_shaping,
+    )
+
+
+def is_truncated(sample: SampleScored) -> bool:
+    """Tell whether a limit of tokens cut the sample off."""
+    return sample.finish_reason == "length"
+
+
+def scaled(rewards: Float64s, settings: RewardScaling) -> Float64s:
+    """Map rewards, clamped to the source interval, linearly to the target interval."""
+    if not settings.enabled:
+        return rewards
+    within = (np.clip(rewards, settings.source_min, settings.source_max) - settings.source_min) / (
+        settings.source_max - settings.source_min
+    )
+    return np.asarray(settings.target_min + within * (settings.target_max - settings.target_min))
+
+
+def shaped(
+    rewards_S: Float64s, lengths_S: NDArray[np.int64], is_truncated_S: NDArray[np.bool_], settings: RewardShaping
+) -> Float64s:
+    """Return rewards that depend on the length of the response, too.
+
+    DAPO's soft overlong punishment (Yu et al. 2025, arXiv:2503.14476, equation 13): with a longest length L and a
+    buffer of C tokens a response loses nothing up to L - C, and then evenly more, up to the whole penalty at L and
+    beyond. With `stop_properly_penalty_coef` c, instead, the reward of a sample that was cut off is multiplied by c.
+    """
+    if not settings.enabled:
+        return rewards_S
+    if settings.stop_properly_penalty_coef is not None:
+        return np.where(is_truncated_S, settings.stop_properly_penalty_coef * rewards_S, rewards_S)
+    longest, buffer, penalty = (
+        settings.max_response_length,
+        settings.overlong_buffer_length,
+        settings.overlong_buffer_penalty,
+    )
+    assert longest is not None, "the configuration is checked before anything starts"
+    assert buffer is not None
+    assert penalty is not None
+    return np.asarray(rewards_S - penalty * np.clip((lengths_S - (longest - buffer)) / buffer, 0.0, 1.0))

@@ -1,0 +1,76 @@
+"""Estimates of a KL divergence from sampled tokens.
+
+Shapes: ``B`` rows, ``T`` padded positions.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import assert_never
+
+import torch
+
+from tandem.common.config.schema import LossFn
+from tandem.common.config.schema.loss import KlType
+
+
+def kl_divergence(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, kind: KlType) -> torch.Tensor:
+    """Estimate KL(policy || reference) at each token that the policy sampled, from two tensors of one shape.
+
+    With r = reference probability / policy probability (Schulman 2020, joschu.net/blog/kl-approx.html), ``k1`` is
+    -log r (unbiased, high variance), ``k2`` is (log r)^2 / 2 (biased, low variance), ``k3`` is r - 1 - log r (unbiased,
+    low variance, never negative).
+    """
+    return _of_log_ratio(reference_logprobs - logprobs, kind)
+
+
+def kl_penalty(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, settings: LossFn) -> torch.Tensor:
+    """Return the configured estimate at each token, within its clamps, as loss or reward take it."""
+    return _clamped(_estimate(logprobs, reference_logprobs, settings), settings.kl_output_clamp_value)
+
+
+def reweighted_kl_penalty(
+    logprobs_BT: torch.Tensor,
+    reference_logprobs_BT: torch.Tensor,
+    generation_logprobs_BT: torch.Tensor,
+    settings: LossFn,
+) -> torch.Tensor:
+    """Return the same, each token weighted by its probability now over its probability in generation, with gradient.
+
+    Over tokens that another policy g sampled, the mean of (p / g) k1 or (p / g) k3 is KL(p || reference), and its
+    gradient is that of the divergence; the gradient of k1 or k3 alone misses the part that comes from where the samples
+    are drawn (Tang and Munos 2025, arXiv:2506.09477). The output clamp is over the product.
+    """
+    weights_BT = finite_ratio(logprobs_BT - generation_logprobs_BT)
+    estimate_BT = weights_BT * _estimate(logprobs_BT, reference_logprobs_BT, settings)
+    return _clamped(estimate_BT, settings.kl_output_clamp_value)
+
+
+def finite_ratio(log_ratio: torch.Tensor) -> torch.Tensor:
+    """Return the ratio, and zero without gradient where that is no finite number.
+
+    So it is where the engine gave a token no probability: such a token teaches nothing.
+    """
+    is_finite = log_ratio.detach().exp().isfinite()
+    return torch.where(is_finite, log_ratio, -math.inf).exp()
+
+
+def _estimate(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, settings: LossFn) -> torch.Tensor:
+    log_ratio = _clamped(reference_logprobs - logprobs, settings.kl_input_clamp_value)
+    return _of_log_ratio(log_ratio, settings.reference_policy_kl_type)
+
+
+def _of_log_ratio(log_ratio: torch.Tensor, kind: KlType) -> torch.Tensor:
+    match kind:
+        case "k1":
+            return -log_ratio
+        case "k2":
+            return log_ratio.square() / 2
+        case "k3":
+            return log_ratio.exp() - 1 - log_ratio
+        case other:
+            assert_never(other)
+
+
+def _clamped(values: torch.Tensor, bound: float | None) -> torch.Tensor:
+    return values if bound is None else values.clamp(-bound, bound)

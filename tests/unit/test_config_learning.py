@@ -1,0 +1,176 @@
+"""Options of rewards, advantages and the policy-gradient loss: those that contradict each other are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tandem.common.config import Config, build_config
+from tandem.common.errors import ConfigError
+
+
+def configure(loss_fn: dict[str, Any] | None = None, grpo: dict[str, Any] | None = None, **policy: Any) -> Config:
+    return build_config(
+        {
+            "grpo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 4} | (grpo or {}),
+            "loss_fn": loss_fn or {},
+            "policy": {"model_name": "model", "train_global_batch_size": 16, "train_micro_batch_size": 4} | policy,
+            "data": {"dataset_name": "reasoning_gym", "task": "chain_sum"},
+        }
+    )
+
+
+def error_of(loss_fn: dict[str, Any] | None = None, grpo: dict[str, Any] | None = None, **policy: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        configure(loss_fn, grpo, **policy)
+    return str(caught.value).partition("loss_fn." if loss_fn else "grpo.")[2]
+
+
+GSPO = {"sequence_level_importance_ratios": True, "token_level_loss": False}
+REINFORCE_PLUS_PLUS = {"adv_estimator": {"name": "reinforce_plus_plus"}}
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "expected"),
+    [
+        (
+            {"sequence_level_importance_ratios": True},
+            "sequence_level_importance_ratios: true needs loss_fn.token_level_loss to be false: each sequence has one "
+            "ratio",
+        ),
+        (
+            {"use_cispo": True, "token_level_loss": False},
+            "use_cispo: true needs loss_fn.token_level_loss to be true: CISPO is a mean over all tokens",
+        ),
+        (
+            {"use_cispo": True, "disable_ppo_ratio": True},
+            "use_cispo: true needs loss_fn.disable_ppo_ratio to be false: CISPO weights by the ratio",
+        ),
+        (
+            {"use_cispo": True, "force_on_policy_ratio": True},
+            "use_cispo: true needs loss_fn.force_on_policy_ratio to be false: CISPO weights by the ratio",
+        ),
+        (
+            {"use_cispo": True, "ratio_clip_c": 3},
+            "use_cispo: true needs loss_fn.ratio_clip_c to be null: no loss of CISPO grows with the ratio",
+        ),
+        (
+            {"disable_ppo_ratio": True, "ratio_clip_c": 3},
+            "disable_ppo_ratio: true needs loss_fn.ratio_clip_c to be null: there is no ratio to bound",
+        ),
+        (
+            {"disable_ppo_ratio": True, "force_on_policy_ratio": True},
+            "disable_ppo_ratio: true needs loss_fn.force_on_policy_ratio to be false: there is no ratio to force",
+        ),
+        (
+            {"truncated_importance_sampling_type": "tis", "truncated_importance_sampling_ratio": 2},
+            "truncated_importance_sampling_type: 'tis' needs loss_fn.use_importance_sampling_correction to be true: it "
+            "bounds that correction",
+        ),
+        (
+            {"truncated_importance_sampling_ratio": 2},
+            "truncated_importance_sampling_type: null, but loss_fn.truncated_importance_sampling_ratio is 2: expected "
+            "tis, icepop or seq-mask-tis",
+        ),
+        (
+            {"use_importance_sampling_correction": True, "truncated_importance_sampling_type": "tis"},
+            "truncated_importance_sampling_ratio: null, but loss_fn.truncated_importance_sampling_type tis needs it",
+        ),
+        (
+            {
+                "use_importance_sampling_correction": True,
+                "truncated_importance_sampling_type": "icepop",
+                "truncated_importance_sampling_ratio": 2,
+            },
+            "truncated_importance_sampling_ratio_min: null, but loss_fn.truncated_importance_sampling_type icepop "
+            "needs it",
+        ),
+        (
+            {
+                "use_importance_sampling_correction": True,
+                "truncated_importance_sampling_type": "icepop",
+                "truncated_importance_sampling_ratio": 2,
+                "truncated_importance_sampling_ratio_min": 3,
+            },
+            "truncated_importance_sampling_ratio_min: 3 is more than loss_fn.truncated_importance_sampling_ratio (2)",
+        ),
+        (
+            {
+                **GSPO,
+                "use_importance_sampling_correction": True,
+                "truncated_importance_sampling_type": "seq-mask-tis",
+                "truncated_importance_sampling_ratio": 2,
+                "truncated_importance_sampling_ratio_min": 0.5,
+            },
+            "truncated_importance_sampling_type: seq-mask-tis weights each token, but "
+            "loss_fn.sequence_level_importance_ratios each sequence",
+        ),
+        (
+            {"truncated_importance_sampling_type": "tiss"},
+            "truncated_importance_sampling_type: 'tiss' is not one of icepop, seq-mask-tis, tis; did you mean 'tis'?",
+        ),
+        (
+            {"use_kl_in_reward": True},
+            "use_kl_in_reward: true needs grpo.adv_estimator.name to be reinforce_plus_plus: grpo has one advantage a "
+            "sample",
+        ),
+    ],
+)
+def test_losses_that_contradict_themselves(loss_fn: dict[str, Any], expected: str) -> None:
+    assert error_of(loss_fn) == expected
+
+
+def test_the_divergence_in_the_reward() -> None:
+    assert error_of({"use_kl_in_reward": True, "reference_policy_kl_penalty": 0}, REINFORCE_PLUS_PLUS) == (
+        "use_kl_in_reward: true needs loss_fn.reference_policy_kl_penalty to be more than 0"
+    )
+    both = {"use_kl_in_reward": True, "use_on_policy_kl_approximation": True}
+    assert error_of(both, REINFORCE_PLUS_PLUS) == (
+        "use_kl_in_reward: true needs loss_fn.use_on_policy_kl_approximation to be false: only a divergence in the "
+        "loss is weighted"
+    )
+    assert configure({"use_kl_in_reward": True}, REINFORCE_PLUS_PLUS).loss_fn.use_kl_in_reward
+
+
+def test_a_forced_ratio_is_for_one_optimizer_step() -> None:
+    assert configure({"force_on_policy_ratio": True}).loss_fn.force_on_policy_ratio
+    assert error_of({"force_on_policy_ratio": True}, train_global_batch_size=8) == (
+        "force_on_policy_ratio: true needs one optimizer step a rollout batch: policy.train_global_batch_size is 8, "
+        "grpo.num_prompts_per_step * grpo.num_generations_per_prompt 16"
+    )
+
+
+@pytest.mark.parametrize(
+    ("grpo", "expected"),
+    [
+        (
+            {"reward_scaling": {"enabled": True, "source_min": 1}},
+            "reward_scaling.source_max: 1 is not more than grpo.reward_scaling.source_min (1)",
+        ),
+        (
+            {"reward_shaping": {"enabled": True, "overlong_buffer_length": 4, "overlong_buffer_penalty": 1}},
+            "reward_shaping.max_response_length: null, but grpo.reward_shaping.enabled needs it, or "
+            "stop_properly_penalty_coef in its place",
+        ),
+        (
+            {"adv_estimator": {"name": "grppo"}},
+            "adv_estimator.name: 'grppo' is not one of gdpo, grpo, reinforce_plus_plus; did you mean 'grpo'?",
+        ),
+    ],
+)
+def test_rewards_and_advantages(grpo: dict[str, Any], expected: str) -> None:
+    assert error_of(None, grpo) == expected
+
+
+def test_the_estimator_takes_what_the_section_says() -> None:
+    config = configure(grpo={"normalize_rewards": False, "adv_estimator": {"use_leave_one_out_baseline": False}})
+    assert config.grpo.adv_estimator.normalize_rewards is False
+    assert config.grpo.adv_estimator.use_leave_one_out_baseline is False
+    assert config.grpo.use_leave_one_out_baseline
+
+
+def test_a_group_of_one_needs_no_other_where_none_is_left_out() -> None:
+    one = {"num_prompts_per_step": 16, "num_generations_per_prompt": 1}
+    assert configure(grpo=one | REINFORCE_PLUS_PLUS)
+    assert "needs at least 2" in error_of(None, one)
