@@ -1,369 +1,251 @@
-"""NeMo-RL v0.3's base files, key for key: known to the schema, and refused only for what is not built yet."""
+"""NeMo-RL v0.3's own files, key for key (``nemo_rl/``), are taken as they are, and `coordinator plan` explains them.
+
+Base files and recipes for 1B to 70B, dense and with experts, GRPO, SFT and DPO, Megatron-Core and DTensor.
+"""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tandem.common.config import load_config, to_plain
+from tandem.common.config import Config, load_config, notices, to_plain
+from tandem.common.config.unsupported import NOT_SUPPORTED_YET
 from tandem.common.errors import NotSupportedYet
+from tandem.coordinator.cli import main
 
-CHECKPOINTING = """
-checkpointing:
-  enabled: true
-  checkpoint_dir: "results/grpo"
-  metric_name: "val_reward"
-  higher_is_better: true
-  keep_top_k: 3
-  save_period: 10
-"""
+FILES = Path(__file__).parent / "nemo_rl"
+MODELS = Path(__file__).parents[2] / "examples" / "models"
 
-SHARED_POLICY = """
-  fsdp_offload_enabled: false
-  activation_checkpointing_enabled: false
-  max_grad_norm: 1.0
-  precision: "bfloat16"
-  dynamic_batching:
-    enabled: False
-    train_mb_tokens: ${mul:${policy.max_total_sequence_length}, ${policy.train_micro_batch_size}}
-    logprob_mb_tokens: ${mul:${policy.max_total_sequence_length}, ${policy.logprob_batch_size}}
-    sequence_length_round: 64
-  dtensor_cfg:
-    enabled: true
-    cpu_offload: False
-    sequence_parallel: false
-    activation_checkpointing: false
-    tensor_parallel_size: 1
-    context_parallel_size: 1
-    custom_parallel_plan: null
-"""
+DPO = {"algorithm"}
+MEGATRON = {"policy.megatron_cfg.enabled"}
+PACKED = {"policy.sequence_packing.enabled"}
+DYNAMIC = {"policy.dynamic_batching.enabled"}
+OFFLOAD = {"policy.dtensor_cfg.cpu_offload"}
+SEQUENCE = {"policy.dtensor_cfg.sequence_parallel"}
+TENSOR = {"policy.dtensor_cfg.tensor_parallel_size"}
 
-MEGATRON = """
-  megatron_cfg:
-    enabled: false
-    empty_unused_memory_level: 1
-    activation_checkpointing: false
-    converter_type: "Qwen2ForCausalLM"
-    tensor_model_parallel_size: 1
-    expert_tensor_parallel_size: 1
-    expert_model_parallel_size: 1
-    pipeline_model_parallel_size: 1
-    context_parallel_size: 1
-    num_layers_in_first_pipeline_stage: null
-    num_layers_in_last_pipeline_stage: null
-    pipeline_dtype: ${policy.precision}
-    sequence_parallel: false
-    freeze_moe_router: true
-    moe_router_dtype: "fp64"
-    moe_router_load_balancing_type: "none"
-    moe_router_bias_update_rate: "1e-3"
-    apply_rope_fusion: True
-    optimizer:
-      optimizer: "adam"
-      lr: 5.0e-6
-      min_lr: 5.0e-7
-      weight_decay: 0.01
-      bf16: true
-      fp16: false
-      params_dtype: "float32"
-      adam_beta1: 0.9
-      adam_beta2: 0.999
-      adam_eps: '1e-8'
-      sgd_momentum: 0.9
-      use_distributed_optimizer: true
-      use_precision_aware_optimizer: true
-      clip_grad: ${policy.max_grad_norm}
-    scheduler:
-      start_weight_decay: ${policy.megatron_cfg.optimizer.weight_decay}
-      end_weight_decay: ${policy.megatron_cfg.optimizer.weight_decay}
-      weight_decay_incr_style: "constant"
-      lr_decay_style: "constant"
-      lr_decay_iters: null
-      lr_warmup_iters: 13
-      lr_warmup_init: 5.0e-7
-    distributed_data_parallel_config:
-      grad_reduce_in_fp32: false
-      overlap_grad_reduce: true
-      overlap_param_gather: true
-      average_in_collective: true
-      use_custom_fsdp: false
-      data_parallel_sharding_strategy: "optim_grads_params"
-"""
-
-LOGGER = """
-logger:
-  log_dir: "logs"
-  num_val_samples_to_print: 0
-  wandb_enabled: false
-  tensorboard_enabled: false
-  mlflow_enabled: false
-  monitor_gpus: true
-  wandb:
-    project: "dev"
-    name: "dev-${data.dataset_name}"
-  tensorboard: {}
-  mlflow:
-    experiment_name: "dev"
-    run_name: "dev"
-  gpu_monitoring:
-    collection_interval: 10
-    flush_interval: 10
-cluster:
-  gpus_per_node: 1
-  num_nodes: 1
-"""
-
-GRPO_MATH_1B = f"""
-grpo:
-  num_prompts_per_step: 32
-  num_generations_per_prompt: 16
-  max_rollout_turns: 1
-  max_num_steps: 1000000
-  normalize_rewards: true
-  use_leave_one_out_baseline: true
-  val_period: 10
-  val_at_start: false
-  max_val_samples: 256
-  val_batch_size: 256
-loss_fn:
-  reference_policy_kl_penalty: 0.01
-  ratio_clip_min: 0.2
-  ratio_clip_max: 0.2
-  ratio_clip_c: null
-  use_on_policy_kl_approximation: false
-  use_importance_sampling_correction: false
-  token_level_loss: true
-{CHECKPOINTING}
-policy:
-  model_name: "Qwen/Qwen2.5-1.5B"
-  tokenizer:
-    name: ${{policy.model_name}}
-  train_global_batch_size: 512
-  train_micro_batch_size: 4
-  generation_batch_size: 32
-  logprob_batch_size: 4
-  max_total_sequence_length: 512
-  make_sequence_length_divisible_by: ${{policy.dtensor_cfg.tensor_parallel_size}}
-  sequence_packing:
-    enabled: True
-    train_mb_tokens: ${{mul:${{policy.max_total_sequence_length}}, ${{policy.train_micro_batch_size}}}}
-    logprob_mb_tokens: ${{mul:${{policy.max_total_sequence_length}}, ${{policy.logprob_batch_size}}}}
-    algorithm: "modified_first_fit_decreasing"
-    sequence_length_round: 64
-  optimizer:
-    name: "torch.optim.AdamW"
-    kwargs:
-      lr: 5.0e-6
-      weight_decay: 0.01
-      betas: [0.9, 0.999]
-      eps: '1e-8'
-      foreach: False
-      fused: False
-  scheduler:
-    - name: "torch.optim.lr_scheduler.LinearLR"
-      kwargs:
-        start_factor: 0.1
-        end_factor: 1.0
-        total_iters: 50
-    - name: "torch.optim.lr_scheduler.ConstantLR"
-      kwargs:
-        factor: 1.0
-        total_iters: 10000000000
-    - milestones: [50]
-  generation:
-    backend: "vllm"
-    max_new_tokens: ${{policy.max_total_sequence_length}}
-    temperature: 1.0
-    top_p: 1.0
-    top_k: null
-    stop_token_ids: null
-    stop_strings: null
-    vllm_cfg:
-      async_engine: false
-      precision: ${{policy.precision}}
-      tensor_parallel_size: 1
-      pipeline_parallel_size: 1
-      gpu_memory_utilization: 0.6
-      max_model_len: ${{policy.max_total_sequence_length}}
-      enforce_eager: False
-    colocated:
-      enabled: true
-      resources:
-        gpus_per_node: null
-        num_nodes: null
-{SHARED_POLICY}
-  megatron_cfg:
-    enabled: false
-data:
-  max_input_seq_length: ${{policy.max_total_sequence_length}}
-  prompt_file: "examples/prompts/cot.txt"
-  system_prompt_file: null
-  dataset_name: "OpenMathInstruct-2"
-env:
-  math:
-    num_workers: 8
-{LOGGER}
-"""
-
-GRPO_MATH_1B_MEGATRON = f"""
-defaults: "grpo_math_1B.yaml"
-policy:
-  generation_batch_size: 64
-  logprob_batch_size: 8
-  dtensor_cfg:
-    enabled: false
-  make_sequence_length_divisible_by: ${{policy.megatron_cfg.tensor_model_parallel_size}}
-  optimizer: null
-{MEGATRON.replace("enabled: false", "enabled: true", 1)}
-logger:
-  monitor_gpus: false
-"""
-
-SFT = f"""
-sft:
-  max_num_epochs: 1
-  max_num_steps: 60
-  val_period: 10
-  val_batches: 8
-  val_global_batch_size: 32
-  val_micro_batch_size: 1
-  val_at_start: true
-  seed: 42
-{CHECKPOINTING.replace("val_reward", "val_loss").replace("better: true", "better: false")}
-policy:
-  model_name: "meta-llama/Llama-3.2-1B"
-  tokenizer:
-    name: ${{policy.model_name}}
-    chat_template: "{{% for message in messages %}}{{{{' Question: ' + message['content'].strip()}}}}{{% endfor %}}"
-  train_global_batch_size: 32
-  train_micro_batch_size: 1
-  max_total_sequence_length: 1024
-  make_sequence_length_divisible_by: ${{policy.dtensor_cfg.tensor_parallel_size}}
-  sequence_packing:
-    enabled: False
-  optimizer:
-    name: "torch.optim.AdamW"
-    kwargs: {{lr: 5.0e-6, weight_decay: 0.1, betas: [0.9, 0.98], eps: '1e-5', foreach: False, fused: False}}
-{SHARED_POLICY}
-{MEGATRON}
-data:
-  max_input_seq_length: ${{policy.max_total_sequence_length}}
-  dataset_name: "squad"
-  add_bos: true
-  add_eos: true
-  add_generation_prompt: false
-  add_system_prompt: false
-{LOGGER.replace("tensorboard: {}", "tensorboard: {log_dir: 'tb_logs-sft-dev-${data.dataset_name}'}")}
-"""
-
-DPO = SFT.replace("sft:", "dpo:").replace(
-    "  seed: 42",
-    "  seed: 42\n  reference_policy_kl_penalty: 0.05\n  preference_average_log_probs: False\n"
-    "  sft_average_log_probs: ${.preference_average_log_probs}\n  preference_loss_weight: 1\n  sft_loss_weight: 0",
-)
-
-GRPO_SLIDING_PUZZLE = """
-defaults: "grpo_math_1B.yaml"
-grpo:
-  num_prompts_per_step: 32
-  max_rollout_turns: 50
-  max_num_steps: 10000
-policy:
-  model_name: "Qwen/Qwen2.5-1.5B-Instruct"
-  max_total_sequence_length: 3072
-  generation:
-    temperature: 1.0
-    top_p: 0.999
-    top_k: 10000
-data:
-  add_system_prompt: false
-env:
-  sliding_puzzle_game:
-    cfg:
-      game_config:
-        size: 5
-        shuffle_moves: 15
-      max_moves: 50
-"""
-
-FILES = {
-    "grpo_math_1B.yaml": GRPO_MATH_1B,
-    "grpo_math_1B_megatron.yaml": GRPO_MATH_1B_MEGATRON,
-    "sft.yaml": SFT,
+NEEDS: dict[str, set[str]] = {
     "dpo.yaml": DPO,
-    "grpo_sliding_puzzle.yaml": GRPO_SLIDING_PUZZLE,
+    "grpo-deepscaler-1.5b-16K.yaml": set(),
+    "grpo-deepscaler-1.5b-24K.yaml": OFFLOAD | SEQUENCE | TENSOR,
+    "grpo-deepscaler-1.5b-8K.yaml": set(),
+    "grpo_math_1B.yaml": PACKED,
+    "grpo_math_1B_megatron.yaml": MEGATRON | PACKED,
+    "grpo_math_70B_megatron.yaml": MEGATRON | PACKED,
+    "grpo_math_8B.yaml": PACKED,
+    "grpo_math_8B_megatron.yaml": MEGATRON | PACKED,
+    "grpo_math_qwen30ba3b_megatron.yaml": MEGATRON,
+    "grpo_sliding_puzzle.yaml": OFFLOAD | SEQUENCE | PACKED,
+    "recipes/dpo-llama3.1-8b-instruct-4n8g-fsdp2tp1.yaml": DPO,
+    "recipes/dpo-llama3.1-8b-instruct-4n8g-fsdp2tp2-quick.yaml": DPO | SEQUENCE | TENSOR,
+    "recipes/dpo-llama3.1-8b-instruct-4n8g-megatron.yaml": DPO | MEGATRON,
+    "recipes/dpo-llama3.1-8b-instruct-4n8g-megatrontp2pp2-quick.yaml": DPO | MEGATRON,
+    "recipes/grpo-llama3.1-8b-instruct-2n8g-fsdp2tp1-noncolocated.yaml": DYNAMIC,
+    "recipes/grpo-llama3.1-8b-instruct-4n8g-fsdp2tp1-long.yaml": DYNAMIC,
+    "recipes/grpo-llama3.2-1b-instruct-1n8g-megatron.yaml": MEGATRON | PACKED,
+    "recipes/grpo-qwen2.5-32b-32n8g-fsdp2tp8sp-actckpt.yaml": DYNAMIC | SEQUENCE | TENSOR,
+    "recipes/grpo-qwen2.5-7b-instruct-4n8g-fsdp2tp4sp.yaml": DYNAMIC | SEQUENCE | TENSOR,
+    "recipes/grpo-qwen3-30ba3b-4n8g-megatron-tp4-32k.yaml": MEGATRON,
+    "recipes/sft-llama3.1-70b-8n8g-tp4pp2-long-megatron.yaml": MEGATRON | TENSOR,
+    "recipes/sft-llama3.1-8b-instruct-1n8g-fsdp2tp2sp.yaml": SEQUENCE | TENSOR,
+    "recipes/sft-llama3.1-8b-instruct-1n8g-megatron.yaml": MEGATRON,
+    "recipes/sft-qwen2.5-32b-4n8g-fsdp2tp8sp-actckpt.yaml": SEQUENCE | TENSOR,
+    "sft.yaml": set(),
+    "sft_openmathinstruct2.yaml": TENSOR,
 }
-
-REFUSED = {
-    "grpo_math_1B.yaml": "policy.sequence_packing.enabled (true)",
-    "grpo_math_1B_megatron.yaml": ("policy.megatron_cfg.enabled (true), policy.sequence_packing.enabled (true)"),
-    "dpo.yaml": "algorithm (dpo)",
-    "grpo_sliding_puzzle.yaml": "policy.sequence_packing.enabled (true)",
-}
-
-BUILT = ("policy.sequence_packing.enabled=false",)
+"""What each file switches on that was not always built: it is refused for exactly those of them that still are not."""
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name, text in FILES.items():
-        (tmp_path / name).write_text(text)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(FILES)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_base_files_are_refused_only_for_what_is_not_built(folder: Path, name: str) -> None:
+def planned(name: str, *overrides: str) -> Config:
+    return load_config(name, overrides, to_run=False)
+
+
+def not_built(name: str) -> list[str]:
+    algorithm = planned(name).algorithm
+    waiting = [row.key for row in NOT_SUPPORTED_YET if row.key != "algorithm" or algorithm not in row.off]
+    return [key for key in waiting if key in NEEDS[name]]
+
+
+def test_every_file_is_here() -> None:
+    assert NEEDS.keys() == {str(path.relative_to(FILES)) for path in FILES.rglob("*.yaml")}
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_check_takes_it(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    missing = not_built(name)
+    code = main(["check", name])
+    printed = capsys.readouterr()
+    if not missing:
+        assert code == 0, printed.err
+        assert printed.out.startswith("algorithm: ")
+        return
+    assert code == 2
     with pytest.raises(NotSupportedYet) as caught:
         load_config(name)
-    assert str(caught.value) == f"{name}: not supported yet: {REFUSED[name]}"
+    listed = str(caught.value).removeprefix(f"{name}: not supported yet: ").split(", ")
+    assert [line.partition(" (")[0] for line in listed] == missing
 
 
-def test_the_sft_file_runs_as_it_is(folder: Path) -> None:
-    config = load_config("sft.yaml")
-    assert config.algorithm == "sft"
-    assert config.policy.tokenizer.name == "meta-llama/Llama-3.2-1B"
-    assert config.policy.optimizer is not None
-    assert config.policy.optimizer.kwargs["eps"] == 1e-5
-    assert config.policy.megatron_cfg.moe_router_bias_update_rate == 1e-3
-    assert config.policy.megatron_cfg.optimizer["adam_eps"] == 1e-8
-    assert config.policy.megatron_cfg.pipeline_dtype == "bfloat16"
-    assert config.logger.tensorboard.log_dir == "tb_logs-sft-dev-squad"
-    assert config.checkpointing.higher_is_better is False
+PLANS = {
+    "grpo_math_8B.yaml": (
+        "8 trainer ranks: DTensor, FSDP8",
+        "8 engine ranks: vLLM on one GPU, 8 engines",
+        "64 prompts × 32 samples = 2,048 sequences, 4 optimizer steps",
+        "of each, a rank trains on 64 sequences: at most 64 packed rows of at most 4,096 tokens",
+        "log-probabilities of the policy and the reference: at most 128 packed rows of at most 8,192 tokens",
+        "unknown: parameters, memory and transfers, because no config.json of it is here",
+    ),
+    "grpo_math_70B_megatron.yaml": (
+        "64 trainer ranks, 16 to each of 4 shares of a batch: Megatron-Core TP4 × PP4 × DP4",
+        "64 engine ranks: vLLM TP4, 16 engines",
+        "on the same GPUs, 8 a node",
+    ),
+    "grpo_math_qwen30ba3b_megatron.yaml": (
+        "64 trainer ranks, 2 to each of 32 shares of a batch: Megatron-Core TP2 × EP8 × DP32",
+        "of each, a rank trains on 16 sequences: 16 micro-batches of 1",
+    ),
+    "grpo-deepscaler-1.5b-24K.yaml": (
+        "8 trainer ranks, 2 to each of 4 shares of a batch: DTensor, FSDP4 × TP2",
+        "128 prompts × 8 samples = 1,024 sequences, 16 optimizer steps",
+    ),
+    "grpo_sliding_puzzle.yaml": (
+        "note: policy.dtensor_cfg.sequence_parallel (true) has no effect: policy.dtensor_cfg.tensor_parallel_size is 1",
+        "note: data.dataset_name is sliding_puzzle, because env has sliding_puzzle_game",
+    ),
+    "recipes/grpo-llama3.1-8b-instruct-2n8g-fsdp2tp1-noncolocated.yaml": (
+        "8 trainer ranks: DTensor, FSDP8",
+        "8 engine ranks: vLLM on one GPU, 8 engines",
+        "on different GPUs, 8 a node",
+        "at most 64 micro-batches of at most 4,096 tokens",
+    ),
+    "recipes/dpo-llama3.1-8b-instruct-4n8g-megatrontp2pp2-quick.yaml": (
+        "32 trainer ranks, 4 to each of 8 shares of a batch: Megatron-Core TP2 × PP2 × DP8",
+        "no engines: dpo generates nothing, and no weights move",
+        "256 pairs, 1 optimizer step",
+    ),
+    "recipes/sft-llama3.1-70b-8n8g-tp4pp2-long-megatron.yaml": (
+        "64 trainer ranks, 8 to each of 8 shares of a batch: Megatron-Core TP4 × PP2 × DP8",
+        "512 sequences, 1 optimizer step",
+    ),
+}
+"""What `coordinator plan` says of some of them, among other things."""
 
 
-def test_the_grpo_file_runs_once_what_is_not_built_is_switched_off(folder: Path) -> None:
-    config = load_config("grpo_math_1B.yaml", BUILT)
-    assert config.algorithm == "grpo"
-    assert config.policy.make_sequence_length_divisible_by == 1
-    assert config.policy.sequence_packing.train_mb_tokens == 512 * 4
-    assert config.policy.generation.max_new_tokens == 512
-    assert config.policy.scheduler[0].kwargs == {"start_factor": 0.1, "end_factor": 1.0, "total_iters": 50}
-    assert config.policy.scheduler[2].milestones == (50,)
-    assert config.data.environment == "math"
-    assert config.env["math"].num_workers == 8
-    assert config.logger.wandb.name == "dev-OpenMathInstruct-2"
+@pytest.mark.parametrize("name", NEEDS)
+def test_plan_explains_it_without_the_model(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", name]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    model, ranks, *_ = printed.out.splitlines()
+    config = planned(name)
+    assert model == config.policy.model_name
+    backend = "Megatron-Core" if config.policy.megatron_cfg.enabled else "DTensor"
+    assert ranks.startswith(f"  {config.cluster.trainers} trainer rank")
+    assert backend in ranks
+    assert sum(line.startswith("unknown: ") for line in printed.out.splitlines()) == 1
+    for notice in notices(config):
+        assert f"note: {notice}\n" in printed.out
+    for line in PLANS.get(name, ()):
+        assert line in printed.out
 
 
-def test_the_megatron_file_keeps_keys_that_only_megatron_knows(folder: Path) -> None:
-    overrides = [
-        *BUILT,
-        "policy.megatron_cfg.enabled=false",
-        "policy.dtensor_cfg.enabled=true",
-        "policy.optimizer={name: torch.optim.SGD}",
-        "policy.megatron_cfg.moe_per_layer_logging=true",
-    ]
-    config = load_config("grpo_math_1B_megatron.yaml", overrides)
+@pytest.mark.parametrize(
+    ("name", "model", "lines"),
+    [
+        (
+            "grpo_math_8B_megatron.yaml",
+            "Llama-3.1-8B",
+            # Two stages of 16 layers, the second with the output layer and the last norm; no vocabulary to pad.
+            (
+                "8.0 billion parameters",
+                "weights 8.03, gradients 8.03, optimizer 12.05, reference model 8.03",
+                "cuda_ipc",
+                "lower bound",
+            ),
+        ),
+        (
+            "recipes/sft-llama3.1-8b-instruct-1n8g-fsdp2tp2sp.yaml",
+            "Llama-3.1-8B",
+            ("weights 4.02, gradients 4.02, optimizer 8.03",),
+        ),
+    ],
+)
+def test_plan_knows_memory_and_transfers_with_the_model(
+    name: str, model: str, lines: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", name, f"policy.model_name={MODELS / model}"]) == 0
+    printed = capsys.readouterr().out
+    assert "unknown" not in printed
+    for line in lines:
+        assert line in printed
+
+
+def test_values_are_read_as_they_are_written() -> None:
+    sft = planned("sft.yaml")
+    assert sft.policy.optimizer is not None
+    assert sft.policy.optimizer.kwargs["eps"] == 1e-5
+    assert sft.policy.megatron_cfg.moe_router_bias_update_rate == 1e-3
+    assert sft.policy.megatron_cfg.optimizer["adam_eps"] == 1e-5
+    assert sft.policy.megatron_cfg.pipeline_dtype == "bfloat16"
+    assert sft.logger.tensorboard.log_dir == "tb_logs-sft-dev-squad"
+    assert sft.checkpointing.higher_is_better is False
+    grpo = planned("grpo_math_1B.yaml")
+    assert grpo.policy.sequence_packing.train_mb_tokens == 512 * 4
+    assert grpo.policy.generation.max_new_tokens == 512
+    assert grpo.policy.scheduler[0].kwargs == {"start_factor": 0.1, "end_factor": 1.0, "total_iters": 50}
+    assert grpo.policy.scheduler[2].milestones == (50,)
+    assert grpo.data.environment == "math"
+    assert grpo.env["math"].num_workers == 8
+    assert grpo.logger.wandb.name == "dev-OpenMathInstruct-2"
+
+
+def test_trainers_and_engines_follow_the_gpus() -> None:
+    for name, trainers, engines, shares in (
+        ("grpo_math_1B.yaml", 1, 1, 1),
+        ("grpo_math_8B.yaml", 8, 8, 8),
+        ("grpo_math_70B_megatron.yaml", 64, 16, 4),
+        ("recipes/grpo-llama3.1-8b-instruct-2n8g-fsdp2tp1-noncolocated.yaml", 8, 8, 8),
+        ("recipes/grpo-qwen2.5-32b-32n8g-fsdp2tp8sp-actckpt.yaml", 256, 64, 32),
+    ):
+        config = planned(name)
+        assert (config.cluster.trainers, config.cluster.rollouts) == (trainers, engines)
+        assert config.data_parallel_size == shares
+
+
+def test_megatron_clips_as_the_policy_says_unless_it_says_otherwise() -> None:
+    assert planned("grpo_math_1B_megatron.yaml").policy.megatron_cfg.optimizer["clip_grad"] == 1.0
+    name = "recipes/sft-llama3.1-70b-8n8g-tp4pp2-long-megatron.yaml"
+    assert planned(name).policy.megatron_cfg.optimizer["clip_grad"] == 0.0
+
+
+def test_keys_that_only_megatron_knows_are_kept_where_they_were() -> None:
+    config = planned("grpo_math_1B_megatron.yaml", "policy.megatron_cfg.moe_per_layer_logging=true")
     assert config.policy.megatron_cfg.forwarded == {"moe_per_layer_logging": True}
     assert to_plain(config)["policy"]["megatron_cfg"]["moe_per_layer_logging"] is True
-    assert config.policy.generation_batch_size == 64
 
 
-def test_the_puzzle_is_made_as_its_environment_says(folder: Path) -> None:
-    overrides = [*BUILT, "data.dataset_name=sliding_puzzle", "data.environment=sliding_puzzle_game"]
-    config = load_config("grpo_sliding_puzzle.yaml", overrides)
+def test_the_puzzle_is_made_as_its_environment_says() -> None:
+    config = planned("grpo_sliding_puzzle.yaml")
+    assert (config.data.dataset_name, config.data.environment) == ("sliding_puzzle", "sliding_puzzle_game")
     assert config.grpo.max_rollout_turns == 50
     assert config.data.task_params == {"size": 5, "shuffle_moves": 15}
     assert config.env["sliding_puzzle_game"].cfg["max_moves"] == 50
     assert config.policy.generation.top_k == 10000
+
+
+def test_checking_and_planning_import_no_torch() -> None:
+    script = """
+import sys
+from tandem.coordinator.cli import main
+print(main(["plan", "grpo_math_70B_megatron.yaml"]), "torch" in sys.modules, "zmq" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "0 False False"

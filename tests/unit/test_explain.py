@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from tandem.common.config import load_config
+from tandem.common.config import Config, load_config
 from tandem.coordinator.cli import main
-from tandem.coordinator.explain import Explained, Side, explain, predict, sides
+from tandem.coordinator.explain import Explained, explain, predict
+from tandem.coordinator.sides import Side, model_shape, sides
 from tandem.refit.adapters.deployment import Deployment
 from tandem.refit.layout import ITEM_SIZES
 
@@ -44,8 +45,14 @@ def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def planned(name: str, *overrides: str) -> tuple[Side, Side, Explained]:
     config = load_config(PLANS / name, overrides, to_run=False)
-    trainers, engines = sides(config)
+    trainers, engines = laid_out(config)
     return trainers, engines, predict(config, trainers, engines)
+
+
+def laid_out(config: Config) -> tuple[Side, Side]:
+    model = model_shape(config)
+    assert not isinstance(model, str), model
+    return sides(config, model)
 
 
 def wanted_bytes(engines: Side) -> dict[str, int]:
@@ -145,9 +152,10 @@ def test_deepseek_on_512_ranks_takes_less_than_4_gib() -> None:
 import json, resource, sys
 resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
 from tandem.common.config import load_config
-from tandem.coordinator.explain import predict, sides
+from tandem.coordinator.explain import predict
+from tandem.coordinator.sides import model_shape, sides
 config = load_config("examples/plans/{LARGEST}", to_run=False)
-explained = predict(config, *sides(config))
+explained = predict(config, *sides(config, model_shape(config)))
 links = [(link.source, link.destination, link.transport, link.round, link.num_bytes) for link in explained.survey.links]
 print(json.dumps([len(explained.survey.ingress), explained.cost.seconds, explained.cost.bound_s,
     sum(num_bytes for *_, num_bytes in links), sorted({{transport for _, _, transport, _, _ in links}}),
@@ -195,7 +203,7 @@ def test_a_model_made_from_scratch_is_planned_for_the_cpu() -> None:
     config = load_config(ROOT / "examples" / "arithmetic_sft.yaml", to_run=False)
     policy = msgspec.structs.replace(config.policy, model_name="there-is-no-such-folder")
     config = msgspec.structs.replace(config, policy=policy)
-    trainers, engines = sides(config)
+    trainers, engines = laid_out(config)
     explained = predict(config, trainers, engines)
     assert [(link.transport, link.num_bytes) for link in explained.survey.links] == [("alias", 0)]
     assert explained.cost.seconds == 0
@@ -209,7 +217,6 @@ def test_a_model_made_from_scratch_is_planned_for_the_cpu() -> None:
 @pytest.mark.parametrize(
     ("name", "overrides", "message"),
     [
-        (LLAMA, ["policy.model_name=nowhere"], "policy.model_name: 'nowhere' is no folder here"),
         (LLAMA, ["policy.model_name=examples"], "policy.model_name: 'examples' holds no config.json"),
         (
             LLAMA,

@@ -26,18 +26,19 @@ class ModelSizes(msgspec.Struct, frozen=True, kw_only=True):
     num_experts: int | None = None
 
 
-def model_config(policy: Policy) -> dict[str, Any] | None:
-    """Return the content of the model's ``config.json``, or of what ``policy.new_model`` will write; None if neither.
-
-    It is looked for in the folder ``policy.model_name`` and in the cache of the Hub.
-    """
+def config_file(policy: Policy) -> Path | None:
+    """Return the ``config.json`` in the folder ``policy.model_name`` or in the cache of the Hub; None if neither."""
     path = Path(policy.model_name) / "config.json"
-    if not path.is_file():
-        path = _cached(policy.model_name) or path
+    return path if path.is_file() else _cached(policy.model_name)
+
+
+def model_config(policy: Policy) -> dict[str, Any] | None:
+    """Return the content of `config_file`, or of the one that ``policy.new_model`` will write; None if neither."""
+    path = config_file(policy)
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.MsgspecError):  # a file that is damaged is an error of whoever loads the model
-        return policy.new_model.config if policy.new_model is not None else None
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any]) if path else _new(policy)
+    except (OSError, msgspec.MsgspecError):  # an error of whoever loads the model
+        return None
 
 
 def model_sizes(policy: Policy) -> ModelSizes:
@@ -45,6 +46,10 @@ def model_sizes(policy: Policy) -> ModelSizes:
     config = model_config(policy) or {}
     found = {size: next((config[name] for name in names if name in config), None) for size, names in _NAMES.items()}
     return ModelSizes(**{size: value for size, value in found.items() if isinstance(value, int)})
+
+
+def _new(policy: Policy) -> dict[str, Any] | None:
+    return policy.new_model.config if policy.new_model is not None else None
 
 
 def _cached(name: str) -> Path | None:

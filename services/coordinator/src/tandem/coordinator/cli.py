@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--out", type=Path, help="folder for report.png and report.json (default: the run folder)")
     refits = commands.add_parser("refits", help="list a run's refits: bytes by link, seconds, share of the bound")
     refits.add_argument("run", type=Path, metavar="RUN", help="run folder: logger.log_dir of its configuration")
-    plan = commands.add_parser("plan", help="explain a refit before anything runs: transports, bytes, predicted time")
+    plan = commands.add_parser("plan", help="explain a run before it starts: ranks, batches, memory, refits")
     _add_config_arguments(plan)
     return parser
 

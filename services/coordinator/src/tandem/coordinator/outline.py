@@ -1,0 +1,110 @@
+"""What ``coordinator plan`` says of a run beside its refits: ranks, batches, memory, and what is in vain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tandem.common.config import Config, notices
+from tandem.common.config.unsupported import refusal
+from tandem.coordinator.sides import Side
+
+_GB = 1e9
+
+
+def ranks_of_training(config: Config) -> str:
+    """Say how many trainers there are, and into how many shares they cut a batch."""
+    num, shares = config.cluster.trainers, config.data_parallel_size
+    cut = f", {num // shares} to each of {shares} shares of a batch" if num > shares > 1 else ""
+    return f"{num} trainer rank{'s' if num > 1 else ''}{cut}"
+
+
+def steps(config: Config) -> Iterator[str]:
+    """Say what one step computes: optimizer steps, and the micro-batches of each rank in one."""
+    policy, share = config.policy, config.policy.train_global_batch_size // config.data_parallel_size
+    things = "pairs" if config.algorithm == "dpo" else "sequences"
+    if config.algorithm == "grpo":
+        prompts, generations = config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt
+        whole = prompts * generations
+        num = whole // policy.train_global_batch_size
+        yield f"{prompts:,} prompts × {generations} samples = {whole:,} sequences, {_count(num, 'optimizer step')}"
+    else:
+        num = 1
+        yield f"{policy.train_global_batch_size:,} {things}, 1 optimizer step"
+    micro_batches = _micro_batches(config, share, policy.train_micro_batch_size)
+    yield f"of each, a rank trains on {share:,} {things}: {micro_batches}"
+    scored = _scored(config, num)
+    if scored:
+        batches = _micro_batches(config, share * num, policy.logprob_batch_size, scoring=True)
+        yield f"before that, log-probabilities of the {scored}: {batches}"
+
+
+def _micro_batches(config: Config, num: int, size: int, *, scoring: bool = False) -> str:
+    packing, dynamic = config.policy.sequence_packing, config.policy.dynamic_batching
+    longest = config.policy.max_total_sequence_length
+    if not packing.enabled and not dynamic.enabled:
+        return f"{_count(-(-num // size), 'micro-batch')} of {size}"
+    section = packing if packing.enabled else dynamic
+    tokens = section.logprob_mb_tokens if scoring else section.train_mb_tokens
+    most = -(-num // max(1, tokens // longest))
+    kind = "packed rows" if packing.enabled else "micro-batches"
+    return f"at most {most:,} {kind} of at most {tokens:,} tokens"
+
+
+def _scored(config: Config, num_steps: int) -> str:
+    """Name the models that score a batch before it is trained on."""
+    if config.algorithm == "dpo":
+        return "reference"
+    if config.algorithm != "grpo":
+        return ""
+    models = {"policy": num_steps > 1, "reference": config.loss_fn.reference_policy_kl_penalty > 0}
+    return " and the ".join(name for name, is_scored in models.items() if is_scored)
+
+
+def memory(config: Config, trainers: Side) -> str:
+    """Say what the trainer that has most weights keeps between steps: closed forms for Adam, with its two moments."""
+    rest, experts = _most_weights(trainers)
+    weights = gradients = rest + experts
+    policy, megatron = config.policy, config.policy.megatron_cfg
+    state = 2.0 * weights
+    if megatron.enabled:
+        is_half = policy.precision == "bfloat16"
+        item_size, bytes_of_state = (2, 12) if is_half else (4, 8)  # a copy in float32 beside half precision
+        if megatron.distributed_data_parallel_config.get("grad_reduce_in_fp32"):
+            gradients = weights * 4 // item_size
+        a_stage = config.cluster.trainers // megatron.pipeline_model_parallel_size
+        shares = a_stage // megatron.tensor_model_parallel_size
+        shares_E = a_stage // (megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size)
+        if not megatron.optimizer.get("use_distributed_optimizer", True):
+            shares = shares_E = 1
+        state = bytes_of_state / item_size * (rest / shares + experts / shares_E)
+    kept = {"weights": weights, "gradients": gradients, "optimizer": state}
+    if "reference" in _scored(config, 1):
+        kept["reference model"] = weights
+    listed = ", ".join(f"{name} {size / _GB:,.2f}" for name, size in kept.items())
+    where = " (in host memory)" if policy.dtensor_cfg.cpu_offload and not megatron.enabled else ""
+    return f"{sum(kept.values()) / _GB:,.2f} GB a trainer{where}, without activations: {listed}"
+
+
+def _most_weights(side: Side) -> tuple[int, int]:
+    """Return the bytes of the rank that has most weights, those of experts apart from the rest."""
+    deployment = side.deployment
+    ranks = {deployment.place(rank): rank for rank in range(deployment.num_ranks)}.values()
+    found = []
+    for rank in ranks:
+        sizes = [0, 0]
+        for storage in deployment.parameters(side.model, rank).storages:
+            sizes[".experts." in storage.name] += storage.num_bytes
+        found.append((sizes[0], sizes[1]))
+    return max(found, key=sum)
+
+
+def in_vain(config: Config) -> Iterator[str]:
+    """Say what is not built, and what has no effect."""
+    unsupported = refusal(config)
+    if unsupported:
+        yield unsupported
+    yield from notices(config)
+
+
+def _count(num: int, noun: str) -> str:
+    return f"{num:,} {noun}" + ("" if num == 1 else "es" if noun.endswith("ch") else "s")
