@@ -71,7 +71,7 @@ _PLAIN: dict[str, inspect.Type] = {
     "str": inspect.StrType(),
     "None": inspect.NoneType(),
     # As YAML has them: by name.
-    "torch.dtype": inspect.LiteralType(("bfloat16", "float16", "float32", "float8", "uint8")),
+    "torch.dtype": inspect.LiteralType(("bfloat16", "float16", "float32")),
 }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from tandem.common.config.problem import shown
 from tandem.common.config.schema import Config, Optimizer
 from tandem.common.config.unsupported import without_effect_yet
+from tandem.common.model_sizes import model_sizes
 from tandem.common.sources import package_folder
 
 _MEGATRON = "policy.megatron_cfg"
@@ -46,6 +47,15 @@ def _sequences(config: Config) -> Iterator[str]:
         yield _vain(f"{section}.sequence_parallel", True, f"{section}.{ranks} is 1")
 
 
+def _experts(config: Config) -> Iterator[str]:
+    """Megatron-Core trains no experts on whole sequences that several tensor-parallel ranks have."""
+    megatron = config.policy.megatron_cfg
+    ranks = megatron.tensor_model_parallel_size
+    if megatron.enabled and ranks > 1 and not megatron.sequence_parallel and model_sizes(config.policy).num_experts:
+        why = f"the model has experts, and {_MEGATRON}.tensor_model_parallel_size is {ranks}"
+        yield f"{_MEGATRON}.sequence_parallel (false) is taken as true: {why}"
+
+
 def _megatron(config: Config) -> Iterator[str]:
     """Arguments of Megatron-Core that something else decides."""
     policy, megatron = config.policy, config.policy.megatron_cfg
@@ -71,6 +81,8 @@ def _data_parallel(config: Config) -> Iterator[str]:
         return
     if given.get("average_in_collective"):
         yield _vain(f"{_DDP}.average_in_collective", True, "gradients are summed, the loss is a mean already")
+    if given.get("overlap_param_gather"):
+        yield _vain(f"{_DDP}.overlap_param_gather", True, "weights are read as soon as a step is over")
     strategy = given.get("data_parallel_sharding_strategy")
     if strategy not in (None, "no_shard"):
         yield _vain(f"{_DDP}.data_parallel_sharding_strategy", strategy, "use_megatron_fsdp is off")
@@ -99,6 +111,7 @@ def _vain(key: str, value: Any, why: str) -> str:
 _NOTICES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _backends,
     _sequences,
+    _experts,
     _megatron,
     _data_parallel,
     _puzzle,

@@ -88,21 +88,9 @@ def experts_are_shared_out(config: Config) -> None:
         )
 
 
-def experts_split_sequences_where_layers_are_split(config: Config) -> None:
-    """Megatron-Core trains no experts on whole sequences that several tensor-parallel ranks have."""
-    megatron = config.policy.megatron_cfg
-    has_experts = model_sizes(config.policy).num_experts is not None
-    if megatron.enabled and has_experts and megatron.tensor_model_parallel_size > 1 and not megatron.sequence_parallel:
-        raise Invalid(
-            f"{MEGATRON}.sequence_parallel",
-            "false, but Megatron-Core needs it where a model has experts and tensor_model_parallel_size is more than 1",
-        )
-
-
 RULES: tuple[Rule, ...] = (
     trainers_make_whole_replicas,
     layers_make_even_stages,
     heads_are_shared_out,
     experts_are_shared_out,
-    experts_split_sequences_where_layers_are_split,
 )
