@@ -18,6 +18,13 @@ from tandem.trainer import step
 from tandem.trainer.backends.dtensor import DTensorBackend
 from tandem.trainer.backends.shards import local_of
 from tandem.trainer.offload import Offloaded, state_of
+from tests.integration.reference import (
+    assert_same_weights,
+    logprobs_of,
+    plain_grpo,
+    sequences_of,
+    trained_weights,
+)
 from tests.integration.trainer_harness import (
     ADAMW,
     ARCHITECTURES,
@@ -40,75 +47,6 @@ def train_rank(rank: int, config: Config, batches: Sequence[TrainingBatch], fold
     if folder is not None:
         backend.save(folder)
     return [result.metrics for result in results], digest_of(backend)
-
-
-def trained_weights(folder: Path) -> dict[str, torch.Tensor]:
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "policy")
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
-
-
-def sequences_of(batch: TrainingBatch) -> list[dict[str, torch.Tensor]]:
-    """The batch's arrays, a dict a sequence."""
-    ends = np.cumsum(batch.lengths_S)
-    return [
-        {
-            "token_ids": torch.from_numpy(batch.token_ids_T[end - length : end].astype(np.int64)),
-            "mask": torch.from_numpy(batch.loss_mask_T[end - length : end])[1:],
-            "generation": torch.from_numpy(batch.generation_logprobs_T[end - length : end])[1:],
-            "advantage": torch.tensor(batch.advantages_S[row]),
-        }
-        for row, (length, end) in enumerate(zip(batch.lengths_S, ends, strict=True))
-    ]
-
-
-def logprobs_of(model: Any, token_ids: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-    """Log-probabilities of tokens 1 to the last of one unpadded sequence."""
-    logits_TV = model(input_ids=token_ids[None]).logits[0, :-1].float() / temperature
-    return logits_TV.log_softmax(dim=-1).gather(1, token_ids[1:, None])[:, 0]
-
-
-def plain_grpo(
-    model: Any, batches: Sequence[TrainingBatch], *, size: int, temperature: float = 1.0, kl: float = 0.0
-) -> list[tuple[float, float]]:
-    """Token-level GRPO with a k3 penalty, clipped at 0.2: the loss and gradient norm of each optimizer step."""
-    reference = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-    history = []
-    for batch in batches:
-        samples = sequences_of(batch)
-        with torch.no_grad():
-            previous = [logprobs_of(model, sample["token_ids"], temperature) for sample in samples]
-            now = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-            model.load_state_dict(reference, strict=False)
-            references = [logprobs_of(model, sample["token_ids"], temperature) for sample in samples]
-            model.load_state_dict(now, strict=False)
-        for first in range(0, len(samples), size):
-            chosen = range(first, first + size)
-            num_tokens = sum(int(samples[i]["mask"].sum()) for i in chosen)
-            total = torch.zeros(())
-            for i in chosen:
-                logprobs = logprobs_of(model, samples[i]["token_ids"], temperature)
-                ratio = (logprobs - previous[i]).exp()
-                advantage = samples[i]["advantage"]
-                loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-                difference = references[i] - logprobs
-                loss = loss + kl * (difference.exp() - 1 - difference)
-                total = total + loss[samples[i]["mask"]].sum() / num_tokens
-            total.backward()
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            history.append((total.item(), norm.item()))
-    return history
-
-
-def assert_same_weights(found: dict[str, torch.Tensor], model: Any, tolerance: float = TOLERANCE) -> None:
-    expected = dict(model.named_parameters())
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():
-        torch.testing.assert_close(
-            tensor, expected[name].detach(), rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
-        )
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

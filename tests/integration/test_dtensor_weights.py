@@ -20,6 +20,9 @@ from tandem.common.config import Config
 from tandem.common.config.schema import NewModel
 from tandem.common.errors import ModelError, TandemError
 from tandem.common.tokenizer import write_new_model
+from tandem.refit.adapters.catalogue import from_checkpoint
+from tandem.refit.adapters.deployment import Hosts
+from tandem.refit.adapters.dtensor import DTensor
 from tandem.refit.digests import task as digest
 from tandem.refit.layout import Layout, SharedMemory, whole
 from tandem.trainer import step
@@ -29,8 +32,11 @@ from tests.integration.trainer_harness import ARCHITECTURES, digest_of, make_bat
 pytestmark = pytest.mark.usefixtures("rank_server")
 
 
-def read_piecewise(layouts: Sequence[Layout]) -> dict[str, np.ndarray[Any, Any]]:
-    """Assemble whole tensors the way an engine would: from the layouts alone, through ``/proc/<pid>/fd/<fd>``."""
+def read_piecewise(layouts: Sequence[Layout], num_replicas: int = 1) -> dict[str, np.ndarray[Any, Any]]:
+    """Assemble whole tensors the way an engine would: from the layouts alone, through ``/proc/<pid>/fd/<fd>``.
+
+    Every element is held once, or by as many ranks as `num_replicas`.
+    """
     tensors: dict[str, np.ndarray[Any, Any]] = {}
     written: dict[str, np.ndarray[Any, Any]] = {}
     for layout in layouts:
@@ -47,12 +53,14 @@ def read_piecewise(layouts: Sequence[Layout]) -> dict[str, np.ndarray[Any, Any]]
                 with mmap.mmap(fd, storage.num_bytes, mmap.MAP_SHARED, mmap.PROT_READ) as mapped:
                     view = np.ndarray(piece.box.shape, np.float32, mapped, piece.offset, piece.strides)
                     region = tuple(map(slice, piece.box.start, piece.box.stop))
+                    assert not count[region].any() or np.array_equal(whole_tensor[region], view), "replicas are equal"
                     whole_tensor[region] = view
                     count[region] += 1
                     del view
                 os.close(fd)
     for name, count in written.items():
-        assert (count == 1).all(), f"{name} is not covered exactly once"
+        assert (count == count.flat[0]).all(), f"{name} is not covered evenly"
+        assert count.flat[0] in (1, num_replicas), name
     return tensors
 
 
@@ -65,29 +73,65 @@ def exchange_layouts(backend: DTensorBackend) -> list[Layout]:
 
 # Three divides hardly anything: uneven and empty shards.
 @pytest.mark.parametrize(
-    ("architecture", "world_size"), [("qwen3", 1), ("qwen3", 2), *((name, 3) for name in ARCHITECTURES)]
+    ("architecture", "world_size", "tensor"),
+    [
+        ("qwen3", 1, 1),
+        ("qwen3", 2, 1),
+        *((name, 3, 1) for name in ARCHITECTURES),
+        ("qwen3", 2, 2),
+        *((name, 4, 2) for name in ARCHITECTURES),
+        ("qwen2", 6, 2),
+    ],
 )
-def test_other_processes_read_the_weights_in_place(architecture: str, world_size: int, tmp_path: Path) -> None:
-    config = make_config(make_model(tmp_path / "model", architecture))
+def test_other_processes_read_the_weights_in_place(
+    architecture: str, world_size: int, tensor: int, tmp_path: Path
+) -> None:
+    config = make_config(
+        make_model(tmp_path / "model", architecture),
+        trainers=tensor,
+        dtensor_cfg={"tensor_parallel_size": tensor},
+    )
     run_ranks(world_size, read_each_other, config, tmp_path)
 
 
 def read_each_other(rank: int, config: Config, folder: Path) -> None:
     backend = DTensorBackend(config, checkpoint=None)
     layouts = exchange_layouts(backend)
+    assert_predicted(layouts, config)
+    num_replicas = config.policy.dtensor_cfg.tensor_parallel_size
     for number in range(3):
         if number:
             step.train(backend, make_batch(seed=number), config)
         backend.save(folder / str(number))
         assert exchange_layouts(backend) == layouts, "what was said about the memory must stay true"
         if rank == dist.get_world_size() - 1:
-            assert_equal(read_piecewise(layouts), folder / str(number))
+            assert_equal(read_piecewise(layouts, num_replicas), folder / str(number))
         dist.barrier()
     backend.load(folder / "1")
     dist.barrier()
     assert exchange_layouts(backend) == layouts
-    assert_equal(read_piecewise(layouts), folder / "1")
+    assert_equal(read_piecewise(layouts, num_replicas), folder / "1")
     dist.barrier()
+
+
+def assert_predicted(layouts: Sequence[Layout], config: Config) -> None:
+    """The planner's adapter lays the ranks out as they are."""
+    tensor = config.policy.dtensor_cfg.tensor_parallel_size
+    model = from_checkpoint(Path(config.policy.model_name))
+    predicted = DTensor(shard=len(layouts) // tensor, tensor=tensor).layouts(model, Hosts("here", has_gpus=False))
+    for live, expected in zip(layouts, predicted, strict=True):
+        assert pieces_of(live) == pieces_of(expected)
+
+
+def pieces_of(layout: Layout) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = {}
+    for tensor in layout.tensors:
+        for piece in layout.pieces_of(tensor.name):
+            # Where a dimension has one element, its stride says nothing.
+            strides = [stride for stride, n in zip(piece.strides, piece.box.shape, strict=True) if n > 1]
+            place = piece.parameter, piece.offset, strides
+            found.setdefault(tensor.name, []).append((piece.box.start, piece.box.shape, *place))
+    return found
 
 
 def assert_equal(tensors: dict[str, np.ndarray[Any, Any]], folder: Path) -> None:

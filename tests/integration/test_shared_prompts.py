@@ -21,7 +21,8 @@ from tandem.trainer import packing, step
 from tandem.trainer.attention import prepare_to_share
 from tandem.trainer.backends.dtensor import DTensorBackend
 from tandem.trainer.sharing import find_prompts
-from tests.integration.test_dtensor import assert_same_weights, plain_grpo, train_rank, trained_weights
+from tests.integration.reference import assert_same_weights, plain_grpo, trained_weights
+from tests.integration.test_dtensor import train_rank
 from tests.integration.trainer_harness import ARCHITECTURES, make_batch, make_config, make_groups, make_model, run_ranks
 
 pytestmark = pytest.mark.usefixtures("rank_server")

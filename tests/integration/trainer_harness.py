@@ -87,9 +87,13 @@ def make_config(
     loss: Mapping[str, Any] | None = None,
     estimator: str = "grpo",
     temperature: float = 1.0,
+    trainers: int = 1,
     **policy: Any,
 ) -> Config:
-    """Return a configuration whose ``policy`` and ``loss_fn`` sections have the given keys."""
+    """Return a configuration whose ``policy`` and ``loss_fn`` sections have the given keys.
+
+    `trainers` matters only where several share a copy of the model.
+    """
     settings: dict[str, Any] = {
         "algorithm": algorithm,
         "grpo": {
@@ -110,6 +114,7 @@ def make_config(
             **policy,
         },
         "data": {"dataset_name": "reasoning_gym", "task": "chain_sum"},
+        "cluster": {"trainers": trainers},
     }
     return build_config(settings)
 

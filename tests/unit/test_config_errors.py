@@ -308,12 +308,6 @@ VLLM_CFG = "policy.generation.vllm_cfg"
     [
         (["algorithm=dpo"], "algorithm (dpo)"),
         (["grpo.use_dynamic_sampling=true"], "grpo.use_dynamic_sampling (true)"),
-        (["policy.fsdp_offload_enabled=true"], "policy.fsdp_offload_enabled (true)"),
-        (["policy.dtensor_cfg.cpu_offload=true"], "policy.dtensor_cfg.cpu_offload (true)"),
-        (["policy.dtensor_cfg.sequence_parallel=true"], "policy.dtensor_cfg.sequence_parallel (true)"),
-        (["policy.dtensor_cfg.tensor_parallel_size=2"], "policy.dtensor_cfg.tensor_parallel_size (2)"),
-        (["policy.dtensor_cfg.context_parallel_size=2"], "policy.dtensor_cfg.context_parallel_size (2)"),
-        (["policy.dtensor_cfg.custom_parallel_plan=a.b"], "policy.dtensor_cfg.custom_parallel_plan (a.b)"),
         (["policy.megatron_cfg.enabled=true"], "policy.megatron_cfg.enabled (true)"),
         (["policy.sequence_packing.enabled=true"], "policy.sequence_packing.enabled (true)"),
         (["policy.dynamic_batching.enabled=true"], "policy.dynamic_batching.enabled (true)"),
@@ -439,3 +433,49 @@ def test_a_mapping_is_blamed_by_the_name_it_was_given() -> None:
     with pytest.raises(ConfigError) as caught:
         build_config({"grpo": {}, "policy": {"model_nam": "m"}, "data": {}}, source="request")
     assert str(caught.value) == "request: policy.model_nam: unknown key; did you mean 'model_name'?"
+
+
+DTENSOR = "policy.dtensor_cfg"
+TP2 = [f"{DTENSOR}.tensor_parallel_size=2", "cluster.trainers=2"]
+MODEL = "{config: {model_type: %s, num_attention_heads: 6, num_key_value_heads: 3}, characters: abc}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            [*TP2, f"policy.new_model={MODEL % 'gemma2'}"],
+            f"{DTENSOR}.tensor_parallel_size: 2, but there is no plan for gemma2, only for llama, qwen2, qwen3, "
+            f"qwen3_moe; {DTENSOR}.custom_parallel_plan may name one",
+        ),
+        (
+            [*TP2, f"policy.new_model={MODEL % 'llama'}"],
+            f"{DTENSOR}.tensor_parallel_size: 2 does not divide 3 key-value heads",
+        ),
+        (
+            [f"{DTENSOR}.tensor_parallel_size=4", "cluster.trainers=4", f"policy.new_model={MODEL % 'llama'}"],
+            f"{DTENSOR}.tensor_parallel_size: 4 does not divide 6 attention heads",
+        ),
+        (
+            [f"{DTENSOR}.context_parallel_size=3", "cluster.trainers=4"],
+            f"cluster.trainers: 4 is not a multiple of 3, the product of {DTENSOR}.context_parallel_size (3)",
+        ),
+        (
+            [*TP2, f"{DTENSOR}.custom_parallel_plan=plan"],
+            f"{DTENSOR}.custom_parallel_plan: 'plan' is not a dotted path, such as package.plan",
+        ),
+        (
+            [f"{DTENSOR}.custom_parallel_plan=my.plan"],
+            f"{DTENSOR}.custom_parallel_plan: there is a plan, but {DTENSOR}.tensor_parallel_size is 1",
+        ),
+    ],
+)
+def test_a_model_can_be_cut_over_its_ranks(overrides: list[str], expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config("small.yaml", overrides)
+    assert str(caught.value).endswith(f": {expected}")
+
+
+def test_a_plan_of_ones_own_may_be_for_any_model() -> None:
+    own = [*TP2, f"policy.new_model={MODEL % 'gemma2'}", f"{DTENSOR}.custom_parallel_plan=my.plan"]
+    assert load_config("small.yaml", own).policy.model_parallel_size == 2

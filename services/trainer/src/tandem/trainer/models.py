@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tandem.common.config import Config
 from tandem.common.errors import ModelError
+from tandem.trainer.context import inputs_of_share, sum_shares
 from tandem.trainer.packing import MicroBatch
+from tandem.trainer.scoring import VocabularyShard, score_tokens
+
+_AFTER_THE_OUTPUT_LAYER = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier")
+"""Fields of configurations by which models change their logits."""
 
 _ENTROPY_ROWS = 1024
 """Positions whose entropy is computed at once, so that a large vocabulary needs little extra memory."""
@@ -66,18 +74,32 @@ def checkpoint_activations(model: torch.nn.Module) -> None:
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
+def changes_logits(model: Any) -> bool:
+    """Say whether a model does more with the output layer's logits than to return them, by what it is configured to."""
+    config = model.config.get_text_config()
+    return any(getattr(config, field, None) not in (None, 1.0) for field in _AFTER_THE_OUTPUT_LAYER)
+
+
 class TokenScorer:
     """Log-probabilities and entropies of a model, computed only where they count.
 
     The output layer, with a large vocabulary the most expensive of all, sees only the positions that predict a counted
-    token: a hook in front of it picks them, whatever model it belongs to.
+    token, and gives their scores in place of logits, which never all exist at once: hooks in it do that, whatever model
+    it belongs to. Where tensor parallelism has cut it, each rank works on its own rows.
     """
 
-    def __init__(self, model: Any, temperature: float) -> None:
+    def __init__(self, model: Any, temperature: float, context: dist.ProcessGroup | None = None) -> None:
+        """Begin, with a model that is sharded already. `context`: the ranks that share each sequence with this one."""
         self.model = model
         self._temperature = temperature
-        self._predictor_K: torch.Tensor | None = None
-        model.get_output_embeddings().register_forward_pre_hook(self._pick)
+        self._context = context
+        self._task: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._gives_logits = changes_logits(model)
+        head = model.get_output_embeddings()
+        self._is_cut = isinstance(head.weight, DTensor) and "tensor" in (head.weight.device_mesh.mesh_dim_names or ())
+        head.register_forward_pre_hook(self._pick)
+        if not self._gives_logits:
+            head.forward = functools.partial(self._score, head, head.forward)
 
     def __call__(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``logprobs_BT`` with gradient and ``entropy_BT`` without, float32, zero where nothing counts.
@@ -85,36 +107,73 @@ class TokenScorer:
         Position ``t`` holds the log-probability of token ``t`` given those before it, and the entropy of the
         distribution it was drawn from, both at the sampling temperature.
         """
-        # No attention mask: what follows a token cannot reach it, and a mask would rule out the fast kernels.
-        inputs: dict[str, Any] = {"input_ids": batch.token_ids_BT}
-        counted_BT, shared = batch.loss_mask_BT, batch.shared_prompts
-        if shared is None:
-            predictor_K = counted_BT.flatten().nonzero()[:, 0] - 1
-        else:
-            predictor_K = shared.predictor_K
-            inputs = {"input_ids": shared.token_ids_1N, "position_ids": shared.position_ids_1N}
-            inputs["shared_prompts"] = shared
-        with self._predicting(predictor_K):
-            logits_KV = self.model(**inputs, use_cache=False).logits.float()
-        if self._temperature != 1.0:
-            logits_KV = logits_KV / self._temperature
-        logprobs_KV = logits_KV.log_softmax(dim=-1)
-        logprobs_K = logprobs_KV.gather(1, batch.token_ids_BT[counted_BT][:, None])[:, 0]
+        counted_BT = batch.loss_mask_BT
+        inputs, predictor_K = self._inputs(batch)
+        target_K = batch.token_ids_BT[counted_BT]
+        is_here_K = predictor_K >= 0
+        if self._context is not None:
+            predictor_K, target_K = predictor_K[is_here_K], target_K[is_here_K]
+        scores_K = self._scores(inputs, predictor_K, target_K)
+        if self._context is not None:
+            zeros_K = torch.zeros(is_here_K.shape, dtype=torch.float32, device=is_here_K.device)
+            scores_K = [sum_shares(zeros_K.masked_scatter(is_here_K, scores), self._context) for scores in scores_K]
         zeros_BT = torch.zeros(counted_BT.shape, dtype=torch.float32, device=counted_BT.device)
-        entropy_BT = zeros_BT.masked_scatter(counted_BT, _entropy(logprobs_KV.detach()))
-        return zeros_BT.masked_scatter(counted_BT, logprobs_K), entropy_BT
+        logprobs_BT, entropy_BT = (zeros_BT.masked_scatter(counted_BT, scores) for scores in scores_K)
+        return logprobs_BT, entropy_BT
 
-    @contextmanager
-    def _predicting(self, predictor_K: torch.Tensor) -> Iterator[None]:
-        """Make the output layer see these positions, each as often as it is named."""
-        self._predictor_K = predictor_K
+    def _inputs(self, batch: MicroBatch) -> tuple[dict[str, Any], torch.Tensor]:
+        """Return what the model takes, and its token that predicts each counted one, -1 where another rank has that.
+
+        There is no attention mask: what follows a token cannot reach it, and a mask would rule out the fast kernels.
+        """
+        if self._context is not None:
+            return inputs_of_share(batch, self._context)
+        if batch.shared_prompts is not None:
+            shared = batch.shared_prompts
+            inputs = {"input_ids": shared.token_ids_1N, "position_ids": shared.position_ids_1N}
+            return inputs | {"shared_prompts": shared}, shared.predictor_K
+        inputs = {"input_ids": batch.token_ids_BT}
+        if self._is_cut:  # the activations may be shorter than the sequence
+            inputs["position_ids"] = torch.arange(batch.token_ids_BT.shape[1], device=batch.token_ids_BT.device)[None]
+        return inputs, batch.loss_mask_BT.flatten().nonzero()[:, 0] - 1
+
+    def _scores(
+        self, inputs: dict[str, Any], predictor_K: torch.Tensor, target_K: torch.Tensor
+    ) -> Sequence[torch.Tensor]:
+        """Return log-probabilities and entropies of the targets."""
+        self._task = predictor_K, target_K
         try:
-            yield
+            output = self.model(**inputs, use_cache=False).logits
         finally:
-            self._predictor_K = None
+            self._task = None
+        if self._gives_logits:
+            return _scores_of_logits(output.float() / self._temperature, target_K)
+        if not isinstance(output, tuple):
+            raise ModelError(f"{type(self.model).__name__} changes what its output layer gives")
+        return output
 
     def _pick(self, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
-        return None if self._predictor_K is None else (inputs[0].flatten(0, 1).index_select(0, self._predictor_K),)
+        return None if self._task is None else (inputs[0].flatten(0, 1).index_select(0, self._task[0]),)
+
+    def _score(
+        self, head: Any, forward: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        if self._task is None:
+            return forward(hidden)
+        weight_VH, vocabulary = head.weight, None
+        if isinstance(weight_VH, DTensor):
+            group = weight_VH.device_mesh.get_group()
+            _, (first_row, _) = compute_local_shape_and_global_offset(
+                weight_VH.shape, weight_VH.device_mesh, weight_VH.placements
+            )
+            vocabulary = VocabularyShard(group=group, first_row=first_row, num_rows=weight_VH.shape[0])
+            weight_VH = weight_VH.to_local(grad_placements=weight_VH.placements)
+        return score_tokens(hidden, weight_VH, self._task[1], temperature=self._temperature, vocabulary=vocabulary)
+
+
+def _scores_of_logits(logits_KV: torch.Tensor, target_K: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    logprobs_KV = logits_KV.log_softmax(dim=-1)
+    return logprobs_KV.gather(1, target_K[:, None])[:, 0], _entropy(logprobs_KV.detach())
 
 
 @torch.no_grad()

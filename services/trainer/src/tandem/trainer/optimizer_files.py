@@ -126,7 +126,7 @@ def _is_written_by(tensor: torch.Tensor, rank: int) -> bool:
     position = tensor.device_mesh.get_coordinate()
     if position is None or not tensor.to_local().numel():
         return False
-    return all(place == 0 for place, how in zip(position, tensor.placements, strict=True) if not how.is_shard())
+    return all(place == 0 for place, how in zip(position, tensor.placements, strict=True) if how.is_replicate())
 
 
 def _file_numbers(mine: Mapping[str, torch.Tensor], max_file_bytes: int) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Data-parallel training with FSDP2: parameters, gradients and optimizer state sharded over the ranks.
+"""Training with FSDP2: parameters, gradients and optimizer state sharded over the ranks; tensor and context parallel.
 
 Parameters are float32 whatever the precision of the passes; on the CPU they lie in shared memory for as long as the
 backend lives, at the same addresses, so that engines can copy straight out of them or read them in place.
@@ -13,17 +13,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 
 from tandem.common.config import Config
-from tandem.common.errors import CheckpointError, ModelError, TrainingError
+from tandem.common.errors import CheckpointError, ConfigError, ModelError, TrainingError
 from tandem.refit.endpoint import Weights
-from tandem.trainer import checkpoints, policy_files
-from tandem.trainer.attention import ATTENTION_NAME, prepare_to_share
+from tandem.trainer import checkpoints, context, policy_files
+from tandem.trainer.attention import prepare_to_share
 from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep, WhichModel
 from tandem.trainer.backends import shards
-from tandem.trainer.models import TokenScorer, checkpoint_activations, decoder_layers, load_model
+from tandem.trainer.backends.sharding import Ranks
+from tandem.trainer.models import TokenScorer, checkpoint_activations, load_model
 from tandem.trainer.offload import Offloaded, state_of
 from tandem.trainer.optimizers import advance, make_optimizer, make_scheduler
 from tandem.trainer.packing import MicroBatch
@@ -42,23 +42,23 @@ class DTensorBackend:
 
     def __init__(self, config: Config, *, checkpoint: Path | None) -> None:
         self._config = config
-        self.data_parallel_rank = dist.get_rank()
-        self.data_parallel_size = dist.get_world_size()
-        self.sequence_divisor = 1
-        self.device = _device(self.data_parallel_rank)
+        self.device = _device(dist.get_rank())
+        self._ranks = Ranks(config, self.device.type)
+        self.data_parallel_rank = self._ranks.data.get_local_rank()
+        self.data_parallel_size = self._ranks.data.size()
+        self.sequence_divisor = self._ranks.sequence_divisor
         self._dtype: torch.dtype = getattr(torch, config.policy.precision)
         # A temperature of zero is greedy decoding, whose distribution has no gradient; SFT samples nothing.
         self._temperature = (config.policy.generation.temperature or 1.0) if config.algorithm == "grpo" else 1.0
-        self._mesh = init_device_mesh(self.device.type, (self.data_parallel_size,), mesh_dim_names=("data",))
 
         source = config.policy.model_name if checkpoint is None else str(checkpoint / checkpoints.POLICY)
         self._policy = load_model(source, config, torch.float32)
-        self.shares_prompts = self._prepare_to_share()
+        self.shares_prompts = self._prepare_attention()
         if config.policy.activation_checkpointing_enabled or config.policy.dtensor_cfg.activation_checkpointing:
             checkpoint_activations(self._policy)
-        _shard(self._policy, self._mesh, self._dtype)
+        self._ranks.shard(self._policy, self._dtype)
         self._offloaded: Offloaded | None = None
-        self._scorers = {"policy": TokenScorer(self._policy, self._temperature)}
+        self._scorers = {"policy": self._scorer(self._policy)}
         self._parameters: dict[str, torch.Tensor] = dict(self._policy.named_parameters())
         self.num_parameters = sum(parameter.numel() for parameter in self._parameters.values())
         shards.share(self._parameters)
@@ -79,7 +79,7 @@ class DTensorBackend:
             self._communicate(last=index == len(micro_batches) - 1)
             value = loss(batch, *self._scorers["policy"](batch))
             # FSDP2 averages gradients over the ranks; the loss is a sum.
-            torch.autograd.backward(value * self.data_parallel_size)
+            torch.autograd.backward(value * self._ranks.num_shards)
             total += value.detach()
         total_loss = float(self.sum_over_ranks(total)[0])
         grad_norm = self._clip()
@@ -105,9 +105,9 @@ class DTensorBackend:
         return found
 
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
-        """Add a float64 tensor over the ranks."""
+        """Add a float64 tensor over the data-parallel ranks."""
         total = values.detach().clone().to(self.device)
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=self._ranks.data.get_group())
         return total
 
     def weights(self) -> Weights:
@@ -164,21 +164,34 @@ class DTensorBackend:
 
     def _reference(self) -> TokenScorer:
         model = load_model(self._config.policy.model_name, self._config, self._dtype).requires_grad_(False)
-        if self.shares_prompts:
-            model.set_attn_implementation(ATTENTION_NAME)
-        _shard(model, self._mesh, self._dtype)
-        return TokenScorer(model, self._temperature)
+        model.set_attn_implementation(self._policy.config._attn_implementation)
+        self._ranks.shard(model, self._dtype)
+        return self._scorer(model)
 
-    def _prepare_to_share(self) -> bool:
-        """Make the policy take shared prompts where that is wanted; say so where it cannot."""
-        policy = self._config.policy
-        if self._config.algorithm != "grpo" or not policy.share_prompts:
+    def _scorer(self, model: Any) -> TokenScorer:
+        ranks = self._ranks.context
+        return TokenScorer(model, self._temperature, ranks.get_group() if ranks.size() > 1 else None)
+
+    def _prepare_attention(self) -> bool:
+        """Make the policy take its share of each sequence, or shared prompts where that is wanted.
+
+        Return whether it takes shared prompts; say so if it should and cannot. Raises `ConfigError` if it cannot take
+        its share.
+        """
+        policy, is_shared = self._config.policy, self._ranks.context.size() > 1
+        wants_prompts = self._config.algorithm == "grpo" and policy.share_prompts
+        if not is_shared and not wants_prompts:
             return False
         reason = prepare_to_share(self._policy, policy.max_total_sequence_length)
-        if reason is not None and self.data_parallel_rank == 0:
-            print(
-                f"policy.share_prompts has no effect: {type(self._policy).__name__} cannot share: {reason}", flush=True
-            )
+        if reason is not None:
+            reason = f"{type(self._policy).__name__} cannot share: {reason}"
+        if is_shared:
+            if reason is not None:
+                raise ConfigError(f"policy.dtensor_cfg.context_parallel_size: {reason}")
+            self._policy.set_attn_implementation(context.ATTENTION_NAME)
+            reason = "policy.dtensor_cfg.context_parallel_size makes ranks share each sequence"
+        if wants_prompts and reason is not None and dist.get_rank() == 0:
+            print(f"policy.share_prompts has no effect: {reason}", flush=True)
         return reason is None
 
     def _communicate(self, *, last: bool) -> None:
@@ -192,9 +205,7 @@ class DTensorBackend:
 
     def _clip(self) -> float:
         """Scale the gradients down to ``policy.max_grad_norm``; return the norm they had."""
-        gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        norm = shards.whole_of(norm)
+        norm = shards.norm_of(parameter.grad for parameter in self._parameters.values() if parameter.grad is not None)
         if self._config.policy.max_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(self._parameters.values(), self._config.policy.max_grad_norm, norm)
         return float(norm)
@@ -236,24 +247,6 @@ def _device(rank: int) -> torch.device:
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
-
-
-def _shard(model: torch.nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    """Shard each layer, and the rest, over the mesh; compute in `dtype` and reduce gradients in float32.
-
-    Host memory holds the unsharded layers between forward and backward pass; GPU memory gathers them again. A single
-    rank that computes in the precision of the parameters has nothing to shard, to gather or to cast.
-    """
-    if mesh.size() == 1 and all(parameter.dtype == dtype for parameter in model.parameters()):
-        model.to(mesh.device_type)
-        return
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    if dtype == torch.float32:
-        policy = MixedPrecisionPolicy()
-    gather_again = mesh.device_type != "cpu"
-    for layer in decoder_layers(model):
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=gather_again)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=gather_again)
 
 
 def _fsdp_modules(model: torch.nn.Module) -> Iterator[FSDPModule]:

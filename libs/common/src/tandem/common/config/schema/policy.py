@@ -33,17 +33,18 @@ class DtensorCfg(Section, frozen=True, kw_only=True):
     enabled: bool = True
     """Train with this backend."""
     cpu_offload: bool = False
-    """Keep parameters and optimizer state in host memory."""
+    """Keep parameters, gradients and optimizer state in host memory."""
     sequence_parallel: bool = False
-    """Split the activations between tensor-parallel regions along the sequence."""
+    """Split the activations between tensor-parallel regions along the sequence: less memory, the same traffic."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass; the same as `policy.activation_checkpointing_enabled`."""
     tensor_parallel_size: PositiveInt = 1
-    """Ranks that share each layer."""
+    """Ranks that share each layer: must divide the numbers of attention and of key-value heads."""
     context_parallel_size: PositiveInt = 1
-    """Ranks that share each sequence."""
-    custom_parallel_plan: str | None = None
-    """Dotted path of a tensor-parallel plan."""
+    """Ranks that share each sequence. Prompts are not shared then, whatever `policy.share_prompts` says."""
+    custom_parallel_plan: NonEmptyStr | None = None
+    """Dotted path of a tensor-parallel plan: a dict from paths of modules to styles of
+    `torch.distributed.tensor.parallel`, or a function that returns one. null: the one for the model's architecture."""
 
     @property
     def model_parallel_size(self) -> int:
@@ -143,7 +144,7 @@ class Policy(Section, frozen=True, kw_only=True):
     activation_checkpointing_enabled: bool = False
     """Recompute activations in the backward pass; the same as `policy.dtensor_cfg.activation_checkpointing`."""
     fsdp_offload_enabled: bool = False
-    """Keep parameters in host memory (NeMo-RL's first FSDP backend)."""
+    """The same as `policy.dtensor_cfg.cpu_offload`, as NeMo-RL's first FSDP backend had it."""
     tokenizer: Tokenizer
     dtensor_cfg: DtensorCfg = DtensorCfg()
     megatron_cfg: MegatronCfg = MegatronCfg()

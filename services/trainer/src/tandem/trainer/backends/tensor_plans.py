@@ -1,0 +1,198 @@
+"""How tensor parallelism cuts a model of transformers: a plan for the architectures known here, or the user's own.
+
+A plan says for each module how it takes its input, keeps its parameters and gives its output (`ParallelStyle`, as in
+Megatron-LM, Shoeybi et al. 2019, arXiv:1909.08053, section 3). Afterwards every parameter is a DTensor on one mesh.
+What a plan does not name is whole on every rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatch
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from tandem.common.config.checks.dtensor import TENSOR_PLANS
+from tandem.common.errors import ConfigError, nearest
+
+Plan = Mapping[str, ParallelStyle]
+"""A style for each module, by its path; ``*`` stands for any part between two dots."""
+
+# It warns of each tensor that takes two steps to be gathered over a mesh of two dimensions: checkpoints do that.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+_CUSTOM = "policy.dtensor_cfg.custom_parallel_plan"
+
+
+class Whole(ParallelStyle):
+    """Keeps a module's own parameters whole on every rank, and runs it on plain tensors."""
+
+    def __init__(self, *, sums: bool) -> None:
+        """Begin. `sums`: ranks see other tokens or heads, so that their gradients add up; they are equal otherwise."""
+        super().__init__()
+        self._gradient: Placement = Partial() if sums else Replicate()
+
+    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+        for name in dict(module.named_parameters(recurse=False)):
+            _distribute(module, name, device_mesh, Replicate())
+        module.forward = functools.partial(self._run, module, module.forward)
+        return module
+
+    def _run(self, module: torch.nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # An attribute of the instance hides the parameter of the same name.
+        plain = {
+            name: parameter.to_local(grad_placements=[self._gradient])
+            for name, parameter in module.named_parameters(recurse=False)
+            if isinstance(parameter, DTensor)
+        }
+        vars(module).update(plain)
+        try:
+            return forward(*args, **kwargs)
+        finally:  # recomputation stops a forward pass in its middle
+            for name in plain:
+                del vars(module)[name]
+
+
+class VocabularyRows(ParallelStyle):
+    """Cuts the output layer by rows, and gives it the hidden states whole and plain.
+
+    Whoever computes with its weight knows that it is a share, and gives back the whole gradient of the hidden states.
+    """
+
+    def __init__(self, hidden: Placement) -> None:
+        """Begin. `hidden`: how the hidden states arrive."""
+        super().__init__()
+        self._hidden = hidden
+
+    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if not isinstance(parameter, DTensor):  # it is one where it is tied to the embedding
+                _distribute(module, name, device_mesh, Shard(0))
+
+        def gather(_: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[torch.Tensor]:
+            hidden = inputs[0]
+            if not isinstance(hidden, DTensor):
+                hidden = DTensor.from_local(hidden, device_mesh, [self._hidden], run_check=False)
+            whole: DTensor = hidden.redistribute(placements=[Replicate()])
+            return (whole.to_local(grad_placements=[Replicate()]),)
+
+        module.register_forward_pre_hook(gather)
+        return module
+
+
+def cut(model: Any, mesh: DeviceMesh, *, sequence_parallel: bool, custom_plan: str | None) -> None:
+    """Cut a whole model over the ranks of a mesh of one dimension, in place. It must be the same on all of them.
+
+    Raises `ConfigError` where there is no plan for the model, or the custom one does not exist or does not fit.
+    """
+    plan: Plan
+    if custom_plan is None:
+        plan = plan_of(model, mesh.size(), sequence_parallel=sequence_parallel)
+    else:
+        plan = load_plan(custom_plan, model)
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    is_tied = head.weight is embedding.weight
+    head_name = next(name for name, module in model.named_modules() if module is head)
+    # The output layer is cut by rows whatever a plan says; what it says is how the hidden states arrive.
+    of_head = [style for path, style in plan.items() if _matches(head_name, path)]
+    inside = {path: style for path, style in plan.items() if not _matches(head_name, path)}
+    parallelize_module(model, mesh, inside, src_data_rank=None)
+    if is_tied:
+        head.weight = embedding.weight
+    layouts = [getattr(style, "input_layouts", None) for style in of_head]
+    VocabularyRows(layouts[0][0] if layouts and layouts[0] else Replicate())._apply(head, mesh)
+    for module in list(model.modules()):
+        if any(not isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
+            Whole(sums=False)._apply(module, mesh)
+
+
+def plan_of(model: Any, size: int, *, sequence_parallel: bool) -> Plan:
+    """Return the plan for a model of a known architecture on `size` ranks. Raises `ConfigError` for any other.
+
+    With `sequence_parallel`, activations outside of attention and feed-forward layers are cut along the sequence
+    (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2). Experts are whole on every rank: with it, each computes
+    its own tokens.
+    """
+    config, key = model.config, "policy.dtensor_cfg.tensor_parallel_size"
+    if config.model_type not in TENSOR_PLANS:
+        known = ", ".join(TENSOR_PLANS)
+        raise ConfigError(
+            f"{key}: {size}, but there is no plan for {config.model_type}, only for {known}; {_CUSTOM} may name one"
+        )
+    for heads in (config.num_attention_heads, config.num_key_value_heads):
+        if heads % size:
+            raise ConfigError(f"{key}: {size} does not divide {heads} heads of attention")
+    between: Placement = Shard(1) if sequence_parallel else Replicate()
+    styles: dict[str, Callable[[], ParallelStyle]] = {
+        "embed_tokens": lambda: RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+        "self_attn": lambda: PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": between}, desired_input_kwarg_layouts={"hidden_states": Replicate()}
+        ),
+        "q_norm": lambda: Whole(sums=True),
+        "k_norm": lambda: Whole(sums=True),
+        "lm_head": lambda: ColwiseParallel(input_layouts=between),
+    }
+    styles |= dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ColwiseParallel)
+    styles |= dict.fromkeys(("o_proj", "down_proj"), lambda: RowwiseParallel(output_layouts=between))
+    if sequence_parallel:
+        norms = ("input_layernorm", "post_attention_layernorm", "norm")
+        styles |= dict.fromkeys((*norms, "gate", "experts"), lambda: Whole(sums=True))
+    plan: dict[str, ParallelStyle] = {}
+    for name, module in model.named_modules():
+        end = name.rpartition(".")[2]
+        if end == "mlp" and hasattr(module, "gate_proj"):  # and no mixture of experts
+            plan[name] = PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())
+        elif end in styles:
+            plan[name] = styles[end]()
+    return plan
+
+
+def load_plan(path: str, model: torch.nn.Module) -> Plan:
+    """Return the plan at a dotted path: a dict of module paths and styles, or a function that returns one.
+
+    Raises `ConfigError` if there is none, or it names a module that the model has not.
+    """
+    module_name, _, name = path.rpartition(".")
+    try:
+        module = importlib.import_module(module_name)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"{_CUSTOM}: cannot import {path!r}: {error}") from error
+    if not hasattr(module, name):
+        raise ConfigError(f"{_CUSTOM}: {module_name} has no {name!r}{nearest(name, list(vars(module)))}")
+    found = getattr(module, name)
+    plan = found() if callable(found) else found
+    if not (isinstance(plan, dict) and plan and all(isinstance(style, ParallelStyle) for style in plan.values())):
+        raise ConfigError(
+            f"{_CUSTOM}: {path!r} is no plan: a dict from paths of modules to styles of "
+            "torch.distributed.tensor.parallel, or a function that returns one"
+        )
+    modules = [each for each, _ in model.named_modules()]
+    for pattern in plan:
+        if not any(_matches(each, pattern) for each in modules):
+            raise ConfigError(f"{_CUSTOM}: {path!r} names {pattern!r}, which the model has not")
+    return plan
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Match as `parallelize_module` does: part by part."""
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatch, parts, wanted))
+
+
+def _distribute(module: torch.nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
+    parameter = getattr(module, name)
+    placed = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
+    module.register_parameter(name, torch.nn.Parameter(placed, requires_grad=parameter.requires_grad))

@@ -1,0 +1,164 @@
+"""Context parallelism: each rank has a share of every sequence, and attention gathers the keys and values of all.
+
+A sequence is cut into twice as many chunks as there are ranks; rank ``r`` of ``n`` has chunks ``r`` and ``2n - 1 - r``
+of each, so that causal attention costs all ranks the same (Llama 3, Grattafiori et al. 2024, arXiv:2407.21783, section
+3.3.2, where keys and values are gathered as well). Padded rows and packed rows are the same to it: segments of one row.
+
+Shapes: ``N`` tokens of the whole row and ``L`` of this rank's share; ``M`` keys that the chunks of this rank see, one
+chunk's after the other's; ``H`` heads, ``G`` of keys and values, of dimension ``D``; ``K`` counted tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+import transformers
+from numpy.typing import NDArray
+
+from tandem.trainer.packing import MicroBatch
+from tandem.trainer.segments import attend
+
+ATTENTION_NAME = "tandem_context"
+
+
+class ContextShare(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """What one rank of a context-parallel group computes of a row."""
+
+    group: dist.ProcessGroup
+    token_L: torch.Tensor
+    """int64; where each token of the share is in the row."""
+    key_M: torch.Tensor
+    """int64; where each key is in what the ranks' shares are one after the other."""
+    chunks: tuple[tuple[int, int], ...]
+    """Tokens of each chunk, and keys that it sees, of which the last are its own."""
+    predictor_K: torch.Tensor
+    """int64; the share's token that predicts each counted token; -1 where another rank has it."""
+
+
+def inputs_of_share(batch: MicroBatch, group: dist.ProcessGroup) -> tuple[dict[str, Any], torch.Tensor]:
+    """Return what a model with `context_attention` takes on this rank, and `ContextShare.predictor_K`."""
+    if batch.packed is not None:
+        row = batch.packed
+        token_ids_N, position_ids_N, lengths = row.token_ids_1N[0], row.position_ids_1N[0], row.lengths
+        predictor_K = row.predictor_K
+    else:
+        num_rows, width = batch.token_ids_BT.shape
+        token_ids_N, lengths = batch.token_ids_BT.flatten(), (width,) * num_rows
+        position_ids_N = torch.arange(width, device=token_ids_N.device).repeat(num_rows)
+        predictor_K = batch.loss_mask_BT.flatten().nonzero()[:, 0] - 1
+    share = share_of(lengths, predictor_K, group)
+    inputs = {
+        "input_ids": token_ids_N[share.token_L][None],
+        "position_ids": position_ids_N[share.token_L][None],
+        "context_share": share,
+    }
+    return inputs, share.predictor_K
+
+
+def context_attention(
+    module: torch.nn.Module,
+    query_1HLD: torch.Tensor,
+    key_1GLD: torch.Tensor,
+    value_1GLD: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    context_share: ContextShare | None = None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend causally within each segment of the row: ``[1, L, H, D]`` of this rank's share."""
+    assert context_share is not None, "a model whose sequences are shared gets its share"
+    query_LHD, key_LGD, value_LGD = (tensor[0].transpose(0, 1) for tensor in (query_1HLD, key_1GLD, value_1GLD))
+    both: torch.Tensor = _GatherShares.apply(  # type: ignore[no-untyped-call]
+        torch.stack([key_LGD, value_LGD], dim=1), context_share.group
+    )
+    key_MGD, value_MGD = both.index_select(0, context_share.key_M).unbind(1)
+    return attend(query_LHD, key_MGD, value_MGD, context_share.chunks, scaling)[None], None
+
+
+transformers.AttentionInterface.register(ATTENTION_NAME, context_attention)
+
+
+def sum_shares(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Add up what the ranks of a group found of values that each of them goes on with in the same way.
+
+    The gradient of the sum is that of each part.
+    """
+    total: torch.Tensor = _SumShares.apply(values, group)  # type: ignore[no-untyped-call]
+    return total
+
+
+class _SumShares(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        total = values.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0], None
+
+
+class _GatherShares(torch.autograd.Function):
+    """One rank's tensor after the other, along the first dimension; backward adds up the gradients of each."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        whole = part.new_empty(dist.get_world_size(group) * part.shape[0], *part.shape[1:])
+        dist.all_gather_into_tensor(whole, part.contiguous(), group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        part = grads[0].new_empty(grads[0].shape[0] // dist.get_world_size(ctx.group), *grads[0].shape[1:])
+        dist.reduce_scatter_tensor(part, grads[0].contiguous(), group=ctx.group)
+        return part, None
+
+
+def share_of(lengths: Sequence[int], predictor_K: torch.Tensor, group: dist.ProcessGroup) -> ContextShare:
+    """Return this rank's share of a row of segments, each a multiple of twice the group's size long.
+
+    `predictor_K` is the row's token that predicts each counted token.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    tokens = [_tokens_of(lengths, other, size) for other in range(size)]
+    # Where each token of the row is among the shares, one after the other.
+    place_N = np.empty(sum(lengths), dtype=np.int64)
+    place_N[np.concatenate(tokens)] = np.arange(len(place_N))
+    keys, chunks, first = [], [], 0
+    for length in lengths:
+        chunk = length // (2 * size)
+        for number in (rank, 2 * size - 1 - rank):
+            keys.append(place_N[first : first + (number + 1) * chunk])
+            chunks.append((chunk, (number + 1) * chunk))
+        first += length
+    mine_N = np.full(len(place_N), -1, dtype=np.int64)
+    mine_N[tokens[rank]] = np.arange(len(tokens[rank]))
+
+    def moved(values: NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(values).to(predictor_K.device)
+
+    return ContextShare(
+        group=group,
+        token_L=moved(tokens[rank]),
+        key_M=moved(np.concatenate(keys)),
+        chunks=tuple(chunks),
+        predictor_K=moved(mine_N)[predictor_K],
+    )
+
+
+def _tokens_of(lengths: Sequence[int], rank: int, size: int) -> NDArray[np.int64]:
+    parts, first = [], 0
+    for length in lengths:
+        chunk = length // (2 * size)
+        assert chunk * 2 * size == length, f"{length} tokens do not divide into {2 * size} chunks"
+        for number in (rank, 2 * size - 1 - rank):
+            parts.append(np.arange(first + number * chunk, first + (number + 1) * chunk))
+        first += length
+    return np.concatenate(parts)

@@ -1,0 +1,157 @@
+"""Plain Hugging Face loops, which know nothing of ranks, micro-batches or padding, and what backends are compared in.
+
+Any backend, however its ranks share the work, must come to the numbers of `plain_numbers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from numpy.typing import NDArray
+
+from tandem.common.batch import TrainingBatch
+from tandem.common.config import Config
+from tandem.trainer import step
+from tandem.trainer.backend import Backend
+from tests.integration.trainer_harness import ADAMW, run_ranks
+
+TOLERANCE = 1e-6
+
+
+def trained_weights(folder: Path) -> dict[str, torch.Tensor]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "policy")
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def sequences_of(batch: TrainingBatch) -> list[dict[str, torch.Tensor]]:
+    """The batch's arrays, a dict a sequence."""
+    ends = np.cumsum(batch.lengths_S)
+    return [
+        {
+            "token_ids": torch.from_numpy(batch.token_ids_T[end - length : end].astype(np.int64)),
+            "mask": torch.from_numpy(batch.loss_mask_T[end - length : end])[1:],
+            "generation": torch.from_numpy(batch.generation_logprobs_T[end - length : end])[1:],
+            "advantage": torch.tensor(batch.advantages_S[row]),
+        }
+        for row, (length, end) in enumerate(zip(batch.lengths_S, ends, strict=True))
+    ]
+
+
+def logprobs_of(model: Any, token_ids: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+    """Log-probabilities of tokens 1 to the last of one unpadded sequence."""
+    logits_TV = model(input_ids=token_ids[None]).logits[0, :-1].float() / temperature
+    return logits_TV.log_softmax(dim=-1).gather(1, token_ids[1:, None])[:, 0]
+
+
+def plain_grpo(
+    model: Any, batches: Sequence[TrainingBatch], *, size: int, temperature: float = 1.0, kl: float = 0.0
+) -> list[tuple[float, float]]:
+    """Token-level GRPO with a k3 penalty, clipped at 0.2: the loss and gradient norm of each optimizer step."""
+    reference = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    history = []
+    for batch in batches:
+        samples = sequences_of(batch)
+        with torch.no_grad():
+            previous = [logprobs_of(model, sample["token_ids"], temperature) for sample in samples]
+            now = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+            model.load_state_dict(reference, strict=False)
+            references = [logprobs_of(model, sample["token_ids"], temperature) for sample in samples]
+            model.load_state_dict(now, strict=False)
+        for first in range(0, len(samples), size):
+            chosen = range(first, first + size)
+            num_tokens = sum(int(samples[i]["mask"].sum()) for i in chosen)
+            total = torch.zeros(())
+            for i in chosen:
+                logprobs = logprobs_of(model, samples[i]["token_ids"], temperature)
+                ratio = (logprobs - previous[i]).exp()
+                advantage = samples[i]["advantage"]
+                loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+                difference = references[i] - logprobs
+                loss = loss + kl * (difference.exp() - 1 - difference)
+                total = total + loss[samples[i]["mask"]].sum() / num_tokens
+            total.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            history.append((total.item(), norm.item()))
+    return history
+
+
+def assert_same_weights(found: dict[str, torch.Tensor], model: Any, tolerance: float = TOLERANCE) -> None:
+    expected = dict(model.named_parameters())
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        torch.testing.assert_close(
+            tensor, expected[name].detach(), rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+class Numbers(NamedTuple):
+    """What training on some batches comes to."""
+
+    logprobs_T: NDArray[np.float32]
+    """Of the counted tokens of the first batch, before training; zero elsewhere."""
+    steps: list[tuple[float, float]]
+    """Loss and gradient norm of each optimizer step."""
+    weights: dict[str, torch.Tensor]
+    """After the last step, by the names of transformers."""
+
+
+def plain_numbers(folder: Path, batches: Sequence[TrainingBatch], *, temperature: float, kl: float) -> Numbers:
+    """Train the model in `folder` in this process, one optimizer step a batch."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    values = []
+    with torch.no_grad():
+        for sample in sequences_of(batches[0]):
+            logprobs = logprobs_of(model, sample["token_ids"], temperature).where(sample["mask"], 0.0)
+            values += [np.zeros(1, dtype=np.float32), logprobs.numpy()]
+    steps = plain_grpo(model, batches, size=len(batches[0].lengths_S), temperature=temperature, kl=kl)
+    return Numbers(np.concatenate(values), steps, {name: p.detach() for name, p in model.named_parameters()})
+
+
+def numbers_of(
+    world_size: int,
+    make: Callable[[Config], Backend],
+    config: Config,
+    batches: Sequence[TrainingBatch],
+    folder: Path,
+) -> Numbers:
+    """Train a backend on ranks of their own, one optimizer step a batch; the policy is saved to `folder`."""
+    ranks = run_ranks(world_size, _train_rank, make, config, batches, folder)
+    assert all(metrics == ranks[0][2] for _, _, metrics in ranks), "every rank reports the same"
+    shares: dict[int, NDArray[np.float32]] = {}
+    for replica, logprobs_T, _ in ranks:
+        other_T = shares.setdefault(replica, logprobs_T)
+        assert np.array_equal(other_T, logprobs_T), "ranks of a replica have the same log-probabilities"
+    steps = [(metrics["loss"], metrics["grad_norm"]) for metrics in ranks[0][2]]
+    return Numbers(np.sum(list(shares.values()), axis=0), steps, trained_weights(folder))
+
+
+def assert_same_numbers(found: Numbers, expected: Numbers, tolerance: float) -> None:
+    """Compare log-probabilities, losses and weights absolutely, gradient norms relatively."""
+    np.testing.assert_allclose(found.logprobs_T, expected.logprobs_T, rtol=0, atol=tolerance)
+    for (loss, norm), (expected_loss, expected_norm) in zip(found.steps, expected.steps, strict=True):
+        assert loss == pytest.approx(expected_loss, abs=tolerance)
+        assert norm == pytest.approx(expected_norm, rel=tolerance)
+    assert found.weights.keys() == expected.weights.keys()
+    for name, tensor in expected.weights.items():
+        torch.testing.assert_close(
+            found.weights[name], tensor, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def _train_rank(
+    rank: int, make: Callable[[Config], Backend], config: Config, batches: Sequence[TrainingBatch], folder: Path
+) -> tuple[int, NDArray[np.float32], list[dict[str, float]]]:
+    backend = make(config)
+    logprobs_T = step._Shares(backend, batches[0], config).logprobs("policy")
+    metrics = [step.train(backend, batch, config).metrics for batch in batches]
+    backend.save(folder)
+    return backend.data_parallel_rank, logprobs_T, metrics
