@@ -66,7 +66,7 @@ def write_policy(
     for tensors in gathered:
         if writer is not None and failure is None:
             try:
-                with _as_checkpoint_error(f"cannot write {target}"):
+                with as_checkpoint_error(f"cannot write {target}"):
                     writer.add(tensors)
             except CheckpointError as error:
                 failure = error  # and gather on: the others wait for this rank
@@ -74,12 +74,12 @@ def write_policy(
         raise failure
     if writer is None:
         return 0
-    with _as_checkpoint_error(f"cannot write {target}"):
+    with as_checkpoint_error(f"cannot write {target}"):
         writer.finish()
         load_tokenizer(config).save(target)
-        num_bytes = _sync(target.iterdir())
-        _sync_folder(target)
-        _sync_folder(folder)
+        num_bytes = sync(target.iterdir())
+        sync_folder(target)
+        sync_folder(folder)
         return num_bytes
 
 
@@ -90,17 +90,17 @@ def write_optimizer(folder: Path, tensors: Mapping[str, Any], *, max_file_bytes:
     Raises `CheckpointError`.
     """
     target = folder / OPTIMIZER
-    with _as_checkpoint_error(f"cannot write {target}"):
-        num_bytes = _sync(iter(optimizer_files.write(target, tensors, dist.get_rank(), max_file_bytes)))
-        _sync_folder(target)
-        _sync_folder(folder)
+    with as_checkpoint_error(f"cannot write {target}"):
+        num_bytes = sync(optimizer_files.write(target, tensors, dist.get_rank(), max_file_bytes))
+        sync_folder(target)
+        sync_folder(folder)
         return num_bytes
 
 
 def read_optimizer(folder: Path, tensors: Mapping[str, Any]) -> None:
     """Fill this rank's share of `tensors` in place from what any number of ranks wrote. Raises `CheckpointError`."""
     source = folder / OPTIMIZER
-    with _as_checkpoint_error(f"cannot read {source}"):
+    with as_checkpoint_error(f"cannot read {source}"):
         optimizer_files.read(source, tensors)
 
 
@@ -128,7 +128,7 @@ def _tell(error: str) -> list[str]:
 
 
 @contextmanager
-def _as_checkpoint_error(what: str) -> Iterator[None]:
+def as_checkpoint_error(what: str) -> Iterator[None]:
     """Turn what the libraries raise when a disk is full or a file is broken into `CheckpointError`."""
     try:
         yield
@@ -145,7 +145,8 @@ def _line(error: BaseException) -> str:
     return (str(error) or type(error).__name__).split("\n")[0]
 
 
-def _sync(paths: Iterator[Path]) -> int:
+def sync(paths: Iterable[Path]) -> int:
+    """Have files on the disk; return their bytes."""
     num_bytes = 0
     for path in paths:
         with path.open("rb+") as file:
@@ -154,7 +155,8 @@ def _sync(paths: Iterator[Path]) -> int:
     return num_bytes
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

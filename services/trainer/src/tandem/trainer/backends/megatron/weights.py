@@ -20,7 +20,7 @@ from tandem.common.errors import ModelError
 from tandem.refit.adapters.catalogue import ModelShape
 from tandem.refit.adapters.megatron import Megatron
 from tandem.refit.endpoint import Weights, device_name, host_name
-from tandem.refit.layout import ITEM_SIZES, Box, Piece, Storage
+from tandem.refit.layout import ITEM_SIZES, Box, Piece, Storage, Tensor
 from tandem.trainer.backends import shards
 
 BATCH_BYTES = 2**28
@@ -68,7 +68,7 @@ class RankWeights:
 
     def __init__(self, chunks: Sequence[torch.nn.Module], sizes: Megatron, model: ModelShape) -> None:
         self._chunks = chunks
-        self._sizes = sizes
+        self.sizes = sizes
         parameters = parameters_of(chunks)
         trained = [tensor for tensor in parameters.values() if isinstance(tensor, torch.nn.Parameter)]
         # The parameters may be of another type than the checkpoint's tensors.
@@ -81,18 +81,32 @@ class RankWeights:
                 there = [f"{of[name]} bytes" if name in of else "none" for of in (held, described)]
                 raise ModelError(f"parameter {name}: Megatron-Core has {there[0]}, the checkpoint implies {there[1]}")
 
+    @property
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """The live parameters, by the layout's names."""
+        return parameters_of(self._chunks)
+
+    @functools.cached_property
+    def pieces(self) -> dict[str, list[tuple[Tensor, Piece]]]:
+        """What lies in each parameter, and which tensors those are boxes of."""
+        found: dict[str, list[tuple[Tensor, Piece]]] = {storage.name: [] for storage in self._layout.storages}
+        for row, index in enumerate(self._layout.pieces.tensor_P.tolist()):
+            piece = self._layout.piece(row)
+            found[piece.parameter].append((self._layout.tensors[index], piece))
+        return found
+
+    def first_holder(self, tensor: str, box: Box) -> int:
+        """Return the first rank that holds this box, one of `pieces`. Raises `ModelError`, as `gathered` does."""
+        return self._holders[self._model.index[tensor]][box][0]
+
     @torch.no_grad()
     def load(self, source: Tensors) -> None:
         """Fill the parameters; what no tensor covers, the vocabulary's padding, becomes zero. Raises `ModelError`."""
-        parameters, at = parameters_of(self._chunks), self._layout.pieces
-        num_elements_P = at.shape_PD.prod(axis=1, dtype=np.int64)
-        num_filled_S = np.bincount(at.storage_P, num_elements_P, len(self._layout.storages))
-        for storage, num_filled in zip(self._layout.storages, num_filled_S.tolist(), strict=True):
-            if num_filled < parameters[storage.name].numel():
-                parameters[storage.name].zero_()
-        for row, index in enumerate(at.tensor_P.tolist()):
-            tensor, piece = self._layout.tensors[index], self._layout.piece(row)
-            _view(parameters[piece.parameter], piece).copy_(source.read(tensor.name, tensor.shape, piece.box))
+        for name, parameter in self.parameters.items():
+            if sum(piece.box.num_elements for _, piece in self.pieces[name]) < parameter.numel():
+                parameter.zero_()
+            for tensor, piece in self.pieces[name]:
+                _view(parameter, piece).copy_(source.read(tensor.name, tensor.shape, piece.box))
 
     @functools.cached_property
     def shared(self) -> Weights:
@@ -101,7 +115,7 @@ class RankWeights:
         Parameters that lie in one buffer, as the distributed optimizer's do, are views of one storage. Wrap the model
         first: what a wrapper does afterwards to the parameters' memory, engines do not see.
         """
-        parameters = parameters_of(self._chunks)
+        parameters = self.parameters
         shards.share(parameters)
         storages: dict[int, Storage] = {}
         memories: dict[str, torch.Tensor] = {}
@@ -129,7 +143,7 @@ class RankWeights:
         Collective: every rank must go through all of it. Each box goes straight to rank 0 from the first rank that has
         it. Raises `ModelError` on every rank if there is a tensor that no rank has.
         """
-        parameters, rank = parameters_of(self._chunks), dist.get_rank()
+        parameters, rank = self.parameters, dist.get_rank()
         for batch, transfers in self._transfers(batch_bytes):
             tensors = {}
             if rank == 0:
@@ -150,11 +164,10 @@ class RankWeights:
 
     def _transfers(self, batch_bytes: int) -> Iterator[tuple[range, list[_Transfer]]]:
         """Yield the tensors of each batch, by index, and what is sent of them; the same on every rank."""
-        pieces_T = self._pieces()
         for batch in _batches(self._model, batch_bytes):
             by_sender: dict[int, list[tuple[str, Piece]]] = {}
             for index in batch:
-                for sender, piece in pieces_T[index]:
+                for sender, piece in self._holders[index].values():
                     by_sender.setdefault(sender, []).append((self._model.tensors[index].name, piece))
             yield batch, [_Transfer(sender, pieces, self._num_bytes(pieces)) for sender, pieces in by_sender.items()]
 
@@ -162,23 +175,23 @@ class RankWeights:
         tensors, index = self._model.tensors, self._model.index
         return sum(piece.box.num_elements * ITEM_SIZES[tensors[index[name]].dtype] for name, piece in pieces)
 
-    def _pieces(self) -> list[list[tuple[int, Piece]]]:
-        """Return, of each tensor, disjoint boxes that cover it, each with the first rank that has it."""
+    @functools.cached_property
+    def _holders(self) -> list[dict[Box, tuple[int, Piece]]]:
+        """Disjoint boxes that cover each tensor, each with the first rank that has it."""
         found: list[dict[Box, tuple[int, Piece]]] = [{} for _ in self._model.tensors]
         places = set()
-        for rank in range(self._sizes.num_ranks):
-            if self._sizes.place(rank) in places:
+        for rank in range(self.sizes.num_ranks):
+            if self.sizes.place(rank) in places:
                 continue
-            places.add(self._sizes.place(rank))
-            layout = self._sizes.parameters(self._model, rank)
+            places.add(self.sizes.place(rank))
+            layout = self.sizes.parameters(self._model, rank)
             for row, index in enumerate(layout.pieces.tensor_P.tolist()):
                 piece = layout.piece(row)
                 found[index].setdefault(piece.box, (rank, piece))
         for tensor, boxes in zip(self._model.tensors, found, strict=True):
-            num_elements = Box((), tensor.shape).num_elements
-            if sum(box.num_elements for box in boxes) != num_elements:
+            if sum(box.num_elements for box in boxes) != Box((), tensor.shape).num_elements:
                 raise ModelError(f"no rank has all of {tensor.name}")
-        return [list(boxes.values()) for boxes in found]
+        return found
 
 
 class _Transfer(NamedTuple):

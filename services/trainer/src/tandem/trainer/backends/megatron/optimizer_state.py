@@ -1,0 +1,155 @@
+"""The state of Megatron-Core's optimizers as boxes of the checkpoint's tensors.
+
+An optimizer keeps its state beside a flat range of a parameter (the distributed optimizer), or beside the parameter.
+The layout says which elements of which tensors those are, so the state can be written and read as
+``exp_avg/model.layers.0.self_attn.q_proj.weight``, whatever the parallelism was or will be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+
+from tandem.common.errors import CheckpointError
+from tandem.refit.layout import Box, Piece
+from tandem.trainer.backends.megatron.weights import RankWeights
+from tandem.trainer.box_files import BoxFiles, Part, boxes_of_range
+
+_MAIN = "param"
+"""What the optimizer steps, where that is another copy of the parameter, of more precision."""
+
+
+class _Shard(NamedTuple):
+    """What an optimizer of torch steps on this rank of one parameter."""
+
+    parameter: str
+    first: int
+    """Index in the flattened parameter of the first element."""
+    stepped: torch.Tensor
+    is_copy: bool
+    """Whether it is not the parameter's own memory."""
+    is_split: bool
+    """Whether each data-parallel replica has another part of the parameter, and not all the same."""
+    item_size: int
+    """Bytes an element of the parameter, in which the layout counts."""
+    optimizer: Any
+
+
+def parts_of(optimizer: Any, weights: RankWeights) -> Iterator[Part]:
+    """Yield what this rank writes of an optimizer's state: of what several ranks hold, one writes it.
+
+    Raises `CheckpointError` for an optimizer whose state is unknown here.
+    """
+    for shard in _shards(optimizer, weights):
+        for key, tensor in _tensors(shard).items():
+            flat = tensor.detach().reshape(-1)
+            for described, piece in weights.pieces[shard.parameter]:
+                if not _is_written_here(weights, described.name, piece, shard.is_split):
+                    continue
+                for box, view in _boxes(piece, shard, flat):
+                    yield Part(f"{key}/{described.name}", described.shape, box, view)
+
+
+@torch.no_grad()
+def read(optimizer: Any, weights: RankWeights, files: BoxFiles, num_steps: int) -> None:
+    """Fill an optimizer's state, in memory of its own, with what any number of ranks wrote after `num_steps` steps.
+
+    Raises `CheckpointError`.
+    """
+    keys = {name.partition("/")[0] for name in files.names} - {_MAIN}
+    for shard in _shards(optimizer, weights):
+        state = {key: torch.zeros_like(shard.stepped) for key in keys}
+        tensors = {**state, **({_MAIN: shard.stepped} if shard.is_copy else {})}
+        for key, tensor in tensors.items():
+            flat = tensor.detach().view(-1)
+            for described, piece in weights.pieces[shard.parameter]:
+                for box, view in _boxes(piece, shard, flat):
+                    files.read(f"{key}/{described.name}", described.shape, box, view)
+        shard.optimizer.state[shard.stepped].update(state)
+    if num_steps:
+        _set_steps(optimizer, num_steps)
+
+
+def _set_steps(optimizer: Any, num_steps: int) -> None:
+    """Tell each optimizer how often it has stepped.
+
+    Torch's keep that beside every parameter, and add one to each. Megatron-Core's own loading gives all of them one
+    and the same tensor, which then counts every parameter's step: from there on, the corrections of Adam's biases
+    (arXiv:1412.6980, section 3) are those of a much later step. Here each has a tensor of its own.
+    """
+    for each in _chained(optimizer):
+        inner = each.optimizer
+        if isinstance(inner, torch.optim.Adam):  # AdamW is one
+            for state in inner.state.values():
+                state["step"] = torch.tensor(float(num_steps), dtype=torch.float32)
+        elif not isinstance(inner, torch.optim.SGD):
+            for group in inner.param_groups:  # Transformer Engine and Apex count once a group
+                group["step"] = num_steps
+
+
+def _chained(optimizer: Any) -> Sequence[Any]:
+    """Return the optimizers that have parameters on this rank."""
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [each for each in chained if not getattr(each, "is_stub_optimizer", False)]
+
+
+def _shards(optimizer: Any, weights: RankWeights) -> Iterator[_Shard]:
+    name_of = {id(tensor): name for name, tensor in weights.parameters.items()}
+    for each in _chained(optimizer):
+        inner = each.optimizer
+        if not isinstance(inner, torch.optim.Optimizer) or each.config.use_precision_aware_optimizer:
+            raise CheckpointError(f"the state of {type(inner).__name__} cannot be saved; choose another optimizer")
+        for parameter, stepped, first in _stepped(each):
+            is_split, is_copy = isinstance(each, DistributedOptimizer), stepped.dtype != parameter.dtype
+            size = parameter.element_size()
+            yield _Shard(name_of[id(parameter)], first, stepped, is_copy, is_split, size, inner)
+
+
+def _stepped(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+    """Yield each parameter, what the optimizer of torch steps of it, and the index of that's first element."""
+    if isinstance(optimizer, DistributedOptimizer):
+        for parameter, (group, index) in optimizer.model_param_group_index_map.items():
+            first = optimizer._get_model_param_range_map(parameter)["param"].start
+            yield parameter, optimizer.optimizer.param_groups[group]["params"][index], first
+    elif isinstance(optimizer, Float16OptimizerWithFloat16Params):
+        copies = zip(chain(*optimizer.float16_groups), chain(*optimizer.fp32_from_float16_groups), strict=True)
+        yield from ((parameter, copy, 0) for parameter, copy in copies)
+        yield from ((parameter, parameter, 0) for parameter in chain(*optimizer.fp32_from_fp32_groups))
+    elif isinstance(optimizer, FP32Optimizer):
+        yield from ((parameter, parameter, 0) for parameter in optimizer.get_parameters())
+    else:
+        raise CheckpointError(f"the state of a {type(optimizer).__name__} cannot be saved")
+
+
+def _tensors(shard: _Shard) -> Mapping[str, torch.Tensor]:
+    """Return what is saved of a shard; the number of steps is not, which is the same for all."""
+    state = shard.optimizer.state.get(shard.stepped, {})
+    tensors = {key: value for key, value in state.items() if key != "step" and isinstance(value, torch.Tensor)}
+    return {**tensors, **({_MAIN: shard.stepped} if shard.is_copy else {})}
+
+
+def _is_written_here(weights: RankWeights, tensor: str, piece: Piece, is_split: bool) -> bool:
+    """Whether this rank, or its place's replicas among which state is split, are the first to hold a piece."""
+    first = weights.first_holder(tensor, piece.box)
+    if not is_split:
+        return first == dist.get_rank()
+    here, there = (weights.sizes.coordinates(rank) for rank in (dist.get_rank(), first))
+    if ".mlp.experts." in tensor:
+        return (here.ep, here.etp, here.pp) == (there.ep, there.etp, there.pp)
+    return (here.tp, here.pp) == (there.tp, there.pp)
+
+
+def _boxes(piece: Piece, shard: _Shard, flat: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
+    """Yield what a shard has of a piece: boxes of the piece's tensor, and the elements of `flat` that they are."""
+    strides = tuple(stride // shard.item_size for stride in piece.strides)
+    offset = piece.offset // shard.item_size - shard.first
+    for box in boxes_of_range(piece.box.shape, strides, -offset, len(flat) - offset):
+        at = offset + sum(index * stride for index, stride in zip(box.start, strides, strict=True))
+        there = Box(tuple(map(int.__add__, piece.box.start, box.start)), box.shape)
+        yield there, flat.as_strided(box.shape, strides, flat.storage_offset() + at)

@@ -1,0 +1,164 @@
+"""Boxes of tensors in safetensors files: any number of processes write what they hold, any other number read it.
+
+A file has the boxes that one process wrote, each under the name of its tensor and the index of its first element, as
+``name@0,128``; the file's header says what shape the whole tensors have. Readers look the headers of all files up and
+read, of the boxes that overlap what they want, just that. Nothing is pickled, and nobody gathers anything.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from tandem.common.errors import CheckpointError
+from tandem.refit.layout import Box
+
+_FILES = "boxes-*.safetensors"
+_SHAPES = "shapes"
+
+
+class Part(NamedTuple):
+    """A box of a tensor, and its elements in the box's shape."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    box: Box
+    elements: torch.Tensor
+
+
+def snapshot(parts: Iterable[Part]) -> list[Part]:
+    """Return the parts with elements of their own, on the CPU, so that they can be written while training goes on."""
+    return [part._replace(elements=part.elements.detach().to("cpu", copy=True).contiguous()) for part in parts]
+
+
+def write(folder: Path, writer: int, parts: Iterable[Part], max_file_bytes: int) -> list[Path]:
+    """Write the parts to files of about this size that only process `writer` writes; return them, not yet synced.
+
+    Memory holds the parts of one file once more. Raises what the file system raises.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    paths: list[Path] = []
+    for batch in _batches(parts, max_file_bytes):
+        path = folder / f"boxes-{writer:05d}-{len(paths):05d}.safetensors"
+        tensors = {f"{part.name}@{','.join(map(str, part.box.start))}": part.elements for part in snapshot(batch)}
+        shapes = json.dumps({part.name: part.shape for part in batch})
+        save_file(tensors, path, metadata={"format": "pt", _SHAPES: shapes})
+        paths.append(path)
+    return paths
+
+
+def boxes_of_range(shape: Sequence[int], strides: Sequence[int], first: int, stop: int) -> Iterator[Box]:
+    """Yield the boxes of an array that have its elements at offsets from `first` up to `stop`, in elements.
+
+    Args:
+        shape: of the array, whose first element has offset 0.
+        strides: of the array, which has no element twice; a later dimension may have a larger one.
+        first: offset, which may lie before the array.
+        stop: offset, which may lie behind it.
+    """
+    order = sorted(range(len(shape)), key=lambda dim: -strides[dim])
+    back = sorted(range(len(shape)), key=order.__getitem__)
+    dims = [(shape[dim], strides[dim]) for dim in order]
+    for box in _boxes_in_order([n for n, _ in dims], _num_below(first, dims), _num_below(stop, dims)):
+        yield Box(*(tuple(values[place] for place in back) for values in (box.start, box.shape)))
+
+
+def _num_below(limit: int, dims: Sequence[tuple[int, int]]) -> int:
+    """Return how many elements of an array lie at an offset below `limit`.
+
+    `dims` has the size and the stride of each dimension, from the largest stride; they do not overlap.
+    """
+    if limit <= 0 or not dims:
+        return int(limit > 0)
+    (num, stride), *inner = dims
+    index = (limit - 1) // stride
+    num_inner = math.prod(n for n, _ in inner)
+    return num * num_inner if index >= num else index * num_inner + _num_below(limit - index * stride, inner)
+
+
+def _boxes_in_order(shape: Sequence[int], first: int, stop: int) -> Iterator[Box]:
+    """Yield boxes that are, together, a range of the elements of a row-major array."""
+    if first >= stop:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    row, *inner = math.prod(shape[1:]), *shape[1:]
+    whole_from, whole_to = -(-first // row), stop // row
+    if whole_from > whole_to:  # within one row
+        ends = [(whole_to, first - whole_to * row, stop - whole_to * row)]
+    else:
+        ends = [(whole_from - 1, row - (whole_from * row - first), row), (whole_to, 0, stop - whole_to * row)]
+        if whole_from < whole_to:
+            yield Box((whole_from, *(0 for _ in inner)), (whole_to - whole_from, *inner))
+    for index, a, b in ends:
+        for box in _boxes_in_order(inner, a, b):
+            yield Box((index, *box.start), (1, *box.shape))
+
+
+class BoxFiles:
+    """The files of a folder, for reading. Raises `CheckpointError` if there are none."""
+
+    def __init__(self, folder: Path) -> None:
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._boxes: dict[str, list[tuple[Box, Any, str]]] = {}
+        paths = sorted(folder.glob(_FILES))
+        if not paths:
+            raise CheckpointError("it has no boxes-*.safetensors: another backend wrote it, or it is not whole")
+        for path in paths:
+            file: Any = safe_open(path, framework="pt")
+            shapes = json.loads(file.metadata()[_SHAPES])
+            self._shapes |= {name: tuple(shape) for name, shape in shapes.items()}
+            for key in file.keys():  # noqa: SIM118
+                name, _, start = key.rpartition("@")
+                box = Box(tuple(map(int, start.split(","))), tuple(file.get_slice(key).get_shape()))
+                self._boxes.setdefault(name, []).append((box, file, key))
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Tensors of which there are boxes."""
+        return frozenset(self._boxes)
+
+    def read(self, name: str, shape: tuple[int, ...], box: Box, into: torch.Tensor) -> None:
+        """Fill `into`, of the shape of a box of a tensor, with its elements. Raises `CheckpointError`."""
+        if name not in self._boxes:
+            raise CheckpointError(f"{name} is in none of its files: one is missing, or another optimizer wrote them")
+        if self._shapes[name] != shape:
+            raise CheckpointError(f"{name} has shape {self._shapes[name]}, the model's has {shape}")
+        num_read = 0
+        for there, file, key in self._boxes[name]:
+            common = there.intersect(box)
+            if common is not None:
+                into[_region(common, box)] = file.get_slice(key)[_region(common, there)].to(into.device)
+                num_read += common.num_elements
+        if num_read < box.num_elements:
+            raise CheckpointError(
+                f"a file is missing: {num_read} of {box.num_elements} elements of {name}{box} are there"
+            )
+
+
+def _region(inner: Box, outer: Box) -> tuple[slice, ...]:
+    """Return where one box lies in an array that is the other."""
+    steps = zip(inner.start, inner.shape, outer.start, strict=True)
+    return tuple(slice(start - first, start - first + n) for start, n, first in steps)
+
+
+def _batches(parts: Iterable[Part], max_bytes: int) -> Iterator[list[Part]]:
+    batch: list[Part] = []
+    num_bytes = 0
+    for part in parts:
+        if batch and num_bytes + part.elements.nbytes > max_bytes:
+            yield batch
+            batch, num_bytes = [], 0
+        batch.append(part)
+        num_bytes += part.elements.nbytes
+    if batch:
+        yield batch
