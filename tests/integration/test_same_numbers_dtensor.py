@@ -21,6 +21,8 @@ BATCHES = [make_batch(seed=seed) for seed in range(3)]
 TP2: dict[str, Any] = {"tensor_parallel_size": 2}
 SP: dict[str, Any] = {"sequence_parallel": True}
 CP2: dict[str, Any] = {"context_parallel_size": 2}
+PACKED: dict[str, Any] = {"packed": True}
+"""Rows of 48 tokens: two or three sequences."""
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "FSDP2": ("qwen3", 2, {}),
     "TP2 llama": ("llama", 2, TP2),
@@ -37,6 +39,9 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "FSDP2 + CP2": ("llama", 4, CP2),
     "CPU offload": ("qwen3", 2, {"cpu_offload": True}),
     "CPU offload, FSDP2 + TP2": ("llama", 4, TP2 | {"cpu_offload": True}),
+    "packed, FSDP2": ("qwen3", 2, PACKED),
+    "packed, TP2 + SP": ("qwen3_moe", 2, PACKED | TP2 | SP),
+    "packed, CP2 + TP2": ("qwen2", 4, PACKED | CP2 | TP2),
     "recomputed activations, TP2 + SP": ("qwen3", 2, TP2 | SP | {"activation_checkpointing": True}),
 }
 
@@ -64,13 +69,16 @@ def test_the_numbers_are_those_of_one_process(
     architecture: str, num_ranks: int, settings: dict[str, Any], plain: Any, folder: Path, tmp_path: Path
 ) -> None:
     expected = plain(architecture)
+    packs = "packed" in settings
+    packing = {"enabled": packs, "train_mb_tokens": 48, "logprob_mb_tokens": 96, "sequence_length_round": 8}
     config = make_config(
         folder / architecture,
         loss={"reference_policy_kl_penalty": KL},
         temperature=TEMPERATURE,
         trainers=num_ranks,
         share_prompts=False,
-        dtensor_cfg=settings,
+        dtensor_cfg={key: value for key, value in settings.items() if key != "packed"},
+        sequence_packing=packing,
     )
     found = numbers_of(num_ranks, functools.partial(DTensorBackend, checkpoint=None), config, BATCHES, tmp_path)
     assert_same_numbers(found, expected, 1e-5)

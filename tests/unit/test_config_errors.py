@@ -195,6 +195,25 @@ SCHEDULE = "policy.scheduler: 2 schedules need 1 milestones between them, got 0"
             "sft.val_global_batch_size: 9 is not a multiple of sft.val_micro_batch_size * cluster.trainers = 2 * 1 = 2",
         ),
         (
+            ["policy.sequence_packing.enabled=true", "policy.dynamic_batching.enabled=true"],
+            "policy.dynamic_batching.enabled: true, but policy.sequence_packing.enabled is true too: rows are either "
+            "padded or packed",
+        ),
+        (
+            ["policy.sequence_packing.enabled=true", "policy.sequence_packing.train_mb_tokens=511"],
+            "policy.sequence_packing.train_mb_tokens: 511 is less than policy.max_total_sequence_length (512)",
+        ),
+        (
+            ["policy.dynamic_batching.enabled=true", "policy.dynamic_batching.logprob_mb_tokens=100"],
+            "policy.dynamic_batching.logprob_mb_tokens: 100 is less than policy.max_total_sequence_length (512)",
+        ),
+        (
+            ["policy.sequence_packing.algorithm=first_fit_decreasin"],
+            "policy.sequence_packing.algorithm: 'first_fit_decreasin' is not one of concatenative, "
+            "first_fit_decreasing, first_fit_shuffle, modified_first_fit_decreasing; did you mean "
+            "'first_fit_decreasing'?",
+        ),
+        (
             ["policy.train_global_batch_size=32", "grpo.num_generations_per_prompt=1"],
             "grpo.num_generations_per_prompt: 1, but grpo.use_leave_one_out_baseline needs at least 2 samples of each "
             "prompt",
@@ -309,8 +328,6 @@ VLLM_CFG = "policy.generation.vllm_cfg"
         (["algorithm=dpo"], "algorithm (dpo)"),
         (["grpo.use_dynamic_sampling=true"], "grpo.use_dynamic_sampling (true)"),
         (["policy.megatron_cfg.enabled=true"], "policy.megatron_cfg.enabled (true)"),
-        (["policy.sequence_packing.enabled=true"], "policy.sequence_packing.enabled (true)"),
-        (["policy.dynamic_batching.enabled=true"], "policy.dynamic_batching.enabled (true)"),
         ([VLLM, "policy.generation.vllm_cfg.precision=int8"], f"{VLLM_CFG}.precision (int8)"),
         (["logger.mlflow_enabled=true"], "logger.mlflow_enabled (true)"),
     ],

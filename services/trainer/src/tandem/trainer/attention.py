@@ -1,7 +1,7 @@
-"""Attention of rows that share prompts: the one place where `SharedPrompts` meets a Hugging Face model.
+"""Attention of rows that hold several sequences: the one place where such rows meet a Hugging Face model.
 
-A model takes it through `transformers.AttentionInterface`, by the name `ATTENTION_NAME`; without `SharedPrompts` beside
-the tokens it is the library's own attention, to the bit.
+A model takes `SharedPrompts` and `PackedRow` through `transformers.AttentionInterface`, by the name `ATTENTION_NAME`;
+without either beside the tokens it is the library's own attention, to the bit.
 """
 
 from __future__ import annotations
@@ -13,25 +13,35 @@ import torch
 import transformers
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from tandem.trainer import segments
+from tandem.trainer.packed import PackedRow, pack_row
 from tandem.trainer.sharing import SharedPrompts, share_prompts
 
-ATTENTION_NAME = "tandem_shared_prompts"
+ATTENTION_NAME = "tandem_rows"
 
 
-def shared_prompt_attention(
+def attend(
     module: torch.nn.Module,
     query_BHTD: torch.Tensor,
     key_BHTD: torch.Tensor,
     value_BHTD: torch.Tensor,
     attention_mask: torch.Tensor | None,
     shared_prompts: SharedPrompts | None = None,
+    packed: PackedRow | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend causally, within each sample where the row holds several: ``[1, H, N, D]`` in, ``[1, N, H, D]`` out.
+    """Attend causally, within each sequence where the row holds several: ``[1, H, N, D]`` in, ``[1, N, H, D]`` out.
 
-    Keys and values of a prompt are spread to all of its samples, so that the fast kernels for plain causal attention
-    serve; gradients of all samples add up in the prompt.
+    Keys and values of a shared prompt are spread to all of its samples, so that the fast kernels for plain causal
+    attention serve; gradients of all samples add up in the prompt.
     """
+    if packed is not None:
+        unknown = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
+        if unknown:
+            raise ValueError(f"its attention needs {unknown[0]}")
+        query_NHD, key_NGD, value_NGD = (tensor[0].transpose(0, 1) for tensor in (query_BHTD, key_BHTD, value_BHTD))
+        lengths = [(length, length) for length in packed.lengths]
+        return segments.attend(query_NHD, key_NGD, value_NGD, lengths, kwargs.get("scaling"))[None], None
     if shared_prompts is None:
         plain: tuple[torch.Tensor, None] = sdpa_attention_forward(
             module, query_BHTD, key_BHTD, value_BHTD, attention_mask, **kwargs
@@ -48,7 +58,7 @@ def _spread(tensor_1HND: torch.Tensor, source_BW: torch.Tensor) -> torch.Tensor:
     return tensor_NHD.index_select(0, source_BW.flatten()).view(*source_BW.shape, *tensor_NHD.shape[1:]).transpose(1, 2)
 
 
-transformers.AttentionInterface.register(ATTENTION_NAME, shared_prompt_attention)
+transformers.AttentionInterface.register(ATTENTION_NAME, attend)
 
 
 def prepare_to_share(model: Any, max_length: int) -> str | None:
@@ -56,6 +66,18 @@ def prepare_to_share(model: Any, max_length: int) -> str | None:
 
     The model is asked, not its name: two samples that share a prompt must have the logits they have one by one.
     """
+    return _prepare(model, max_length, shared_prompts=_SHARED)
+
+
+def prepare_to_pack(model: Any, max_length: int) -> str | None:
+    """Make a whole model on the CPU take `PackedRow`; return None, or why it cannot, and is as it was.
+
+    The model is asked, not its name: two sequences in one row must have the logits they have one by one.
+    """
+    return _prepare(model, max_length, packed=_PACKED)
+
+
+def _prepare(model: Any, max_length: int, **row: SharedPrompts | PackedRow) -> str | None:
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
     if window is not None and window < max_length:
@@ -65,13 +87,13 @@ def prepare_to_share(model: Any, max_length: int) -> str | None:
         return f"it has layers of type {others[0]}"
     before = model.config._attn_implementation
     try:
-        expected_TV = _logits(model, None)
+        expected_KV = _logits(model)
         model.set_attn_implementation(ATTENTION_NAME)
-        found_TV = _logits(model, _PROBE)
+        found_KV = _logits(model, **row)
     except Exception as error:  # an architecture of its own fails in ways of its own
         reason = f"it takes no attention but its own: {type(error).__name__}: {error}".split("\n")[0]
     else:
-        if torch.allclose(found_TV, expected_TV, rtol=1e-3, atol=1e-4):
+        if torch.allclose(found_KV, expected_KV, rtol=1e-3, atol=1e-4):
             return None
         reason = "its tokens meet outside of attention"
     model.set_attn_implementation(before)
@@ -79,23 +101,19 @@ def prepare_to_share(model: Any, max_length: int) -> str | None:
 
 
 _SAMPLES = np.array([[0, 1, 2, 0], [0, 1, 1, 2]])
-_PROBE = share_prompts(
-    _SAMPLES,
-    np.array([[False, False, True, True]] * 2),
-    np.zeros(2, dtype=np.int64),
-    np.array([2, 2]),
-    divisible_by=1,
-    device=torch.device("cpu"),
-)
+_COUNTED = np.array([[False, False, True, True]] * 2)
+_CPU = torch.device("cpu")
+_SHARED = share_prompts(_SAMPLES, _COUNTED, np.zeros(2, dtype=np.int64), np.array([2, 2]), divisible_by=1, device=_CPU)
+_PACKED = pack_row(_SAMPLES, np.array([4, 4]), _COUNTED, divisible_by=1, row_divisible_by=1, device=_CPU)
 
 
 @torch.no_grad()
-def _logits(model: Any, shared: SharedPrompts | None) -> torch.Tensor:
-    """Return the logits of the tokens that predict something in `_SAMPLES`."""
-    if shared is None:
-        logits: torch.Tensor = model(input_ids=torch.from_numpy(_SAMPLES), use_cache=False).logits
-        return logits[:, 1:3].flatten(0, 1)
-    logits = model(
-        input_ids=shared.token_ids_1N, position_ids=shared.position_ids_1N, use_cache=False, shared_prompts=shared
-    ).logits
-    return logits[0, shared.predictor_K]
+def _logits(model: Any, **row: SharedPrompts | PackedRow) -> torch.Tensor:
+    """Return the logits of the tokens that predict something in `_SAMPLES`, ``[K, V]``, from samples or from a row."""
+    logits: torch.Tensor
+    for found in row.values():
+        inputs = {"input_ids": found.token_ids_1N, "position_ids": found.position_ids_1N}
+        logits = model(**inputs, **row, use_cache=False).logits
+        return logits[0, found.predictor_K]
+    logits = model(input_ids=torch.from_numpy(_SAMPLES), use_cache=False).logits
+    return logits[:, 1:3].flatten(0, 1)

@@ -22,9 +22,6 @@ from tandem.trainer.context import inputs_of_share, sum_shares
 from tandem.trainer.packing import MicroBatch
 from tandem.trainer.scoring import VocabularyShard, score_tokens
 
-_AFTER_THE_OUTPUT_LAYER = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier")
-"""Fields of configurations by which models change their logits."""
-
 _ENTROPY_ROWS = 1024
 """Positions whose entropy is computed at once, so that a large vocabulary needs little extra memory."""
 
@@ -74,29 +71,48 @@ def checkpoint_activations(model: torch.nn.Module) -> None:
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
-def changes_logits(model: Any) -> bool:
-    """Say whether a model does more with the output layer's logits than to return them, by what it is configured to."""
-    config = model.config.get_text_config()
-    return any(getattr(config, field, None) not in (None, 1.0) for field in _AFTER_THE_OUTPUT_LAYER)
+@torch.no_grad()
+def has_linear_head(model: Any) -> bool:
+    """Tell whether a whole model's logits are its last hidden states times the weight of its output layer.
+
+    The model is asked, not its name: large logits must come out as the output layer gave them.
+    """
+    head = model.get_output_embeddings()
+    if type(head) is not torch.nn.Linear or getattr(head, "bias", None) is not None:
+        return False
+    given = torch.linspace(-100, 100, head.out_features, dtype=head.weight.dtype).expand(1, 1, -1)
+    hook = head.register_forward_hook(lambda *_: given)
+    logits = model(input_ids=torch.zeros((1, 1), dtype=torch.int64), use_cache=False).logits
+    hook.remove()
+    return torch.equal(logits.to(given.dtype), given)
 
 
 class TokenScorer:
     """Log-probabilities and entropies of a model, computed only where they count.
 
     The output layer, with a large vocabulary the most expensive of all, sees only the positions that predict a counted
-    token, and gives their scores in place of logits, which never all exist at once: hooks in it do that, whatever model
-    it belongs to. Where tensor parallelism has cut it, each rank works on its own rows.
+    token. Where it is nothing but a matrix product, it gives their scores in place of logits, which never all exist at
+    once: in its own forward pass, because there a sharded weight is whole. Where tensor parallelism has cut it, each
+    rank works on its own rows.
     """
 
-    def __init__(self, model: Any, temperature: float, context: dist.ProcessGroup | None = None) -> None:
-        """Begin, with a model that is sharded already. `context`: the ranks that share each sequence with this one."""
+    def __init__(
+        self, model: Any, temperature: float, *, linear_head: bool, context: dist.ProcessGroup | None = None
+    ) -> None:
+        """Begin, with a model that is sharded already; raise `ModelError` where it is cut so that it cannot be scored.
+
+        `linear_head`: what `has_linear_head` said of it before. `context`: the ranks that share each sequence with this
+        one.
+        """
         self.model = model
         self._temperature = temperature
         self._context = context
         self._task: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._gives_logits = changes_logits(model)
+        self._gives_logits = not linear_head
         head = model.get_output_embeddings()
         self._is_cut = isinstance(head.weight, DTensor) and "tensor" in (head.weight.device_mesh.mesh_dim_names or ())
+        if self._gives_logits and self._is_cut:
+            raise ModelError(f"{type(model).__name__} changes its logits, so its output layer cannot be cut over ranks")
         head.register_forward_pre_hook(self._pick)
         if not self._gives_logits:
             head.forward = functools.partial(self._score, head, head.forward)
@@ -128,6 +144,10 @@ class TokenScorer:
         """
         if self._context is not None:
             return inputs_of_share(batch, self._context)
+        if batch.packed is not None:
+            row = batch.packed
+            inputs = {"input_ids": row.token_ids_1N, "position_ids": row.position_ids_1N}
+            return inputs | {"packed": row}, row.predictor_K
         if batch.shared_prompts is not None:
             shared = batch.shared_prompts
             inputs = {"input_ids": shared.token_ids_1N, "position_ids": shared.position_ids_1N}
@@ -143,14 +163,13 @@ class TokenScorer:
         """Return log-probabilities and entropies of the targets."""
         self._task = predictor_K, target_K
         try:
-            output = self.model(**inputs, use_cache=False).logits
+            output: Any = self.model(**inputs, use_cache=False).logits
         finally:
             self._task = None
         if self._gives_logits:
             return _scores_of_logits(output.float() / self._temperature, target_K)
-        if not isinstance(output, tuple):
-            raise ModelError(f"{type(self.model).__name__} changes what its output layer gives")
-        return output
+        scores: tuple[torch.Tensor, torch.Tensor] = output
+        return scores
 
     def _pick(self, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
         return None if self._task is None else (inputs[0].flatten(0, 1).index_select(0, self._task[0]),)

@@ -6,7 +6,6 @@ waits for the other ranks, inside the backend's collective operations, and for n
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from tandem.common.config import Config
 from tandem.trainer import packing
 from tandem.trainer.advantages import minus_kl, whitened
 from tandem.trainer.backend import Backend, OptimizerStep, WhichModel
+from tandem.trainer.batching import Batching
 from tandem.trainer.losses import Counts, Loss, make_loss
 from tandem.trainer.packing import MicroBatch
 from tandem.trainer.sharing import find_prompts
@@ -95,9 +95,18 @@ class _Shares:
     def __init__(self, backend: Backend, batch: TrainingBatch, config: Config) -> None:
         self._backend = backend
         self._batch = batch
-        self._policy = config.policy
-        shares = config.policy.share_prompts and backend.shares_prompts
+        policy = config.policy
+        cuts_by_tokens = policy.sequence_packing.enabled or policy.dynamic_batching.enabled
+        shares = policy.share_prompts and backend.shares_prompts and not cuts_by_tokens
         self._prompts = find_prompts(batch) if shares else None
+        self._batching = Batching(
+            policy,
+            batch.lengths_S,
+            rank=backend.data_parallel_rank,
+            num_ranks=backend.data_parallel_size,
+            sequence_divisor=backend.sequence_divisor,
+            prompts=self._prompts,
+        )
         self._counted_S = packing.counts_of_sequences(batch)
         self.global_batches = packing.global_batches(len(batch.lengths_S), config.policy.train_global_batch_size)
 
@@ -108,12 +117,7 @@ class _Shares:
 
     def micro_batches(self, rows: Sequence[int], tokens: _Tokens) -> list[MicroBatch]:
         """Return this rank's training micro-batches of a global batch."""
-        return [
-            self._pad(group, tokens)
-            for group in packing.micro_batches_of(
-                self._mine(rows), self._batch.lengths_S, self._policy.train_micro_batch_size, self._prompts
-            )
-        ]
+        return [self._pad(group, tokens) for group in self._batching.training(rows)]
 
     def advantages(self, config: Config, previous_T: Float32s | None, reference_T: Float32s | None) -> Float32s:
         """Return the advantage of each token, right for this rank's."""
@@ -125,32 +129,26 @@ class _Shares:
             assert reference_T is not None
             advantages_T = minus_kl(advantages_T, previous_T, reference_T, config.loss_fn)
         is_mine_S = np.zeros(len(self._batch.lengths_S), dtype=np.bool_)
-        is_mine_S[[row for row in self._all_mine() if row != packing.EMPTY_ROW]] = True
+        mine = [row for group in self._batching.scoring(self.global_batches) for row in group]
+        is_mine_S[[row for row in mine if row != packing.EMPTY_ROW]] = True
         own_T = np.repeat(is_mine_S, self._batch.lengths_S) & packing.counted_tokens(self._batch)
         return whitened(advantages_T, own_T, self._backend.sum_over_ranks)
 
     def logprobs(self, model: WhichModel, size: int | None = None) -> Float32s:
         """Return the log-probabilities of this rank's counted tokens where they lie in the batch, zeros elsewhere."""
-        size = size or self._policy.logprob_batch_size
-        groups = packing.micro_batches_of(self._all_mine(), self._batch.lengths_S, size, self._prompts)
+        groups = self._batching.scoring(self.global_batches, size)
         padded = [self._pad(group) for group in groups]
         values_T = np.zeros(len(self._batch.token_ids_T), dtype=np.float32)
         for group, logprobs_BT in zip(groups, self._backend.logprobs(padded, model), strict=True):
             packing.unpad_into(values_T, logprobs_BT, self._batch, group)
         return values_T
 
-    def _all_mine(self) -> list[int]:
-        return [row for rows in self.global_batches for row in self._mine(rows)]
-
-    def _mine(self, rows: Sequence[int]) -> list[int]:
-        hands = packing.deal(rows, self._batch.lengths_S, self._backend.data_parallel_size, self._prompts)
-        return hands[self._backend.data_parallel_rank]
-
     def _pad(self, group: Sequence[int], tokens: _Tokens | None = None) -> MicroBatch:
         return packing.pad(
             self._batch,
             group,
-            divisible_by=math.lcm(self._policy.make_sequence_length_divisible_by, self._backend.sequence_divisor),
+            divisible_by=self._batching.divisible_by,
+            row_divisible_by=self._batching.row_divisible_by,
             device=self._backend.device,
             prompts=self._prompts,
             advantages_T=tokens.advantages if tokens else None,

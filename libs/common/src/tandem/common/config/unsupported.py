@@ -44,8 +44,6 @@ NOT_SUPPORTED_YET = (
     Row("grpo.adv_estimator.name", ("grpo", "reinforce_plus_plus"), _grpo),
     Row("grpo.use_dynamic_sampling", (False,), _grpo),
     Row("policy.megatron_cfg.enabled", (False,)),
-    Row("policy.sequence_packing.enabled", (False,)),
-    Row("policy.dynamic_batching.enabled", (False,)),
     Row("policy.generation.vllm_cfg.precision", _PRECISIONS, _vllm),
     Row("logger.mlflow_enabled", (False,)),
 )

@@ -19,11 +19,11 @@ from tandem.common.config import Config
 from tandem.common.errors import CheckpointError, ConfigError, ModelError, TrainingError
 from tandem.refit.endpoint import Weights
 from tandem.trainer import checkpoints, context, policy_files
-from tandem.trainer.attention import prepare_to_share
+from tandem.trainer.attention import prepare_to_pack, prepare_to_share
 from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep, WhichModel
 from tandem.trainer.backends import shards
 from tandem.trainer.backends.sharding import Ranks
-from tandem.trainer.models import TokenScorer, checkpoint_activations, load_model
+from tandem.trainer.models import TokenScorer, checkpoint_activations, has_linear_head, load_model
 from tandem.trainer.offload import Offloaded, state_of
 from tandem.trainer.optimizers import advance, make_optimizer, make_scheduler
 from tandem.trainer.packing import MicroBatch
@@ -53,6 +53,7 @@ class DTensorBackend:
 
         source = config.policy.model_name if checkpoint is None else str(checkpoint / checkpoints.POLICY)
         self._policy = load_model(source, config, torch.float32)
+        self._linear_head = has_linear_head(self._policy)
         self.shares_prompts = self._prepare_attention()
         if config.policy.activation_checkpointing_enabled or config.policy.dtensor_cfg.activation_checkpointing:
             checkpoint_activations(self._policy)
@@ -170,29 +171,35 @@ class DTensorBackend:
 
     def _scorer(self, model: Any) -> TokenScorer:
         ranks = self._ranks.context
-        return TokenScorer(model, self._temperature, ranks.get_group() if ranks.size() > 1 else None)
+        group = ranks.get_group() if ranks.size() > 1 else None
+        return TokenScorer(model, self._temperature, linear_head=self._linear_head, context=group)
 
     def _prepare_attention(self) -> bool:
-        """Make the policy take its share of each sequence, or shared prompts where that is wanted.
+        """Make the policy take packed rows, its share of each sequence, or shared prompts, as is wanted.
 
         Return whether it takes shared prompts; say so if it should and cannot. Raises `ConfigError` if it cannot take
-        its share.
+        packed rows, or its share.
         """
         policy, is_shared = self._config.policy, self._ranks.context.size() > 1
-        wants_prompts = self._config.algorithm == "grpo" and policy.share_prompts
-        if not is_shared and not wants_prompts:
-            return False
-        reason = prepare_to_share(self._policy, policy.max_total_sequence_length)
-        if reason is not None:
-            reason = f"{type(self._policy).__name__} cannot share: {reason}"
-        if is_shared:
+        by_tokens = policy.sequence_packing.enabled or policy.dynamic_batching.enabled
+        wants_prompts = self._config.algorithm == "grpo" and policy.share_prompts and not by_tokens
+        name, longest, reason = type(self._policy).__name__, policy.max_total_sequence_length, None
+        if is_shared or policy.sequence_packing.enabled:
+            reason = prepare_to_pack(self._policy, longest)
             if reason is not None:
-                raise ConfigError(f"policy.dtensor_cfg.context_parallel_size: {reason}")
-            self._policy.set_attn_implementation(context.ATTENTION_NAME)
-            reason = "policy.dtensor_cfg.context_parallel_size makes ranks share each sequence"
+                key, what = "sequence_packing.enabled", "packed rows"
+                if is_shared:
+                    key, what = "dtensor_cfg.context_parallel_size", "parts of sequences"
+                raise ConfigError(f"policy.{key}: {name} cannot take {what}: {reason}")
+            if is_shared:
+                self._policy.set_attn_implementation(context.ATTENTION_NAME)
+                reason = "policy.dtensor_cfg.context_parallel_size makes ranks share each sequence"
+        elif wants_prompts:
+            reason = prepare_to_share(self._policy, longest)
+            reason = None if reason is None else f"{name} cannot share: {reason}"
         if wants_prompts and reason is not None and dist.get_rank() == 0:
             print(f"policy.share_prompts has no effect: {reason}", flush=True)
-        return reason is None
+        return wants_prompts and reason is None
 
     def _communicate(self, *, last: bool) -> None:
         """Reduce gradients once an optimizer step, where host memory can hold them whole until then."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tandem.common.config.checks.rule import Rule
 from tandem.common.config.problem import Invalid
-from tandem.common.config.schema import Config
+from tandem.common.config.schema import Config, DynamicBatching, SequencePacking
 
 
 def a_rollout_batch_divides_into_global_batches(config: Config) -> None:
@@ -22,7 +22,9 @@ def a_rollout_batch_divides_into_global_batches(config: Config) -> None:
 
 
 def a_global_batch_divides_into_micro_batches(config: Config) -> None:
-    """Each trainer takes an equal share of a global batch, in whole micro-batches."""
+    """Each trainer takes an equal share of a global batch, in whole micro-batches, unless those are so many tokens."""
+    if _token_limits(config):
+        return
     _divides(
         config,
         "policy.train_global_batch_size",
@@ -34,6 +36,8 @@ def a_global_batch_divides_into_micro_batches(config: Config) -> None:
 
 def a_validation_batch_divides_into_micro_batches(config: Config) -> None:
     """The same for the batches that SFT validates on."""
+    if _token_limits(config):
+        return
     if config.algorithm == "sft" and (config.sft.val_period or config.sft.val_at_start):
         _divides(
             config,
@@ -42,6 +46,36 @@ def a_validation_batch_divides_into_micro_batches(config: Config) -> None:
             "sft.val_micro_batch_size",
             config.sft.val_micro_batch_size,
         )
+
+
+def rows_are_padded_or_packed(config: Config) -> None:
+    """A micro-batch by tokens has rows of one kind."""
+    if len(_token_limits(config)) > 1:
+        raise Invalid(
+            "policy.dynamic_batching.enabled",
+            "true, but policy.sequence_packing.enabled is true too: rows are either padded or packed",
+        )
+
+
+def the_longest_sequences_fit_a_micro_batch(config: Config) -> None:
+    """No sequence, and with DPO no pair of them, is split over micro-batches."""
+    length, words = config.policy.max_total_sequence_length, "policy.max_total_sequence_length"
+    if config.algorithm == "dpo":
+        length, words = 2 * length, f"a pair of {words}"
+    for section, limits in _token_limits(config).items():
+        for name in ("train_mb_tokens", "logprob_mb_tokens"):
+            tokens = getattr(limits, name)
+            if tokens < length:
+                raise Invalid(f"policy.{section}.{name}", f"{tokens} is less than {words} ({length})")
+
+
+def _token_limits(config: Config) -> dict[str, SequencePacking | DynamicBatching]:
+    """Return the sections that make micro-batches of so many tokens."""
+    limits: dict[str, SequencePacking | DynamicBatching] = {
+        "sequence_packing": config.policy.sequence_packing,
+        "dynamic_batching": config.policy.dynamic_batching,
+    }
+    return {name: section for name, section in limits.items() if section.enabled}
 
 
 def _divides(config: Config, whole_key: str, whole: int, part_key: str, part: int) -> None:
@@ -57,4 +91,6 @@ RULES: tuple[Rule, ...] = (
     a_rollout_batch_divides_into_global_batches,
     a_global_batch_divides_into_micro_batches,
     a_validation_batch_divides_into_micro_batches,
+    rows_are_padded_or_packed,
+    the_longest_sequences_fit_a_micro_batch,
 )

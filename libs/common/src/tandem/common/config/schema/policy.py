@@ -52,30 +52,42 @@ class DtensorCfg(Section, frozen=True, kw_only=True):
         return self.tensor_parallel_size * self.context_parallel_size
 
 
+PackingAlgorithm = Literal[
+    "concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing"
+]
+
+
 class SequencePacking(Section, frozen=True, kw_only=True):
-    """Several sequences in one row, so that no row is padded."""
+    """Micro-batches of one row each, in which sequences lie end to end and none sees another: nothing is padded.
+
+    `policy.train_micro_batch_size`, `policy.logprob_batch_size` and `policy.share_prompts` have no effect then.
+    """
 
     enabled: bool = False
     """Pack sequences. NeMo-RL's GRPO files say true."""
     train_mb_tokens: PositiveInt
-    """Tokens of a training micro-batch."""
+    """The most tokens of a training micro-batch."""
     logprob_mb_tokens: PositiveInt
-    """Tokens of a log-probability micro-batch."""
-    algorithm: str = "modified_first_fit_decreasing"
+    """The most tokens of a log-probability micro-batch."""
+    algorithm: PackingAlgorithm = "modified_first_fit_decreasing"
     """How sequences are assigned to rows."""
     sequence_length_round: PositiveInt = 64
     """Row lengths are rounded up to a multiple of this."""
 
 
 class DynamicBatching(Section, frozen=True, kw_only=True):
-    """Micro-batches of equal tokens in place of equal sequences."""
+    """Micro-batches of as many padded rows, of like lengths, as so many tokens allow.
+
+    `policy.train_micro_batch_size`, `policy.logprob_batch_size` and `policy.share_prompts` have no effect then. Not
+    together with `policy.sequence_packing`.
+    """
 
     enabled: bool = False
     """Batch by tokens."""
     train_mb_tokens: PositiveInt
-    """Tokens of a training micro-batch."""
+    """The most tokens of a training micro-batch, padding included."""
     logprob_mb_tokens: PositiveInt
-    """Tokens of a log-probability micro-batch."""
+    """The most tokens of a log-probability micro-batch, padding included."""
     sequence_length_round: PositiveInt = 64
     """Row lengths are rounded up to a multiple of this."""
 

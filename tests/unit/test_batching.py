@@ -1,0 +1,122 @@
+"""Micro-batches by sequences and by tokens: what every rank gets, and that all get as many."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.common.config import build_config
+from tandem.common.config.schema import Policy
+from tandem.trainer.batching import Batching, Groups, deal_tokens
+from tandem.trainer.packing import EMPTY_ROW
+
+MODES = ("sequences", "dynamic", "packed")
+
+
+def policy_of(mode: str, *, num_tokens: int = 64, size: int = 4, **settings: Any) -> Policy:
+    policy: dict[str, Any] = {"model_name": "model", "max_total_sequence_length": num_tokens, **settings}
+    policy |= {"train_micro_batch_size": size, "logprob_batch_size": size}
+    limits = {"enabled": True, "train_mb_tokens": num_tokens, "logprob_mb_tokens": 2 * num_tokens}
+    if mode != "sequences":
+        policy |= {{"dynamic": "dynamic_batching", "packed": "sequence_packing"}[mode]: limits}
+    data = {"dataset_name": "reasoning_gym", "task": "chain_sum"}
+    return build_config({"grpo": {}, "policy": policy, "data": data}).policy
+
+
+def ranks_of(policy: Policy, lengths: list[int], num_ranks: int, **options: Any) -> list[Batching]:
+    lengths_S = np.array(lengths, dtype=np.int32)
+    return [Batching(policy, lengths_S, rank=rank, num_ranks=num_ranks, **options) for rank in range(num_ranks)]
+
+
+def rows_of(groups: Groups) -> list[int]:
+    return [row for group in groups for row in group if row != EMPTY_ROW]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@settings(max_examples=60, deadline=None)
+@given(
+    pairs=st.lists(st.tuples(st.integers(1, 32), st.integers(1, 32)), min_size=1, max_size=20),
+    num_ranks=st.integers(1, 4),
+    unit=st.sampled_from([1, 2]),
+    divisible_by=st.integers(1, 3),
+)
+def test_all_ranks_have_as_many_micro_batches_and_together_everything_once(
+    mode: str, pairs: list[tuple[int, int]], num_ranks: int, unit: int, divisible_by: int
+) -> None:
+    lengths = [length for pair in pairs for length in pair]
+    policy = policy_of(mode, make_sequence_length_divisible_by=divisible_by)
+    ranks = ranks_of(policy, lengths, num_ranks, unit=unit)
+    half = len(pairs) // 2 * 2
+    batches = [batch for batch in (range(half), range(half, len(lengths))) if len(batch)]
+    for batch in batches:
+        groups = [rank.training(batch) for rank in ranks]
+        assert len({len(group) for group in groups}) == 1, "a rank with fewer passes would leave the others waiting"
+        assert sorted(row for group in groups for row in rows_of(group)) == list(batch)
+    scored = [rank.scoring(batches) for rank in ranks]
+    assert len({len(group) for group in scored}) == 1
+    for rank, group in zip(ranks, scored, strict=True):
+        mine = sorted(row for batch in batches for row in rows_of(rank.training(batch)))
+        assert sorted(rows_of(group)) == mine, "a rank scores what it trains on"
+
+
+@pytest.mark.parametrize("mode", MODES)
+@settings(max_examples=60, deadline=None)
+@given(pairs=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=20))
+def test_units_stay_together_in_order(mode: str, pairs: list[tuple[int, int]]) -> None:
+    lengths = [length for pair in pairs for length in pair]
+    for rank in ranks_of(policy_of(mode), lengths, 3, unit=2):
+        for group in rank.training(range(len(lengths))):
+            assert len(group) % 2 == 0
+            for first, second in zip(group[::2], group[1::2], strict=True):
+                assert (first, second) == (EMPTY_ROW, EMPTY_ROW) or (first % 2 == 0 and second == first + 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=st.lists(st.integers(1, 64), min_size=1, max_size=40), num_ranks=st.integers(1, 4))
+def test_packed_rows_keep_to_their_tokens(lengths: list[int], num_ranks: int) -> None:
+    for rank in ranks_of(policy_of("packed"), lengths, num_ranks, sequence_divisor=4):
+        assert (rank.divisible_by, rank.row_divisible_by) == (4, 64)
+        for group in rank.training(range(len(lengths))):
+            segments = [-(-lengths[row] // 4) * 4 for row in group if row != EMPTY_ROW]
+            assert sum(segments) <= 64
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=st.lists(st.integers(1, 128), min_size=1, max_size=40), num_ranks=st.integers(1, 4))
+def test_padded_rows_keep_to_their_tokens(lengths: list[int], num_ranks: int) -> None:
+    for rank in ranks_of(policy_of("dynamic", num_tokens=192), lengths, num_ranks):
+        assert (rank.divisible_by, rank.row_divisible_by) == (64, None)
+        for group in rank.training(range(len(lengths))):
+            width = max(-(-lengths[row] // 64) * 64 if row != EMPTY_ROW else 1 for row in group)
+            assert len(group) * width <= 192
+
+
+def test_what_rounding_adds_keeps_no_sequence_out() -> None:
+    (rank,) = ranks_of(policy_of("packed", num_tokens=50), [50, 20, 20], 1, sequence_divisor=16)
+    assert sorted(map(sorted, rank.training(range(3)))) == [[0], [1, 2]]
+
+
+def test_like_lengths_share_padded_rows_and_scoring_takes_more_of_them() -> None:
+    lengths = [10, 60, 100, 20, 70, 30]
+    (rank,) = ranks_of(policy_of("dynamic", num_tokens=128), lengths, 1)
+    assert rank.training(range(6)) == [(2,), (4,), (1, 5), (3, 0)]
+    assert rank.scoring([range(6)]) == [(2, 4), (1, 5, 3, 0)]
+
+
+def test_a_rank_without_sequences_takes_part_with_empty_rows() -> None:
+    for mode in MODES:
+        groups = [rank.training(range(2)) for rank in ranks_of(policy_of(mode), [40, 40], 3)]
+        assert groups[2] == [(EMPTY_ROW,)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(lengths=st.lists(st.integers(1, 500), min_size=1, max_size=60), num_ranks=st.integers(1, 9))
+def test_tokens_are_dealt_evenly(lengths: list[int], num_ranks: int) -> None:
+    hands = deal_tokens(range(len(lengths)), np.array(lengths), num_ranks)
+    assert sorted(row for hand in hands for row in hand) == list(range(len(lengths)))
+    tokens = [sum(lengths[row] for row in hand) for hand in hands]
+    assert max(tokens) - min(tokens) <= max(lengths)
