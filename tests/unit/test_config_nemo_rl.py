@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tandem.common.config import Config, load_config, notices, to_plain
+from tandem.common.config.schema import Launch
 from tandem.common.config.unsupported import NOT_SUPPORTED_YET
 from tandem.common.errors import NotSupportedYet
 from tandem.coordinator.cli import main
@@ -208,16 +209,24 @@ def test_values_are_read_as_they_are_written() -> None:
 
 
 def test_trainers_and_engines_follow_the_gpus() -> None:
-    for name, trainers, engines, shares in (
-        ("grpo_math_1B.yaml", 1, 1, 1),
-        ("grpo_math_8B.yaml", 8, 8, 8),
-        ("grpo_math_70B_megatron.yaml", 64, 16, 4),
-        ("recipes/grpo-llama3.1-8b-instruct-2n8g-fsdp2tp1-noncolocated.yaml", 8, 8, 8),
-        ("recipes/grpo-qwen2.5-32b-32n8g-fsdp2tp8sp-actckpt.yaml", 256, 64, 32),
+    share = Launch(trainers=8, rollouts=2, refit=True)
+    for name, trainers, engines, shares, launch in (
+        ("grpo_math_1B.yaml", 1, 1, 1, "all"),
+        ("grpo_math_8B.yaml", 8, 8, 8, "all"),
+        ("grpo_math_70B_megatron.yaml", 64, 16, 4, share),
+        ("recipes/grpo-llama3.1-8b-instruct-2n8g-fsdp2tp1-noncolocated.yaml", 8, 8, 8, Launch(trainers=8, refit=True)),
+        (
+            "recipes/grpo-qwen2.5-32b-32n8g-fsdp2tp8sp-actckpt.yaml",
+            256,
+            64,
+            32,
+            share,
+        ),
     ):
         config = planned(name)
         assert (config.cluster.trainers, config.cluster.rollouts) == (trainers, engines)
         assert config.data_parallel_size == shares
+        assert config.cluster.launch == launch
 
 
 def test_megatron_clips_as_the_policy_says_unless_it_says_otherwise() -> None:

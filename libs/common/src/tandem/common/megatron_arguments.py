@@ -38,14 +38,15 @@ _OF_THE_MODEL = """
 _OF_THE_PRECISION = "fp16 bf16 params_dtype autocast_dtype enable_autocast"
 _OF_TANDEM = """
     calculate_per_token_loss variable_seq_lengths overlap_p2p_comm overlap_p2p_comm_warmup_flush batch_p2p_comm
-    cp_comm_type hierarchical_context_parallel_sizes hybrid_context_parallel max_seqlen_per_dp_cp_rank
+    microbatch_group_size_per_vp_stage max_seqlen_per_dp_cp_rank
+    cp_comm_type hierarchical_context_parallel_sizes hybrid_context_parallel
     account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split pipeline_model_parallel_layout
-    fp8_param fp4_param heterogeneous_block_specs transformer_impl
+    fp8_param fp4_param heterogeneous_block_specs transformer_impl moe_grouped_gemm moe_use_legacy_grouped_gemm
     hidden_dropout attention_dropout
     perform_initialization use_cpu_initialization init_model_with_meta_device init_method_std embedding_init_method_std
     config_logger_dir test_mode
 """
-"""Other values of the first two lines give wrong gradients, or none; of the next two, a layout that the weight plane
+"""Other values of the first three lines give wrong gradients, or none; of the next two, a layout that the weight plane
 does not know. Dropout would make the log-probabilities of training another model's. The rest is of no use here."""
 
 RESERVED: dict[str, dict[str, str]] = {

@@ -196,6 +196,18 @@ def _rollouts(look: Look) -> Any:
     return max(1, (gpus[1] or gpus[0]) // each)
 
 
+def _launch(look: Look) -> Any:
+    """Everything, or what is for the first of several nodes: ranks and engines are counted through the nodes."""
+    nodes, here = look("cluster.num_nodes"), look("cluster.gpus_per_node")
+    trainers, rollouts = look("cluster.trainers"), look("cluster.rollouts")
+    sizes = (nodes, here, trainers, rollouts)
+    if not all(isinstance(size, int) for size in sizes) or nodes == 1 or here == 0:
+        return "all"
+    shared = look(f"{_COLOCATED}.enabled") is not False
+    each = max(1, -(-rollouts // nodes)) if shared else 0
+    return {"trainers": min(trainers, here), "rollouts": min(rollouts, each), "refit": True}
+
+
 def _higher_is_better(look: Look) -> Any:
     return not str(look("checkpointing.metric_name")).endswith("loss")
 
@@ -248,6 +260,11 @@ DERIVED = (
         text="with vLLM as many as there are GPUs for generation, by `tensor_parallel_size` times "
         "`pipeline_parallel_size`; else 1",
         compute=_rollouts,
+    ),
+    Derived(
+        key="cluster.launch",
+        text="all; of several nodes the share of the first",
+        compute=_launch,
     ),
     Derived(
         key="checkpointing.checkpoint_dir",

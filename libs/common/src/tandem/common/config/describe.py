@@ -33,6 +33,9 @@ Sections and keys are those of NVIDIA NeMo-RL v0.3, and of later releases for lo
 marked **new** is Tandem's own. Only `policy.model_name`, `data.dataset_name` and what says which algorithm runs are
 always required.
 
+NeMo-RL v0.3's own files and recipes for GRPO, SFT and DPO are taken as they are. `coordinator plan CONFIG` says what a
+run will be made of: ranks, batches, memory, how weights move. Both it and `check` name what has no effect.
+
 ## How a file is read
 
 - **Inheritance.** `defaults: base.yaml`, or a list of files, relative to the file that says so. Files inherit in
