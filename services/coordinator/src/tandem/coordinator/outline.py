@@ -20,7 +20,7 @@ def ranks_of_training(config: Config) -> str:
 
 def steps(config: Config) -> Iterator[str]:
     """Say what one step computes: optimizer steps, and the micro-batches of each rank in one."""
-    policy, share = config.policy, config.policy.train_global_batch_size // config.data_parallel_size
+    policy, share = config.policy, -(-config.policy.train_global_batch_size // config.data_parallel_size)
     things = "pairs" if config.algorithm == "dpo" else "sequences"
     if config.algorithm == "grpo":
         prompts, generations = config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt
