@@ -33,6 +33,22 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "head_dim": 8, **_SIZES},
     "qwen3 tied": {"model_type": "qwen3", "head_dim": 8, **_SIZES, "tie_word_embeddings": True},
     "qwen3_moe": {"model_type": "qwen3_moe", "head_dim": 8, "num_experts": 4, **_SIZES, **_EXPERTS},
+    "deepseek_v3": {
+        "model_type": "deepseek_v3",
+        **_SIZES,
+        **_EXPERTS,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "n_shared_experts": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
+    },
 }
 
 

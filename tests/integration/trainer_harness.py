@@ -54,8 +54,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 
 # Importing torch and transformers takes seconds; a server that has done it forks ranks in milliseconds.
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(
     ["tandem.trainer.step", "tandem.trainer.backends.dtensor", "megatron.core.models.gpt", "megatron.core.optimizer"]
 )
 
@@ -174,8 +174,8 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, deadlin
     store = dist.TCPStore("127.0.0.1", 0, world_size=None, is_master=True, wait_for_workers=False)
     processes, ends = [], []
     for rank in range(world_size):
-        ours, theirs = _CONTEXT.Pipe(duplex=False)
-        process = _CONTEXT.Process(target=_rank, args=(theirs, rank, world_size, store.port, function, args))
+        ours, theirs = CONTEXT.Pipe(duplex=False)
+        process = CONTEXT.Process(target=_rank, args=(theirs, rank, world_size, store.port, function, args))
         process.start()
         theirs.close()
         processes.append(process)

@@ -9,14 +9,10 @@ from typing import Any
 import huggingface_hub
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers.core_model_loading import revert_weight_conversion
 
-from tandem.common.config import Config
 from tandem.common.errors import ModelError
 from tandem.refit.adapters import headers
 from tandem.refit.layout import Box
-from tandem.trainer.backends.megatron.weights import Tensors
-from tandem.trainer.models import load_model
 
 _NEEDED = ("*.safetensors", "*.json")
 _WEIGHTS = {"F64", "F32", "BF16", "F16"}
@@ -66,19 +62,6 @@ class TensorsInMemory:
             raise ModelError(f"the model lacks {name}")
         _require_shape(name, shape, self._tensors[name].shape)
         return self._tensors[name].detach()[_region(box)]
-
-
-def open_tensors(source: str, config: Config) -> Tensors:
-    """Return the weights of ``policy.model_name``: a folder, or a name that the Hub's cache or the Hub knows.
-
-    A folder without weights is what ``policy.new_model`` leaves behind: they are drawn with that section's seed, the
-    same on every rank, as `tandem.trainer.models.load_model` does. Raises `ModelError`.
-    """
-    folder = folder_of(source)
-    if any(folder.glob("*.safetensors")) or config.policy.new_model is None:
-        return SafetensorsFolder(folder)
-    model = load_model(str(folder), config, torch.float32)
-    return TensorsInMemory(revert_weight_conversion(model, model.state_dict()))
 
 
 def folder_of(source: str) -> Path:

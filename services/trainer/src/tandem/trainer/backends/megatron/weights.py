@@ -106,7 +106,7 @@ class RankWeights:
             if sum(piece.box.num_elements for _, piece in self.pieces[name]) < parameter.numel():
                 parameter.zero_()
             for tensor, piece in self.pieces[name]:
-                _view(parameter, piece).copy_(source.read(tensor.name, tensor.shape, piece.box))
+                view_of(parameter, piece).copy_(source.read(tensor.name, tensor.shape, piece.box))
 
     @functools.cached_property
     def shared(self) -> Weights:
@@ -151,7 +151,7 @@ class RankWeights:
                 tensors = {each.name: torch.empty(each.shape, dtype=getattr(torch, each.dtype)) for each in described}
             for transfer in transfers:
                 if transfer.sender == rank:
-                    views = [_view(parameters[piece.parameter], piece) for _, piece in transfer.pieces]
+                    views = [view_of(parameters[piece.parameter], piece) for _, piece in transfer.pieces]
                     flat = torch.cat([view.reshape(-1).view(torch.uint8) for view in views]).cpu()
                     if rank:
                         dist.send(flat, dst=0)
@@ -214,7 +214,7 @@ def _batches(model: ModelShape, batch_bytes: int) -> Iterator[range]:
     yield range(first, len(model.tensors))
 
 
-def _view(parameter: torch.Tensor, piece: Piece) -> torch.Tensor:
+def view_of(parameter: torch.Tensor, piece: Piece) -> torch.Tensor:
     """Return a piece of a contiguous parameter: its memory, in the shape of its box."""
     size = parameter.element_size()
     strides = [stride // size for stride in piece.strides]

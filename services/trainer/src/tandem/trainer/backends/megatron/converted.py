@@ -1,0 +1,286 @@
+"""Hugging Face checkpoints as Megatron-Core has the weights: converted once, and found again by what is in them.
+
+A converted checkpoint is a folder of safetensors files with the parameters of a ``GPTModel`` on one rank: names, fused
+queries, keys and values, fused gate and up projection, padded vocabulary, as Megatron-Core has them with Transformer
+Engine. Ranks of any parallelism read their parts of it.
+
+A folder appears whole or not at all: it is written under another name, then renamed. Whoever converts holds a lock of
+the operating system, which goes with its process, however that ends; where the file system knows no locks, two may
+convert at once, and either result serves.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import math
+import os
+import shutil
+import socket
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers.core_model_loading import revert_weight_conversion
+
+from tandem.common.config import Config
+from tandem.common.errors import ModelError
+from tandem.refit.adapters import headers
+from tandem.refit.adapters.catalogue import ModelShape, from_checkpoint
+from tandem.refit.adapters.megatron import Megatron
+from tandem.refit.layout import ITEM_SIZES, Box, Layout, Piece
+from tandem.trainer.backends.megatron.sources import SafetensorsFolder, TensorsInMemory, folder_of
+from tandem.trainer.backends.megatron.weights import Tensors, view_of
+from tandem.trainer.checkpoints import sync, sync_folder
+from tandem.trainer.models import load_model
+
+FORMAT = 1
+"""Counts up when what is written changes, so that nothing older is read."""
+_ONE_RANK = Megatron(transformer_engine=True, experts="grouped")
+_FILE_BYTES = 2**30
+_SAMPLE_BYTES = 4096
+_POLL_S = 0.2
+_ABOUT = "converted.json"
+
+
+def open_tensors(source: str, config: Config) -> Tensors:
+    """Return the weights of ``policy.model_name``: a folder, or a name that the Hub's cache or the Hub knows.
+
+    They are converted first, if they have not been before or ``megatron_cfg.force_reconvert_from_hf`` wants it. A
+    folder without weights is what ``policy.new_model`` leaves behind: they are drawn with that section's seed, the same
+    on every rank, as `tandem.trainer.models.load_model` does.
+
+    Collective. Raises `ModelError`.
+    """
+    folder = folder_of(source)
+    if config.policy.new_model is not None and not any(folder.glob("*.safetensors")):
+        model = load_model(str(folder), config, torch.float32)
+        return TensorsInMemory(revert_weight_conversion(model, model.state_dict()))
+    order = _order() if config.policy.megatron_cfg.force_reconvert_from_hf else ""
+    shape = from_checkpoint(folder)
+    return ConvertedFolder(convert_once(source, folder, shape, config.cluster.deadlines.build_s, order), shape)
+
+
+def _order() -> str:
+    """Return a number that no other run has and all ranks of this one have."""
+    number = torch.from_numpy(np.frombuffer(os.urandom(8), np.int64).copy())
+    if torch.cuda.is_available():
+        number = number.cuda()
+    dist.broadcast(number, src=0)
+    return f"{int(number) & (1 << 64) - 1:016x}"
+
+
+def base_folder() -> Path:
+    """Return where converted checkpoints are: as NeMo-RL has it."""
+    if base := os.environ.get("NRL_MEGATRON_CHECKPOINT_DIR"):
+        return Path(base)
+    home = os.environ.get("HF_HOME")
+    return (Path(home) if home else Path.home() / ".cache" / "huggingface") / "nemo_rl"
+
+
+def fingerprint(folder: Path) -> str:
+    """Return a hash of a checkpoint: its configuration, and name, header, size and a sample of every tensor of a file.
+
+    Training changes every tensor, so their first bytes tell two states of a model apart without reading all of them.
+    Raises `ModelError`.
+    """
+    told = hashlib.blake2b(str(FORMAT).encode(), digest_size=16)
+    for path in (folder / "config.json", *headers.files_of(folder)):
+        try:
+            with path.open("rb") as file:
+                told.update(f"{path.name} {os.fstat(file.fileno()).st_size} ".encode())
+                if path.suffix == ".json":
+                    told.update(file.read())
+                else:
+                    _tell_tensors(file, told)
+        except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+            raise ModelError(f"{path} cannot be read: {error}") from error
+    return told.hexdigest()
+
+
+def _tell_tensors(file: Any, told: Any) -> None:
+    (length,) = struct.unpack("<Q", file.read(8))
+    encoded = file.read(length)
+    told.update(encoded)
+    for name, entry in json.loads(encoded).items():
+        if name != "__metadata__":
+            start, stop = entry["data_offsets"]
+            file.seek(8 + length + start)
+            told.update(file.read(min(_SAMPLE_BYTES, stop - start)))
+
+
+def convert_once(source: str, folder: Path, model: ModelShape, deadline_s: float, order: str = "") -> Path:
+    """Return the converted checkpoint of a model, which is made first unless there is one.
+
+    Any number of processes of any number of nodes may do so at once: one converts, the others wait for it.
+
+    Args:
+        source: name or path that the user gave; the converted checkpoint is called after it.
+        folder: of the checkpoint.
+        model: the shape of the checkpoint.
+        deadline_s: how long to wait for whoever converts.
+        order: unless empty, a checkpoint that was not converted by this very order is converted again.
+
+    Raises:
+        ModelError: the checkpoint cannot be read, the converted one not written, or the deadline passed.
+    """
+    name = f"{source.strip('/').replace('/', '--')[-100:]}-{fingerprint(folder)}"
+    target = base_folder() / name
+    try:
+        if _serves(target, order):
+            return target
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _lock(target.with_name(f"{name}.lock"), deadline_s) as is_held:
+            if not _serves(target, order):
+                if is_held:
+                    for left in target.parent.glob(f"{name}.tmp-*"):  # by somebody who died over it
+                        shutil.rmtree(left, ignore_errors=True)
+                _replace(target, folder, model, order)
+    except OSError as error:
+        raise ModelError(f"{folder} cannot be converted to {target}: {error.strerror or error}") from error
+    return target
+
+
+def _serves(target: Path, order: str) -> bool:
+    """Whether a folder is there, which is whole then, and was made by this order, if there is one."""
+    try:
+        about = json.loads((target / _ABOUT).read_bytes())
+    except FileNotFoundError:
+        return False
+    return not order or about["order"] == order
+
+
+@contextmanager
+def _lock(path: Path, deadline_s: float) -> Iterator[bool]:
+    """Hold a lock; yields False where the file system has none. Raises `ModelError` after the deadline."""
+    deadline = time.monotonic() + deadline_s
+    with path.open("a+") as file:
+        is_held = False
+        while not is_held:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_held = True
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    file.seek(0)
+                    holder = file.read().strip() or "another process"
+                    raise ModelError(
+                        f"waited {deadline_s:.0f} s for {holder}, which converts a checkpoint and holds {path}; it may "
+                        "take as long as cluster.deadlines.build_s says"
+                    ) from None
+                time.sleep(_POLL_S)
+            except OSError:
+                break
+        if is_held:
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            file.flush()
+        yield is_held
+
+
+def _replace(target: Path, folder: Path, model: ModelShape, order: str) -> None:
+    """Convert into a folder of this process alone, and put it in the place of the target."""
+    own = f"{socket.gethostname()}-{os.getpid()}"
+    temporary = target.with_name(f"{target.name}.tmp-{own}")
+    former = target.with_name(f"{target.name}.tmp-{own}-former")
+    try:
+        temporary.mkdir()
+        paths = _write(temporary, folder, model)
+        about = {"format": FORMAT, "order": order, "source": str(folder.resolve())}
+        paths.append(temporary / _ABOUT)
+        paths[-1].write_text(json.dumps(about, indent=2) + "\n")
+        sync(paths)
+        sync_folder(temporary)
+        if target.exists():
+            target.rename(former)  # who reads it has its files open
+        temporary.rename(target)
+        sync_folder(target.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(former, ignore_errors=True)
+
+
+def _write(into: Path, folder: Path, model: ModelShape) -> list[Path]:
+    """Write the parameters of one rank to files of a moderate size; return the paths."""
+    layout, source = _ONE_RANK.parameters(model, 0), SafetensorsFolder(folder)
+    shapes = _shapes(layout)
+    paths: list[Path] = []
+    waiting: dict[str, torch.Tensor] = {}
+    for number, (name, shape) in enumerate(shapes.items()):
+        rows = np.flatnonzero(layout.pieces.storage_P == number).tolist()
+        tensors = [layout.tensors[layout.pieces.tensor_P[row]] for row in rows]
+        parameter = torch.zeros(shape, dtype=getattr(torch, tensors[0].dtype))
+        for tensor, row in zip(tensors, rows, strict=True):
+            piece = layout.piece(row)
+            view_of(parameter, piece).copy_(source.read(tensor.name, tensor.shape, piece.box))
+        waiting[name] = parameter
+        if sum(tensor.nbytes for tensor in waiting.values()) >= _FILE_BYTES or number == len(shapes) - 1:
+            paths.append(into / f"parameters-{len(paths):05d}.safetensors")
+            save_file(waiting, paths[-1], metadata={"format": "pt"})
+            waiting = {}
+    return paths
+
+
+def _shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each parameter: its pieces are parts of all its columns, one below the other."""
+    shapes = {}
+    for number, storage in enumerate(layout.storages):
+        row = int(np.flatnonzero(layout.pieces.storage_P == number)[0])
+        tensor, columns = layout.tensors[layout.pieces.tensor_P[row]], layout.piece(row).box.shape[1:]
+        num_rows = storage.num_bytes // ITEM_SIZES[tensor.dtype] // math.prod(columns)
+        shapes[storage.name] = (num_rows, *columns)
+    return shapes
+
+
+class ConvertedFolder:
+    """The tensors of a checkpoint, read from where they lie in a converted one. Raises `ModelError`."""
+
+    def __init__(self, folder: Path, model: ModelShape) -> None:
+        self._layout = _ONE_RANK.parameters(model, 0)
+        self._pieces: dict[str, list[Piece]] = {}
+        for row, index in enumerate(self._layout.pieces.tensor_P.tolist()):
+            self._pieces.setdefault(self._layout.tensors[index].name, []).append(self._layout.piece(row))
+        self._shapes = _shapes(self._layout)
+        self._file_of: dict[str, Any] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            file: Any = safe_open(path, framework="pt")
+            self._file_of |= dict.fromkeys(file.keys(), file)
+        if lost := self._shapes.keys() - self._file_of.keys():
+            raise ModelError(f"the converted checkpoint {folder} lacks {sorted(lost)[0]}; delete it")
+
+    def read(self, name: str, shape: Sequence[int], box: Box) -> torch.Tensor:
+        """Return a box of a tensor, on the CPU."""
+        found: torch.Tensor | None = None
+        for piece in self._pieces[name]:
+            common = piece.box.intersect(box)
+            if common is None:
+                continue
+            elements = self._read(piece, common)
+            if found is None:
+                found = elements if common == box else torch.empty(box.shape, dtype=elements.dtype)
+            if found is not elements:
+                found[_region(common.start, common.shape, box.start)] = elements
+        assert found is not None, f"{name} lies in some parameter"
+        return found
+
+    def _read(self, piece: Piece, box: Box) -> torch.Tensor:
+        """Return a box inside of a piece from the parameter that it lies in."""
+        file, shape = self._file_of[piece.parameter], self._shapes[piece.parameter]
+        size = piece.strides[-1]  # of an element: rows are contiguous
+        first = np.unravel_index(piece.offset_of(box) // size, shape)
+        elements: torch.Tensor = file.get_slice(piece.parameter)[_region(first, box.shape, (0,) * len(shape))]
+        return elements
+
+
+def _region(start: Sequence[Any], shape: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
+    steps = zip(start, shape, origin, strict=True)
+    return tuple(slice(int(a) - first, int(a) - first + n) for a, n, first in steps)
