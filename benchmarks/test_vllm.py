@@ -127,8 +127,9 @@ def share(model: Any) -> Layout:
 
 def install(engine: Engine, source: Layout, *, allow_alias: bool) -> int:
     """Return the bytes that every refit copies."""
-    programs = plan({"trainer-0": source}, {"rollout-0": engine.layout()}, allow_alias=allow_alias).programs
-    return engine.install(programs["rollout-0"], {}).num_bytes
+    (wanted,) = engine.layouts()
+    programs = plan({"trainer-0": source}, {"rollout-0": wanted}, allow_alias=allow_alias).programs
+    return engine.install([programs["rollout-0"]], {}).num_bytes
 
 
 @contextlib.contextmanager
@@ -241,6 +242,10 @@ def names(layout: Layout) -> list[str]:
     return [tensor.name for tensor in layout.tensors]
 
 
+def _load_weights(worker: Any, tensors: list[tuple[str, torch.Tensor]]) -> None:
+    worker.model_runner.get_model().load_weights(iter(tensors))
+
+
 class Refits:
     """A model that changes, an engine that follows it, and every way to bring one to the other."""
 
@@ -270,8 +275,8 @@ class Refits:
         def measured() -> float:
             seconds = timed()
             theirs = dict(zip(names(self.source), digest_layout(self.source, self.held).tolist(), strict=True))
-            found = self.engine.digest_task(None).result().tolist()
-            assert dict(zip(names(self.engine.layout()), found, strict=True)) == theirs
+            (found,), (held,) = self.engine.digest_task(None).results(), self.engine.layouts()
+            assert dict(zip(names(held), found.tolist(), strict=True)) == theirs
             return seconds
 
         return measured
@@ -286,7 +291,8 @@ class Refits:
 
     def load_weights(self) -> None:
         """Have vLLM take the same tensors by itself, and forget what it had computed, as a refit does."""
-        self.engine._llm.model.load_weights(iter([(n, p.detach()) for n, p in self.model.named_parameters()]))
+        tensors = [(name, held.detach()) for name, held in self.model.named_parameters()]
+        self.engine._llm.engine.collective_rpc(_load_weights, args=(tensors,))
         self.engine._llm.reset_caches()
 
 

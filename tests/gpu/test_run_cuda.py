@@ -1,0 +1,54 @@
+"""A whole colocated run on one GPU: training and vLLM take turns, and weights cross through CUDA IPC."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integration.by_hand import refits_of
+from tests.integration.harness import coordinator, steps_of, write_config
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here"),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+
+NUM_STEPS = 4
+CONFIG: dict[str, Any] = {
+    "grpo": {"max_num_steps": NUM_STEPS, "val_period": 0},
+    "policy": {
+        "new_model": {"config": {"hidden_size": 1024, "intermediate_size": 3072, "head_dim": 128}},
+        "precision": "bfloat16",
+        "train_micro_batch_size": 4,
+        "generation": {
+            "backend": "vllm",
+            "vllm_cfg": {"gpu_memory_utilization": 0.3, "enforce_eager": True},
+            "colocated": {"enabled": True},
+        },
+        "optimizer": {"kwargs": {"lr": 1.0e-4}},
+    },
+    "refit": {"verify": "full"},
+    "checkpointing": {"save_period": NUM_STEPS},
+    "cluster": {"gpus_per_node": 1, "deadlines": {"build_s": 600.0}},
+}
+
+
+def test_training_and_generation_take_turns_on_one_gpu() -> None:
+    ended = coordinator("up", write_config(CONFIG), timeout_s=800.0)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    steps = steps_of()
+    assert [step.step for step in steps] == [*range(1, NUM_STEPS + 1)]
+    for step in steps:
+        # bfloat16 keeps 8 bits, and the kernels of the two sides add in another order.
+        assert step.metrics["token_mult_prob_error"] < 1.05
+        assert {"generation", "policy_training", "refit"} <= step.seconds.keys()
+    refits = refits_of()
+    assert [refit.version for refit in refits] == [*range(NUM_STEPS + 1)]
+    for refit in refits:
+        assert refit.digest, "what the engine held was not attested"
+        assert not refit.quarantined
