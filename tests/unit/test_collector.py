@@ -22,6 +22,7 @@ seen.itself = seen
 del seen
 gc.disable()
 """
+ASKED = ENDING.replace("gc.disable()", "gc.collect()").replace("retire_at_exit()", "{}")
 
 
 def test_nothing_is_collected_inside_the_block_and_something_after_it() -> None:
@@ -37,4 +38,16 @@ def test_nothing_is_collected_inside_the_block_and_something_after_it() -> None:
 def test_a_process_that_ends_collects_nothing(what: str, prints: str) -> None:
     code = ENDING.replace("retire_at_exit()", what)
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout == prints
+
+
+@pytest.mark.parametrize(("what", "prints"), [("keep()", "collected\n"), ("retire()", "")])
+def test_what_was_made_later_is_collected_until_the_end_has_begun(what: str, prints: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", ASKED.format(what) + "\ngc.freeze()"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     assert ended.stdout == prints

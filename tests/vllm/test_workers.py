@@ -22,7 +22,7 @@ from tandem.rollout.engines.vllm.engine import VllmEngine
 from tandem.rollout.engines.vllm.insides import Llm
 from tandem.rollout.engines.vllm.workers import Workers
 from tests import leaks
-from tests.integration.harness import Command, all_gone, wait_until, write_config
+from tests.integration.harness import Command, all_gone, process_of, wait_until, write_config
 from tests.vllm.test_run import JUDGE, SEVENS, curve
 from tests.vllm.vllm_harness import CHANGES, all_parameters, refit, running, tiny_model, train
 
@@ -140,8 +140,8 @@ def test_an_update_in_flight_reaches_both_workers_between_two_tokens(tmp_path: P
 
 def engine_processes(run: Command) -> tuple[psutil.Process, list[psutil.Process]]:
     """Return the rollout process of a run, and its workers."""
-    (rollout,) = [process for process in run.children() if "tandem.rollout.cli" in process.cmdline()]
-    return rollout, [child for child in rollout.children() if "spawn_main" in " ".join(child.cmdline())]
+    rollout = process_of(run, "rollout")
+    return rollout, [child for child in rollout.children() if child.cmdline() == rollout.cmdline()]
 
 
 def sockets() -> set[str]:

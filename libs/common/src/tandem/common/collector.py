@@ -24,6 +24,17 @@ def paused() -> Iterator[None]:
             gc.enable()
 
 
+def keep() -> None:
+    """Never look again at what there is now, such as modules: it stays as long as this process."""
+    gc.freeze()
+
+
+def retire() -> None:
+    """Collect nothing from here on, whoever asks: this process ends, and its memory goes back in one piece."""
+    gc.disable()
+    gc.collect = lambda generation=2: 0
+
+
 def retire_at_exit() -> None:
     """Have Python collect nothing when this process ends: its memory goes back in one piece."""
     atexit.register(gc.freeze)

@@ -1,9 +1,13 @@
-"""The fields of transformers' model configurations, read from its source: importing the classes would import torch."""
+"""Transformers' model types and their fields, read from its source: importing the classes would import torch."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import functools
+import runpy
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 from tandem.common.sources import annotated_fields, class_and_bases, package_folder
 
@@ -13,15 +17,27 @@ def model_fields(model_type: str) -> frozenset[str]:
 
     It errs on the side of more: whatever a method of the class or of one of its bases sets or looks up by name counts.
     """
-    from transformers.models.auto.auto_mappings import CONFIG_MAPPING_NAMES, SPECIAL_MODEL_TYPE_TO_MODULE_NAME
-
-    name = CONFIG_MAPPING_NAMES.get(model_type)
+    name = model_types().get(model_type)
     root = package_folder("transformers")
     if name is None or root is None:
         return frozenset()
-    module = SPECIAL_MODEL_TYPE_TO_MODULE_NAME.get(model_type, model_type).replace("-", "_")
+    special: Mapping[str, str] = _mappings(root)["SPECIAL_MODEL_TYPE_TO_MODULE_NAME"]
+    module = special.get(model_type, model_type).replace("-", "_")
     path = root / "models" / module / f"configuration_{module}.py"
     return frozenset(field for defined in class_and_bases(path, name, root) for field in _own_fields(defined))
+
+
+def model_types() -> Mapping[str, str]:
+    """Return the configuration class of every model type; none where transformers is not installed."""
+    root = package_folder("transformers")
+    found: Mapping[str, str] = {} if root is None else _mappings(root)["CONFIG_MAPPING_NAMES"]
+    return found
+
+
+@functools.cache
+def _mappings(root: Path) -> Mapping[str, Any]:
+    """Run the module of model types by itself: the package around it would look through the files of all models."""
+    return runpy.run_path(str(root / "models/auto/auto_mappings.py"))
 
 
 def _own_fields(defined: ast.ClassDef) -> Iterator[str]:

@@ -147,10 +147,12 @@ def run_service(
     member = Member(link, welcome, arguments.coordinator)
     with collector.paused():
         service = make_service(member)
+    collector.keep()
     try:
         reason = _answer_orders(link, member, service)
     except KeyboardInterrupt:
         reason = "interrupted"
+    collector.retire()
     service.close()
     link.close(reason)
     print(f"{welcome.member} leaves: {reason}", flush=True)

@@ -15,6 +15,7 @@ from typing import Any
 from tandem.common.config import Config
 from tandem.common.config.schema import NewModel
 from tandem.common.errors import ConfigError, DataError, ModelError, nearest
+from tandem.common.model_fields import model_types
 
 _PAD, _BOS, _EOS = "<pad>", "<bos>", "<eos>"
 _CHAT_TEMPLATE = (
@@ -182,11 +183,9 @@ def write_new_model(folder: Path, new_model: NewModel) -> None:
 
 def _write_config(folder: Path, settings: Mapping[str, Any], vocab_size: int) -> None:
     # Importing AutoConfig would import torch; the trainer, which has it, makes the model and finds what is amiss.
-    from transformers.models.auto.auto_mappings import CONFIG_MAPPING_NAMES
-
     model_type = settings.get("model_type")
-    if model_type not in CONFIG_MAPPING_NAMES:
-        hint = nearest(str(model_type), CONFIG_MAPPING_NAMES)
+    if model_type not in model_types():
+        hint = nearest(str(model_type), model_types())
         raise ConfigError(f"policy.new_model.config.model_type: transformers has no model type {model_type!r}{hint}")
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     (folder / "config.json").write_text(json.dumps(dict(settings) | {"vocab_size": vocab_size} | ids, indent=2) + "\n")

@@ -8,8 +8,9 @@ called: `prepare_environment` first, in a process of its own. vLLM seeds that pr
 from __future__ import annotations
 
 import contextlib
-import gc
+import importlib
 import importlib.metadata
+import multiprocessing
 import multiprocessing.connection
 import os
 import sys
@@ -20,6 +21,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from tandem.common import collector
 from tandem.common.errors import ModelError
 from tandem.rollout.engines.vllm import float8
 
@@ -100,6 +102,9 @@ class Llm:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         self.is_on_cpu = is_on_cpu()
+        if self.is_on_cpu:
+            importlib.import_module(WORKER.rpartition(".")[0])  # once, for all workers that are forked
+        collector.keep()  # vLLM looks for garbage three times while it starts
         if self.is_on_cpu and "quantization_config" in arguments["hf_overrides"]:
             float8.install_cpu_kernel()
         self._is_closing = threading.Event()
@@ -158,8 +163,7 @@ class Llm:
         self._is_closing.set()
         self.engine.engine_core.shutdown()
         del self.engine
-        gc.collect()
-        cleanup_dist_env_and_memory()
+        cleanup_dist_env_and_memory()  # which collects
 
     def _watch_workers(self) -> None:
         """End this process when a worker in another has ended, before `close` is called."""
@@ -190,15 +194,18 @@ def _started_here() -> Iterator[None]:
     """Start engines without a look at the model's class in another process, and leave no file where workers have met.
 
     The look takes seconds, and the class is imported here anyway. The file would be left of a process that is killed.
+    On a CPU, too, workers are forked, for which all is imported once: this process computes nothing where there are
+    several, so that it has no threads of OpenMP which they would miss.
     """
     from vllm.model_executor.models import registry
     from vllm.v1.executor import multiproc_executor, uniproc_executor
 
     # Earlier releases meet on a port anyway.
     executors = [each for each in (multiproc_executor, uniproc_executor) if hasattr(each, "get_file_store_init_method")]
-    former: tuple[Any, Any] = (
+    former: tuple[Any, Any, Any] = (
         registry._run_in_subprocess,
         getattr(multiproc_executor, "get_file_store_init_method", None),
+        multiproc_executor.get_mp_context,
     )
     files: list[Path] = []
 
@@ -210,10 +217,13 @@ def _started_here() -> Iterator[None]:
     registry._run_in_subprocess = lambda function: function()
     for executor in executors:
         executor.get_file_store_init_method = meet
+    if is_on_cpu():
+        multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
     try:
         yield
     finally:
         registry._run_in_subprocess = former[0]
+        multiproc_executor.get_mp_context = former[2]
         for executor in executors:
             executor.get_file_store_init_method = former[1]
         for file in files:
