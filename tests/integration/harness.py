@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shutil
 import signal
@@ -9,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +56,8 @@ TINY: dict[str, Any] = {
         "generation": {"max_new_tokens": 6, "transformers_cfg": {"num_slots": 16}},
         "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 1.0e-3}},
     },
-    "data": {
-        "dataset_name": "reasoning_gym",
-        "task": "chain_sum",
-        "task_params": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
-        "num_train": 64,
-        "num_validation": 16,
-        "prompt_template": "{metadata[expression]}",
-    },
+    "data": {"dataset_name": "jsonl", "train_data_path": "sums.jsonl", "num_train": 64, "num_validation": 16},
+    "env": {"digits": {"class": "digits.Digits"}},
     "checkpointing": {"save_period": 2},
     "logger": {"log_dir": "run", "tensorboard_enabled": False},
     "cluster": {
@@ -70,6 +67,33 @@ TINY: dict[str, Any] = {
         "deadlines": {"join_s": 60.0, "build_s": 60.0, "generate_s": 60.0, "train_s": 60.0},
     },
 }
+SUMS = [
+    {"input": f"{a} {sign} {b}", "output": str(a + b if sign == "+" else a - b)}
+    for a, b, sign in product(range(10), range(10), "+-")
+]
+DIGITS = """
+from tandem.rollout.environments import Score
+
+class Digits:
+    '''Digits are worth something wherever they are; the answer is worth one.'''
+
+    def score(self, problem, response):
+        correct = response.strip() == problem.answer
+        share = sum(character.isdigit() for character in response) / (len(response) + 1)
+        return Score(reward=1.0 if correct else 0.5 * share, correct=correct)
+"""
+GYM: dict[str, Any] = {
+    "data": {
+        "dataset_name": "reasoning_gym",
+        "task": "chain_sum",
+        "task_params": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+        "num_train": 64,
+        "num_validation": 16,
+        "prompt_template": "{metadata[expression]}",
+    },
+    "env": {"reasoning_gym": {}},
+}
+"""The same problems made by reasoning-gym, whose import takes a second of each process."""
 
 
 def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -81,9 +105,19 @@ def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_config(over: dict[str, Any] | None = None, name: str = "config.yaml") -> Path:
-    """Write the tiny configuration, with changes, to the working directory."""
-    path = Path(name)
-    path.write_text(yaml.safe_dump(merged(TINY, over or {})))
+    """Write the tiny configuration, with changes, its problems and its environment to the working directory.
+
+    Another data set, and other environments, take the place of the tiny configuration's.
+    """
+    over, path = over or {}, Path(name)
+    config = merged(TINY, over)
+    if "env" in over:
+        config["env"] = over["env"]
+    if "dataset_name" in over.get("data", {}):
+        config["data"] = over["data"]
+    path.write_text(yaml.safe_dump(config))
+    path.with_name("digits.py").write_text(DIGITS)
+    Path("sums.jsonl").write_text("".join(f"{json.dumps(problem)}\n" for problem in SUMS))
     return path.absolute()
 
 
@@ -105,13 +139,19 @@ def coordinator(*arguments: str | Path, timeout_s: float = TIMEOUT_S) -> subproc
 
 
 class Command:
-    """A command that runs while the test does something to it; killed at the end, whatever happened."""
+    """A command that runs while the test does something to it; killed at the end, whatever happened.
+
+    A service finds the environment in the working directory, as the documentation says: by the Python path.
+    """
 
     def __init__(self, *words: str | Path) -> None:
         self._log = Path(f"output-{time.monotonic_ns()}.txt")
+        path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), os.getcwd()]))
         with self._log.open("wb") as out:
             command = [str(BIN / str(words[0])), *map(str, words[1:])]
-            self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen(
+                command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONPATH": path}
+            )
 
     def __enter__(self) -> Command:
         return self

@@ -16,7 +16,7 @@ import pytest
 
 from tandem.common.messages import PROTOCOL_VERSION, Hello, ToRefit
 from tandem.common.wire import Link
-from tests.integration.harness import Command, coordinator, steps_of, wait_until, write_config
+from tests.integration.harness import GYM, Command, coordinator, merged, steps_of, wait_until, write_config
 
 CHARACTERS = "0123456789+-= "
 
@@ -58,16 +58,7 @@ def test_a_missing_model() -> None:
 
 def test_an_empty_dataset() -> None:
     Path("empty.jsonl").write_text("\n")
-    over = {
-        "data": {
-            "dataset_name": "jsonl",
-            "task": None,
-            "train_data_path": "empty.jsonl",
-            "prompt_template": "{question}",
-        },
-        "env": {"exact_match": {}},
-    }
-    assert "'empty.jsonl' holds no problem" in refusal(over)
+    assert "'empty.jsonl' holds no problem" in refusal({"data": {"train_data_path": "empty.jsonl"}})
 
 
 def test_a_dataset_on_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,24 +68,23 @@ def test_a_dataset_on_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("HF_HOME", str(Path("home").absolute()))
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    data = {"dataset_name": "nobody/nothing", "task": None, "prompt_template": "{question}"}
-    line = refusal({"data": data, "env": {"exact_match": {}}})
+    line = refusal({"data": {"dataset_name": "nobody/nothing"}})
     assert line.startswith("data.dataset_name: cannot load 'nobody/nothing', split 'train': ")
     assert f"{endpoint} cannot be reached (Connection refused)" in line
 
 
 def test_a_task_that_does_not_exist() -> None:
-    assert "did you mean 'chain_sum'?" in refusal({"data": {"task": "chain_sums"}})
+    assert "did you mean 'chain_sum'?" in refusal(merged(GYM, {"data": {"task": "chain_sums"}}))
 
 
 def test_too_few_problems() -> None:
-    line = refusal({"data": {"num_train": 5000}})
+    line = refusal(merged(GYM, {"data": {"num_train": 5000}}))
     assert "distinct problems" in line
     assert "data.num_train" in line
 
 
 def test_a_prompt_longer_than_the_context() -> None:
-    line = refusal({"data": {"max_input_seq_length": 4}})
+    line = refusal(merged(GYM, {"data": {"max_input_seq_length": 4}}))
     assert re.search(r"problem 'chain_sum-\d+': its prompt has \d+ tokens.*room for 4", line)
 
 

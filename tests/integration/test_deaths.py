@@ -12,19 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tandem.coordinator.journal import read_journal
 from tests import leaks
-from tests.integration.harness import (
-    Command,
-    all_gone,
-    coordinator,
-    deterministic,
-    process_of,
-    steps_of,
-    wait_until,
-    weights_of,
-    write_config,
-)
+from tests.integration.by_hand import assert_same_results, refits_of, undisturbed_run
+from tests.integration.harness import Command, all_gone, coordinator, process_of, steps_of, wait_until, write_config
 
 LONG = {"grpo": {"max_num_steps": 1000, "val_period": 500}, "checkpointing": {"save_period": 1000}}
 
@@ -110,23 +100,28 @@ def test_kill_9_of_a_service_that_cannot_be_replaced_ends_the_run_with_its_name(
         assert all_gone([c for c in children if c != victim], 5.0) == []
 
 
-@pytest.mark.parametrize("aliased", [True, False])
-def test_kill_9_of_an_engine_changes_nothing_but_the_time_it_takes(aliased: bool) -> None:
-    steps = {"grpo": {"max_num_steps": 12, "val_period": 6}, "checkpointing": {"save_period": 12}}
-    config = write_config(steps | {"cluster": {"rollouts": 2}, "refit": {"alias": "auto" if aliased else "never"}})
-    undisturbed = coordinator("up", config, "logger.log_dir=undisturbed")
-    assert undisturbed.returncode == 0, undisturbed.stderr
-    with Command("coordinator", "up", config) as run:
+TWELVE = {
+    "grpo": {"max_num_steps": 12, "val_period": 6},
+    "checkpointing": {"save_period": 12},
+    "cluster": {"rollouts": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run of two engines that nothing happens to."""
+    return undisturbed_run(tmp_path_factory.mktemp("undisturbed"), TWELVE)
+
+
+@pytest.mark.parametrize("alias", ["auto", "never"])
+def test_kill_9_of_an_engine_changes_nothing_but_the_time_it_takes(alias: str, undisturbed: Path) -> None:
+    with Command("coordinator", "up", write_config(TWELVE | {"refit": {"alias": alias}})) as run:
         run.wait_for("step 2/12")
         process_of(run, "rollout").kill()
         run.wait_for(r"rollout-\d is lost: killed by SIGKILL.*; another is launched in its place")
         assert run.wait() == 0, run.output()
-    assert weights_of("run/checkpoints/step_12") == weights_of("undisturbed/checkpoints/step_12")
-    for a, b in zip(steps_of("run"), steps_of("undisturbed"), strict=True):
-        assert deterministic(a.metrics) == deterministic(b.metrics)
-    with read_journal(Path("run")) as journal:
-        refits = journal.refits()
-    assert {refit.version for refit in refits} == set(range(13))
+    assert_same_results("run", undisturbed)
+    assert {refit.version for refit in refits_of()} == set(range(13))
 
 
 def test_an_engine_that_dies_again_and_again_ends_the_run() -> None:

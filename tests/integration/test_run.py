@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import re
+import shutil
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tandem.coordinator.journal import read_journal
+from tests.integration.by_hand import undisturbed_run
 from tests.integration.harness import (
     Command,
     coordinator,
     deterministic,
+    merged,
     steps_of,
     wait_until,
     weights_of,
@@ -21,11 +25,15 @@ from tests.integration.harness import (
 )
 
 
-def test_one_command_runs_grpo_and_leaves_results() -> None:
-    ended = coordinator("up", write_config())
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    steps = steps_of()
-    assert [(s.step, s.version) for s in steps] == [(1, 1), (2, 2), (3, 3)]
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run of four steps, which tests only read, or copy."""
+    return undisturbed_run(tmp_path_factory.mktemp("whole"), {"grpo": {"max_num_steps": 4}})
+
+
+def test_one_command_runs_grpo_and_leaves_results(whole: Path) -> None:
+    steps = steps_of(whole)
+    assert [(s.step, s.version) for s in steps] == [(1, 1), (2, 2), (3, 3), (4, 4)]
     for step in steps:
         assert {"reward", "accuracy", "loss", "kl", "entropy", "clip_fraction", "grad_norm"} <= step.metrics.keys()
         assert step.metrics["mean_generation_length"] <= 6
@@ -35,51 +43,40 @@ def test_one_command_runs_grpo_and_leaves_results() -> None:
         parts = {name: s for name, s in step.seconds.items() if name != "total"}
         assert {"generation", "policy_training", "refit", "get_logprobs"} <= parts.keys()
         assert sum(parts.values()) == pytest.approx(step.seconds["total"], rel=0.01, abs=2e-3)
-    assert ["val_accuracy" in s.metrics for s in steps] == [False, True, True]
-    assert [bool(s.checkpoint) for s in steps] == [False, True, True]
-    assert Path("run/report.png").stat().st_size > 5000
-    assert Path("run/report.json").exists()
+    assert ["val_accuracy" in s.metrics for s in steps] == [False, True, False, True]
+    assert [bool(s.checkpoint) for s in steps] == [False, True, False, True]
+    assert (whole / "report.png").stat().st_size > 5000
+    assert (whole / "report.json").exists()
 
 
-def test_a_checkpoint_loads_in_transformers() -> None:
+def test_a_checkpoint_loads_in_transformers(whole: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    assert coordinator("up", write_config()).returncode == 0
-    folder = "run/checkpoints/latest/policy"
+    folder = whole / "checkpoints/latest/policy"
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokens = AutoTokenizer.from_pretrained(folder)("1 + 2", return_tensors="pt")
     assert model(input_ids=tokens["input_ids"]).logits.shape == (1, 5, 17)
 
 
-def test_two_trainers_and_two_engines_learn_what_one_of_each_learns() -> None:
-    config = write_config()
-    assert coordinator("up", config).returncode == 0
-    more = coordinator(
-        "up",
-        config,
-        "cluster.trainers=2",
-        "cluster.rollouts=2",
-        "logger.log_dir=wide",
-        "policy.train_micro_batch_size=4",
-    )
-    assert more.returncode == 0, more.stdout + more.stderr
+def test_two_trainers_and_two_engines_learn_what_one_of_each_learns(whole: Path) -> None:
+    two_of_each = ("cluster.trainers=2", "cluster.rollouts=2", "policy.train_micro_batch_size=4")
+    ended = coordinator("up", write_config(), *two_of_each)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
     # The first step is the same; later ones may sample other tokens where probabilities differ in the last bit.
-    one, two = steps_of()[0].metrics, steps_of("wide")[0].metrics
+    one, two = steps_of(whole)[0].metrics, steps_of()[0].metrics
     for name in ("loss", "grad_norm", "entropy", "reward", "mean_generation_length"):
         assert two[name] == pytest.approx(one[name], abs=1e-5), name
 
 
-def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit() -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(whole: Path) -> None:
     config = write_config({"grpo": {"max_num_steps": 4}})
-    whole = coordinator("up", config, "logger.log_dir=whole")
-    assert whole.returncode == 0, whole.stderr
     first = coordinator("up", config, "grpo.max_num_steps=2")
     assert first.returncode == 0, first.stderr
     second = coordinator("up", config, "--resume")
     assert second.returncode == 0, second.stderr
     assert "resuming at step 3" in second.stdout
-    assert weights_of("run/checkpoints/step_4") == weights_of("whole/checkpoints/step_4")
-    resumed, uninterrupted = steps_of("run"), steps_of("whole")
+    assert weights_of("run/checkpoints/step_4") == weights_of(whole / "checkpoints/step_4")
+    resumed, uninterrupted = steps_of("run"), steps_of(whole)
     assert [s.step for s in resumed] == [1, 2, 3, 4]
     for a, b in zip(resumed[2:], uninterrupted[2:], strict=True):
         assert deterministic(a.metrics) == deterministic(b.metrics)
@@ -108,30 +105,22 @@ def test_bfloat16_and_copies_in_place_of_aliases() -> None:
     assert steps_of()[-1].metrics["token_mult_prob_error"] < 1.05
 
 
-def test_a_second_run_in_the_same_folder_needs_a_decision() -> None:
+def test_a_second_run_in_the_same_folder_needs_a_decision(whole: Path) -> None:
     config = write_config({"grpo": {"max_num_steps": 1}})
-    assert coordinator("up", config).returncode == 0
+    shutil.copytree(whole, "run", symlinks=True)
     again = coordinator("up", config)
     assert again.returncode == 1
     assert re.fullmatch(r"error: run already holds a run: continue it with --resume.*\n", again.stderr)
     anew = coordinator("up", config, "--restart")
     assert anew.returncode == 0, anew.stderr
-    assert len(steps_of("run.1")) == len(steps_of("run")) == 1
+    assert (len(steps_of("run.1")), len(steps_of("run"))) == (4, 1)
 
 
-def test_a_restart_makes_the_model_anew_that_lies_in_the_run_folder() -> None:
-    config = write_config({"policy": {"model_name": "run/model"}, "grpo": {"max_num_steps": 1}})
+def test_a_restart_moves_a_model_in_the_run_folder_only_if_it_is_made_anew() -> None:
+    over: dict[str, Any] = {"policy": {"model_name": "run/model"}, "grpo": {"max_num_steps": 1}}
+    config = write_config(over)
     assert coordinator("up", config).returncode == 0
-    anew = coordinator("up", config, "--restart")
-    assert anew.returncode == 0, anew.stderr
-    (earlier,), (later,) = steps_of("run.1"), steps_of("run")
-    assert later.metrics["reward"] == earlier.metrics["reward"]
-
-
-def test_a_restart_does_not_move_a_model_that_nothing_makes_anew() -> None:
-    config = write_config({"policy": {"model_name": "run/model"}, "grpo": {"max_num_steps": 1}})
-    assert coordinator("up", config).returncode == 0
-    made = write_config({"policy": {"model_name": "run/model", "new_model": None}, "grpo": {"max_num_steps": 1}})
+    made = write_config(merged(over, {"policy": {"new_model": None}}), "made.yaml")
     refused = coordinator("up", made, "--restart")
     assert refused.returncode == 1
     assert refused.stderr == (
@@ -140,6 +129,10 @@ def test_a_restart_does_not_move_a_model_that_nothing_makes_anew() -> None:
     )
     assert Path("run/model/config.json").exists()
     assert not Path("run.1").exists()
+    anew = coordinator("up", config, "--restart")
+    assert anew.returncode == 0, anew.stderr
+    (earlier,), (later,) = steps_of("run.1"), steps_of("run")
+    assert later.metrics["reward"] == earlier.metrics["reward"]
 
 
 # --- by hand ---------------------------------------------------------------------------------------------------------
