@@ -50,11 +50,23 @@ def logprobs_of(model: Any, token_ids: torch.Tensor, temperature: float = 1.0) -
 
 
 def plain_grpo(
-    model: Any, batches: Sequence[TrainingBatch], *, size: int, temperature: float = 1.0, kl: float = 0.0
+    model: Any,
+    batches: Sequence[TrainingBatch],
+    *,
+    size: int,
+    temperature: float = 1.0,
+    kl: float = 0.0,
+    decays_vectors: bool = True,
 ) -> list[tuple[float, float]]:
-    """Token-level GRPO with a k3 penalty, clipped at 0.2: the loss and gradient norm of each optimizer step."""
+    """Token-level GRPO with a k3 penalty, clipped at 0.2: the loss and gradient norm of each optimizer step.
+
+    `decays_vectors`: whether norms and biases have weight decay too, which Megatron-Core leaves out.
+    """
     reference = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    groups = [{"params": matrices}, {"params": vectors} | ({} if decays_vectors else {"weight_decay": 0.0})]
+    optimizer = torch.optim.AdamW(groups, **ADAMW)
     history = []
     for batch in batches:
         samples = sequences_of(batch)
@@ -104,7 +116,9 @@ class Numbers(NamedTuple):
     """After the last step, by the names of transformers."""
 
 
-def plain_numbers(folder: Path, batches: Sequence[TrainingBatch], *, temperature: float, kl: float) -> Numbers:
+def plain_numbers(
+    folder: Path, batches: Sequence[TrainingBatch], *, temperature: float, kl: float, decays_vectors: bool = True
+) -> Numbers:
     """Train the model in `folder` in this process, one optimizer step a batch."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     values = []
@@ -112,7 +126,8 @@ def plain_numbers(folder: Path, batches: Sequence[TrainingBatch], *, temperature
         for sample in sequences_of(batches[0]):
             logprobs = logprobs_of(model, sample["token_ids"], temperature).where(sample["mask"], 0.0)
             values += [np.zeros(1, dtype=np.float32), logprobs.numpy()]
-    steps = plain_grpo(model, batches, size=len(batches[0].lengths_S), temperature=temperature, kl=kl)
+    size = len(batches[0].lengths_S)
+    steps = plain_grpo(model, batches, size=size, temperature=temperature, kl=kl, decays_vectors=decays_vectors)
     return Numbers(np.concatenate(values), steps, {name: p.detach() for name, p in model.named_parameters()})
 
 

@@ -56,7 +56,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 # Importing torch and transformers takes seconds; a server that has done it forks ranks in milliseconds.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["tandem.trainer.step", "tandem.trainer.backends.dtensor", "megatron.core.models.gpt", "megatron.core.optimizer"]
+    ["tandem.trainer.step", "tandem.trainer.backends.dtensor", "tandem.trainer.backends.megatron.backend"]
 )
 
 
@@ -115,6 +115,7 @@ def make_config(
         },
         "data": {"dataset_name": "reasoning_gym", "task": "chain_sum"},
         "cluster": {"trainers": trainers},
+        "checkpointing": {"enabled": False},
     }
     return build_config(settings)
 

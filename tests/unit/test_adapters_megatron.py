@@ -126,14 +126,13 @@ class Reference:
 
     def latent_attention(self, here: str, there: str) -> None:
         of, engine = self.weights, self.sizes.transformer_engine
-        down = (lambda weight: weight) if engine else self.column
         parts = [("kv", "kv_a_proj_with_mqa")]
         if self.config["q_lora_rank"] is None:
             self.parameters[here + "linear_q_proj.weight"] = self.column(of[there + "q_proj.weight"])
         else:
             parts.append(("q", "q_a_proj"))
         for part, name in parts:
-            self.parameters[f"{here}linear_{part}_down_proj.weight"] = down(of[f"{there}{name}.weight"])
+            self.parameters[f"{here}linear_{part}_down_proj.weight"] = of[f"{there}{name}.weight"]
             self.parameters[f"{here}linear_{part}_up_proj.weight"] = self.column(of[f"{there}{part}_b_proj.weight"])
             norm = f"linear_{part}_up_proj.layer_norm_weight" if engine else f"{part}_layernorm.weight"
             self.parameters[here + norm] = of[f"{there}{part}_a_layernorm.weight"]
@@ -207,8 +206,7 @@ def test_every_element_is_held_by_each_replica_once(config: dict[str, Any], size
     cut = ["embed_tokens", "lm_head", "q_proj", "k_proj", "v_proj", "o_proj.weight", "q_b_proj", "kv_b_proj"]
     cut += ["gate_proj", "up_proj", "down_proj.weight"]
     for name, counts in replicas(sizes.layouts(model, Hosts("here"))).items():
-        is_down = "q_a_proj" in name or "kv_a_proj" in name
-        is_cut = any(part in name for part in cut) or (is_down and not sizes.transformer_engine)
+        is_cut = any(part in name for part in cut)
         expected = sizes.dp * sizes.cp * (1 if is_cut else sizes.tp)
         if ".experts." in name:
             expected = expert_dp

@@ -326,7 +326,7 @@ VLLM_CFG = "policy.generation.vllm_cfg"
     [
         (["algorithm=dpo"], "algorithm (dpo)"),
         (["grpo.use_dynamic_sampling=true"], "grpo.use_dynamic_sampling (true)"),
-        (["policy.megatron_cfg.enabled=true"], "policy.megatron_cfg.enabled (true)"),
+        (["policy.megatron_cfg.enabled=true"], "checkpointing.enabled (true)"),
         ([VLLM, "policy.generation.vllm_cfg.precision=int8"], f"{VLLM_CFG}.precision (int8)"),
         (["logger.mlflow_enabled=true"], "logger.mlflow_enabled (true)"),
     ],

@@ -21,7 +21,7 @@ FILES = Path(__file__).parent / "nemo_rl"
 MODELS = Path(__file__).parents[2] / "examples" / "models"
 
 DPO = {"algorithm"}
-MEGATRON = {"policy.megatron_cfg.enabled"}
+MEGATRON = {"checkpointing.enabled"}
 PACKED = {"policy.sequence_packing.enabled"}
 DYNAMIC = {"policy.dynamic_batching.enabled"}
 OFFLOAD = {"policy.dtensor_cfg.cpu_offload"}
@@ -37,13 +37,13 @@ NEEDS: dict[str, set[str]] = {
     "grpo_math_1B_megatron.yaml": MEGATRON | PACKED,
     "grpo_math_70B_megatron.yaml": MEGATRON | PACKED,
     "grpo_math_8B.yaml": PACKED,
-    "grpo_math_8B_megatron.yaml": MEGATRON | PACKED,
+    "grpo_math_8B_megatron.yaml": PACKED,
     "grpo_math_qwen30ba3b_megatron.yaml": MEGATRON,
     "grpo_sliding_puzzle.yaml": OFFLOAD | SEQUENCE | PACKED,
     "recipes/dpo-llama3.1-8b-instruct-4n8g-fsdp2tp1.yaml": DPO,
     "recipes/dpo-llama3.1-8b-instruct-4n8g-fsdp2tp2-quick.yaml": DPO | SEQUENCE | TENSOR,
-    "recipes/dpo-llama3.1-8b-instruct-4n8g-megatron.yaml": DPO | MEGATRON,
-    "recipes/dpo-llama3.1-8b-instruct-4n8g-megatrontp2pp2-quick.yaml": DPO | MEGATRON,
+    "recipes/dpo-llama3.1-8b-instruct-4n8g-megatron.yaml": DPO,
+    "recipes/dpo-llama3.1-8b-instruct-4n8g-megatrontp2pp2-quick.yaml": DPO,
     "recipes/grpo-llama3.1-8b-instruct-2n8g-fsdp2tp1-noncolocated.yaml": DYNAMIC,
     "recipes/grpo-llama3.1-8b-instruct-4n8g-fsdp2tp1-long.yaml": DYNAMIC,
     "recipes/grpo-llama3.2-1b-instruct-1n8g-megatron.yaml": MEGATRON | PACKED,
@@ -52,7 +52,7 @@ NEEDS: dict[str, set[str]] = {
     "recipes/grpo-qwen3-30ba3b-4n8g-megatron-tp4-32k.yaml": MEGATRON,
     "recipes/sft-llama3.1-70b-8n8g-tp4pp2-long-megatron.yaml": MEGATRON | TENSOR,
     "recipes/sft-llama3.1-8b-instruct-1n8g-fsdp2tp2sp.yaml": SEQUENCE | TENSOR,
-    "recipes/sft-llama3.1-8b-instruct-1n8g-megatron.yaml": MEGATRON,
+    "recipes/sft-llama3.1-8b-instruct-1n8g-megatron.yaml": set(),
     "recipes/sft-qwen2.5-32b-4n8g-fsdp2tp8sp-actckpt.yaml": SEQUENCE | TENSOR,
     "sft.yaml": set(),
     "sft_openmathinstruct2.yaml": TENSOR,

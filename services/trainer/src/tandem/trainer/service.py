@@ -47,7 +47,7 @@ from tandem.refit import layout
 from tandem.refit.endpoint import Endpoint, Weights
 from tandem.trainer import step
 from tandem.trainer.backend import Backend
-from tandem.trainer.backends.dtensor import DTensorBackend
+from tandem.trainer.backends import make_backend
 
 
 class TrainerService:
@@ -157,7 +157,7 @@ class TrainerService:
             timeout=timeout,
         )
         resume_from = Path(order.checkpoint) if order.checkpoint else None
-        self._backend = DTensorBackend(self._config, checkpoint=resume_from)
+        self._backend = make_backend(self._config, checkpoint=resume_from)
         if self._config.takes_turns:
             self._backend.offload()
         self._weights = self._backend.weights()

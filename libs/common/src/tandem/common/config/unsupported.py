@@ -26,6 +26,10 @@ def _vllm(config: Config) -> bool:
     return _grpo(config) and config.policy.generation.backend == "vllm"
 
 
+def _megatron(config: Config) -> bool:
+    return config.policy.megatron_cfg.enabled
+
+
 class Row(msgspec.Struct, frozen=True):
     """One key that is known but not built."""
 
@@ -43,7 +47,7 @@ NOT_SUPPORTED_YET = (
     Row("algorithm", ("grpo", "sft")),
     Row("grpo.adv_estimator.name", ("grpo", "reinforce_plus_plus"), _grpo),
     Row("grpo.use_dynamic_sampling", (False,), _grpo),
-    Row("policy.megatron_cfg.enabled", (False,)),
+    Row("checkpointing.enabled", (False,), _megatron),
     Row("policy.generation.vllm_cfg.precision", _PRECISIONS, _vllm),
     Row("logger.mlflow_enabled", (False,)),
 )

@@ -179,9 +179,8 @@ class _Rank:
         here, fuses = _HERE + "self_attention.", self._sizes.transformer_engine
         for part, down in (("q", "q_a_proj"), ("kv", "kv_a_proj_with_mqa")):
             for kind in ("weight", "bias"):
-                name, tensor = f"{here}linear_{part}_down_proj.{kind}", f"{_ATTENTION}{down}.{kind}"
-                # Transformer Engine's down projections are whole on every rank.
-                self._builder.whole(name, tensor) if fuses else self._cut(name, tensor)
+                # Whole on every rank: Transformer Engine's, and those that Tandem has without it.
+                self._builder.whole(f"{here}linear_{part}_down_proj.{kind}", f"{_ATTENTION}{down}.{kind}")
             norm = f"linear_{part}_up_proj.layer_norm_weight" if fuses else f"{part}_layernorm.weight"
             self._builder.whole(here + norm, f"{_ATTENTION}{part}_a_layernorm.weight")
             self._cut(f"{here}linear_{part}_up_proj.weight", f"{_ATTENTION}{part}_b_proj.weight")

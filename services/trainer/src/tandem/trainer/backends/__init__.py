@@ -1,1 +1,32 @@
-"""Training backends, one module each, all obeying `tandem.trainer.backend.Backend`."""
+"""The training backends, and which of them a run has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch.distributed as dist
+
+from tandem.common.config import Config
+from tandem.trainer.backend import Backend
+
+
+def make_backend(config: Config, *, checkpoint: Path | None) -> Backend:
+    """Return this rank's backend: Megatron-Core where it is enabled, whatever else is, and otherwise FSDP2.
+
+    Raises what the backend raises.
+    """
+    # Imported where it is used: each takes seconds, and Megatron-Core need not be installed.
+    if not config.policy.megatron_cfg.enabled:
+        from tandem.trainer.backends.dtensor import DTensorBackend
+
+        return DTensorBackend(config, checkpoint=checkpoint)
+    from tandem.trainer.backends.megatron import cpu
+
+    cpu.prepare()
+    from tandem.trainer.backends.megatron.backend import MegatronBackend
+
+    if config.policy.dtensor_cfg.enabled and dist.get_rank() == 0:
+        print(
+            "Megatron-Core trains: policy.megatron_cfg wins over policy.dtensor_cfg, which is enabled too", flush=True
+        )
+    return MegatronBackend(config, checkpoint=checkpoint)

@@ -22,6 +22,7 @@ from tandem.trainer import checkpoints, context, policy_files
 from tandem.trainer.attention import prepare_to_pack, prepare_to_share
 from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep, WhichModel
 from tandem.trainer.backends import shards
+from tandem.trainer.backends.devices import device_of
 from tandem.trainer.backends.sharding import Ranks
 from tandem.trainer.models import TokenScorer, checkpoint_activations, has_linear_head, load_model
 from tandem.trainer.offload import Offloaded, state_of
@@ -42,7 +43,7 @@ class DTensorBackend:
 
     def __init__(self, config: Config, *, checkpoint: Path | None) -> None:
         self._config = config
-        self.device = _device(dist.get_rank())
+        self.device = device_of(dist.get_rank())
         self._ranks = Ranks(config, self.device.type)
         self.data_parallel_rank = self._ranks.data.get_local_rank()
         self.data_parallel_size = self._ranks.data.size()
@@ -245,15 +246,6 @@ class DTensorBackend:
         if self._num_steps:
             tensors = self._optimizer_tensors()  # of the right names, shapes and sharding, filled with anything
             checkpoints.agree(lambda: checkpoints.read_optimizer(folder, tensors))
-
-
-def _device(rank: int) -> torch.device:
-    """Return where a rank computes: trainers take a node's GPUs from the first on (`tandem.common.placement`)."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
 
 
 def _fsdp_modules(model: torch.nn.Module) -> Iterator[FSDPModule]:

@@ -1,0 +1,219 @@
+"""What Megatron-Core lacks on a machine: kernels of Transformer Engine, and CUDA itself.
+
+Megatron-Core 0.16 means CUDA where it allocates, and runs no forward pass without it. `prepare` makes the same code run
+on the CPU, where there is no GPU, by naming the CPU wherever a function that training calls names CUDA; what is left of
+streams and pinned memory is replaced. Each of these functions is looked at first: one that is not as it was in the
+release this was written for is an error that names it, never a wrong number.
+
+On a GPU nothing is replaced. Without Transformer Engine two names that Megatron-Core gets wrong are set right, on any
+device.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import types
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tandem.common.errors import ModelError
+
+HAS_TRANSFORMER_ENGINE = importlib.util.find_spec("transformer_engine") is not None
+
+VERSIONS = ("0.16",)
+"""Releases of Megatron-Core that this module was checked against, by their first two numbers."""
+
+_NAME_CUDA = {
+    "pipeline_parallel.schedules": (
+        "forward_backward_no_pipelining",
+        "forward_backward_pipelining_without_interleaving",
+        "forward_backward_pipelining_with_interleaving",
+    ),
+    "optimizer.optimizer": (
+        "MixedPrecisionOptimizer.__init__",
+        "Float16OptimizerWithFloat16Params.__init__",
+        "FP32Optimizer.__init__",
+    ),
+    "optimizer.distrib_optimizer": (
+        "DistributedOptimizer.__init__",
+        "DistributedOptimizer._build_model_and_main_param_groups",
+    ),
+    "optimizer.clip_grads": ("get_grad_norm_fp32", "clip_grad_by_total_norm_fp32", "count_zeros_fp32"),
+    "utils": ("local_multi_tensor_l2_norm",),
+}
+"""Functions, by module, with constants such as ``"cuda"`` and ``"torch.cuda.FloatTensor"``."""
+
+_SIGNATURES: dict[str, dict[str, tuple[str, ...]]] = {
+    "tensor_parallel.random": {
+        "_get_cuda_rng_state": ("device", "clone", "graph_safe"),
+        "_set_cuda_rng_state": ("new_state", "device", "graph_safe"),
+        "get_cuda_rng_tracker": ("use_te_rng_tracker", "inference_rng_tracker", "use_cudagraphable_rng"),
+    },
+    "tensor_parallel.mappings": {
+        "_gather_along_first_dim": ("input_", "group", "output_split_sizes", "use_global_buffer"),
+        "_reduce_scatter_along_first_dim": ("input_", "group", "input_split_sizes", "use_global_buffer"),
+    },
+    "transformer.moe.token_dispatcher": {
+        "MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize": ("self", "point", "tokens_per_expert"),
+    },
+}
+"""Arguments of the functions that are replaced or called to replace something."""
+
+
+@functools.cache
+def prepare() -> None:
+    """Make Megatron-Core run on what this machine has. Once a process; nothing else may use CUDA's names afterwards.
+
+    Raises `ModelError` if Megatron-Core is not installed, or is another than the one this was written for.
+    """
+    warnings.filterwarnings("ignore", module=r"megatron\.")  # it warns of whatever it would rather have
+    _require_version()
+    _do_without_transformer_engine()
+    if torch.cuda.is_available():
+        return
+    for module, names in _NAME_CUDA.items():
+        for name in names:
+            _name_the_cpu(_found(module, name), f"{module}.{name}")
+    for module, signatures in _SIGNATURES.items():
+        for name, arguments in signatures.items():
+            _require_arguments(_found(module, name), f"{module}.{name}", arguments)
+    _replace_devices()
+    _replace_random_states()
+    _replace_streams_of_experts()
+    _replace_uneven_collectives()
+
+
+def _require_version() -> None:
+    try:
+        core = importlib.import_module("megatron.core")
+    except ImportError as error:
+        raise ModelError(
+            f"policy.megatron_cfg needs Megatron-Core, `pip install 'tandem[megatron]'`: {error}"
+        ) from error
+    if not core.__version__.startswith(tuple(f"{version}." for version in VERSIONS)):
+        raise ModelError(f"Megatron-Core {core.__version__} is installed, Tandem knows {', '.join(VERSIONS)}")
+
+
+def _do_without_transformer_engine() -> None:
+    """Correct what modules take Transformer Engine to have given them where it is not installed."""
+    if HAS_TRANSFORMER_ENGINE:
+        return
+    moe_utils = _module("transformer.moe.moe_utils")
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # which is looked at, and then not used
+    latent_attention = _module("transformer.multi_latent_attention")
+    latent_attention.HAVE_TE = False  # it goes by an import of names, which are there, and None
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"megatron.core.{name}")
+
+
+def _found(module: str, name: str) -> Any:
+    """Return a function, or a method of a class, of Megatron-Core. Raises `ModelError`."""
+    found = _module(module)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise _changed(f"{module}.{name}", "it is gone")
+        found = inspect.getattr_static(found, part)
+    return found
+
+
+def _changed(name: str, how: str) -> ModelError:
+    return ModelError(f"Megatron-Core has changed, and cannot train on a CPU: megatron.core.{name}: {how}")
+
+
+def _require_arguments(function: Any, name: str, arguments: tuple[str, ...]) -> None:
+    found = tuple(inspect.signature(function).parameters)
+    if found != arguments:
+        raise _changed(name, f"it takes {', '.join(found)} and took {', '.join(arguments)}")
+
+
+def _name_the_cpu(function: Any, name: str) -> None:
+    """Put the CPU in the place of CUDA among the constants of a function, whatever it is decorated with."""
+    plain = inspect.unwrap(function)
+    code = plain.__code__
+    constants = tuple(_on_cpu(constant) for constant in code.co_consts)
+    if constants == code.co_consts:
+        raise _changed(name, "it does not name CUDA any more")
+    plain.__code__ = code.replace(co_consts=constants)
+
+
+def _on_cpu(constant: object) -> object:
+    match constant:
+        case "cuda":
+            return "cpu"
+        case str() if constant.startswith("torch.cuda.") and constant.endswith("Tensor"):
+            return constant.replace("torch.cuda.", "torch.")
+        case tuple():
+            return tuple(_on_cpu(item) for item in constant)
+        case types.CodeType():
+            return constant.replace(co_consts=tuple(_on_cpu(item) for item in constant.co_consts))
+    return constant
+
+
+def _replace_devices() -> None:
+    """Let "the current CUDA device" be the CPU: some forty functions allocate there."""
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
+    torch.cuda.synchronize = lambda device=None: None
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+
+
+def _replace_random_states() -> None:
+    """Let the CPU's generator stand for CUDA's. Nothing in training is random: dropout is off."""
+    random = _module("tensor_parallel.random")
+    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
+    random.get_cuda_rng_tracker(inference_rng_tracker=True)  # whose `fork` does nothing
+
+
+def _replace_streams_of_experts() -> None:
+    """Read the sizes of the all-to-all at once: no side stream copies them to the host."""
+    dispatchers = _module("transformer.moe.token_dispatcher")
+    dispatcher = dispatchers.MoEAlltoAllTokenDispatcher
+    if not hasattr(dispatcher, "cuda_dtoh_stream"):
+        raise _changed("transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher", "it has no cuda_dtoh_stream")
+    dispatcher.cuda_dtoh_stream = object()  # otherwise a constructor makes one
+
+    def read_sizes(self: Any, point: str, tokens_per_expert: torch.Tensor | None = None) -> torch.Tensor | None:
+        if not self.drop_and_pad and point == self.cuda_dtoh_point:
+            for name in ("input_splits", "output_splits", "output_splits_tp"):
+                if isinstance(sizes := getattr(self, name), torch.Tensor):
+                    setattr(self, name, sizes.numpy())
+        return tokens_per_expert
+
+    dispatcher._maybe_dtoh_and_synchronize = read_sizes
+
+
+def _replace_uneven_collectives() -> None:
+    """Gather and scatter parts of unequal sizes, which tensor-parallel experts do and gloo cannot, by adding zeros."""
+    mappings = _module("tensor_parallel.mappings")
+    gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather_parts(
+        input_: torch.Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> Any:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(input_, group, None, use_global_buffer)
+        whole = input_.new_zeros(sum(output_split_sizes), *input_.shape[1:])
+        torch.split(whole, list(output_split_sizes))[group.rank()].copy_(input_)
+        dist.all_reduce(whole, group=group)
+        return whole
+
+    def scatter_parts(
+        input_: torch.Tensor, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> Any:
+        if input_split_sizes is None or group.size() == 1:
+            return scatter(input_, group, None, use_global_buffer)
+        whole = input_.clone()
+        dist.all_reduce(whole, group=group)
+        return torch.split(whole, list(input_split_sizes))[group.rank()].contiguous()
+
+    mappings._gather_along_first_dim = gather_parts
+    mappings._reduce_scatter_along_first_dim = scatter_parts

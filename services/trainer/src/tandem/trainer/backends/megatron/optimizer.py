@@ -1,0 +1,95 @@
+"""Megatron-Core's optimizer and its schedule, from the sections of ``policy.megatron_cfg`` that are about them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from tandem.common.config import Config
+from tandem.trainer.backends.megatron.settings import Settings
+
+
+def with_gradients(chunks: Sequence[torch.nn.Module], settings: Settings) -> list[DistributedDataParallel]:
+    """Return the chunks with buffers for their gradients, reduced over the data-parallel ranks of each parameter."""
+    transformer, data_parallel = settings.transformer, settings.data_parallel
+    wrapped = [
+        # Only the first chunk's gradients are ready late enough to be worth reducing a bucket at a time.
+        DistributedDataParallel(transformer, data_parallel, chunk, disable_bucketing=number > 0)
+        for number, chunk in enumerate(chunks)
+    ]
+    transformer.finalize_model_grads_func = finalize_model_grads
+    if data_parallel.overlap_grad_reduce:
+        has_virtual = len(wrapped) > 1
+        no_sync, start = [chunk.no_sync for chunk in wrapped], [chunk.start_grad_sync for chunk in wrapped]
+        transformer.no_sync_func = no_sync if has_virtual else no_sync[0]
+        transformer.grad_sync_func = start if has_virtual else start[0]
+    return wrapped
+
+
+def make_optimizer(chunks: Sequence[DistributedDataParallel], settings: Settings) -> ChainedOptimizer:
+    """Return the optimizer of all chunks. After their weights have been loaded."""
+    return get_megatron_optimizer(settings.optimizer, list(chunks), use_gloo_process_groups=False)
+
+
+def clip(optimizer: ChainedOptimizer, norm: float) -> None:
+    """Scale gradients of this norm down to ``clip_grad``; zero leaves them alone."""
+    largest = optimizer.config.clip_grad
+    if not largest:
+        return
+    for part in optimizer.chained_optimizers:
+        parameters = [] if part.is_stub_optimizer else part.get_parameters()
+        if parameters:
+            is_decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+            clip_grad_by_total_norm_fp32(parameters, largest, norm, is_decoupled)
+
+
+def state_of(optimizer: ChainedOptimizer, chunks: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
+    """Return what only optimizer steps need: moments, and the float32 parameters of a model that has others."""
+    trained = {parameter.untyped_storage().data_ptr() for chunk in chunks for parameter in chunk.parameters()}
+    found = []
+    for part in optimizer.chained_optimizers:
+        if not part.is_stub_optimizer:
+            found += [value for state in part.optimizer.state.values() for value in state.values()]
+            found += [parameter.detach() for group in part.param_groups for parameter in group["params"]]
+    tensors = [value for value in found if isinstance(value, torch.Tensor) and value.is_cuda]
+    return [tensor for tensor in tensors if tensor.untyped_storage().data_ptr() not in trained]
+
+
+def make_schedule(config: Config, optimizer: ChainedOptimizer, num_steps: int) -> OptimizerParamScheduler:
+    """Return ``policy.megatron_cfg.scheduler`` as it stands after `num_steps` optimizer steps.
+
+    Where it does not say for how long the learning rate decays, that is for the whole run.
+    """
+    given, settings = config.policy.megatron_cfg.scheduler, optimizer.config
+    num_in_run, decay = _num_optimizer_steps(config), settings.weight_decay
+    schedule = OptimizerParamScheduler(
+        optimizer,
+        init_lr=given.lr_warmup_init,
+        max_lr=settings.lr,
+        min_lr=settings.min_lr or 0.0,
+        lr_warmup_steps=given.lr_warmup_iters,
+        lr_decay_steps=given.lr_decay_iters or max(given.lr_warmup_iters + 1, num_in_run),
+        lr_decay_style=given.lr_decay_style,
+        start_wd=decay if given.start_weight_decay is None else given.start_weight_decay,
+        end_wd=decay if given.end_weight_decay is None else given.end_weight_decay,
+        wd_incr_steps=num_in_run,
+        wd_incr_style=given.weight_decay_incr_style,
+        wsd_decay_steps=given.lr_wsd_decay_iters,
+        lr_wsd_decay_style=given.lr_wsd_decay_style,
+    )
+    schedule.step(num_steps)
+    return schedule
+
+
+def _num_optimizer_steps(config: Config) -> int:
+    """Return how many optimizer steps the whole run makes."""
+    steps = config.algorithm_section.max_num_steps or 1
+    if config.algorithm != "grpo":
+        return steps
+    samples = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
+    return steps * -(-samples // config.policy.train_global_batch_size)

@@ -1,0 +1,121 @@
+"""Passes over micro-batches: Megatron-Core's pipeline schedules around this project's scoring and losses."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import unwrap_model
+
+from tandem.refit.adapters.megatron import Megatron
+from tandem.trainer.backends.megatron.model import Chunk
+from tandem.trainer.backends.megatron.rows import Row, rows_of
+from tandem.trainer.packing import MicroBatch
+from tandem.trainer.scoring import VocabularyShard, score_tokens
+
+Scored = Callable[[MicroBatch, torch.Tensor, torch.Tensor], torch.Tensor]
+"""From a micro-batch, ``logprobs_BT`` and ``entropy_BT`` to a scalar; called on the last stage, once a micro-batch."""
+
+
+class Pipeline:
+    """One model's chunks on this rank. Everything here is collective over the ranks of a replica."""
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], sizes: Megatron, num_tokens: int, temperature: float) -> None:
+        """Begin.
+
+        Args:
+            chunks: `Chunk`, bare or in Megatron-Core's wrappers.
+            sizes: of the program.
+            num_tokens: of the vocabulary, without padding.
+            temperature: that tokens are sampled at.
+        """
+        self._chunks = list(chunks)
+        self._last: Chunk = unwrap_model(self._chunks[-1])
+        self._sizes = sizes
+        self._num_tokens = num_tokens
+        self._temperature = temperature
+        self._is_sequence_parallel = self._last.config.sequence_parallel
+
+    def rows(self, batches: Sequence[MicroBatch]) -> list[Row]:
+        """Return this rank's share of the micro-batches, as `run` takes them."""
+        sizes = self._sizes
+        rank = parallel_state.get_context_parallel_rank()
+        has_virtual = sizes.vpp > 1
+        return rows_of(batches, rank, sizes.cp, round_to=sizes.pp if has_virtual else 1, equal=has_virtual)
+
+    def run(self, rows: Sequence[Row], scored: Scored, *, scale: float = 1.0, forward_only: bool = False) -> None:
+        """Go forward, and unless `forward_only` backward, over the rows; call `scored` for each on the last stage.
+
+        The gradient is that of `scale` times the sum of what `scored` returns, added up over ranks and divided by the
+        number of tokens of all rows of all ranks.
+        """
+        score = functools.partial(self._score, scored=scored, scale=scale)
+
+        def step(iterator: Iterator[Row], chunk: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
+            row = next(iterator)
+            hidden = chunk(row.token_ids_1M, row.position_ids_1M, None, packed_seq_params=row.sequences)
+            return hidden, functools.partial(score, row)
+
+        iterators = [iter(rows) for _ in self._chunks]
+        has_virtual = len(self._chunks) > 1
+        get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iterators if has_virtual else iterators[0],
+            model=self._chunks if has_virtual else self._chunks[0],
+            num_microbatches=len(rows),
+            seq_length=rows[0].token_ids_1M.shape[1] * self._sizes.cp,  # read only where all rows are equal
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def _score(
+        self, row: Row, hidden: torch.Tensor, *, scored: Scored, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        """Return the loss, the tokens of the row on this rank, and nothing to report, as the schedules want it."""
+        num_tokens = torch.tensor(row.token_ids_1M.numel(), dtype=torch.int, device=hidden.device)
+        if row.batch is None:
+            return (hidden * 0.0).sum(), num_tokens, {}
+        if self._is_sequence_parallel:
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        counted_BT = row.batch.loss_mask_BT
+        target_K = row.batch.token_ids_BT[counted_BT]
+        weight_VE, vocabulary = self._output_layer()
+        scores = score_tokens(
+            hidden[:, 0].index_select(0, row.predictor_L),
+            weight_VE,
+            target_K[row.counted_L],
+            temperature=self._temperature,
+            vocabulary=vocabulary,
+        )
+        logprobs_K, entropy_K = (self._of_all_ranks(values_L, row, len(target_K)) for values_L in scores)
+        zeros_BT = torch.zeros(counted_BT.shape, dtype=torch.float32, device=hidden.device)
+        value = scored(
+            row.batch, zeros_BT.masked_scatter(counted_BT, logprobs_K), zeros_BT.masked_scatter(counted_BT, entropy_K)
+        )
+        return value * scale, num_tokens, {}
+
+    def _output_layer(self) -> tuple[torch.Tensor, VocabularyShard | None]:
+        """Return this rank's rows of the output layer, and which they are; None if they are all of them."""
+        weight_VE = self._last.output_weight
+        if self._sizes.tp == 1:
+            return weight_VE[: self._num_tokens], None
+        first_row = parallel_state.get_tensor_model_parallel_rank() * len(weight_VE)
+        group = parallel_state.get_tensor_model_parallel_group()
+        return weight_VE, VocabularyShard(group=group, first_row=first_row, num_rows=self._num_tokens)
+
+    def _of_all_ranks(self, values_L: torch.Tensor, row: Row, num_counted: int) -> torch.Tensor:
+        """Return ``[K]`` values, each from the rank of context parallelism that has its predictor.
+
+        Every rank computes the same loss from them, of which its own values' gradients stay with it.
+        """
+        if self._sizes.cp == 1:
+            return values_L
+        zeros_K = torch.zeros(num_counted, dtype=values_L.dtype, device=values_L.device)
+        values_K = zeros_K.index_put((row.counted_L,), values_L)
+        group = parallel_state.get_context_parallel_group()
+        whole_K: torch.Tensor = tensor_parallel.reduce_from_tensor_model_parallel_region(values_K, group=group)
+        return whole_K

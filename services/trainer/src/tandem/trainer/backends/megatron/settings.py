@@ -1,0 +1,188 @@
+"""From ``policy.megatron_cfg`` to Megatron-Core's own configurations, with what would give wrong numbers set right."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from tandem.common.config import Config
+from tandem.refit.adapters.megatron import Megatron
+from tandem.trainer.backends.megatron.architecture import transformer_arguments
+from tandem.trainer.backends.megatron.cpu import HAS_TRANSFORMER_ENGINE
+
+VOCABULARY_DIVISOR = 128
+"""The vocabulary is padded to a multiple of this times the tensor parallel size, as Megatron-LM does."""
+
+_FORWARDED = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "sequence_parallel",
+)
+"""Keys of ``policy.megatron_cfg`` that have the name they have in Megatron-Core, for every model."""
+
+_OF_EXPERTS = ("moe_router_dtype", "moe_router_load_balancing_type", "moe_router_bias_update_rate")
+"""The same, for models with experts."""
+
+_DTYPES = ("params_dtype", "pipeline_dtype", "autocast_dtype", "main_grads_dtype", "main_params_dtype", "exp_avg_dtype")
+_DTYPES_OF_STATE = ("exp_avg_sq_dtype",)
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """Megatron-Core's configurations of a run."""
+
+    transformer: TransformerConfig
+    data_parallel: DistributedDataParallelConfig
+    optimizer: OptimizerConfig
+    sizes: Megatron
+    """The same, as the weight plane knows it."""
+    notices: tuple[str, ...]
+    """What was set otherwise than the configuration says, a line each."""
+
+
+def settings_of(config: Config, model: Mapping[str, Any], num_ranks: int) -> Settings:
+    """Return Megatron-Core's configurations.
+
+    Args:
+        config: of the run.
+        model: the Hugging Face configuration of the model.
+        num_ranks: of the default process group.
+
+    Raises:
+        ModelError: Megatron-Core does not have what the model is made of.
+    """
+    notices: list[str] = []
+    transformer = _transformer(config, model, notices)
+    optimizer = _optimizer(config, transformer, notices)
+    data_parallel = _data_parallel(config, optimizer, notices)
+    ranks_a_replica = (
+        transformer.tensor_model_parallel_size
+        * transformer.pipeline_model_parallel_size
+        * transformer.context_parallel_size
+    )
+    sizes = Megatron(
+        tp=transformer.tensor_model_parallel_size,
+        pp=transformer.pipeline_model_parallel_size,
+        cp=transformer.context_parallel_size,
+        dp=num_ranks // ranks_a_replica,
+        ep=transformer.expert_model_parallel_size,
+        etp=transformer.expert_tensor_parallel_size,
+        vpp=transformer.virtual_pipeline_model_parallel_size or 1,
+        num_layers_in_first_stage=transformer.num_layers_in_first_pipeline_stage,
+        num_layers_in_last_stage=transformer.num_layers_in_last_pipeline_stage,
+        vocabulary_divisor=VOCABULARY_DIVISOR,
+        transformer_engine=HAS_TRANSFORMER_ENGINE,
+        experts="grouped" if HAS_TRANSFORMER_ENGINE else "sequential",
+    )
+    return Settings(transformer, data_parallel, optimizer, sizes, tuple(notices))
+
+
+def _transformer(config: Config, model: Mapping[str, Any], notices: list[str]) -> TransformerConfig:
+    megatron, dtype = config.policy.megatron_cfg, getattr(torch, config.policy.precision)
+    arguments = transformer_arguments(model)
+    has_experts = "num_moe_experts" in arguments
+    arguments |= {key: getattr(megatron, key) for key in _FORWARDED}
+    if megatron.virtual_pipeline_model_parallel_size == 1:
+        arguments["virtual_pipeline_model_parallel_size"] = None
+    if has_experts:
+        arguments |= {key: getattr(megatron, key) for key in _OF_EXPERTS}
+        arguments["moe_grouped_gemm"] = HAS_TRANSFORMER_ENGINE
+        arguments["moe_token_dispatcher_type"] = "alltoall"
+    if megatron.activation_checkpointing or config.policy.activation_checkpointing_enabled:
+        arguments |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    arguments |= {"apply_rope_fusion": megatron.apply_rope_fusion and HAS_TRANSFORMER_ENGINE}
+    arguments |= {"bias_activation_fusion": HAS_TRANSFORMER_ENGINE, "bias_dropout_fusion": HAS_TRANSFORMER_ENGINE}
+    arguments |= _with_types(megatron.forwarded)
+    arguments |= {
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "use_cpu_initialization": not torch.cuda.is_available(),
+        # Values come from a checkpoint, but only parameters that were given some are marked as parts of larger ones,
+        # without which their gradients are missing from the norm.
+        "perform_initialization": True,
+        # The loss is a sum over everything already: gradients are added up over ranks, never averaged.
+        "calculate_per_token_loss": True,
+    }
+    _set_right(arguments, has_experts=has_experts, notices=notices)
+    made = MLATransformerConfig if arguments.get("multi_latent_attention") else TransformerConfig
+    return made(**arguments)
+
+
+def _set_right(arguments: dict[str, Any], *, has_experts: bool, notices: list[str]) -> None:
+    """Change what Megatron-Core would take, and give wrong numbers or an error much later."""
+
+    def set_(key: str, value: object, why: str) -> None:
+        if key in arguments and arguments[key] != value:
+            notices.append(f"policy.megatron_cfg.{key} is {value}, not {arguments[key]}: {why}")
+        arguments[key] = value
+
+    has_tensor_ranks = arguments["tensor_model_parallel_size"] > 1
+    if arguments["sequence_parallel"] and not has_tensor_ranks:
+        set_("sequence_parallel", False, "it needs tensor_model_parallel_size above 1")
+    if has_experts and has_tensor_ranks:
+        set_("sequence_parallel", True, "experts under tensor parallelism need it")
+        if arguments["expert_model_parallel_size"] == 1:
+            size = arguments["tensor_model_parallel_size"]
+            set_(
+                "expert_tensor_parallel_size", size, "without expert parallelism experts get wrong gradients otherwise"
+            )
+    if arguments["pipeline_model_parallel_size"] > 1:
+        if (arguments.get("virtual_pipeline_model_parallel_size") or 1) > 1:
+            set_("overlap_p2p_comm", True, "virtual stages give wrong gradients otherwise")
+            set_("batch_p2p_comm", False, "virtual stages give wrong gradients otherwise")
+        else:
+            # Micro-batches are of different lengths; virtual stages have them padded to one.
+            arguments["variable_seq_lengths"] = True
+        if has_experts and arguments["moe_token_dispatcher_type"] == "allgather":
+            set_("moe_token_dispatcher_type", "alltoall", "micro-batches are of different lengths")
+        arguments.setdefault("moe_token_dispatcher_type", "alltoall")  # which is checked in dense models as well
+    if not HAS_TRANSFORMER_ENGINE:
+        for key in ("moe_permute_fusion", "moe_router_fusion", "apply_rope_fusion", "gradient_accumulation_fusion"):
+            if arguments.get(key):
+                set_(key, False, "it is a kernel of Transformer Engine, which is not installed")
+
+
+def _optimizer(config: Config, transformer: TransformerConfig, notices: list[str]) -> OptimizerConfig:
+    arguments = _with_types(config.policy.megatron_cfg.optimizer)
+    arguments |= {"bf16": transformer.bf16, "params_dtype": transformer.params_dtype}
+    arguments["clip_grad"] = arguments.get("clip_grad", config.policy.max_grad_norm) or 0.0
+    if arguments.get("use_precision_aware_optimizer") and not HAS_TRANSFORMER_ENGINE:
+        arguments["use_precision_aware_optimizer"] = False
+        notices.append(
+            "policy.megatron_cfg.optimizer.use_precision_aware_optimizer is False: it is Transformer Engine's, which "
+            "is not installed"
+        )
+    return OptimizerConfig(**arguments)
+
+
+def _data_parallel(config: Config, optimizer: OptimizerConfig, notices: list[str]) -> DistributedDataParallelConfig:
+    arguments = _with_types(config.policy.megatron_cfg.distributed_data_parallel_config)
+    prefix = "policy.megatron_cfg.distributed_data_parallel_config."
+    for key, why in (
+        ("average_in_collective", "gradients are summed, since the loss is a sum over the global batch"),
+        ("overlap_param_gather", "engines read the parameters as soon as a step is over"),
+    ):
+        if arguments.get(key):
+            arguments[key] = False
+            notices.append(f"{prefix}{key} is False: {why}")
+    return DistributedDataParallelConfig(**arguments, use_distributed_optimizer=optimizer.use_distributed_optimizer)
+
+
+def _with_types(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments with element types in the place of their names."""
+    return {
+        key: getattr(torch, value) if key in (*_DTYPES, *_DTYPES_OF_STATE) and isinstance(value, str) else value
+        for key, value in arguments.items()
+    }

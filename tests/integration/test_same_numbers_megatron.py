@@ -1,0 +1,104 @@
+"""Megatron-Core, however it spreads a model, computes what one process computes with the Hugging Face model."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.common.config import Config
+from tandem.trainer.backends import make_backend
+from tests.integration.megatron_harness import make_checkpoint
+from tests.integration.reference import Numbers, assert_same_numbers, numbers_of, plain_numbers
+from tests.integration.trainer_harness import ADAMW, make_batch, make_config
+
+pytestmark = pytest.mark.usefixtures("rank_server")
+
+TOLERANCE = 1e-5
+BATCHES = tuple(make_batch(seed=seed) for seed in range(3))
+OPTIMIZER = {
+    "optimizer": "adam",
+    "lr": ADAMW["lr"],
+    "weight_decay": ADAMW["weight_decay"],
+    "adam_eps": ADAMW["eps"],
+    "use_distributed_optimizer": True,
+}
+make = functools.partial(make_backend, checkpoint=None)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return the checkpoint of a model of `megatron_harness`, and what training it in this process comes to."""
+
+    @functools.cache
+    def trained(model: str) -> tuple[Path, Numbers]:
+        folder = make_checkpoint(tmp_path_factory.mktemp("model"), model)
+        return folder, plain_numbers(folder, BATCHES, temperature=0.7, kl=0.1, decays_vectors=False)
+
+    return trained
+
+
+def config_for(folder: Path, num_ranks: int, megatron: dict[str, Any], **policy: Any) -> Config:
+    megatron = {"enabled": True, **megatron, "optimizer": OPTIMIZER | megatron.get("optimizer", {})}
+    return make_config(
+        folder,
+        loss={"reference_policy_kl_penalty": 0.1},
+        temperature=0.7,
+        trainers=num_ranks,
+        megatron_cfg=megatron,
+        **policy,
+    )
+
+
+TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+CP2 = {"context_parallel_size": 2}
+EP2 = {"expert_model_parallel_size": 2}
+SP, VIRTUAL = {"sequence_parallel": True}, {"virtual_pipeline_model_parallel_size": 2}
+PLAIN = {"optimizer": {"use_distributed_optimizer": False}}
+FULL = {"activation_checkpointing": True}
+SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+OVERLAP = {"distributed_data_parallel_config": {"overlap_grad_reduce": True, "bucket_size": 2000}}
+
+CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "one rank, llama": ("llama", 1, {}),
+    "one rank, qwen2": ("qwen2", 1, PLAIN),
+    "one rank, qwen3": ("qwen3 tied", 1, {}),
+    "TP2": ("qwen2", 2, TP2),
+    "TP2+SP": ("qwen3", 2, TP2 | SP),
+    "PP2": ("llama", 2, PP2),
+    "PP2 tied": ("qwen3 tied", 2, PP2),
+    "PP2 with virtual stages": ("qwen3 tied", 2, PP2 | VIRTUAL),
+    "PP2, uneven": ("llama", 2, PP2 | {"num_layers_in_first_pipeline_stage": 1}),
+    "CP2": ("qwen3", 2, CP2),
+    "DP2": ("qwen2", 2, PLAIN),
+    "DP2 distributed optimizer": ("qwen3", 2, {}),
+    "DP2 distributed optimizer, overlapped": ("qwen3", 2, OVERLAP),
+    "full recompute": ("qwen3", 1, FULL),
+    "selective recompute": ("qwen3", 1, SELECTIVE),
+    "experts": ("qwen3_moe", 1, {}),
+    "EP2": ("qwen3_moe", 2, EP2),
+    "TP2+SP, experts": ("qwen3_moe", 2, TP2 | SP),
+    "TP2+SP+EP2": ("qwen3_moe", 2, TP2 | SP | EP2),
+    "latent attention": ("deepseek_v3", 1, {}),
+    "latent attention, TP2+EP2": ("deepseek_v3", 2, TP2 | SP | EP2),
+    "latent attention, PP2": ("deepseek_v3", 2, PP2),
+    "latent attention, CP2": ("deepseek_v3", 2, CP2),
+    "TP2+PP2": ("qwen3", 4, TP2 | PP2),
+    "TP2+SP+DP2": ("qwen3", 4, TP2 | SP),
+    "TP2+SP+CP2": ("llama", 4, TP2 | SP | CP2),
+    "PP2+CP2": ("llama", 4, PP2 | CP2),
+    "EP2+DP2": ("qwen3_moe", 4, EP2),
+    "EP2+PP2": ("qwen3_moe", 4, EP2 | PP2),
+    "TP2+SP+EP2, experts cut": ("qwen3_moe", 4, TP2 | SP | EP2 | {"expert_tensor_parallel_size": 2}),
+    "PP2 with virtual stages+DP2": ("llama", 4, PP2 | VIRTUAL),
+}
+
+
+@pytest.mark.parametrize(("model", "num_ranks", "megatron"), CASES.values(), ids=CASES)
+def test_three_steps(model: str, num_ranks: int, megatron: dict[str, Any], plain: Any, tmp_path: Path) -> None:
+    folder, expected = plain(model)
+    assert max(norm for _, norm in expected.steps) > 1.0, "clipping is part of what is compared"
+    found = numbers_of(num_ranks, make, config_for(folder, num_ranks, megatron), BATCHES, tmp_path)
+    assert_same_numbers(found, expected, TOLERANCE)
