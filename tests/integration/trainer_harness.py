@@ -86,11 +86,12 @@ def make_config(
     algorithm: str = "grpo",
     loss: Mapping[str, Any] | None = None,
     estimator: str = "grpo",
+    dpo: Mapping[str, Any] | None = None,
     temperature: float = 1.0,
     trainers: int = 1,
     **policy: Any,
 ) -> Config:
-    """Return a configuration whose ``policy`` and ``loss_fn`` sections have the given keys.
+    """Return a configuration whose ``policy``, ``loss_fn`` and ``dpo`` sections have the given keys.
 
     `trainers` matters only where several share a copy of the model.
     """
@@ -102,6 +103,7 @@ def make_config(
             "adv_estimator": {"name": estimator},
         },
         "loss_fn": {"reference_policy_kl_penalty": 0.0, **(loss or {})},
+        "dpo": {"val_micro_batch_size": 1, **(dpo or {})},
         "policy": {
             "model_name": str(model),
             "precision": "float32",
@@ -113,7 +115,7 @@ def make_config(
             "generation": {"temperature": temperature},
             **policy,
         },
-        "data": {"dataset_name": "reasoning_gym", "task": "chain_sum"},
+        "data": {"dataset_name": "reasoning_gym", "task": "chain_sum", "rejected_template": "no"},
         "cluster": {"trainers": trainers},
         "checkpointing": {"enabled": False},
     }

@@ -23,7 +23,8 @@ from tandem.common.messages import Problem, PromptGroup, SampleScored, SamplesFi
 from tandem.common.tokenizer import Tokenizer, load_tokenizer
 from tandem.coordinator.algorithms.grpo import GrpoFeed, turn_metrics
 from tandem.coordinator.algorithms.sft import SftFeed
-from tandem.coordinator.data import PromptEncoder, epoch_stream, sample_seed, worked
+from tandem.coordinator.data import ChatEncoder, ConversationWriter, PromptEncoder, epoch_stream, sample_seed, worked
+from tandem.coordinator.data.chat import EncodedSolution
 
 MARKED = (
     "{% for m in messages %}{{ m['role'][0] + ': ' + m['content'] }}"
@@ -42,6 +43,12 @@ def marked(config: Config) -> tuple[Config, Tokenizer]:
     config = msgspec.structs.replace(config, policy=policy)
     character_tokenizer(config, LETTERS)
     return config, load_tokenizer(config)
+
+
+def given(config: Config, tokenizer: Tokenizer) -> tuple[tuple[int, ...], EncodedSolution]:
+    """Prompt and solution of `SUM`, as SFT has them."""
+    written, chat = ConversationWriter(config)(SUM), ChatEncoder(config, tokenizer)
+    return chat.prompt(written.name, written.prompt), chat.solution(written.name, written.prompt, *written.answers)
 
 
 def text(tokenizer: Tokenizer, tokens: Any) -> str:
@@ -113,9 +120,9 @@ def test_prompt_files_are_read(tmp_path: Path) -> None:
 )
 def test_a_solution_is_the_assistants_turn(settings: dict[str, bool], prompt: str, solution: str) -> None:
     config, tokenizer = marked(data_config("sft", **settings))
-    encoder = PromptEncoder(config, tokenizer)
-    assert text(tokenizer, encoder.encode(SUM).prompt_ids) == prompt
-    assert text(tokenizer, encoder.encode_solution(SUM).token_ids) == solution
+    found = given(config, tokenizer)
+    assert text(tokenizer, found[0]) == prompt
+    assert text(tokenizer, found[1].token_ids) == solution
 
 
 def talk(problem: Problem) -> Any:
@@ -139,7 +146,7 @@ def told_first(problem: Problem) -> Any:
 def test_of_a_conversation_the_assistants_turns_are_learned(add_generation_prompt: bool, first: str) -> None:
     settings = {"solution_template": f"{__name__}:talk", "add_generation_prompt": add_generation_prompt}
     config, tokenizer = marked(data_config("sft", **settings))
-    solution = PromptEncoder(config, tokenizer).encode_solution(SUM)
+    _, solution = given(config, tokenizer)
     parts = [
         text(tokenizer, [token for token, _ in run])
         for _, run in itertools.groupby(
@@ -154,7 +161,7 @@ def test_of_a_conversation_the_assistants_turns_are_learned(add_generation_promp
 def test_a_conversation_without_the_assistants_word_is_refused(name: str, place: str) -> None:
     config, tokenizer = marked(data_config("sft", solution_template=f"{__name__}:{name}"))
     with pytest.raises(DataError, match=f"^problem 'p': its solution does not {place} with a turn of the assistant$"):
-        PromptEncoder(config, tokenizer).encode_solution(SUM)
+        given(config, tokenizer)
 
 
 @pytest.mark.parametrize(("add_eos", "ending"), [(True, "<eos>"), (False, "")])
@@ -163,9 +170,9 @@ def test_without_a_template_a_solution_follows_the_question(add_eos: bool, endin
     character_tokenizer(config)
     Path("model/chat_template.jinja").unlink()
     tokenizer = load_tokenizer(config)
-    encoder = PromptEncoder(config, tokenizer)
-    assert text(tokenizer, encoder.encode(SUM).prompt_ids) == "<bos>4 + 5"
-    assert text(tokenizer, encoder.encode_solution(SUM).token_ids) == " = 9" + ending
+    prompt, solution = given(config, tokenizer)
+    assert text(tokenizer, prompt) == "<bos>4 + 5"
+    assert text(tokenizer, solution.token_ids) == " = 9" + ending
 
 
 def test_the_new_models_template_begins_with_one_mark_and_ends_with_one() -> None:
@@ -173,9 +180,10 @@ def test_the_new_models_template_begins_with_one_mark_and_ends_with_one() -> Non
         config = data_config(algorithm)
         Path("model").exists() or character_tokenizer(config)
         tokenizer = load_tokenizer(config)
-        encoder = PromptEncoder(config, tokenizer)
-        assert text(tokenizer, encoder.encode(SUM).prompt_ids) == "<bos>4 + 5", algorithm
-        assert text(tokenizer, encoder.encode_solution(SUM).token_ids) == " = 9<eos>", algorithm
+        assert text(tokenizer, PromptEncoder(config, tokenizer).encode(SUM).prompt_ids) == "<bos>4 + 5", algorithm
+        prompt, solution = given(config, tokenizer)
+        assert text(tokenizer, prompt) == "<bos>4 + 5", algorithm
+        assert text(tokenizer, solution.token_ids) == " = 9<eos>", algorithm
 
 
 @pytest.mark.parametrize(
@@ -233,7 +241,7 @@ def test_a_template_that_writes_turns_apart_is_refused() -> None:
     Path("model/chat_template.jinja").write_text(template)
     tokenizer = load_tokenizer(data_config("sft"))
     with pytest.raises(DataError, match=r"does not write the assistant's turn after the prompt .*problem 'p'"):
-        PromptEncoder(config, tokenizer).encode_solution(SUM)
+        given(config, tokenizer)
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ from tandem.coordinator.decisions import (
 from tandem.coordinator.plan import SynchronousPlan
 
 GRPO = RunShape(
-    algorithm="grpo",
+    has_engines=True,
     expected={"trainer": 2, "rollout": 2, "refit": 1},
     first_step=1,
     last_step=3,
@@ -81,7 +81,7 @@ GRPO = RunShape(
     deadlines=Deadlines(join=10, build=20, generate=30, train=40, evaluate=50, refit=5, save=60),
 )
 MEMORY = MemoryUse(peak=2, held=1)
-SFT = msgspec.structs.replace(GRPO, algorithm="sft", expected={"trainer": 1}, validate_at_start=False)
+SFT = msgspec.structs.replace(GRPO, has_engines=False, expected={"trainer": 1}, validate_at_start=False)
 
 
 def answer(action: Dispatch | DispatchPrompts | DispatchBatch) -> Reply:

@@ -56,6 +56,21 @@ def test_a_step_in_one_line() -> None:
     assert line.endswith("2.00 s (policy_training 50% generation 25% get_logprobs 20% refit 5%)")
 
 
+def test_dpos_lines_have_its_accuracy_and_its_report_the_rewards() -> None:
+    rewards = {"rewards_chosen_mean": 0.5, "val_rewards_chosen_mean": 0.25, "val_accuracy": 0.75}
+    made = [
+        StepRecord(step=s, version=s, metrics={"accuracy": s / 4, "loss": 0.1, **rewards}, seconds={"total": 1.0})
+        for s in (1, 2)
+    ]
+    assert step_line(made[1], 2).startswith("step 2/2  accuracy 0.500  held-out accuracy 0.750  loss 0.100")
+    with Journal.create(Path("run"), b"{}", "dpo") as journal:
+        for step in made:
+            journal.commit_step(step)
+    write_report(Path("run"), Path("out"))
+    assert Path("out/report.png").read_bytes()[:4] == b"\x89PNG"
+    assert "val_rewards_chosen_mean  0.250 → 0.250" in format_summary(Path("run"))
+
+
 def progress_on(console: Console) -> tuple[Progress, SynchronousPlan]:
     config = build_config(SETTINGS)
     shape = run_shape(config, first_step=1, last_step=8, num_validation=4, resume_from="", checkpoint_folder="c/{step}")

@@ -214,14 +214,15 @@ class Balance(msgspec.Struct, frozen=True, kw_only=True):
 class RunShape(msgspec.Struct, frozen=True, kw_only=True):
     """Everything about a run that its plan depends on."""
 
-    algorithm: Literal["grpo", "sft"]
+    has_engines: bool
+    """Whether samples are generated, and weights moved to where that is done."""
     expected: dict[ServiceKind, int]
     """How many processes of each kind make the run complete."""
     first_step: int
     """The step to begin with: 1, or one after the step a resumed run was saved at."""
     last_step: int
     num_groups: int
-    """Prompt groups a training step; zero for SFT."""
+    """Prompt groups a training step; zero without engines."""
     num_validation_groups: int
     validate_every: int
     """Steps between validations; zero for never."""

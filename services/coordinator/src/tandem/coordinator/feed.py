@@ -18,6 +18,9 @@ from tandem.coordinator.hands import GroupSize, Task
 class Feed(Protocol):
     """One algorithm's data, in and out."""
 
+    notices: tuple[str, ...]
+    """What a user should know of the data before the run begins, a line each."""
+
     @property
     def num_validation(self) -> int:
         """Prompts that a validation generates for; zero if it generates nothing."""

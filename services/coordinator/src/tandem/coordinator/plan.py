@@ -366,7 +366,7 @@ class SynchronousPlan:
         return self.phase is Phase.FINISHED
 
     def _has_engines(self) -> bool:
-        return self.shape.algorithm != "sft"
+        return self.shape.has_engines
 
     def _enter(self, phase: Phase) -> None:
         self._note_phase_seconds()

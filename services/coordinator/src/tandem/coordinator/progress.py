@@ -47,7 +47,7 @@ def step_line(record: StepRecord, last_step: int) -> str:
     """Describe a step that is done in one line."""
     metrics, seconds = record.metrics, record.seconds
     parts = [f"step {record.step}/{last_step}"]
-    for name, label in (("reward", "reward"), ("val_accuracy", "held-out accuracy"), ("loss", "loss"), ("kl", "kl")):
+    for name, label in (*_curves_of(metrics), ("kl", "kl")):
         if name in metrics and not (name == "kl" and metrics[name] == 0.0):
             parts.append(f"{label} {metrics[name]:.3f}")
     if "val_loss" in metrics:
@@ -56,6 +56,12 @@ def step_line(record: StepRecord, last_step: int) -> str:
         parts.append(f"{metrics['tokens_per_s']:,.0f} tokens/s")
     parts.append(f"{seconds.get('total', 0.0):.2f} s ({shares(seconds)})")
     return "  ".join(parts)
+
+
+def _curves_of(metrics: Mapping[str, float]) -> tuple[tuple[str, str], ...]:
+    """Return the metrics to show, with their labels. GRPO's accuracy says what its reward says already."""
+    first = ("reward", "reward") if "reward" in metrics else ("accuracy", "accuracy")
+    return (first, ("val_accuracy", "held-out accuracy"), ("loss", "loss"))
 
 
 def shares(seconds: Mapping[str, float]) -> str:
@@ -118,7 +124,7 @@ class Progress:
 
     def _curves(self) -> list[RenderableType]:
         lines: list[RenderableType] = []
-        for name, label in (("reward", "reward"), ("val_accuracy", "held-out accuracy"), ("loss", "loss")):
+        for name, label in _curves_of(self._records[-1].metrics if self._records else {}):
             values = [record.metrics[name] for record in self._records if name in record.metrics]
             if values:
                 lines.append(Text(f"{label:>18} {values[-1]:7.3f}  {sparkline(values)}"))

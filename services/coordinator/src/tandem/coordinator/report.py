@@ -20,6 +20,8 @@ _BREAKDOWN = {
     "get_logprobs": "get log-probabilities",
 }
 """The rows of NeMo-RL's published step-time table."""
+_SUMMED_UP = ("reward", "val_accuracy", "loss", "val_loss", "val_rewards_chosen_mean", "val_rewards_rejected_mean")
+"""Metrics whose way from first to last is told, of those that a run has."""
 _PHASES = ("generation", "training", "refit")
 _PROCESSES = ("trainer", "engine")
 
@@ -70,7 +72,7 @@ def write_report(folder: Path, out: Path) -> RunSummary:
 
 @collector.paused()  # the import
 def plot(runs: dict[str, RunSummary], path: Path) -> None:
-    """Draw the reward (or loss) and the held-out metric of one or more runs, by step."""
+    """Draw what one or more runs trained on and what they held out, by step: `_CURVES` says which metrics."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -78,8 +80,7 @@ def plot(runs: dict[str, RunSummary], path: Path) -> None:
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for label, summary in runs.items():
-        is_sft = "reward" not in summary.curves
-        for axes, name in ((left, "loss" if is_sft else "reward"), (right, "val_loss" if is_sft else "val_accuracy")):
+        for axes, name in zip((left, right), _CURVES[summary.algorithm], strict=True):
             points = summary.curves.get(name, [])
             axes.plot([s for s, _ in points], [v for _, v in points], label=label, linewidth=1.2)
             axes.set(xlabel="step", title=_TITLES[name])
@@ -90,6 +91,8 @@ def plot(runs: dict[str, RunSummary], path: Path) -> None:
     pyplot.close(figure)
 
 
+_CURVES = {"grpo": ("reward", "val_accuracy"), "sft": ("loss", "val_loss"), "dpo": ("loss", "val_accuracy")}
+"""What is drawn, by algorithm: in training and on held-out problems."""
 _TITLES = {
     "reward": "mean reward of the training samples",
     "val_accuracy": "accuracy on held-out problems",
@@ -102,11 +105,11 @@ def format_summary(folder: Path) -> str:
     """Describe a run that ended: its curve, what it reached, where the time went, where things lie."""
     summary = summarise(folder)
     lines: list[str] = []
-    for name in ("reward", "val_accuracy", "loss", "val_loss"):
-        points = summary.curves.get(name, [])
-        if len(points) > 1:
-            values = [value for _, value in points]
-            lines.append(f"{name:>14}  {values[0]:.3f} → {values[-1]:.3f}  {sparkline(values)}")
+    told = {name: summary.curves[name] for name in _SUMMED_UP if len(summary.curves.get(name, [])) > 1}
+    width = max([14, *(len(name) for name in told)])
+    for name, points in told.items():
+        values = [value for _, value in points]
+        lines.append(f"{name:>{width}}  {values[0]:.3f} → {values[-1]:.3f}  {sparkline(values)}")
     lines.append(format_breakdown(summary))
     lines.append(f"{summary.num_steps} steps in {summary.wall_seconds:.0f} s; report.png and report.json in {folder}")
     return "\n".join(lines)

@@ -70,6 +70,8 @@ def run(config: Config, mode: Mode, say: Callable[[str], None], wanted_by: tuple
     with collector.paused():  # both import much
         _make_model(config, say)
         feed = make_feed(config, load_tokenizer(config))
+    for notice in feed.notices:
+        say(notice)
     with contextlib.ExitStack() as stack:
         hub = wire.Hub(config.cluster.address)  # before the journal: a run that cannot listen has not begun
         stack.callback(hub.close)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from tandem.common.config import Config
 from tandem.common.messages import ServiceKind
 from tandem.coordinator.decisions import Balance, Deadlines, RunShape
@@ -14,8 +12,8 @@ KINDS: tuple[ServiceKind, ...] = ("refit", "trainer", "rollout")
 
 
 def expected_processes(config: Config) -> dict[ServiceKind, int]:
-    """Return how many processes of each kind make the run complete; SFT generates nothing and needs no weight plane."""
-    if config.algorithm == "sft":
+    """Return how many processes of each kind make the run complete; only GRPO generates and needs a weight plane."""
+    if config.algorithm != "grpo":
         return {"trainer": config.cluster.trainers}
     return {"refit": 1, "trainer": config.cluster.trainers, "rollout": config.cluster.rollouts}
 
@@ -40,15 +38,14 @@ def run_shape(
     config: Config, *, first_step: int, last_step: int, num_validation: int, resume_from: str, checkpoint_folder: str
 ) -> RunShape:
     """Describe the run to its plan."""
-    algorithm: Literal["grpo", "sft"] = "sft" if config.algorithm == "sft" else "grpo"
-    section = config.sft if algorithm == "sft" else config.grpo
+    section = config.algorithm_section
     deadlines = config.cluster.deadlines
     return RunShape(
-        algorithm=algorithm,
+        has_engines=config.algorithm == "grpo",
         expected=expected_processes(config),
         first_step=first_step,
         last_step=last_step,
-        num_groups=config.grpo.num_prompts_per_step if algorithm == "grpo" else 0,
+        num_groups=config.grpo.num_prompts_per_step if config.algorithm == "grpo" else 0,
         num_validation_groups=num_validation,
         validate_every=section.val_period,
         validate_at_start=section.val_at_start,

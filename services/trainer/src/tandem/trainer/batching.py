@@ -33,8 +33,8 @@ class Batching:
         sequence_divisor: see `tandem.trainer.backend.Backend`.
         prompts: which sequences share a prompt and are best kept together, where micro-batches are so many sequences.
         unit: consecutive sequences of the batch that must stay together: with 2, sequences ``2 i`` and ``2 i + 1`` are
-            rows ``2 j`` and ``2 j + 1`` of one micro-batch, and empty rows come in pairs as well. Batches, global
-            batches, and micro-batch sizes in sequences, must be whole numbers of units.
+            rows ``2 j`` and ``2 j + 1`` of one micro-batch, and empty rows come in pairs as well. Batches and global
+            batches must be whole numbers of units. Sizes of micro-batches that are not in tokens are in units.
     """
 
     def __init__(
@@ -93,8 +93,7 @@ class Batching:
         return deal_tokens(units, self._lengths_U, self._num_ranks)
 
     def _cut_by_sequences(self, hand: Sequence[int], size: int) -> Groups:
-        assert size % self._unit == 0, "micro-batches are whole numbers of units"
-        return self._rows(packing.micro_batches_of(hand, self._lengths_U, size // self._unit, self._prompts))
+        return self._rows(packing.micro_batches_of(hand, self._lengths_U, size, self._prompts))
 
     def _cut_by_tokens(self, hands: Sequence[Sequence[int]], num_tokens: int) -> Groups:
         """Cut all hands, because each rank takes as many micro-batches as the one that needs the most."""

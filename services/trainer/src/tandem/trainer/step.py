@@ -16,6 +16,7 @@ import torch
 
 from tandem.common.batch import Float32s, TrainingBatch
 from tandem.common.config import Config
+from tandem.common.config.schema import Grpo
 from tandem.trainer import packing
 from tandem.trainer.advantages import minus_kl, whitened
 from tandem.trainer.backend import Backend, OptimizerStep, WhichModel
@@ -37,7 +38,7 @@ class TrainResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def train(backend: Backend, batch: TrainingBatch, config: Config) -> TrainResult:
-    """Train on one rollout batch: an optimizer step for each ``train_global_batch_size`` consecutive sequences.
+    """Train on one batch: an optimizer step for each ``train_global_batch_size`` consecutive sequences (DPO: pairs).
 
     The previous policy of the loss's ratio is the one before the first of these steps. If there is only one, that is
     the policy in training, and no separate pass computes its log-probabilities unless advantages need them.
@@ -46,13 +47,12 @@ def train(backend: Backend, batch: TrainingBatch, config: Config) -> TrainResult
     shares = _Shares(backend, batch, config)
     seconds = {"policy_training": 0.0, "logprobs": 0.0, "reference_logprobs": 0.0}
     previous_T = reference_T = None
-    if config.algorithm == "grpo":
-        if config.loss_fn.reference_policy_kl_penalty > 0:
-            with _timed(seconds, "reference_logprobs"):
-                reference_T = shares.logprobs("reference")
-        if len(shares.global_batches) > 1 or config.loss_fn.use_kl_in_reward:
-            with _timed(seconds, "logprobs"):
-                previous_T = shares.logprobs("policy")
+    if config.needs_reference:
+        with _timed(seconds, "reference_logprobs"):
+            reference_T = shares.logprobs("reference")
+    if config.algorithm == "grpo" and (len(shares.global_batches) > 1 or config.loss_fn.use_kl_in_reward):
+        with _timed(seconds, "logprobs"):
+            previous_T = shares.logprobs("policy")
     tokens = _Tokens(
         advantages=shares.advantages(config, previous_T, reference_T), previous=previous_T, reference=reference_T
     )
@@ -61,7 +61,7 @@ def train(backend: Backend, batch: TrainingBatch, config: Config) -> TrainResult
         for rows in shares.global_batches:
             loss = make_loss(config, shares.counts(rows), backend.device)
             done = backend.train_step(shares.micro_batches(rows, tokens), loss)
-            parts.append(_metrics(backend, loss, shares.counts(rows), done))
+            parts.append(_metrics(backend, config, loss, shares.counts(rows), done))
     metrics = {name: sum(part[name] for part in parts) / len(parts) for name in parts[0]}
     # A batch has so many of these in all, and ends on this learning rate.
     metrics |= {name: sum(part[name] for part in parts) for name in ("num_valid_tokens", "num_valid_samples")}
@@ -71,14 +71,21 @@ def train(backend: Backend, batch: TrainingBatch, config: Config) -> TrainResult
 
 
 def evaluate(backend: Backend, batch: TrainingBatch, config: Config) -> dict[str, float]:
-    """Return the mean negative log-likelihood of the batch's counted tokens, ``loss``, and how many there are."""
+    """Return the loss of the whole batch, what it reports, and how much there is of it; nothing is trained."""
+    section = config.algorithm_section
+    assert not isinstance(section, Grpo), "GRPO validates by generating"
     shares = _Shares(backend, batch, config)
-    rows = range(len(batch.lengths_S))
-    logprobs_T = shares.logprobs("policy", config.sft.val_micro_batch_size)
-    own_sum = torch.tensor([float(logprobs_T.sum(dtype=np.float64))], dtype=torch.float64)
-    counts = shares.counts(rows)
-    loss = -float(backend.sum_over_ranks(own_sum)[0]) / max(1, counts.tokens)
-    return {"loss": loss, "num_valid_tokens": float(counts.tokens), "num_valid_samples": float(counts.sequences)}
+    counts = shares.counts(range(len(batch.lengths_S)))
+    loss = make_loss(config, counts, backend.device)
+    size = section.val_micro_batch_size
+    reference_T = shares.logprobs("reference", size) if config.needs_reference else None
+    tokens = _Tokens(advantages=shares.advantages(config, None, None), previous=None, reference=reference_T)
+    total = torch.zeros(1, dtype=torch.float64, device=backend.device)
+    for micro_batch, logprobs_BT in shares.scored("policy", size, tokens):
+        total += loss(micro_batch, logprobs_BT, torch.zeros_like(logprobs_BT))
+    metrics = _reported(backend, config, loss, counts) | {"loss": float(backend.sum_over_ranks(total)[0])}
+    metrics.pop("entropy", None)  # which a forward pass for log-probabilities does not compute
+    return metrics
 
 
 class _Tokens(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,9 +113,11 @@ class _Shares:
             num_ranks=backend.data_parallel_size,
             sequence_divisor=backend.sequence_divisor,
             prompts=self._prompts,
+            unit=config.sequences_per_sample,
         )
         self._counted_S = packing.counts_of_sequences(batch)
-        self.global_batches = packing.global_batches(len(batch.lengths_S), config.policy.train_global_batch_size)
+        size = policy.train_global_batch_size * config.sequences_per_sample
+        self.global_batches = packing.global_batches(len(batch.lengths_S), size)
 
     def counts(self, rows: Sequence[int]) -> Counts:
         """Return what the means over these sequences divide by."""
@@ -136,12 +145,17 @@ class _Shares:
 
     def logprobs(self, model: WhichModel, size: int | None = None) -> Float32s:
         """Return the log-probabilities of this rank's counted tokens where they lie in the batch, zeros elsewhere."""
-        groups = self._batching.scoring(self.global_batches, size)
-        padded = [self._pad(group) for group in groups]
         values_T = np.zeros(len(self._batch.token_ids_T), dtype=np.float32)
-        for group, logprobs_BT in zip(groups, self._backend.logprobs(padded, model), strict=True):
-            packing.unpad_into(values_T, logprobs_BT, self._batch, group)
+        for micro_batch, logprobs_BT in self.scored(model, size):
+            packing.unpad_into(values_T, logprobs_BT, self._batch, micro_batch.rows)
         return values_T
+
+    def scored(
+        self, model: WhichModel, size: int | None = None, tokens: _Tokens | None = None
+    ) -> list[tuple[MicroBatch, torch.Tensor]]:
+        """Return all micro-batches of this rank, each with its log-probabilities."""
+        padded = [self._pad(group, tokens) for group in self._batching.scoring(self.global_batches, size)]
+        return list(zip(padded, self._backend.logprobs(padded, model), strict=True))
 
     def _pad(self, group: Sequence[int], tokens: _Tokens | None = None) -> MicroBatch:
         return packing.pad(
@@ -157,14 +171,19 @@ class _Shares:
         )
 
 
-def _metrics(backend: Backend, loss: Loss, counts: Counts, done: OptimizerStep) -> dict[str, float]:
-    means = (backend.sum_over_ranks(loss.report.sums) / max(1, counts.tokens)).tolist()
-    return dict(zip(loss.report.names, means, strict=True)) | {
+def _metrics(backend: Backend, config: Config, loss: Loss, counts: Counts, done: OptimizerStep) -> dict[str, float]:
+    return _reported(backend, config, loss, counts) | {
         "loss": done.loss,
         "grad_norm": done.grad_norm,
         "learning_rate": done.learning_rate,
+    }
+
+
+def _reported(backend: Backend, config: Config, loss: Loss, counts: Counts) -> dict[str, float]:
+    means = (backend.sum_over_ranks(loss.report.sums) / max(1, loss.report.count)).tolist()
+    return dict(zip(loss.report.names, means, strict=True)) | {
         "num_valid_tokens": float(counts.tokens),
-        "num_valid_samples": float(counts.sequences),
+        "num_valid_samples": float(counts.sequences // config.sequences_per_sample),
     }
 
 

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import NODEFAULT
 
 from tandem.common.config.conform import config_type, struct_types
+from tandem.common.config.named import NAMED
 from tandem.common.config.problem import Invalid
 
 ALGORITHMS = ("grpo", "sft", "dpo")
@@ -143,6 +144,18 @@ def _tokens(key: str, batch: str) -> Derived:
     return Derived(key=key, text=f"`{length}` * `{batch}`", compute=_product(length, batch))
 
 
+def _of_dataset(key: str, otherwise: str | None) -> Derived:
+    """Return the rule of a key of ``data`` that a named data set decides."""
+    name = key.removeprefix("data.")
+
+    def compute(look: Look) -> Any:
+        named = NAMED.get(str(look("data.dataset_name")))
+        return otherwise if named is None else named.keys.get(name, otherwise)
+
+    given = ", ".join(f"`{named.keys[name]}` for {dataset}" for dataset, named in NAMED.items() if name in named.keys)
+    return Derived(key=key, text=f"{given}; else {f'`{otherwise}`' if otherwise else 'null'}", compute=compute)
+
+
 def _env(look: Look) -> Any:
     return {name: {} for name in [GENERATED.get(look("data.dataset_name"))] if name is not None}
 
@@ -218,8 +231,8 @@ _VLLM = "policy.generation.vllm_cfg"
 DERIVED = (
     Derived(
         key="policy.train_global_batch_size",
-        text="512; 32 for SFT",
-        compute=lambda look: 32 if look("algorithm") == "sft" else 512,
+        text="512; 32 for SFT, 128 for DPO",
+        compute=lambda look: {"sft": 32, "dpo": 128}.get(look("algorithm"), 512),
     ),
     _same("grpo.adv_estimator.normalize_rewards", "grpo.normalize_rewards"),
     _same("grpo.adv_estimator.use_leave_one_out_baseline", "grpo.use_leave_one_out_baseline"),
@@ -233,6 +246,14 @@ DERIVED = (
     _same("policy.generation.vllm_cfg.precision", "policy.precision"),
     _same("policy.generation.vllm_cfg.max_model_len", "policy.max_total_sequence_length"),
     _same("data.max_input_seq_length", "policy.max_total_sequence_length"),
+    _of_dataset("data.input_key", "input"),
+    _of_dataset("data.output_key", "output"),
+    _of_dataset("data.chat_key", None),
+    _of_dataset("data.chosen_key", "chosen"),
+    _of_dataset("data.rejected_key", "rejected"),
+    _of_dataset("data.split", "train"),
+    _of_dataset("data.val_split", None),
+    _of_dataset("data.subset", None),
     Derived(
         key="env",
         text="`reasoning_gym: {}` or `sliding_puzzle_game: {}`, as `data.dataset_name` says, else none",

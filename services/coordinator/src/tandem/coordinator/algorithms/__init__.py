@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tandem.common.config import Config
 from tandem.common.tokenizer import Tokenizer
+from tandem.coordinator.algorithms.dpo import DpoFeed
 from tandem.coordinator.algorithms.grpo import GrpoFeed
 from tandem.coordinator.algorithms.sft import SftFeed
 from tandem.coordinator.feed import Feed
@@ -13,4 +14,10 @@ __all__ = ["make_feed"]
 
 def make_feed(config: Config, tokenizer: Tokenizer) -> Feed:
     """Load the data of the configured algorithm. Raises `DataError` or `ConfigError` before anything starts."""
-    return SftFeed(config, tokenizer) if config.algorithm == "sft" else GrpoFeed(config, tokenizer)
+    match config.algorithm:
+        case "grpo":
+            return GrpoFeed(config, tokenizer)
+        case "sft":
+            return SftFeed(config, tokenizer)
+        case "dpo":
+            return DpoFeed(config, tokenizer)

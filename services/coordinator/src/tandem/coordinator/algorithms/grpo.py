@@ -23,6 +23,8 @@ from tandem.coordinator.samples import SampleStore
 class GrpoFeed:
     """What the loop asks of GRPO (see `tandem.coordinator.feed.Feed`)."""
 
+    notices: tuple[str, ...] = ()
+
     def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
         self._config = config
         encoder = PromptEncoder(config, tokenizer)

@@ -11,11 +11,16 @@ from typing import Annotated, Any
 
 import msgspec
 
+from tandem.common.config.named import NAMED, is_local
 from tandem.common.config.schema import Data
 from tandem.common.errors import ConfigError, DataError, nearest
 from tandem.common.messages import Problem
 from tandem.common.sliding_puzzle import render, shuffled, solved
 from tandem.coordinator.data.hub import only_the_cache, why_unreachable
+
+Row = Mapping[str, Any]
+Rows = list[tuple[str, Row]]
+"""Rows of a data set, each with where it is, as errors say it."""
 
 _CHUNK = 1000
 _SEED_STRIDE = 1_000_000_007
@@ -94,23 +99,33 @@ def sliding_puzzle(data: Data, seed: int) -> Iterator[Problem]:
             )
 
 
-def jsonl(path: str, data: Data) -> list[Problem]:
+def rows(data: Data) -> tuple[Rows, Rows | None]:
+    """Read the files or splits of a data set: to train on, and to validate on if there are such. Raises `DataError`."""
+    name = data.dataset_name
+    if is_local(name):
+        return jsonl(str(data.train_data_path)), None if data.val_data_path is None else jsonl(data.val_data_path)
+    path = NAMED[name].path if name in NAMED else name
+    held_out = None if data.val_split is None else hub(path, data.val_split, data.subset)
+    return hub(path, data.split, data.subset), held_out
+
+
+def jsonl(path: str) -> Rows:
     """Read a file of one JSON object a line. Raises `DataError` naming the line."""
     try:
         lines = Path(path).read_bytes().splitlines()
     except OSError as error:
         raise DataError(f"data: cannot read {path!r}: {error.strerror}") from error
-    problems = [
-        _problem(f"{path}:{number}", _json_object(f"{path}:{number}", line), data)
+    found: Rows = [
+        (f"{path}:{number}", _json_object(f"{path}:{number}", line))
         for number, line in enumerate(lines, 1)
         if line.strip()
     ]
-    if not problems:
+    if not found:
         raise DataError(f"data: {path!r} holds no problem")
-    return problems
+    return found
 
 
-def hub(name: str, split: str, data: Data) -> list[Problem]:
+def hub(name: str, split: str, subset: str | None) -> Rows:
     """Load a split of a dataset by its name on the Hub, or a folder of data files.
 
     Where the Hub cannot be reached, the copy of an earlier download will do. Raises `DataError` on one line for
@@ -121,27 +136,33 @@ def hub(name: str, split: str, data: Data) -> list[Problem]:
     unreachable = "" if Path(name).exists() else why_unreachable()
     try:
         with only_the_cache() if unreachable else contextlib.nullcontext():
-            rows = datasets.load_dataset(name, data.subset, split=split)
+            loaded = datasets.load_dataset(name, subset, split=split)
     except Exception as error:  # the library raises dozens of kinds, from its own to the network's
         reason = f"{unreachable}, and there is no copy here" if unreachable else _first_line(error)
         raise DataError(f"data.dataset_name: cannot load {name!r}, split {split!r}: {reason}") from error
-    problems = [_problem(f"{name}[{split}]:{index}", row, data) for index, row in enumerate(rows)]
-    if not problems:
+    found: Rows = [(f"{name}[{split}]:{index}", row) for index, row in enumerate(loaded)]
+    if not found:
         raise DataError(f"data.dataset_name: {name!r}, split {split!r}, holds no problem")
-    return problems
+    return found
 
 
-def _problem(where: str, row: Mapping[str, Any], data: Data) -> Problem:
-    for key, setting in ((data.input_key, "input_key"), (data.output_key, "output_key")):
-        if key not in row:
-            hint = nearest(key, row)
-            raise DataError(f"{where} has no field {key!r} (data.{setting}); its fields are {', '.join(row)}{hint}")
+def problem(where: str, row: Row, data: Data) -> Problem:
+    """Read a row that holds a question and its answer. Raises `DataError`."""
     return Problem(
         problem_id=where,
-        question=str(row[data.input_key]),
-        answer=str(row[data.output_key]),
+        question=str(field(where, row, "input_key", data.input_key)),
+        answer=str(field(where, row, "output_key", data.output_key)),
         metadata=_plain({k: v for k, v in row.items() if k not in (data.input_key, data.output_key)}),
     )
+
+
+def field(where: str, row: Row, setting: str, key: str) -> Any:
+    """Return what a row has under `key`, the value of ``data.SETTING``. Raises `DataError` if it has no such field."""
+    if key not in row:
+        raise DataError(
+            f"{where} has no field {key!r} (data.{setting}); its fields are {', '.join(row)}{nearest(key, row)}"
+        )
+    return row[key]
 
 
 def _json_object(where: str, line: bytes) -> dict[str, Any]:

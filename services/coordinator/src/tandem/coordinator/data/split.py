@@ -8,7 +8,8 @@ and the GRPO stage of one example among them.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -18,6 +19,8 @@ from tandem.common.errors import DataError
 from tandem.common.messages import Problem
 from tandem.coordinator.data import sources
 from tandem.coordinator.data.prompts import fill_template
+
+Item = TypeVar("Item")
 
 _PATIENCE = 4
 """A generator has run dry once it has repeated itself, without a break, this many times for each distinct problem seen.
@@ -48,13 +51,18 @@ def load_problems(config: Config) -> ProblemSets:
             return _generated(data, sources.reasoning_gym(data, seed))
         case "sliding_puzzle":
             return _generated(data, sources.sliding_puzzle(data, seed))
-        case "jsonl":
-            train = sources.jsonl(str(data.train_data_path), data)
-            held_out = None if data.val_data_path is None else sources.jsonl(data.val_data_path, data)
-        case name:
-            train = sources.hub(name, data.split, data)
-            held_out = None if data.val_split is None else sources.hub(name, data.val_split, data)
-    return _from_files(data, train, held_out)
+        case _:
+            train_rows, held_out_rows = sources.rows(data)
+    train = [sources.problem(where, row, data) for where, row in train_rows]
+    held_out = None
+    if held_out_rows is not None:
+        held_out = [sources.problem(where, row, data) for where, row in held_out_rows]
+
+    def prompt(problem: Problem) -> str:
+        return _prompt(data, problem)
+
+    kept, validation = hold_out(data, train, held_out, prompt_of=prompt, identity=prompt)
+    return ProblemSets(train=kept, validation=validation)
 
 
 def _generated(data: Data, problems: Iterator[Problem]) -> ProblemSets:
@@ -87,43 +95,49 @@ def _name(data: Data) -> str:
     return f"data.dataset_name {data.dataset_name!r}" if data.task is None else f"data.task {data.task!r}"
 
 
-def _from_files(data: Data, train: list[Problem], held_out: list[Problem] | None) -> ProblemSets:
-    """Split one file, or take two apart; a problem in both is held out."""
-    train = list(_distinct(data, train))
+def hold_out(
+    data: Data,
+    train: Sequence[Item],
+    held_out: Sequence[Item] | None,
+    *,
+    prompt_of: Callable[[Item], str],
+    identity: Callable[[Item], str],
+) -> tuple[list[Item], list[Item]]:
+    """Split one file, or take two apart, into what to train on and what to validate on.
+
+    What has the prompt of something held out is not trained on. Of what is the same by `identity` the first counts.
+    Raises `DataError` if there are fewer than wanted.
+    """
+    train = _distinct(train, identity)
     train_name = data.train_data_path or f"{data.dataset_name}[{data.split}]"
     if held_out is None:
-        source, source_name = sorted(train, key=lambda problem: _position(_prompt(data, problem))), train_name
+        source, source_name = sorted(train, key=lambda item: _position(prompt_of(item))), train_name
     else:
-        source = list(_distinct(data, held_out))
+        source = _distinct(held_out, identity)
         source_name = data.val_data_path or f"{data.dataset_name}[{data.val_split}]"
     validation = _first(source, data.num_validation, f"data.num_validation: {source_name}")
-    kept_out = {_prompt(data, problem) for problem in validation}
-    rest = [problem for problem in train if _prompt(data, problem) not in kept_out]
+    kept_out = {prompt_of(item) for item in validation}
+    rest = [item for item in train if prompt_of(item) not in kept_out]
     if not rest:
         raise DataError(
             f"data: {train_name} has {len(train)} distinct problems, and with {len(validation)} of them held out "
             "(data.num_validation) none is left to train on"
         )
-    return ProblemSets(
-        train=_first(rest, data.num_train, f"data.num_train: without those held out, {train_name}"),
-        validation=validation,
-    )
+    return _first(rest, data.num_train, f"data.num_train: without those held out, {train_name}"), validation
 
 
-def _first(problems: list[Problem], wanted: int | None, where: str) -> list[Problem]:
-    """Return so many problems, all of them if the number is not given."""
-    if wanted is not None and len(problems) < wanted:
-        raise DataError(f"{where} has only {len(problems)} distinct problems, not {wanted}")
-    return problems[:wanted]
+def _first(items: list[Item], wanted: int | None, where: str) -> list[Item]:
+    """Return so many, all of them if the number is not given."""
+    if wanted is not None and len(items) < wanted:
+        raise DataError(f"{where} has only {len(items)} distinct problems, not {wanted}")
+    return items[:wanted]
 
 
-def _distinct(data: Data, problems: Iterable[Problem]) -> Iterator[Problem]:
-    seen: set[str] = set()
-    for problem in problems:
-        prompt = _prompt(data, problem)
-        if prompt not in seen:
-            seen.add(prompt)
-            yield problem
+def _distinct(items: Iterable[Item], identity: Callable[[Item], str]) -> list[Item]:
+    first: dict[str, Item] = {}
+    for item in items:
+        first.setdefault(identity(item), item)
+    return list(first.values())
 
 
 def _prompt(data: Data, problem: Problem) -> str:

@@ -1,4 +1,4 @@
-"""Worked solutions: what SFT can train on in place of the bare answer.
+"""Worked solutions: what SFT can train on in place of the bare answer, and wrong ones for DPO.
 
 ``data.solution_template: tandem.coordinator.data.worked:chain_sum`` names one of these; any function from a `Problem`
 to text, or to the messages of a conversation, can be named in the same way. Each text here ends with `` = `` and the
@@ -7,6 +7,7 @@ answer, so that an environment with ``answer_after: "="`` finds it.
 
 from __future__ import annotations
 
+import hashlib
 import operator
 
 from tandem.common.messages import Problem
@@ -25,6 +26,12 @@ def chain_sum(problem: Problem) -> str:
         total = str(_SIGNS[sign](int(total), int(term)))
         solution += " = " + " ".join([total, *rest])
     return solution
+
+
+def wrong_number(problem: Problem) -> str:
+    """Return an answer that is off by 1 to 5, always by the same for a question: what DPO rejects."""
+    draw = hashlib.blake2b(problem.question.encode(), digest_size=1).digest()[0] % 10
+    return f" = {int(problem.answer) + (draw - 5 if draw < 5 else draw - 4)}"
 
 
 def spell_backward(problem: Problem) -> str:

@@ -36,7 +36,7 @@ class DTensorBackend:
     """One rank of the default process group; obeys `tandem.trainer.backend.Backend`.
 
     The policy starts from ``policy.model_name`` or, where given, from a checkpoint of Tandem. The reference, which
-    exists only if the loss has a KL penalty, is always ``policy.model_name``: the policy before any training.
+    exists only if the loss reads it, is always ``policy.model_name``: the policy before any training.
 
     Raises `ModelError`, `ConfigError` (optimizer or schedule) or `CheckpointError`.
     """
@@ -49,7 +49,7 @@ class DTensorBackend:
         self.data_parallel_size = self._ranks.data.size()
         self.sequence_divisor = self._ranks.sequence_divisor
         self._dtype: torch.dtype = getattr(torch, config.policy.precision)
-        # A temperature of zero is greedy decoding, whose distribution has no gradient; SFT samples nothing.
+        # A temperature of zero is greedy decoding, whose distribution has no gradient; only GRPO samples anything.
         self._temperature = (config.policy.generation.temperature or 1.0) if config.algorithm == "grpo" else 1.0
 
         source = config.policy.model_name if checkpoint is None else str(checkpoint / checkpoints.POLICY)
@@ -64,7 +64,7 @@ class DTensorBackend:
         self._parameters: dict[str, torch.Tensor] = dict(self._policy.named_parameters())
         self.num_parameters = sum(parameter.numel() for parameter in self._parameters.values())
         shards.share(self._parameters)
-        if config.algorithm == "grpo" and config.loss_fn.reference_policy_kl_penalty > 0:
+        if config.needs_reference:
             self._scorers["reference"] = self._reference()
         if checkpoint is None:
             self._start_optimizer(num_steps=0)
@@ -183,7 +183,7 @@ class DTensorBackend:
         """
         policy, is_shared = self._config.policy, self._ranks.context.size() > 1
         by_tokens = policy.sequence_packing.enabled or policy.dynamic_batching.enabled
-        wants_prompts = self._config.algorithm == "grpo" and policy.share_prompts and not by_tokens
+        wants_prompts = self._config.algorithm != "sft" and policy.share_prompts and not by_tokens
         name, longest, reason = type(self._policy).__name__, policy.max_total_sequence_length, None
         if is_shared or policy.sequence_packing.enabled:
             reason = prepare_to_pack(self._policy, longest)

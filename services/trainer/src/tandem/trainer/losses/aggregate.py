@@ -39,16 +39,18 @@ def aggregate(values_BT: torch.Tensor, mask_BT: torch.Tensor, counts: Counts, *,
 
 
 class Report:
-    """Sums over the counted tokens of this rank, from which step makes means over the global batch."""
+    """Sums over what this rank has, from which step makes means over the global batch."""
 
-    def __init__(self, names: tuple[str, ...], device: torch.device) -> None:
+    def __init__(self, names: tuple[str, ...], count: int, device: torch.device) -> None:
         self.names = names
+        self.count = count
+        """What the means divide by: as many tokens, or pairs, as count in the global batch."""
         self.sums = torch.zeros(len(names), dtype=torch.float64, device=device)
         """In the order of `names`."""
 
-    def add(self, mask_BT: torch.Tensor, *values_BT: torch.Tensor) -> None:
-        """Add the counted tokens of one micro-batch, one tensor a name."""
-        counted = [value_BT.detach()[mask_BT].sum(dtype=torch.float64) for value_BT in values_BT]
+    def add(self, mask: torch.Tensor, *values: torch.Tensor) -> None:
+        """Add what counts of one micro-batch by `mask`: one tensor a name, of the mask's shape."""
+        counted = [value.detach()[mask].sum(dtype=torch.float64) for value in values]
         assert len(counted) == len(self.names), "one tensor for each name"
         self.sums += torch.stack(counted)
 

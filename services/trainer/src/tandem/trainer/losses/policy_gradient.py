@@ -81,7 +81,7 @@ class PolicyGradientLoss:
     def __init__(self, settings: LossFn, counts: Counts, device: torch.device) -> None:
         self._settings = settings
         self._counts = counts
-        self.report = Report(self.NAMES, device)
+        self.report = Report(self.NAMES, counts.tokens, device)
 
     def __call__(self, batch: MicroBatch, logprobs_BT: torch.Tensor, entropy_BT: torch.Tensor) -> torch.Tensor:
         """Return the micro-batch's share of the loss."""

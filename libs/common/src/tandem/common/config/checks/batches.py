@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tandem.common.config.checks.rule import Rule
 from tandem.common.config.problem import Invalid
-from tandem.common.config.schema import Config, DynamicBatching, SequencePacking
+from tandem.common.config.schema import Config, DynamicBatching, Grpo, SequencePacking
 
 
 def a_rollout_batch_divides_into_global_batches(config: Config) -> None:
@@ -35,17 +35,19 @@ def a_global_batch_divides_into_micro_batches(config: Config) -> None:
 
 
 def a_validation_batch_divides_into_micro_batches(config: Config) -> None:
-    """The same for the batches that SFT validates on."""
+    """The same for the batches that SFT and DPO validate on."""
     if _token_limits(config):
         return
-    if config.algorithm == "sft" and (config.sft.val_period or config.sft.val_at_start):
-        _divides(
-            config,
-            "sft.val_global_batch_size",
-            config.sft.val_global_batch_size,
-            "sft.val_micro_batch_size",
-            config.sft.val_micro_batch_size,
-        )
+    section = config.algorithm_section
+    if isinstance(section, Grpo) or not (section.val_period or section.val_at_start):
+        return
+    _divides(
+        config,
+        f"{config.algorithm}.val_global_batch_size",
+        section.val_global_batch_size,
+        f"{config.algorithm}.val_micro_batch_size",
+        section.val_micro_batch_size,
+    )
 
 
 def rows_are_padded_or_packed(config: Config) -> None:

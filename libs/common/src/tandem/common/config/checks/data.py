@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 
 from tandem.common.config.checks.rule import Rule
+from tandem.common.config.derive import GENERATED
+from tandem.common.config.named import NAMED, is_local
 from tandem.common.config.problem import Invalid, shown
 from tandem.common.config.schema import Config
 from tandem.common.errors import nearest
@@ -37,8 +39,33 @@ def the_task_is_named(config: Config) -> None:
 
 def the_file_is_named(config: Config) -> None:
     """JSONL problems come from a file."""
-    if config.data.dataset_name == "jsonl" and config.data.train_data_path is None:
-        raise Invalid("data.train_data_path", "required where data.dataset_name is jsonl")
+    name = config.data.dataset_name
+    if is_local(name) and config.data.train_data_path is None:
+        raise Invalid("data.train_data_path", f"required where data.dataset_name is {name}")
+
+
+def the_dataset_fits_the_algorithm(config: Config) -> None:
+    """Only DPO learns from preferences, and only SFT from conversations."""
+    name = config.data.dataset_name
+    named = NAMED.get(name)
+    if named is None or name == "jsonl":  # rows say by themselves what they are
+        return
+    fitting = {"problems": ("grpo", "sft"), "conversations": ("sft",), "preferences": ("dpo",)}[named.holds]
+    if config.algorithm not in fitting:
+        raise Invalid("data.dataset_name", f"{name} holds {named.holds}, which are for {' and '.join(fitting)}")
+
+
+def worse_solutions_are_written(config: Config) -> None:
+    """A problem that is made has one solution; DPO needs a worse one beside it."""
+    data = config.data
+    if config.algorithm == "dpo" and data.dataset_name in GENERATED and data.rejected_template is None:
+        raise Invalid("data.rejected_template", f"required where dpo learns from data.dataset_name {data.dataset_name}")
+
+
+def the_system_message_is_given_once(config: Config) -> None:
+    """As text or as a file."""
+    if config.data.system_prompt is not None and config.data.system_prompt_file is not None:
+        raise Invalid("data.system_prompt", "data.system_prompt_file is given too")
 
 
 def environments_are_known(config: Config) -> None:
@@ -87,6 +114,9 @@ RULES: tuple[Rule, ...] = (
     lengths_fit,
     the_task_is_named,
     the_file_is_named,
+    the_dataset_fits_the_algorithm,
+    worse_solutions_are_written,
+    the_system_message_is_given_once,
     environments_are_known,
     samples_are_scored,
     conversations_have_turns,

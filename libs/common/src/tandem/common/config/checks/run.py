@@ -11,7 +11,7 @@ from tandem.common.config.schema import Config
 METRICS = {
     "grpo": ("val_reward", "val_accuracy", "reward", "accuracy", "loss"),
     "sft": ("val_loss", "loss"),
-    "dpo": ("val_loss", "loss"),
+    "dpo": ("val_loss", "val_accuracy", "loss", "accuracy"),
 }
 """Metrics that can rank checkpoints, by algorithm."""
 

@@ -33,7 +33,8 @@ class Sft(Section, frozen=True, kw_only=True):
 
 
 class Dpo(Section, frozen=True, kw_only=True):
-    """Direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290). Known, not built yet."""
+    """Direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290). As in NeMo-RL, its batch sizes, and
+    those of `policy`, count pairs."""
 
     max_num_epochs: PositiveInt = 1
     """Passes over the preference pairs."""
@@ -44,13 +45,13 @@ class Dpo(Section, frozen=True, kw_only=True):
     val_batches: PositiveInt = 8
     """Validation batches used each time."""
     val_global_batch_size: PositiveInt = 8
-    """Sequences in one validation batch, over all trainers."""
+    """Pairs in one validation batch, over all trainers."""
     val_micro_batch_size: PositiveInt = 1
-    """Sequences in one forward pass of one trainer while validating."""
+    """Pairs in one forward pass of one trainer while validating."""
     val_at_start: bool = True
     """Validate before the first step."""
     seed: Seed = 42
-    """Decides the order of the pairs."""
+    """Decides the pairs, where they are made, and their order."""
     reference_policy_kl_penalty: NonNegativeFloat = 0.05
     """The inverse temperature beta of the DPO loss."""
     preference_average_log_probs: bool = False

@@ -13,8 +13,10 @@ class Data(Section, frozen=True, kw_only=True):
     """The problems of the run. Training and validation never share one."""
 
     dataset_name: NonEmptyStr
-    """``reasoning_gym`` (problems made by a task), ``sliding_puzzle`` (shuffled boards), ``jsonl`` (local files), or
-    the name of a dataset on the Hugging Face Hub."""
+    """``reasoning_gym`` (problems made by a task), ``sliding_puzzle`` (shuffled boards), ``jsonl`` (local files), the
+    name of a dataset on the Hugging Face Hub, or one of NeMo-RL's: ``OpenMathInstruct-2`` and ``DeepScaler``
+    (problems); for SFT ``squad``, ``openmathinstruct2``, ``prompt_response_dataset`` and ``openai_format`` (local
+    files); for DPO ``HelpSteer3``, ``Tulu3Preference``, ``DPODataset`` and ``PreferenceDataset`` (local files)."""
     task: NonEmptyStr | None = None
     """New. The reasoning-gym task, such as ``chain_sum``."""
     task_params: dict[str, Any]
@@ -27,18 +29,31 @@ class Data(Section, frozen=True, kw_only=True):
     """New. Validation problems to make, to use or to hold out; null means every one of `val_data_path` or
     `val_split`, and 256 where there is neither."""
     train_data_path: NonEmptyStr | None = None
-    """New. JSONL file of training problems."""
+    """JSONL file of training problems."""
     val_data_path: NonEmptyStr | None = None
-    """New. JSONL file of validation problems; null holds `num_validation` out of the training file."""
-    input_key: NonEmptyStr = "input"
-    """New. Field that holds the question."""
-    output_key: NonEmptyStr = "output"
-    """New. Field that holds the reference answer."""
-    split: NonEmptyStr = "train"
-    """New. Split of the Hub dataset to train on."""
-    val_split: NonEmptyStr | None = None
+    """JSONL file of validation problems; null holds `num_validation` out of the training file."""
+    input_key: NonEmptyStr
+    """Field that holds the question."""
+    output_key: NonEmptyStr
+    """Field that holds the reference answer."""
+    chat_key: NonEmptyStr | None
+    """SFT: field that holds a whole conversation, a list of messages with `role` and `content`, of which those of the
+    assistant are learned; null where a question and an answer are given."""
+    system_key: NonEmptyStr | None = None
+    """SFT: field that holds the system message of a conversation, if it is not among its messages."""
+    prompt_key: NonEmptyStr = "prompt"
+    """New. DPO: field that holds the prompt, a text or a list of messages. Rows that have `context` and `completions`,
+    as NeMo-RL's preference data, are read as such."""
+    chosen_key: NonEmptyStr
+    """New. DPO: field that holds the better response, a text or a list of messages; a list may repeat the prompt, and
+    where there is no prompt it must begin with it."""
+    rejected_key: NonEmptyStr
+    """New. DPO: field that holds the worse response, like the better one."""
+    split: NonEmptyStr
+    """Split of the Hub dataset to train on."""
+    val_split: NonEmptyStr | None
     """New. Split of the Hub dataset to validate on; null holds `num_validation` out of `split`."""
-    subset: NonEmptyStr | None = None
+    subset: NonEmptyStr | None
     """New. Configuration of the Hub dataset."""
     prompt_template: str = "{question}"
     """New. What the user says to the model: ``{question}``, and any field of the problem's metadata, are filled in."""
@@ -47,22 +62,26 @@ class Data(Section, frozen=True, kw_only=True):
     metadata, are filled in. Or a function that writes it, as ``module:function``;
     ``tandem.coordinator.data.worked`` has some. Such a function may also return the messages of a conversation, of
     which those of the assistant are learned."""
+    rejected_template: str | None = None
+    """New. DPO where problems are made: the worse solution, like `solution_template`, which writes the better one."""
     prompt_file: NonEmptyStr | None = None
     """Text file whose ``{}`` is replaced by the prompt; relative to the working directory."""
     system_prompt_file: NonEmptyStr | None = None
     """Text file with the system message; relative to the working directory."""
+    system_prompt: NonEmptyStr | None = None
+    """The system message itself."""
     max_input_seq_length: PositiveInt
     """Longest prompt, in tokens."""
     environment: NonEmptyStr | None
     """New. Which entry of `env` scores the samples."""
     add_bos: bool = True
-    """SFT: begin each sequence with the tokenizer's beginning-of-sequence token, if it has one."""
+    """SFT and DPO: begin each sequence with the tokenizer's beginning-of-sequence token, if it has one."""
     add_eos: bool = True
-    """SFT: end each solution with the tokenizer's end-of-sequence token."""
+    """SFT and DPO: end each solution with the tokenizer's end-of-sequence token."""
     add_generation_prompt: bool = False
-    """SFT: put the chat template's generation prompt before the solution."""
+    """SFT and DPO: put the chat template's generation prompt before the solution."""
     add_system_prompt: bool = False
-    """SFT: let the chat template add its default system message."""
+    """SFT and DPO: let the chat template add its default system message."""
 
 
 class Environment(Section, frozen=True, kw_only=True):

@@ -77,7 +77,7 @@ class Colocated(Section, frozen=True, kw_only=True):
 
 
 class Generation(Section, frozen=True, kw_only=True):
-    """How the rollouts generate; SFT does not read it."""
+    """How the rollouts of GRPO generate; no other algorithm reads it."""
 
     backend: Literal["transformers", "vllm"] = "transformers"
     """The engine. NeMo-RL's base files say vllm; transformers is Tandem's own."""

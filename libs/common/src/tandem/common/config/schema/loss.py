@@ -16,7 +16,7 @@ TruncationType = Literal["tis", "icepop", "seq-mask-tis"]
 
 
 class LossFn(Section, frozen=True, kw_only=True):
-    """The policy-gradient loss of GRPO and its kin; SFT does not read it.
+    """The policy-gradient loss of GRPO and its kin; no other algorithm reads it.
 
     As it stands it is GRPO's. REINFORCE and RLOO: ``disable_ppo_ratio``. GSPO: ``sequence_level_importance_ratios`` and
     no ``token_level_loss``. CISPO: ``use_cispo``. DAPO: a ``ratio_clip_max`` of its own.

@@ -48,6 +48,16 @@ class Config(Section, frozen=True, kw_only=True):
         return self.algorithm == "grpo" and self.policy.generation.colocated.enabled
 
     @property
+    def sequences_per_sample(self) -> int:
+        """Sequences that one unit of the batch sizes stands for: of a pair of DPO both responses, the chosen first."""
+        return 2 if self.algorithm == "dpo" else 1
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss compares the policy with the model it started from."""
+        return self.algorithm == "dpo" or (self.algorithm == "grpo" and self.loss_fn.reference_policy_kl_penalty > 0)
+
+    @property
     def algorithm_section(self) -> Grpo | Sft | Dpo:
         """The section of the algorithm in use; all of them have `seed`, `max_num_steps`, `val_period` and
         `val_at_start`."""

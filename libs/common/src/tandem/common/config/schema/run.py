@@ -145,7 +145,7 @@ class Cluster(Section, frozen=True, kw_only=True):
     trainers: PositiveInt
     """New. Trainer processes, or ranks."""
     rollouts: NonNegativeInt
-    """New. Rollout processes: generation engines. SFT has none, whatever this says."""
+    """New. Rollout processes: generation engines. SFT and DPO have none, whatever this says."""
     launch: Literal["all", "none"] | Launch
     """New. What the coordinator launches on its own machine: all, none, or a count of each."""
     address: NonEmptyStr = "tcp://127.0.0.1:*"

@@ -1,0 +1,53 @@
+"""Data sets that are known by a name of their own, most of them NeMo-RL's: what they hold, and where they are."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Literal
+
+import msgspec
+
+Holds = Literal["problems", "conversations", "preferences"]
+"""What a data set has: questions with answers, whole conversations, or prompts with a better and a worse response."""
+
+
+class NamedDataset(msgspec.Struct, frozen=True, kw_only=True):
+    """One such data set."""
+
+    holds: Holds
+    path: str = ""
+    """Name on the Hub; empty for files of one's own."""
+    keys: MappingProxyType[str, str] = MappingProxyType({})
+    """Defaults of keys of the section ``data``."""
+
+
+def _named(holds: Holds, path: str = "", **keys: str) -> NamedDataset:
+    return NamedDataset(holds=holds, path=path, keys=MappingProxyType(keys))
+
+
+_OPEN_MATH = _named(
+    "problems", "nvidia/OpenMathInstruct-2", split="train_1M", input_key="problem", output_key="expected_answer"
+)
+
+NAMED = {
+    "jsonl": _named("problems"),
+    "prompt_response_dataset": _named("problems"),
+    "OpenMathInstruct-2": _OPEN_MATH,
+    "openmathinstruct2": _OPEN_MATH,
+    "DeepScaler": _named(
+        "problems", "agentica-org/DeepScaleR-Preview-Dataset", input_key="problem", output_key="answer"
+    ),
+    "openai_format": _named("conversations", chat_key="messages"),
+    "squad": _named("conversations", "rajpurkar/squad", val_split="validation"),
+    "DPODataset": _named("preferences", chosen_key="chosen_response", rejected_key="rejected_response"),
+    "PreferenceDataset": _named("preferences"),
+    "HelpSteer3": _named("preferences", "nvidia/HelpSteer3", subset="preference", val_split="validation"),
+    "Tulu3Preference": _named("preferences", "allenai/llama-3.1-tulu-3-8b-preference-mixture"),
+}
+"""By ``data.dataset_name``. NeMo-RL validates DeepScaler on AIME 2024; here some of its own problems are held out."""
+
+
+def is_local(dataset_name: str) -> bool:
+    """Say whether a data set is read from ``data.train_data_path``."""
+    named = NAMED.get(dataset_name)
+    return named is not None and not named.path

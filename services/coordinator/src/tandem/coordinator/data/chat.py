@@ -1,0 +1,117 @@
+"""From messages to tokens: the prompt, and what the assistant says after it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from tandem.common.config import Config
+from tandem.common.errors import DataError
+from tandem.common.tokenizer import Messages, Tokenizer
+
+
+class EncodedSolution(msgspec.Struct, frozen=True, kw_only=True):
+    """What follows a prompt."""
+
+    token_ids: tuple[int, ...]
+    loss_mask: tuple[bool, ...]
+    """True where the assistant speaks."""
+
+    def extended(self, token_ids: Sequence[int], *, counts: bool) -> EncodedSolution:
+        """Return the solution with more tokens at its end."""
+        return EncodedSolution(
+            token_ids=(*self.token_ids, *token_ids), loss_mask=self.loss_mask + (counts,) * len(token_ids)
+        )
+
+
+class ChatEncoder:
+    """Renders conversations by the tokenizer's chat template. Errors name the problem, `name`, they are about."""
+
+    def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
+        self._data = config.data
+        self._tokenizer = tokenizer
+        self._max_total = config.policy.max_total_sequence_length
+        is_given = config.algorithm != "grpo"
+        # Generation goes on from where the assistant would speak; where solutions are given, that marker may count as
+        # part of them.
+        self._add_generation_prompt = config.data.add_generation_prompt if is_given else True
+        self._first_ids = (
+            [tokenizer.bos_id] if is_given and config.data.add_bos and tokenizer.bos_id is not None else []
+        )
+
+    def prompt(self, name: str, messages: Messages) -> tuple[int, ...]:
+        """Tokenise a prompt, however long. Raises `DataError` if that cannot be done."""
+        tokens = self._encode(
+            name, self._tokenizer.render_chat(messages, add_generation_prompt=self._add_generation_prompt)
+        )
+        if tokens[:1] != self._first_ids:
+            tokens = self._first_ids + tokens
+        return tuple(tokens)
+
+    def complaint(self, prompt_ids: Sequence[int]) -> str | None:
+        """Say how a prompt does not fit the context; None if it does."""
+        limit = min(self._data.max_input_seq_length, self._max_total - 1)
+        if len(prompt_ids) <= limit:
+            return None
+        return (
+            f"its prompt has {len(prompt_ids)} tokens, but data.max_input_seq_length "
+            f"({self._data.max_input_seq_length}) and policy.max_total_sequence_length ({self._max_total}) leave "
+            f"room for {limit}"
+        )
+
+    def solution(self, name: str, prompt: Messages, messages: Messages) -> EncodedSolution:
+        """Tokenise what should follow a prompt: turns of the assistant, as the chat template writes them.
+
+        It ends with the end-of-sequence token if the template or ``data.add_eos`` puts it there. Of several turns each
+        is tokenised by itself, as a rollout meets it. Raises `DataError`.
+        """
+        solution = EncodedSolution(token_ids=(), loss_mask=())
+        said: list[Mapping[str, str]] = []
+        for message in messages:
+            if message["role"] != "assistant":
+                said.append(message)
+                continue
+            if said:
+                solution = solution.extended(self._continuation(name, said, solution.token_ids), counts=False)
+            turn = self._turn(name, prompt, message["content"], is_first=not solution.token_ids)
+            solution = solution.extended(turn, counts=True)
+            said = []
+        if not solution.token_ids or said:
+            raise DataError(f"problem {name!r}: its solution does not end with a turn of the assistant")
+        return solution
+
+    def _turn(self, name: str, prompt: Messages, content: str, *, is_first: bool) -> list[int]:
+        """Tokenise one turn of the assistant; the first may have the generation prompt as a part of it."""
+        add_generation_prompt = self._add_generation_prompt if is_first else True
+        before = self._tokenizer.render_chat(prompt, add_generation_prompt=add_generation_prompt)
+        answered = [*prompt, {"role": "assistant", "content": content}]
+        whole = self._tokenizer.render_chat(answered, add_generation_prompt=False)
+        if not whole.startswith(before):
+            raise DataError(
+                "the chat template does not write the assistant's turn after the prompt as it is generated from; "
+                f"change data.add_generation_prompt or policy.tokenizer.chat_template (problem {name!r})"
+            )
+        return self._ended(self._encode(name, whole[len(before) :]))
+
+    def _continuation(self, name: str, messages: Messages, token_ids: tuple[int, ...]) -> list[int]:
+        if not token_ids:
+            raise DataError(f"problem {name!r}: its solution does not begin with a turn of the assistant")
+        try:
+            return self._tokenizer.encode_continuation(messages, token_ids[-1])
+        except DataError as error:
+            raise DataError(f"problem {name!r}: {error}") from error
+
+    def _ended(self, tokens: list[int]) -> list[int]:
+        """End a solution where a response ends: a template's line break after the token that ends it is not kept."""
+        eos_id = self._tokenizer.eos_id
+        if eos_id in tokens:
+            end = len(tokens) - tokens[::-1].index(eos_id)
+            return tokens[:end] if not self._tokenizer.decode(tokens[end:]).strip() else tokens
+        return [*tokens, eos_id] if self._data.add_eos else tokens
+
+    def _encode(self, name: str, text: str) -> list[int]:
+        try:
+            return self._tokenizer.encode(text)
+        except DataError as error:
+            raise DataError(f"problem {name!r}: {error}") from error

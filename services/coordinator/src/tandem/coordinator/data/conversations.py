@@ -1,0 +1,211 @@
+"""Conversations that algorithms learn from as they are: prompts with one answer for SFT, with two for DPO."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import msgspec
+
+from tandem.common.config import Config
+from tandem.common.config.derive import GENERATED
+from tandem.common.config.schema import Data
+from tandem.common.errors import DataError
+from tandem.common.messages import Problem
+from tandem.common.tokenizer import Messages
+from tandem.coordinator.data import sources
+from tandem.coordinator.data.prompts import PromptWriter, solution_writer
+from tandem.coordinator.data.split import hold_out, load_problems
+
+
+class Conversation(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt and what may follow it."""
+
+    name: str
+    """Where it comes from, as errors say it."""
+    prompt: Messages
+    answers: tuple[Messages, ...]
+    """The solution; for DPO the chosen response, then the rejected one."""
+
+
+class ConversationSets(msgspec.Struct, frozen=True, kw_only=True):
+    """Conversations to train on and conversations held out."""
+
+    train: list[Conversation]
+    validation: list[Conversation]
+    num_ties: int = 0
+    """Pairs of which neither is the better one; they are left out."""
+
+
+Read = Callable[[str, sources.Row, Data], Conversation | None]
+"""From where a row is, the row, and the section ``data`` to a conversation; None for a tie."""
+
+
+def load_conversations(config: Config) -> ConversationSets:
+    """Load or make the conversations of an SFT or DPO run. Raises `DataError` and `ConfigError` as `load_problems`."""
+    data = config.data
+    read = _reader(config)
+    if read is None:
+        problems = load_problems(config)
+        write = ConversationWriter(config)
+        return ConversationSets(
+            train=[write(problem) for problem in problems.train],
+            validation=[write(problem) for problem in problems.validation],
+        )
+    writer = PromptWriter(data)
+    num_ties = 0
+
+    def conversations(rows: sources.Rows) -> list[Conversation]:
+        nonlocal num_ties
+        found = [read(where, row, data) for where, row in rows]
+        kept = [conversation for conversation in found if conversation is not None]
+        num_ties += len(found) - len(kept)
+        return [msgspec.structs.replace(c, prompt=writer.with_system_message(c.prompt)) for c in kept]
+
+    train, held_out = sources.rows(data)
+    kept, validation = hold_out(
+        data,
+        conversations(train),
+        None if held_out is None else conversations(held_out),
+        prompt_of=lambda conversation: _text(conversation.prompt),
+        identity=lambda conversation: _text(conversation.prompt, *conversation.answers),
+    )
+    return ConversationSets(train=kept, validation=validation, num_ties=num_ties)
+
+
+class ConversationWriter:
+    """Writes conversations from problems, by the templates of ``data``."""
+
+    def __init__(self, config: Config) -> None:
+        self._prompts = PromptWriter(config.data)
+        keys = ("solution_template", "rejected_template") if config.algorithm == "dpo" else ("solution_template",)
+        self._solutions = [solution_writer(f"data.{key}", getattr(config.data, key)) for key in keys]
+
+    def __call__(self, problem: Problem) -> Conversation:
+        """Return the problem's prompt with its solution, and for DPO a worse one. Raises `DataError`, `ConfigError`."""
+        return Conversation(
+            name=problem.problem_id,
+            prompt=self._prompts.messages(problem),
+            answers=tuple(write(problem) for write in self._solutions),
+        )
+
+
+def _reader(config: Config) -> Read | None:
+    """Return what reads the rows of a data set; None if it has problems."""
+    name = config.data.dataset_name
+    if config.algorithm == "dpo":
+        return None if name in GENERATED else _help_steer if name == "HelpSteer3" else _preference
+    if name == "squad":
+        return _squad
+    return None if config.data.chat_key is None else functools.partial(_chat, config.data.chat_key)
+
+
+# --- SFT -------------------------------------------------------------------------------------------------------------
+
+
+def _chat(chat_key: str, where: str, row: sources.Row, data: Data) -> Conversation:
+    messages = _messages(where, chat_key, sources.field(where, row, "chat_key", chat_key))
+    if data.system_key is not None and messages[0]["role"] != "system":
+        system = str(sources.field(where, row, "system_key", data.system_key))
+        messages = [{"role": "system", "content": system}, *messages]
+    spoken = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    if not spoken or spoken[0] == 0:
+        raise DataError(f"{where}: {chat_key!r} has no turn of the assistant that follows another message")
+    return Conversation(name=where, prompt=messages[: spoken[0]], answers=(messages[spoken[0] :],))
+
+
+def _squad(where: str, row: sources.Row, data: Data) -> Conversation:
+    """As NeMo-RL has it: the passage is the system message."""
+    return Conversation(
+        name=where,
+        prompt=[{"role": "system", "content": row["context"]}, {"role": "user", "content": row["question"]}],
+        answers=(_answer(row["answers"]["text"][0]),),
+    )
+
+
+# --- DPO -------------------------------------------------------------------------------------------------------------
+
+
+def _preference(where: str, row: sources.Row, data: Data) -> Conversation:
+    """Read a row of prompt, better and worse response, or one of ranked completions."""
+    if "context" in row and "completions" in row:
+        return _ranked(where, row)
+    pair = [
+        _messages(where, key, sources.field(where, row, setting, key), role="assistant")
+        for setting, key in (("chosen_key", data.chosen_key), ("rejected_key", data.rejected_key))
+    ]
+    if all(len(messages) == 1 for messages in pair):
+        prompt = _messages(
+            where, data.prompt_key, sources.field(where, row, "prompt_key", data.prompt_key), role="user"
+        )
+        return Conversation(name=where, prompt=prompt, answers=tuple(pair))
+    chosen, rejected = pair
+    if chosen[:-1] != rejected[:-1]:
+        raise DataError(f"{where}: {data.chosen_key!r} and {data.rejected_key!r} do not begin with the same prompt")
+    return Conversation(name=where, prompt=chosen[:-1], answers=(chosen[-1:], rejected[-1:]))
+
+
+class _Completion(msgspec.Struct, frozen=True):
+    """NeMo-RL's: the lower rank is the better one."""
+
+    rank: int
+    completion: list[dict[str, str]]
+
+
+def _ranked(where: str, row: sources.Row) -> Conversation:
+    try:
+        completions = msgspec.convert(row["completions"], list[_Completion])
+    except msgspec.ValidationError as error:
+        raise DataError(f"{where}: 'completions' is no list of ranked completions: {error}") from error
+    if len(completions) != 2 or completions[0].rank == completions[1].rank:
+        ranks = ", ".join(str(completion.rank) for completion in completions)
+        raise DataError(f"{where}: DPO takes two completions of different rank, got ranks {ranks or 'of none'}")
+    return Conversation(
+        name=where,
+        prompt=_messages(where, "context", row["context"], role="user"),
+        answers=tuple(
+            _messages(where, "completions", completion.completion)
+            for completion in sorted(completions, key=lambda completion: completion.rank)
+        ),
+    )
+
+
+def _help_steer(where: str, row: sources.Row, data: Data) -> Conversation | None:
+    """A negative preference is for the first response."""
+    first, second, preference = _answer(row["response1"]), _answer(row["response2"]), row["overall_preference"]
+    if preference == 0:
+        return None
+    prompt = _messages(where, "context", row["context"], role="user")
+    return Conversation(name=where, prompt=prompt, answers=(first, second) if preference < 0 else (second, first))
+
+
+# --- messages --------------------------------------------------------------------------------------------------------
+
+
+class _Message(msgspec.Struct, frozen=True):
+    """One message; other fields are ignored."""
+
+    role: str
+    content: str
+
+
+def _messages(where: str, key: str, value: object, *, role: str | None = None) -> Messages:
+    """Check a list of messages; a text is one message of `role`, where that is given. Raises `DataError`."""
+    if isinstance(value, str) and role is not None:
+        return [{"role": role, "content": value}]
+    try:
+        messages = msgspec.convert(value, list[_Message])
+    except msgspec.ValidationError as error:
+        text = "neither a text nor" if role is not None else "not"
+        raise DataError(f"{where}: {key!r} is {text} a list of messages: {error}") from error
+    if not messages:
+        raise DataError(f"{where}: {key!r} holds no message")
+    return [{"role": message.role, "content": message.content} for message in messages]
+
+
+def _answer(text: str) -> Messages:
+    return [{"role": "assistant", "content": text}]
+
+
+def _text(*parts: Messages) -> str:
+    return msgspec.json.encode(parts).decode()

@@ -1,0 +1,69 @@
+"""A whole DPO run through the console command: pairs from a file, two trainers, no engines."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from tests.integration.harness import coordinator, deterministic, steps_of, weights_of, write_config
+
+NUM_STEPS = 6
+
+
+def write_pairs(path: str) -> None:
+    """Write sums of two digits, each with its right answer and one of the wrong sign."""
+    pairs = [
+        {"prompt": f"{a} + {b}", "chosen": f" = {a + b}", "rejected": f" = -{a + b}"}
+        for a in range(10)
+        for b in range(10)
+    ]
+    Path(path).write_text("\n".join(json.dumps(pair) for pair in pairs))
+
+
+def test_dpo_learns_preferences_and_resumes_to_the_bit() -> None:
+    write_pairs("pairs.jsonl")
+    dpo = {
+        "algorithm": "dpo",
+        "dpo": {"max_num_steps": NUM_STEPS, "max_num_epochs": 9, "val_period": 3, "val_batches": 2},
+        "policy": {"train_micro_batch_size": 4, "optimizer": {"kwargs": {"lr": 3e-3}}},
+        "data": {"dataset_name": "jsonl", "task": None, "task_params": {}, "num_train": None, "prompt_template": "no"},
+        "checkpointing": {"save_period": 3},
+        "cluster": {"trainers": 2},
+    }
+    config = write_config(dpo | {"data": dpo["data"] | {"train_data_path": "pairs.jsonl"}})
+    whole = coordinator("up", config, "logger.log_dir=whole")
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    steps = steps_of("whole")
+    assert [step.step for step in steps] == list(range(NUM_STEPS + 1))
+    for step in steps[1:]:
+        assert all(math.isfinite(value) for value in step.metrics.values())
+        assert {"preference_loss", "sft_loss", "accuracy", "rewards_chosen_mean"} <= step.metrics.keys()
+        assert step.metrics["num_valid_samples"] == 16, "pairs"
+    assert steps[0].metrics["val_loss"] == pytest.approx(math.log(2), abs=1e-5), "policy and reference are the same"
+    last = steps[-1].metrics
+    assert last["val_accuracy"] > 0.9
+    assert last["val_loss"] < math.log(2)
+    assert last["val_rewards_chosen_mean"] > last["val_rewards_rejected_mean"]
+    assert "val_accuracy" in whole.stdout
+    assert Path("whole/report.png").exists()
+
+    first = coordinator("up", config, "dpo.max_num_steps=3")
+    assert first.returncode == 0, first.stderr
+    second = coordinator("up", config, "--resume")
+    assert second.returncode == 0, second.stderr
+    assert weights_of("run/checkpoints/step_6") == weights_of("whole/checkpoints/step_6")
+    for resumed, uninterrupted in zip(steps_of("run")[4:], steps[4:], strict=True):
+        assert deterministic(resumed.metrics) == deterministic(uninterrupted.metrics)
+
+
+def test_a_bad_pair_is_one_line_before_anything_starts() -> None:
+    Path("pairs.jsonl").write_text('{"prompt": "1", "chosen": "2", "rejected": "3"}\n{"prompt": "1", "chosen": "2"}\n')
+    data = {"dataset_name": "jsonl", "task": None, "task_params": {}, "train_data_path": "pairs.jsonl"}
+    ended = coordinator("up", write_config({"algorithm": "dpo", "data": data}))
+    assert ended.returncode == 1
+    expected = "pairs.jsonl:2 has no field 'rejected' (data.rejected_key); its fields are prompt, chosen"
+    assert ended.stderr.strip() == f"error: {expected}"
+    assert not Path("run").exists()

@@ -1,0 +1,151 @@
+"""DPO on real processes against a plain Hugging Face loop that takes one response at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from tandem.common.batch import TrainingBatch
+from tandem.common.config import Config
+from tandem.trainer import step
+from tandem.trainer.backends.dtensor import DTensorBackend
+from tests.integration.trainer_harness import ADAMW, digest_of, make_config, make_groups, make_model, run_ranks
+
+pytestmark = pytest.mark.usefixtures("rank_server")
+
+TOLERANCE = 1e-6
+DPO: dict[str, Any] = {"reference_policy_kl_penalty": 0.3, "sft_loss_weight": 0.2, "sft_average_log_probs": True}
+
+
+def pairs_config(folder: Path, dpo: dict[str, Any] | None = None, **policy: Any) -> Config:
+    """Four pairs an optimizer step."""
+    settings = {"train_global_batch_size": 4, "train_micro_batch_size": 2, "logprob_batch_size": 1, **policy}
+    return make_config(folder, algorithm="dpo", dpo={**DPO, **(dpo or {})}, **settings)
+
+
+def batches_of_pairs(count: int) -> list[TrainingBatch]:
+    """Four pairs each; the two responses to a prompt have lengths of their own."""
+    return [make_groups(2, 2, 2, 2, seed=seed) for seed in range(count)]
+
+
+def train_rank(rank: int, config: Config, batches: Sequence[TrainingBatch], checkpoint: Path | None = None) -> Any:
+    backend = DTensorBackend(config, checkpoint=checkpoint)
+    return [step.train(backend, batch, config).metrics for batch in batches], digest_of(backend)
+
+
+def evaluate_rank(rank: int, config: Config, batch: TrainingBatch, held_out: TrainingBatch) -> dict[str, float]:
+    """Train once, so that policy and reference differ, and evaluate."""
+    backend = DTensorBackend(config, checkpoint=None)
+    step.train(backend, batch, config)
+    before = digest_of(backend)
+    metrics = step.evaluate(backend, held_out, config)
+    assert digest_of(backend) == before
+    return metrics
+
+
+def save_rank(rank: int, config: Config, batches: Sequence[TrainingBatch], folder: Path) -> None:
+    backend = DTensorBackend(config, checkpoint=None)
+    for batch in batches:
+        step.train(backend, batch, config)
+    backend.save(folder)
+
+
+def responses(model: Any, batch: TrainingBatch) -> list[torch.Tensor]:
+    """Log-probabilities of the counted tokens of each sequence, which goes through the model alone."""
+    found = []
+    for length, end in zip(batch.lengths_S, np.cumsum(batch.lengths_S), strict=True):
+        token_ids = torch.from_numpy(batch.token_ids_T[end - length : end].astype(np.int64))
+        mask = torch.from_numpy(batch.loss_mask_T[end - length : end])[1:]
+        logits_TV = model(input_ids=token_ids[None]).logits[0, :-1]
+        found.append(logits_TV.log_softmax(dim=-1).gather(1, token_ids[1:, None])[:, 0][mask])
+    return found
+
+
+def plain_dpo(model: Any, reference: Any, batch: TrainingBatch, beta: float = 0.3) -> tuple[torch.Tensor, Any]:
+    """Loss, with gradient, and what there is to report."""
+    policy = responses(model, batch)
+    with torch.no_grad():
+        before = responses(reference, batch)
+    rewards = [(now - then).sum() for now, then in zip(policy, before, strict=True)]
+    margins = torch.stack([a - b for a, b in zip(rewards[::2], rewards[1::2], strict=True)])
+    preference_loss = -torch.log(torch.sigmoid(beta * margins)).mean()
+    sft_loss = -torch.stack([logprobs.mean() for logprobs in policy[::2]]).mean()
+    metrics = {
+        "preference_loss": preference_loss,
+        "sft_loss": sft_loss,
+        "accuracy": (margins > 0).float().mean(),
+        "rewards_chosen_mean": torch.stack(rewards[::2]).mean(),
+        "rewards_rejected_mean": torch.stack(rewards[1::2]).mean(),
+        "num_valid_samples": torch.tensor(len(margins)),
+    }
+    return preference_loss + 0.2 * sft_loss, {name: float(value.detach()) for name, value in metrics.items()}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_dpo_matches_a_plain_loop(world_size: int, tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model")
+    batches = batches_of_pairs(3)
+    model, reference = (transformers.AutoModelForCausalLM.from_pretrained(folder) for _ in range(2))
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    expected = []
+    for batch in batches:
+        loss, metrics = plain_dpo(model, reference, batch)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(metrics | {"loss": float(loss.detach()), "grad_norm": float(norm)})
+
+    ranks = run_ranks(world_size, train_rank, pairs_config(folder), batches)
+    assert all(metrics == ranks[0][0] for metrics, _ in ranks), "every rank reports the same"
+    del expected[0]["accuracy"]  # the policy is still the reference: rewards are nothing but rounding
+    for found, wanted in zip(ranks[0][0], expected, strict=True):
+        assert {name: found[name] for name in wanted} == pytest.approx(wanted, rel=1e-5, abs=1e-5)
+    assert abs(expected[2]["rewards_chosen_mean"]) > 1e-3, "the policy has left the reference"
+
+
+def test_neither_micro_batches_nor_ranks_nor_shared_prompts_change_anything(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model")
+    batches = batches_of_pairs(2)
+    found = []
+    # Three ranks do not divide four pairs.
+    for world_size, size, share in [(1, 4, True), (1, 1, False), (1, 2, True), (2, 1, True), (3, 2, False)]:
+        config = pairs_config(folder, train_micro_batch_size=size, share_prompts=share)
+        found.append(run_ranks(world_size, train_rank, config, batches)[0][0])
+        del found[-1][0]["accuracy"]  # of rewards that are nothing but rounding
+    for other in found[1:]:
+        for metrics, wanted in zip(other, found[0], strict=True):
+            assert metrics == pytest.approx(wanted, rel=1e-5, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_validation_measures_what_training_does(world_size: int, tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model")
+    config = pairs_config(folder, {"val_global_batch_size": 6, "val_micro_batch_size": 3})
+    batch, held_out = make_groups(2, 2, 2, 2, seed=1), make_groups(2, 2, 2, 2, 2, 2, seed=2)
+    model, reference = (transformers.AutoModelForCausalLM.from_pretrained(folder) for _ in range(2))
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    plain_dpo(model, reference, batch)[0].backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    loss, expected = plain_dpo(model, reference, held_out)
+    for metrics in run_ranks(world_size, evaluate_rank, config, batch, held_out):
+        tokens = metrics.pop("num_valid_tokens")
+        assert tokens == held_out.loss_mask_T.sum()
+        assert metrics == pytest.approx(expected | {"loss": float(loss.detach())}, rel=1e-5, abs=1e-5)
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one_and_keeps_its_reference(tmp_path: Path) -> None:
+    config = pairs_config(make_model(tmp_path / "model"))
+    batches = batches_of_pairs(4)
+    whole, digest = run_ranks(2, train_rank, config, batches)[0]
+    run_ranks(2, save_rank, config, batches[:2], tmp_path / "saved")
+    resumed, resumed_digest = run_ranks(2, train_rank, config, batches[2:], tmp_path / "saved")[0]
+    assert resumed == whole[2:], "with the saved policy as reference, rewards would begin at zero again"
+    assert resumed_digest == digest

@@ -1,0 +1,312 @@
+"""Conversations for SFT and pairs for DPO: from files, data sets and tasks to batches."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from data_harness import character_tokenizer, data_config
+
+from tandem.common.batch import TrainingBatch
+from tandem.common.config import Config
+from tandem.common.config.named import NAMED
+from tandem.common.errors import ConfigError, DataError, TandemError
+from tandem.common.tokenizer import Tokenizer
+from tandem.coordinator.algorithms import make_feed
+from tandem.coordinator.data import load_conversations
+
+WRONG = "tandem.coordinator.data.worked:wrong_number"
+ROLES = {"u": "user", "a": "assistant", "s": "system"}
+
+
+def chat(*turns: str) -> list[dict[str, str]]:
+    """``chat("u1", "a2")``: the user says 1, the assistant 2."""
+    return [{"role": ROLES[turn[0]], "content": turn[1:]} for turn in turns]
+
+
+def jsonl(rows: list[Any], name: str = "rows.jsonl") -> dict[str, Any]:
+    Path(name).write_text("\n".join(json.dumps(row) for row in rows))
+    return {"dataset_name": "jsonl", "train_data_path": name, "num_validation": 1}
+
+
+def sequences(config: Config) -> list[tuple[str, str]]:
+    """Prompt and counted text of every sequence of the first batch."""
+    tokenizer = character_tokenizer(config)
+    batch, _ = make_feed(config, tokenizer).batch(1, "train")
+    return [parts(tokenizer, batch, row) for row in range(len(batch.lengths_S))]
+
+
+def parts(tokenizer: Tokenizer, batch: TrainingBatch, row: int) -> tuple[str, str]:
+    end = int(batch.lengths_S[: row + 1].sum())
+    tokens, mask = (values[end - batch.lengths_S[row] : end] for values in (batch.token_ids_T, batch.loss_mask_T))
+    first = int(mask.argmax())
+    assert mask[first:].all(), "only the answer counts, and all of it"
+    prompt, answer = (tokenizer.decode(part, skip_special_tokens=False) for part in (tokens[:first], tokens[first:]))
+    return prompt, answer
+
+
+def pairs(config: Config) -> set[tuple[str, ...]]:
+    """All pairs of a configuration, as prompt, chosen and rejected text."""
+    sets = load_conversations(config)
+    return {
+        (
+            "|".join(message["role"][0] + message["content"] for message in pair.prompt),
+            *("|".join(message["content"] for message in answer) for answer in pair.answers),
+        )
+        for pair in (*sets.train, *sets.validation)
+    }
+
+
+def error_of(config: Config, kind: type[TandemError] = DataError) -> str:
+    with pytest.raises(kind) as caught:
+        load_conversations(config)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# --- DPO -------------------------------------------------------------------------------------------------------------
+
+
+def test_pairs_lie_side_by_side_the_chosen_one_first() -> None:
+    config = data_config("dpo", rejected_template=WRONG)
+    found = sequences(config)
+    assert len(found) == 2 * config.policy.train_global_batch_size, "batches count pairs"
+    for (prompt, chosen), (same_prompt, rejected) in zip(found[::2], found[1::2], strict=True):
+        assert prompt == same_prompt
+        right = eval(prompt.removeprefix("<bos>"))
+        assert chosen == f" = {right}<eos>"
+        wrong = int(rejected.removeprefix(" = ").removesuffix("<eos>"))
+        assert 1 <= abs(wrong - right) <= 5
+
+
+def test_an_epoch_has_every_pair_and_validation_those_held_out() -> None:
+    config = data_config("dpo", rejected_template=WRONG, num_train=64)
+    tokenizer = character_tokenizer(config)
+    feed = make_feed(config, tokenizer)
+    assert feed.num_steps == 8
+    used = [parts(tokenizer, feed.batch(step, "train")[0], row)[0] for step in range(1, 9) for row in range(0, 16, 2)]
+    assert len(set(used)) == 64
+    held_out = {parts(tokenizer, feed.batch(1, "validate")[0], row)[0] for row in range(40)}
+    assert len(held_out) == 20
+    assert not held_out & set(used)
+
+
+PAIR = ("u1 + 1", " = 2", " = 3")
+OTHER = {"prompt": "2 + 2", "chosen": " = 4", "rejected": " = 5"}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "1 + 1", "chosen": " = 2", "rejected": " = 3"},
+        {"prompt": chat("u1 + 1"), "chosen": chat("a = 2"), "rejected": chat("a = 3")},
+        {"prompt": "ignored", "chosen": chat("u1 + 1", "a = 2"), "rejected": chat("u1 + 1", "a = 3")},
+        {
+            "context": chat("u1 + 1"),
+            "completions": [
+                {"rank": 1, "completion": chat("a = 3")},
+                {"rank": 0, "completion": chat("a = 2"), "reward": 4},
+            ],
+        },
+    ],
+    ids=["texts", "messages", "conversations", "ranked"],
+)
+def test_a_file_may_have_pairs_in_any_usual_form(row: dict[str, Any]) -> None:
+    assert pairs(data_config("dpo", **jsonl([row, OTHER]))) == {PAIR, ("u2 + 2", " = 4", " = 5")}
+
+
+def test_the_fields_of_pairs_are_named() -> None:
+    rows = [{"q": f"{i} + 1", "good": f" = {i + 1}", "bad": " = 0"} for i in range(3)]
+    config = data_config("dpo", **jsonl(rows), prompt_key="q", chosen_key="good", rejected_key="bad")
+    assert ("u2 + 1", " = 3", " = 0") in pairs(config)
+    rows = [{"prompt": f"{i}", "chosen_response": "1", "rejected_response": "2"} for i in range(3)]
+    config = data_config("dpo", **(jsonl(rows) | {"dataset_name": "DPODataset"}))
+    assert pairs(config) == {(f"u{i}", "1", "2") for i in range(3)}
+
+
+def test_a_prompt_may_have_several_pairs_and_all_are_held_out_with_it() -> None:
+    rows = [{"prompt": str(i % 5), "chosen": str(i), "rejected": "0"} for i in range(1, 21)]
+    sets = load_conversations(data_config("dpo", **jsonl([*rows, rows[0]])))
+    assert len(sets.train) == 16
+    (held_out,) = sets.validation
+    assert all(pair.prompt != held_out.prompt for pair in sets.train)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            {"prompt": "1", "chosen": "2"},
+            " has no field 'rejected' (data.rejected_key); its fields are prompt, chosen",
+        ),
+        (
+            {"promt": "1", "chosen": "2", "rejected": "3"},
+            " has no field 'prompt' (data.prompt_key); its fields are promt, chosen, rejected; did you mean 'promt'?",
+        ),
+        (
+            {"prompt": 1, "chosen": "2", "rejected": "3"},
+            ": 'prompt' is neither a text nor a list of messages: Expected `array`, got `int`",
+        ),
+        ({"prompt": "1", "chosen": [], "rejected": "3"}, ": 'chosen' holds no message"),
+        (
+            {"prompt": "1", "chosen": [{"role": "assistant"}], "rejected": "3"},
+            ": 'chosen' is neither a text nor a list of messages: Object missing required field `content` - at `$[0]`",
+        ),
+        (
+            {"chosen": chat("u1", "a2"), "rejected": chat("u3", "a4")},
+            ": 'chosen' and 'rejected' do not begin with the same prompt",
+        ),
+        (
+            {"context": chat("u1"), "completions": [{"rank": 1, "completion": chat("a2")}] * 2},
+            ": DPO takes two completions of different rank, got ranks 1, 1",
+        ),
+        (
+            {"context": chat("u1"), "completions": "2"},
+            ": 'completions' is no list of ranked completions: Expected `array`, got `str`",
+        ),
+        ([], " is not a JSON object: Expected `object`, got `array`"),
+    ],
+)
+def test_a_row_that_is_no_pair_is_named_with_its_line(row: Any, message: str) -> None:
+    assert error_of(data_config("dpo", **jsonl([OTHER, row]))) == f"rows.jsonl:2{message}"
+
+
+def test_a_response_of_somebody_else_is_refused() -> None:
+    config = data_config("dpo", **jsonl([OTHER, {"prompt": "1", "chosen": chat("u2"), "rejected": "3"}]))
+    with pytest.raises(DataError, match=r"^problem 'rows.jsonl:2': its solution does not end with a turn of the"):
+        make_feed(config, character_tokenizer(config))
+
+
+def test_pairs_that_are_too_long_are_left_out_and_that_is_said() -> None:
+    rows = [
+        OTHER,
+        {"prompt": "1", "chosen": "2" * 64, "rejected": "3"},
+        {"prompt": "3", "chosen": "3", "rejected": "4"},
+    ]
+    config = data_config("dpo", **jsonl(rows))
+    feed = make_feed(config, character_tokenizer(config))
+    assert feed.notices == (
+        "data: 1 conversations left out: longer than data.max_input_seq_length and policy.max_total_sequence_length "
+        "allow",
+    )
+
+
+def test_helpsteer_prefers_the_first_response_where_the_number_is_negative(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [
+        {"context": chat("u1"), "response1": "2", "response2": "3", "overall_preference": -2},
+        {"context": chat("u4", "a5", "u6"), "response1": "7", "response2": "8", "overall_preference": 1},
+        {"context": chat("u9"), "response1": "1", "response2": "2", "overall_preference": 0},
+        {"context": chat("u3"), "response1": "1", "response2": "2", "overall_preference": 3},
+    ]
+    config = on_the_hub("HelpSteer3", rows, tmp_path, monkeypatch)
+    assert pairs(config) == {("u1", "2", "3"), ("u4|a5|u6", "8", "7"), ("u3", "2", "1")}
+    assert load_conversations(config).num_ties == 1
+
+
+def test_tulus_pairs_are_whole_conversations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        {"prompt": "1", "chosen": chat("u1", "a2", "u3", "a4"), "rejected": chat("u1", "a2", "u3", "a5")},
+        {"prompt": "6", "chosen": chat("u6", "a7"), "rejected": chat("u6", "a8")},
+    ]
+    config = on_the_hub("Tulu3Preference", rows, tmp_path, monkeypatch, num_validation=1)
+    assert pairs(config) == {("u1|a2|u3", "4", "5"), ("u6", "7", "8")}
+
+
+def on_the_hub(
+    name: str, rows: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **data: Any
+) -> Config:
+    """Put rows where the Hub's copy of a named data set would be looked for; if it has two splits, the last row is the
+    other split."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    config = data_config("dpo" if NAMED[name].holds == "preferences" else "sft", dataset_name=name, **data)
+    folder = Path(NAMED[name].path)
+    folder.mkdir(parents=True)
+    splits = {config.data.split: rows}
+    if config.data.val_split is not None:
+        splits = {config.data.split: rows[:-1], config.data.val_split: rows[-1:]}
+    for split, its_rows in splits.items():
+        datasets.Dataset.from_list(its_rows).to_parquet(folder / f"{split}.parquet")
+    files = [{"split": split, "path": f"{split}.parquet"} for split in splits]
+    card = {"configs": [{"config_name": config.data.subset or "default", "data_files": files}]}
+    (folder / "README.md").write_text(f"---\n{json.dumps(card)}\n---\n")
+    return config
+
+
+# --- SFT -------------------------------------------------------------------------------------------------------------
+
+
+def test_of_a_conversation_in_a_file_what_the_assistant_says_is_learned() -> None:
+    rows = [{"messages": chat("u1", "a2", "u3", "a4")}, {"messages": chat("s0", "u5", "a6")}]
+    config = data_config("sft", **(jsonl(rows) | {"dataset_name": "openai_format"}), system_prompt="7")
+    found = {c.prompt[-1]["content"]: c for s in [load_conversations(config)] for c in (*s.train, *s.validation)}
+    assert [list(found[key].prompt) for key in "15"] == [chat("s7", "u1"), chat("s0", "u5")]
+    assert [list(found[key].answers[0]) for key in "15"] == [chat("a2", "u3", "a4"), chat("a6")]
+
+
+def test_a_field_of_its_own_may_hold_the_system_message() -> None:
+    rows = [{"talk": chat("u1", "a2"), "rules": "3"}, {"talk": chat("u4", "a5"), "rules": "6"}]
+    config = data_config("sft", **jsonl(rows), chat_key="talk", system_key="rules")
+    sets = load_conversations(config)
+    assert {c.prompt[0]["content"] for c in (*sets.train, *sets.validation)} == {"3", "6"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        (chat("u1"), "rows.jsonl:2: 'messages' has no turn of the assistant that follows another message"),
+        (chat("a1", "u2", "a3"), "rows.jsonl:2: 'messages' has no turn of the assistant that follows another message"),
+        ("hello", "rows.jsonl:2: 'messages' is not a list of messages: Expected `array`, got `str`"),
+    ],
+)
+def test_a_conversation_that_cannot_be_learned_is_named(messages: Any, message: str) -> None:
+    rows = [{"messages": chat("u1", "a2")}, {"messages": messages}]
+    assert error_of(data_config("sft", **(jsonl(rows) | {"dataset_name": "openai_format"}))) == message
+
+
+def test_squads_passage_is_the_system_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        {"context": "1 2 3", "question": "2 + 1", "answers": {"text": [" = 3", "3"], "answer_start": [4, 4]}},
+        {"context": "4 5 6", "question": "2 + 2", "answers": {"text": [" = 4"], "answer_start": [0]}},
+    ]
+    config = on_the_hub("squad", rows, tmp_path, monkeypatch)
+    sets = load_conversations(config)
+    found = [(list(c.prompt), *map(list, c.answers)) for c in (*sets.train, *sets.validation)]
+    assert found == [(chat("s1 2 3", "u2 + 1"), chat("a = 3")), (chat("s4 5 6", "u2 + 2"), chat("a = 4"))]
+
+
+# --- configuration ---------------------------------------------------------------------------------------------------
+
+
+def test_named_data_sets_bring_their_splits_and_fields() -> None:
+    data = data_config("grpo", dataset_name="OpenMathInstruct-2").data
+    assert (data.split, data.input_key, data.output_key) == ("train_1M", "problem", "expected_answer")
+    data = data_config("sft", dataset_name="openmathinstruct2", output_key="generated_solution").data
+    assert (data.input_key, data.output_key) == ("problem", "generated_solution")
+    data = data_config("dpo", dataset_name="HelpSteer3").data
+    assert (data.subset, data.split, data.val_split, data.num_validation) == ("preference", "train", "validation", None)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "data", "message"),
+    [
+        ("dpo", {}, "rejected_template: required where dpo learns from data.dataset_name reasoning_gym"),
+        ("grpo", {"dataset_name": "squad"}, "dataset_name: squad holds conversations, which are for sft"),
+        ("sft", {"dataset_name": "HelpSteer3"}, "dataset_name: HelpSteer3 holds preferences, which are for dpo"),
+        ("dpo", {"dataset_name": "DeepScaler"}, "dataset_name: DeepScaler holds problems, which are for grpo and sft"),
+        ("dpo", {"dataset_name": "DPODataset"}, "train_data_path: required where data.dataset_name is DPODataset"),
+        (
+            "sft",
+            {"system_prompt": "a", "system_prompt_file": "b"},
+            "system_prompt: data.system_prompt_file is given too",
+        ),
+    ],
+)
+def test_data_that_does_not_fit_the_algorithm_is_refused(algorithm: str, data: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match="configuration: ") as caught:
+        data_config(algorithm, **data)
+    assert str(caught.value) == f"configuration: data.{message}"
