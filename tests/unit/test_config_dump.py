@@ -139,3 +139,10 @@ def test_resume_names_what_differs_and_matters(
 def test_a_free_mapping_that_becomes_empty_is_a_difference(config: Config) -> None:
     emptied = msgspec.structs.replace(config, data=msgspec.structs.replace(config.data, task_params={}))
     assert resume_differences(config, emptied) == ["data.task_params.deep.list", "data.task_params"]
+
+
+def test_a_resumed_run_may_share_the_model_out_otherwise(config: Config) -> None:
+    dtensor = msgspec.structs.replace(config.policy.dtensor_cfg, tensor_parallel_size=2, cpu_offload=True)
+    megatron = msgspec.structs.replace(config.policy.megatron_cfg, pipeline_model_parallel_size=2)
+    policy = msgspec.structs.replace(config.policy, dtensor_cfg=dtensor, megatron_cfg=megatron)
+    assert resume_differences(config, msgspec.structs.replace(config, policy=policy)) == []

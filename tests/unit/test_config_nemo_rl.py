@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.common.config import Config, load_config, notices, to_plain
+from tandem.common.config import Config, dump_yaml, load_config, notices, to_plain
 from tandem.common.config.schema import Launch
 from tandem.common.config.unsupported import NOT_SUPPORTED_YET
 from tandem.common.errors import NotSupportedYet
@@ -93,6 +93,13 @@ def test_check_takes_it(name: str, capsys: pytest.CaptureFixture[str]) -> None:
         load_config(name)
     listed = str(caught.value).removeprefix(f"{name}: not supported yet: ").split(", ")
     assert [line.partition(" (")[0] for line in listed] == missing
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_it_is_the_same_once_resolved(name: str, tmp_path: Path) -> None:
+    config = planned(name)
+    (tmp_path / "resolved.yaml").write_text(dump_yaml(config))
+    assert load_config(tmp_path / "resolved.yaml", to_run=False) == config
 
 
 PLANS = {

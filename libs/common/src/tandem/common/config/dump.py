@@ -33,13 +33,31 @@ FREE_ON_RESUME = (
     "dpo.val_batches",
     "dpo.val_global_batch_size",
     "dpo.val_micro_batch_size",
+    "policy.activation_checkpointing_enabled",
+    "policy.dtensor_cfg.activation_checkpointing",
+    "policy.dtensor_cfg.context_parallel_size",
+    "policy.dtensor_cfg.cpu_offload",
+    "policy.dtensor_cfg.sequence_parallel",
+    "policy.dtensor_cfg.tensor_parallel_size",
+    "policy.megatron_cfg.activation_checkpointing",
+    "policy.megatron_cfg.context_parallel_size",
+    "policy.megatron_cfg.empty_unused_memory_level",
+    "policy.megatron_cfg.expert_model_parallel_size",
+    "policy.megatron_cfg.expert_tensor_parallel_size",
+    "policy.megatron_cfg.force_reconvert_from_hf",
+    "policy.megatron_cfg.num_layers_in_first_pipeline_stage",
+    "policy.megatron_cfg.num_layers_in_last_pipeline_stage",
+    "policy.megatron_cfg.pipeline_model_parallel_size",
+    "policy.megatron_cfg.sequence_parallel",
+    "policy.megatron_cfg.tensor_model_parallel_size",
+    "policy.megatron_cfg.virtual_pipeline_model_parallel_size",
     "checkpointing",
     "logger",
     "cluster",
     "refit",
 )
 """Keys, or whole sections, that a resumed run may change: what it learns from does not depend on them. A change of
-`cluster.trainers` changes only the order of floating-point sums."""
+`cluster.trainers`, or of how trainers share a model, changes only the order of floating-point sums."""
 
 
 def to_plain(config: Config) -> dict[str, Any]:
