@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import re
 import resource
@@ -44,9 +45,16 @@ def train_and_save(
     return metrics, digest_of(backend), num_bytes
 
 
-def config_for_resume(model: Path) -> Config:
+def config_for_resume(model: Path, **dtensor_cfg: Any) -> Config:
     """Everything that has state: a schedule, a reference model, several optimizer steps a batch."""
-    return make_config(model, loss={"reference_policy_kl_penalty": 0.1}, train_global_batch_size=8, scheduler=SCHEDULER)
+    return make_config(
+        model,
+        loss={"reference_policy_kl_penalty": 0.1},
+        train_global_batch_size=8,
+        scheduler=SCHEDULER,
+        trainers=math.prod(dtensor_cfg.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "context")),
+        dtensor_cfg=dtensor_cfg,
+    )
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -78,9 +86,39 @@ def test_any_number_of_ranks_restores_every_bit(
     saved_on: int, loaded_on: int, architecture: str, tmp_path: Path
 ) -> None:
     config = config_for_resume(make_model(tmp_path / "model", architecture))
-    run_ranks(saved_on, train_and_save, config, [0, 1], None, tmp_path / "first")
-    run_ranks(loaded_on, train_and_save, config, [], tmp_path / "first", tmp_path / "second")
-    run_ranks(loaded_on, load_and_save, config, tmp_path / "first", tmp_path / "third")
+    assert_restored((saved_on, config), (loaded_on, config), tmp_path)
+
+
+TP2 = {"tensor_parallel_size": 2}
+CP2 = {"context_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("saved_on", "saved_with", "loaded_on", "loaded_with", "architecture"),
+    [
+        (4, TP2, 1, {}, "qwen3"),
+        (3, {}, 4, TP2 | {"sequence_parallel": True}, "qwen3_moe"),
+        (4, TP2 | CP2, 6, TP2, "qwen2"),
+    ],
+)
+def test_other_parallel_sizes_restore_every_bit(
+    saved_on: int,
+    saved_with: dict[str, Any],
+    loaded_on: int,
+    loaded_with: dict[str, Any],
+    architecture: str,
+    tmp_path: Path,
+) -> None:
+    folder = make_model(tmp_path / "model", architecture)
+    configs = [config_for_resume(folder, **settings) for settings in (saved_with, loaded_with)]
+    assert_restored((saved_on, configs[0]), (loaded_on, configs[1]), tmp_path)
+
+
+def assert_restored(saved: tuple[int, Config], loaded: tuple[int, Config], tmp_path: Path) -> None:
+    """Save on some ranks, load on others when they are built and when they have trained, and save again."""
+    run_ranks(saved[0], train_and_save, saved[1], [0, 1], None, tmp_path / "first")
+    run_ranks(loaded[0], train_and_save, loaded[1], [], tmp_path / "first", tmp_path / "second")
+    run_ranks(loaded[0], load_and_save, loaded[1], tmp_path / "first", tmp_path / "third")
     first, second, third = (tensors_of(tmp_path / name) for name in ("first", "second", "third"))
     assert any("exp_avg_sq" in name for name in first)
     assert first["num_optimizer_steps"].item() == 4
@@ -98,10 +136,14 @@ def load_and_save(rank: int, config: Config, source: Path, folder: Path) -> None
     backend.save(folder)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("num_before", [0, 1, 2])
-def test_a_resumed_run_equals_an_uninterrupted_one(world_size: int, num_before: int, tmp_path: Path) -> None:
-    config = config_for_resume(make_model(tmp_path / "model"))
+@pytest.mark.parametrize(
+    ("world_size", "num_before", "settings"),
+    [*((world_size, num_before, {}) for world_size in (1, 2) for num_before in (0, 1, 2)), (4, 2, TP2 | CP2)],
+)
+def test_a_resumed_run_equals_an_uninterrupted_one(
+    world_size: int, num_before: int, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    config = config_for_resume(make_model(tmp_path / "model"), **settings)
     seeds = [0, 1, 2, 3]
     whole = run_ranks(world_size, train_and_save, config, seeds, None, None)
     before = run_ranks(world_size, train_and_save, config, seeds[:num_before], None, tmp_path / "saved")

@@ -7,10 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 
+from tandem.common.config import Config
 from tandem.trainer.backends.dtensor import DTensorBackend
 from tests.integration.reference import Numbers, assert_same_numbers, numbers_of, plain_numbers
-from tests.integration.trainer_harness import make_batch, make_config, make_model
+from tests.integration.trainer_harness import ADAMW, make_batch, make_config, make_groups, make_model
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 
@@ -23,6 +32,29 @@ SP: dict[str, Any] = {"sequence_parallel": True}
 CP2: dict[str, Any] = {"context_parallel_size": 2}
 PACKED: dict[str, Any] = {"packed": True}
 """Rows of 48 tokens: two or three sequences."""
+
+
+def own_plan() -> dict[str, ParallelStyle]:
+    """A plan in torch's own styles, which cuts only the feed-forward layers and the sequence between them."""
+    whole = {"hidden_states": Shard(1)}, {"hidden_states": Replicate()}
+    return {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "model.layers.*.input_layernorm": SequenceParallel(use_local_output=True),
+        "model.layers.*.self_attn": PrepareModuleInput(
+            input_kwarg_layouts=whole[0], desired_input_kwarg_layouts=whole[1], use_local_output=True
+        ),
+        "model.layers.*.self_attn.o_proj": ColwiseParallel(output_layouts=Shard(1)),
+        "model.layers.*.post_attention_layernorm": SequenceParallel(use_local_output=True),
+        "model.layers.*.mlp": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+        "model.layers.*.mlp.gate_proj": ColwiseParallel(),
+        "model.layers.*.mlp.up_proj": ColwiseParallel(),
+        "model.layers.*.mlp.down_proj": RowwiseParallel(output_layouts=Shard(1)),
+        "model.norm": SequenceParallel(),
+        "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
+    }
+
+
+OWN: dict[str, Any] = {"custom_parallel_plan": f"{__name__}.own_plan"}
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "FSDP2": ("qwen3", 2, {}),
     "TP2 llama": ("llama", 2, TP2),
@@ -33,6 +65,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "TP2 + SP of experts": ("qwen3_moe", 2, TP2 | SP),
     "FSDP2 + TP2": ("qwen2", 4, TP2),
     "FSDP2 + TP2 + SP": ("qwen3", 4, TP2 | SP),
+    "a plan of one's own": ("llama", 2, TP2 | SP | OWN),
     "CP2": ("qwen3", 2, CP2),
     "CP2 + TP2": ("qwen2", 4, CP2 | TP2),
     "CP2 + TP2 + SP": ("qwen3_moe", 4, CP2 | TP2 | SP),
@@ -44,6 +77,22 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "packed, CP2 + TP2": ("qwen2", 4, PACKED | CP2 | TP2),
     "recomputed activations, TP2 + SP": ("qwen3", 2, TP2 | SP | {"activation_checkpointing": True}),
 }
+
+
+MAKE = functools.partial(DTensorBackend, checkpoint=None)
+
+
+def config_of(model: Path, num_ranks: int, settings: dict[str, Any], **policy: Any) -> Config:
+    packing = {"train_mb_tokens": 48, "logprob_mb_tokens": 96, "sequence_length_round": 8}
+    return make_config(
+        model,
+        loss={"reference_policy_kl_penalty": KL},
+        temperature=TEMPERATURE,
+        trainers=num_ranks,
+        dtensor_cfg={key: value for key, value in settings.items() if key != "packed"},
+        sequence_packing={"enabled": "packed" in settings, **packing},
+        **{"share_prompts": False, **policy},
+    )
 
 
 @pytest.fixture(scope="module")
@@ -69,17 +118,30 @@ def test_the_numbers_are_those_of_one_process(
     architecture: str, num_ranks: int, settings: dict[str, Any], plain: Any, folder: Path, tmp_path: Path
 ) -> None:
     expected = plain(architecture)
-    packs = "packed" in settings
-    packing = {"enabled": packs, "train_mb_tokens": 48, "logprob_mb_tokens": 96, "sequence_length_round": 8}
-    config = make_config(
-        folder / architecture,
-        loss={"reference_policy_kl_penalty": KL},
-        temperature=TEMPERATURE,
-        trainers=num_ranks,
-        share_prompts=False,
-        dtensor_cfg={key: value for key, value in settings.items() if key != "packed"},
-        sequence_packing=packing,
-    )
-    found = numbers_of(num_ranks, functools.partial(DTensorBackend, checkpoint=None), config, BATCHES, tmp_path)
+    config = config_of(folder / architecture, num_ranks, settings)
+    found = numbers_of(num_ranks, MAKE, config, BATCHES, tmp_path)
     assert_same_numbers(found, expected, 1e-5)
     assert max(norm for _, norm in expected.steps) > 1.0, "clipping is part of what is compared"
+
+
+@pytest.mark.parametrize("settings", [TP2, TP2 | SP], ids=["TP2", "TP2 + SP"])
+def test_shared_prompts_change_no_number(settings: dict[str, Any], tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "qwen3")
+    batches = [make_groups(4, 4, seed=seed) for seed in range(2)]
+    expected = plain_numbers(model, batches, temperature=TEMPERATURE, kl=KL)
+    config = config_of(model, 2, settings, share_prompts=True, train_micro_batch_size=4)
+    assert_same_numbers(numbers_of(2, MAKE, config, batches, tmp_path / "saved"), expected, 1e-5)
+
+
+@pytest.mark.parametrize("settings", [TP2 | SP, CP2], ids=["TP2 + SP", "CP2"])
+def test_bfloat16_stays_close(settings: dict[str, Any], plain: Any, folder: Path, tmp_path: Path) -> None:
+    expected = plain("qwen3")
+    config = config_of(folder / "qwen3", 2, settings, precision="bfloat16")
+    found = numbers_of(2, MAKE, config, BATCHES, tmp_path)
+    assert abs(found.logprobs_T - expected.logprobs_T).max() < 0.1
+    for (loss, norm), (expected_loss, expected_norm) in zip(found.steps, expected.steps, strict=True):
+        assert loss == pytest.approx(expected_loss, abs=0.02)
+        assert norm == pytest.approx(expected_norm, rel=0.05)
+    step = ADAMW["lr"]
+    for name, tensor in expected.weights.items():
+        assert (found.weights[name] - tensor).abs().max() <= 2 * len(BATCHES) * step, name

@@ -28,6 +28,7 @@ from tandem.trainer.backend import Backend
 
 VOCABULARY = 24
 DEADLINE_S = 120.0
+_GRACE_S = 2.0
 ADAMW = {"lr": 1e-3, "weight_decay": 0.01, "eps": 1e-4}
 """With a large epsilon: where the true gradient is zero, AdamW would otherwise make full steps of rounding errors."""
 
@@ -185,7 +186,14 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, deadlin
         ends.append(ours)
     deadline = time.monotonic() + deadline_s
     try:
-        return [_result(rank, end, deadline) for rank, end in enumerate(ends)]
+        found = []
+        for rank, end in enumerate(ends):
+            found.append(_result(rank, end, deadline))
+            if found[-1][0]:  # the others soon fail for want of this one, or it for want of them
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+        errors = [error for error, _ in found if error]
+        assert not errors, "\n".join(errors)
+        return [value for _, value in found]
     finally:
         for process, end in zip(processes, ends, strict=True):
             end.close()
@@ -196,14 +204,15 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, deadlin
             process.close()
 
 
-def _result(rank: int, end: Connection, deadline: float) -> Any:
-    assert end.poll(max(0.0, deadline - time.monotonic())), f"rank {rank} did not return in time"
+def _result(rank: int, end: Connection, deadline: float) -> tuple[str, Any]:
+    """Return what went wrong in a rank, empty if nothing did, and what it returned."""
+    if not end.poll(max(0.0, deadline - time.monotonic())):
+        return f"rank {rank} did not return in time", None
     try:
         error, value = end.recv()
     except EOFError:
-        raise AssertionError(f"rank {rank} died") from None
-    assert error is None, f"rank {rank} raised:\n{error}"
-    return value
+        return f"rank {rank} died", None
+    return f"rank {rank} raised:\n{error}" if error else "", value
 
 
 def _rank(end: Connection, rank: int, world_size: int, port: int, function: Callable[..., Any], args: Any) -> None:
