@@ -15,8 +15,9 @@ from hypothesis.extra.numpy import arrays
 from tandem.common.batch import SampleArrays
 from tandem.common.config import Config, build_config
 from tandem.common.config.schema import AdvEstimator, RewardScaling, RewardShaping
+from tandem.common.errors import RewardError
 from tandem.common.messages import SampleScored
-from tandem.coordinator.algorithms.advantages import group_advantages
+from tandem.coordinator.algorithms.advantages import decoupled_advantages, group_advantages
 from tandem.coordinator.algorithms.grpo import training_batch
 from tandem.coordinator.algorithms.rewards import scaled, shaped
 
@@ -242,3 +243,70 @@ def test_reinforce_plus_plus_leaves_normalising_to_the_trainer(minus_baseline: b
     estimator = AdvEstimator(name="reinforce_plus_plus", minus_baseline=minus_baseline)
     batch, _ = training_batch(with_grpo(adv_estimator=estimator), *samples_and_arrays())
     assert batch.advantages_S.tolist() == expected
+
+
+# --- GDPO ------------------------------------------------------------------------------------------------------------
+
+COMPONENTS = [[(1.0, 0.0), (0.0, 5.0), (0.0, 0.0)], [(1.0, 1.0), (1.0, 0.0), (0.0, 0.0)]]
+"""Of each sample: whether it is right, and how short; the second differs on another scale."""
+
+
+@pytest.mark.parametrize("weights", [None, (1.0, 0.25)])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_gdpo_by_hand(weights: tuple[float, float] | None, normalize: bool) -> None:
+    # arXiv:2601.05242: each component within its group, weighted and added, normalised over the batch.
+    rewards_GNC = np.array(COMPONENTS)
+    settings = AdvEstimator(
+        name="gdpo", reward_weights=weights, normalize_rewards=normalize, use_leave_one_out_baseline=False
+    )
+    combined = []
+    for group in COMPONENTS:
+        for sample in group:
+            total = 0.0
+            for component, weight in enumerate(weights or (1.0, 1.0)):
+                values = [other[component] for other in group]
+                mean = sum(values) / 3
+                deviation = math.sqrt(sum((value - mean) ** 2 for value in values) / 3)
+                total += weight * (sample[component] - mean) / (deviation + EPSILON if normalize else 1.0)
+            combined.append(total)
+    mean = sum(combined) / 6
+    deviation = math.sqrt(sum((value - mean) ** 2 for value in combined) / 5)
+    expected = np.array([(value - mean) / deviation for value in combined]).reshape(2, 3)
+    np.testing.assert_allclose(decoupled_advantages(rewards_GNC, settings), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_groups_that_grpo_takes_for_alike_are_told_apart_by_gdpo() -> None:
+    """The paper's example, figure 2: one sample has one component more than the other, or two."""
+    rewards_GNC = np.array([[(0.0, 0.0), (0.0, 1.0)], [(0.0, 0.0), (1.0, 1.0)]])
+    plain = advantages(rewards_GNC.sum(axis=2).tolist(), leave_one_out=False)
+    np.testing.assert_allclose(plain, [[-1, 1], [-1, 1]], rtol=1e-5)
+    decoupled = decoupled_advantages(rewards_GNC, AdvEstimator(name="gdpo", use_leave_one_out_baseline=False))
+    np.testing.assert_allclose(decoupled[1], 2 * decoupled[0], rtol=1e-5)
+
+
+def gdpo_samples() -> tuple[list[SampleScored], SampleArrays]:
+    samples, sample_arrays = samples_and_arrays()
+    parts = [component for group in COMPONENTS for component in group]
+    named = [
+        msgspec.structs.replace(sample, components={"short": short, "right": right})
+        for sample, (right, short) in zip(samples, parts, strict=True)
+    ]
+    return named, sample_arrays
+
+
+def test_the_components_of_a_batch() -> None:
+    estimator = AdvEstimator(name="gdpo", reward_weights=(1.0, 0.25))
+    scaling = RewardScaling(enabled=True, source_max=10.0)
+    batch, metrics = training_batch(with_grpo(adv_estimator=estimator, reward_scaling=scaling), *gdpo_samples())
+    expected = decoupled_advantages(np.array(COMPONENTS) / 10, estimator).reshape(-1)
+    np.testing.assert_allclose(batch.advantages_S, expected, rtol=1e-6)
+    assert (metrics["reward/right"], metrics["reward/short"]) == (0.5, 1.0)
+
+
+def test_gdpo_needs_components_and_a_weight_for_each() -> None:
+    config = with_grpo(adv_estimator=AdvEstimator(name="gdpo"))
+    with pytest.raises(RewardError, match=r"at least two components, environment 'reasoning_gym' gave none$"):
+        training_batch(config, *samples_and_arrays())
+    config = with_grpo(adv_estimator=AdvEstimator(name="gdpo", reward_weights=(1.0,)))
+    with pytest.raises(RewardError, match=r"reward_weights: 1 weights, but .* gave right, short$"):
+        training_batch(config, *gdpo_samples())

@@ -153,6 +153,21 @@ def test_a_forced_ratio_is_for_one_optimizer_step() -> None:
             "reward_shaping.max_response_length: null, but grpo.reward_shaping.enabled needs it, or "
             "stop_properly_penalty_coef in its place",
         ),
+        ({"batch_multiplier": 2}, "batch_multiplier: 2 needs grpo.use_dynamic_sampling"),
+        (
+            {
+                "num_prompts_per_step": 16,
+                "num_generations_per_prompt": 1,
+                "use_leave_one_out_baseline": False,
+                "use_dynamic_sampling": True,
+            },
+            "num_generations_per_prompt: 1, but grpo.use_dynamic_sampling needs at least 2 samples of each prompt",
+        ),
+        (
+            {"adv_estimator": {"name": "gdpo"}, "reward_shaping": {"enabled": True, "stop_properly_penalty_coef": 0}},
+            "reward_shaping.enabled: true, but grpo.adv_estimator.name gdpo takes the components of the reward, which "
+            "are not shaped",
+        ),
         (
             {"adv_estimator": {"name": "grppo"}},
             "adv_estimator.name: 'grppo' is not one of gdpo, grpo, reinforce_plus_plus; did you mean 'grpo'?",

@@ -156,8 +156,9 @@ class Length:
 class Returns:
     """Returns the same for every response, whatever it is."""
 
-    def __init__(self, *, reward: Any = None, score: Any = None) -> None:
-        self.returned = Score(float(reward) if reward else reward, correct=False) if score is None else score
+    def __init__(self, *, reward: Any = None, score: Any = None, components: Any = None) -> None:
+        reward = float(reward) if reward else reward
+        self.returned = Score(reward, correct=False, components=components or {}) if score is None else score
 
     def score(self, problem: Problem, response: str) -> Any:
         return self.returned
@@ -287,6 +288,12 @@ def test_every_response_comes_back_once_with_its_own_score(start: Callable[[Conf
     assert poll_until(scorer, 200) == {key: Score(float(key), key > 2) for key in range(200)}
 
 
+def test_components_come_with_the_score(start: Callable[[Config], Scorer]) -> None:
+    scorer = start(here("Returns", kwargs={"reward": "1", "components": {"right": 1, "short": 0.5}}))
+    scorer.submit(0, problem(), said("x"))
+    assert poll_until(scorer, 1)[0].components == {"right": 1.0, "short": 0.5}
+
+
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_so_many_are_scored_at_once(start: Callable[[Config], Scorer], num_workers: int) -> None:
     scorer = start(here("Counts", num_workers=num_workers))
@@ -301,6 +308,7 @@ def test_so_many_are_scored_at_once(start: Callable[[Config], Scorer], num_worke
         ("Returns", {"reward": "nan"}, "the reward is nan, not a finite number"),
         ("Returns", {"reward": "-inf"}, "the reward is -inf, not a finite number"),
         ("Returns", {"reward": None}, "the reward is None, not a finite number"),
+        ("Returns", {"reward": "1", "components": {"a": "much"}}, "the reward is 'much', not a finite number"),
         ("Returns", {"score": 1.0}, "score() returned float, not a Score"),
         ("Raises", {}, "LookupError: no such letter"),
     ],

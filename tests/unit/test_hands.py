@@ -49,7 +49,7 @@ class Balanced(Cluster):
             self.answer_next()
 
     def sizes(self, task: Task, tokens: Sequence[int]) -> list[GroupSize]:
-        assert task.num_groups == len(tokens)
+        assert task.groups == range(len(tokens))
         return [GroupSize(num_samples=NUM_SAMPLES, num_tokens=n) for n in tokens]
 
     def attesting(self) -> bool:

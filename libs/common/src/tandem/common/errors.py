@@ -12,7 +12,8 @@ The tree::
     |-- ServiceError           a process failed; names the process and the phase
     |   |-- ServiceLost        it died, or was silent for longer than the heartbeat timeout
     |   |-- CommandFailed      it answered a command with an error
-    |   `-- DeadlineExceeded   it did not answer in time
+    |   |-- DeadlineExceeded   it did not answer in time
+    |   `-- SamplingExhausted  dynamic sampling found too few prompt groups to learn from
     |-- ModelError             a checkpoint folder that cannot be loaded
     |-- CheckpointError        a checkpoint that could not be written or read
     |-- TrainingError          an optimizer step whose loss or gradient is not a finite number
@@ -85,6 +86,10 @@ class CommandFailed(ServiceError):
 
 class DeadlineExceeded(ServiceError):
     """A process did not answer a command before its deadline."""
+
+
+class SamplingExhausted(ServiceError):
+    """Dynamic sampling has generated all that it may, and too few prompt groups teach something."""
 
 
 class ModelError(TandemError):

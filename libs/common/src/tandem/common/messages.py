@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Raised whenever a message changes shape; both ends of a link must hold the same number."""
 
 ServiceKind = Literal["trainer", "rollout", "refit"]
@@ -283,6 +283,8 @@ class SampleScored(Message, frozen=True, kw_only=True):
     finish_reason: Literal["stop", "length", "turns"]
     """How the sample ended: as it should, at a limit of tokens, or at ``grpo.max_rollout_turns``."""
     reward: float
+    components: dict[str, float] = {}
+    """What the environment says the reward is made of, by name."""
     correct: bool
     response: str
     """What followed the prompt, a line for each message, for logs and the report; the tokens are what trains."""

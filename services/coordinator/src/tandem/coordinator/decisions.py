@@ -211,6 +211,15 @@ class Balance(msgspec.Struct, frozen=True, kw_only=True):
     """How long an engine without work waits for others before it takes over their prompts; None for ever."""
 
 
+class DynamicSampling(msgspec.Struct, frozen=True, kw_only=True):
+    """How a step goes on generating until enough groups teach something; see `tandem.coordinator.draws`."""
+
+    num_groups: int
+    """Groups generated at once."""
+    max_batches: int
+    """How often, at most."""
+
+
 class RunShape(msgspec.Struct, frozen=True, kw_only=True):
     """Everything about a run that its plan depends on."""
 
@@ -222,7 +231,7 @@ class RunShape(msgspec.Struct, frozen=True, kw_only=True):
     """The step to begin with: 1, or one after the step a resumed run was saved at."""
     last_step: int
     num_groups: int
-    """Prompt groups a training step; zero without engines."""
+    """Prompt groups that a training step trains on; zero without engines."""
     num_validation_groups: int
     validate_every: int
     """Steps between validations; zero for never."""
@@ -240,6 +249,8 @@ class RunShape(msgspec.Struct, frozen=True, kw_only=True):
     """How often each engine may be lost and replaced before the run fails."""
     balance: Balance | None = None
     """None: prompts are dealt like cards."""
+    dynamic_sampling: DynamicSampling | None = None
+    """None: a step trains on all groups that it generates."""
     deadlines: Deadlines
 
 

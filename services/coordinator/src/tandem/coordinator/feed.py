@@ -63,5 +63,5 @@ class Feed(Protocol):
 def group_sizes(feed: Feed, task: Task) -> list[GroupSize]:
     """Return what each prompt group of a task asks of an engine."""
     longest = feed.sampling(task.purpose).max_new_tokens
-    groups = feed.prompt_groups(task.step, task.purpose, range(task.num_groups))
+    groups = feed.prompt_groups(task.step, task.purpose, task.groups)
     return [GroupSize(num_samples=len(g.seeds), num_tokens=len(g.prompt_ids) + longest) for g in groups]

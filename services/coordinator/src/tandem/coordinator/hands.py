@@ -27,7 +27,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     purpose: Purpose
     phase: Phase
     allowed_s: float
-    num_groups: int
+    groups: range
 
 
 class GroupSize(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +81,7 @@ class DealtHands:
     def deal(self, task: Task, engines: Sequence[str]) -> list[Action]:
         """Give every engine its groups, one after the other."""
         self._task = task
-        hands = {engine: tuple(range(i, task.num_groups, len(engines))) for i, engine in enumerate(engines)}
+        hands = {engine: tuple(task.groups[i :: len(engines)]) for i, engine in enumerate(engines)}
         self._hands = {engine: groups for engine, groups in hands.items() if groups}
         return [self._prompts(task, engine) for engine in self._hands]
 
@@ -153,7 +153,7 @@ class BalancedHands:
         self._width = width
         self._timeout_s = timeout_s
         self._task: Task | None = None
-        self._sizes: Sequence[GroupSize] = ()
+        self._sizes: dict[int, GroupSize] = {}
         self._pool: deque[int] = deque()
         """Groups that no engine has."""
         self._hands: dict[str, _Hand] = {}
@@ -162,8 +162,9 @@ class BalancedHands:
 
     def deal(self, task: Task, engines: Sequence[str]) -> list[Action]:
         """Deal as many groups as engines have room for."""
-        self._task, self._sizes = task, self._size_of(task)
-        self._pool = deque(range(task.num_groups))
+        self._task = task
+        self._sizes = dict(zip(task.groups, self._size_of(task), strict=True))
+        self._pool = deque(task.groups)
         self._hands = {engine: _Hand() for engine in engines}
         self._idle_since = None
         return self._deal(task)

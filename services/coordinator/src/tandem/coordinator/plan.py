@@ -13,9 +13,9 @@ The synchronous plan does one phase at a time::
                                                                     training  <-- generating  <----+
 
 A phase is over when nothing is outstanding: every order was answered, and no engine is on its way back. A version is
-attested beside the phase that follows its refit, and is outstanding there, so no sample is used before that. SFT has no
-engines: it goes from building to training, and from training to validating. What concerns weights is in
-`tandem.coordinator.weights`.
+attested beside the phase that follows its refit, and is outstanding there, so no sample is used before that. With
+dynamic sampling, generating may follow on generating (`tandem.coordinator.draws`). SFT has no engines: it goes from
+building to training, and from training to validating. What concerns weights is in `tandem.coordinator.weights`.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ from tandem.coordinator.decisions import (
     RunShape,
     Ticked,
 )
+from tandem.coordinator.draws import Draws, Teaches
 from tandem.coordinator.hands import BalancedHands, DealtHands, GroupSize, Hands, Sizes, Task
 from tandem.coordinator.orders import Orders, Promise
 from tandem.coordinator.weights import WeightPlane
@@ -63,8 +64,11 @@ _SET_UP = (Phase.JOINING, Phase.BUILDING, Phase.PLANNING, Phase.INSTALLING, Phas
 class SynchronousPlan:
     """Generate, train, refit, one after the other: no sample is ever older than the weights it trains."""
 
-    def __init__(self, shape: RunShape, now: float, sizes: Sizes | None = None) -> None:
-        """`sizes` says what each prompt group asks of an engine; by default they are alike."""
+    def __init__(self, shape: RunShape, now: float, sizes: Sizes | None = None, teaches: Teaches | None = None) -> None:
+        """`sizes` says what each prompt group asks of an engine; by default they are alike.
+
+        `teaches` says whether one is worth training on, where the shape has dynamic sampling; by default they all are.
+        """
         self.shape = shape
         self.phase = Phase.JOINING
         self.step = shape.first_step - 1
@@ -74,6 +78,7 @@ class SynchronousPlan:
         self.plane = WeightPlane(shape, self.orders)
         self._phase_since = self._step_since = now
         self._seconds: dict[str, float] = {}
+        self._draws = Draws(shape, teaches or bool)
         self._hands = _make_hands(shape, self.orders, sizes or _alike)
         self._version = shape.first_step - 1
         self._has_update = False
@@ -92,6 +97,7 @@ class SynchronousPlan:
         try:
             actions = self._take(event)
             actions += self._settle_hands()
+            self._draws.heed(actions)
             if not self._is_over() and not self.orders.outstanding and not self.plane.is_recovering:
                 actions += self._next_phase()
         except ServiceError as error:
@@ -121,6 +127,7 @@ class SynchronousPlan:
         if reply.command_id not in self.orders.outstanding:
             return []  # a repetition, or the answer to an order that was abandoned
         if isinstance(reply, SamplesFinished):
+            self._draws.take_samples(reply)
             return self._hands.take_samples(member, reply)  # part of an answer; the loop keeps the samples
         del self.orders.outstanding[reply.command_id]
         if isinstance(reply, Trained):
@@ -175,7 +182,8 @@ class SynchronousPlan:
                 attest = self.plane.attest()
                 return attest + (self._validate_or_go_on() if self._is_trained else self._begin())
             case Phase.GENERATING:
-                return self._train()
+                more = self._draws.more()
+                return self._generate(more) if more else self._train()
             case Phase.TRAINING:
                 self._is_trained = True
                 self._version = self.step
@@ -251,11 +259,11 @@ class SynchronousPlan:
         self._is_trained = self._is_committed = False
         self._step_since = self._now
         self._seconds = {}
-        return self._generate() if self._has_engines() else self._train()
+        return self._generate(self._draws.begin()) if self._has_engines() else self._train()
 
-    def _generate(self) -> list[Action]:
+    def _generate(self, groups: range) -> list[Action]:
         self._enter(Phase.GENERATING)
-        return self._dispatch_prompts("train", self.shape.num_groups)
+        return self._dispatch_prompts("train", groups)
 
     def _train(self) -> list[Action]:
         self._enter(Phase.TRAINING)
@@ -274,7 +282,7 @@ class SynchronousPlan:
     def _validate(self) -> list[Action]:
         self._enter(Phase.VALIDATING)
         if self._has_engines():
-            return self._dispatch_prompts("validate", self.shape.num_validation_groups)
+            return self._dispatch_prompts("validate", range(self.shape.num_validation_groups))
         return self._dispatch_batches("validate")
 
     def _save_or_go_on(self) -> list[Action]:
@@ -394,10 +402,8 @@ class SynchronousPlan:
     def _promise(self, member: str) -> Promise:
         return self.orders.promise(member, self.phase, self._allowed_s())
 
-    def _dispatch_prompts(self, purpose: Purpose, num_groups: int) -> list[Action]:
-        task = Task(
-            step=self.step, purpose=purpose, phase=self.phase, allowed_s=self._allowed_s(), num_groups=num_groups
-        )
+    def _dispatch_prompts(self, purpose: Purpose, groups: range) -> list[Action]:
+        task = Task(step=self.step, purpose=purpose, phase=self.phase, allowed_s=self._allowed_s(), groups=groups)
         return self._hands.deal(task, self._all("rollout"))
 
     def _dispatch_batches(self, purpose: Purpose) -> list[Action]:
@@ -414,7 +420,7 @@ def _make_hands(shape: RunShape, orders: Orders, sizes: Sizes) -> Hands:
 
 
 def _alike(task: Task) -> list[GroupSize]:
-    return [GroupSize(num_samples=1, num_tokens=1)] * task.num_groups
+    return [GroupSize(num_samples=1, num_tokens=1)] * len(task.groups)
 
 
 _BREAKDOWN: dict[Phase, str] = {

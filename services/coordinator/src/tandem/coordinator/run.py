@@ -26,6 +26,7 @@ from tandem.common.errors import ConfigError, ModelError, RunFolderError
 from tandem.common.telemetry import MetricWriters, TensorBoardWriter, WandbRun, WandbWriter
 from tandem.common.tokenizer import load_tokenizer, write_new_model
 from tandem.coordinator.algorithms import make_feed
+from tandem.coordinator.algorithms.rewards import has_spread
 from tandem.coordinator.checkpoints import CheckpointFolder
 from tandem.coordinator.decisions import Finish
 from tandem.coordinator.feed import Feed, group_sizes
@@ -234,7 +235,9 @@ def _run(
         stack.callback(progress.close)
         recorder = Recorder(config, journal, checkpoints, writers, progress)
         say(_who_runs_where(config, hub.address))
-        plan = SynchronousPlan(shape, time.monotonic(), sizes=partial(group_sizes, feed))
+        plan = SynchronousPlan(
+            shape, time.monotonic(), sizes=partial(group_sizes, feed), teaches=partial(has_spread, config.grpo)
+        )
         loop = Loop(plan, registry, processes, feed, recorder)
         outcome = "failed"
         try:

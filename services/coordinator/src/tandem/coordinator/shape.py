@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tandem.common.config import Config
 from tandem.common.messages import ServiceKind
-from tandem.coordinator.decisions import Balance, Deadlines, RunShape
+from tandem.coordinator.decisions import Balance, Deadlines, DynamicSampling, RunShape
 
 _VLLM_WIDTH = 256
 """Sequences that vLLM runs at once unless ``max_num_seqs`` says otherwise."""
@@ -57,6 +57,7 @@ def run_shape(
         is_verified=config.refit.verify != "off",
         max_replacements=config.cluster.max_replacements,
         balance=_balance(config),
+        dynamic_sampling=_dynamic_sampling(config),
         deadlines=Deadlines(
             join=deadlines.join_s,
             build=deadlines.build_s,
@@ -77,3 +78,10 @@ def _balance(config: Config) -> Balance | None:
     if generation.backend == "vllm":
         width = int(generation.vllm_kwargs.get("max_num_seqs") or _VLLM_WIDTH)
     return Balance(width=width, timeout_s=generation.generation_timeout)
+
+
+def _dynamic_sampling(config: Config) -> DynamicSampling | None:
+    grpo = config.grpo
+    if config.algorithm != "grpo" or not grpo.use_dynamic_sampling:
+        return None
+    return DynamicSampling(num_groups=grpo.num_prompts_per_batch, max_batches=grpo.dynamic_sampling_max_gen_batches)

@@ -94,6 +94,7 @@ class Conversation:
             num_turns=self.num_turns,
             finish_reason=scored if cause == "score" else cause,
             reward=self.reward + score.reward,
+            components=dict(score.components),
             correct=score.correct,
             response="\n".join(message["content"] for message in self.messages),
         )

@@ -44,8 +44,6 @@ _PRECISIONS = ("auto", "bfloat16", "float16", "half", "float32", "float", "fp8")
 """Element types of vLLM's weights, by its names."""
 
 NOT_SUPPORTED_YET = (
-    Row("grpo.adv_estimator.name", ("grpo", "reinforce_plus_plus"), _grpo),
-    Row("grpo.use_dynamic_sampling", (False,), _grpo),
     Row("checkpointing.enabled", (False,), _megatron),
     Row("policy.generation.vllm_cfg.precision", _PRECISIONS, _vllm),
     Row("logger.mlflow_enabled", (False,)),

@@ -1,6 +1,6 @@
 """Advantages: how much better a sample did than its group.
 
-Shapes: ``G`` groups of ``N`` samples.
+Shapes: ``G`` groups of ``N`` samples, ``C`` components of a reward.
 """
 
 from __future__ import annotations
@@ -27,6 +27,32 @@ def advantages(rewards_GN: NDArray[np.float64], settings: AdvEstimator) -> NDArr
     return group_advantages(
         rewards_GN, leave_one_out=settings.use_leave_one_out_baseline, normalize=settings.normalize_rewards
     )
+
+
+def decoupled_advantages(rewards_GNC: NDArray[np.float64], settings: AdvEstimator) -> NDArray[np.float32]:
+    """Return the advantage of each sample by GDPO (Liu et al. 2026, arXiv:2601.05242, section 3).
+
+    ``A = sum over c of w_c A_c``, where ``A_c`` is `group_advantages` of one component and ``w_c`` its weight: so that
+    a component whose rewards lie close together counts as much as one whose rewards are far apart. Then A minus its
+    mean over the whole batch, divided by its (unbiased) standard deviation, so that its size does not grow with ``C``.
+
+    Returns:
+        ``advantages_GN``.
+
+    """
+    weights_C = settings.reward_weights or (1.0,) * rewards_GNC.shape[2]
+    parts = [
+        group_advantages(
+            rewards_GNC[:, :, component],
+            leave_one_out=settings.use_leave_one_out_baseline,
+            normalize=settings.normalize_rewards,
+        ).astype(np.float64)
+        for component in range(rewards_GNC.shape[2])
+    ]
+    combined_GN = sum((w * part for w, part in zip(weights_C, parts, strict=True)), np.zeros(rewards_GNC.shape[:2]))
+    combined_GN -= combined_GN.mean()
+    deviation = combined_GN.std(ddof=1) if combined_GN.size > 1 else 0.0
+    return np.asarray(combined_GN / deviation if deviation > 0 else combined_GN, dtype=np.float32)
 
 
 def group_advantages(rewards_GN: NDArray[np.float64], *, leave_one_out: bool, normalize: bool) -> NDArray[np.float32]:

@@ -8,14 +8,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tandem.common.batch import SampleArrays, TrainingBatch
 from tandem.common.config import Config
+from tandem.common.config.schema import Grpo
+from tandem.common.errors import RewardError
 from tandem.common.messages import PromptGroup, Purpose, SampleScored, SamplesFinished, SamplingParameters
 from tandem.common.tokenizer import Tokenizer
 from tandem.common.wire import Arrays
-from tandem.coordinator.algorithms.advantages import advantages
-from tandem.coordinator.algorithms.rewards import is_truncated, training_rewards
+from tandem.coordinator.algorithms.advantages import advantages, decoupled_advantages
+from tandem.coordinator.algorithms.rewards import (
+    component_names,
+    component_rewards,
+    has_spread,
+    is_truncated,
+    training_rewards,
+)
 from tandem.coordinator.data import PromptEncoder, epoch_stream, load_problems, sample_seed
 from tandem.coordinator.samples import SampleStore
 
@@ -63,8 +72,9 @@ class GrpoFeed:
             chosen = {group: self._validation[group] for group in groups}
             num_samples = 1
         else:
-            first = (step - 1) * grpo.num_prompts_per_step
-            order = epoch_stream(grpo.seed, len(self._train), first, grpo.num_prompts_per_step)
+            # A step that may draw more has so many places of the stream to itself: its problems depend on no other.
+            first = (step - 1) * grpo.max_prompts_per_step
+            order = epoch_stream(grpo.seed, len(self._train), first, max(groups, default=0) + 1)
             chosen = {group: self._train[order[group]] for group in groups}
             num_samples = grpo.num_generations_per_prompt
         # The same draws at every validation, so that two of them differ by the weights alone.
@@ -122,24 +132,43 @@ def training_batch(
     config: Config, samples: Sequence[SampleScored], arrays: SampleArrays
 ) -> tuple[TrainingBatch, dict[str, float]]:
     """Turn a step's samples, ordered by group, into a batch with advantages; return also the samples' metrics."""
-    num_samples = config.grpo.num_generations_per_prompt
+    grpo = config.grpo
+    num_samples = grpo.num_generations_per_prompt
     order = [(sample.group, sample.sample) for sample in samples]
     assert order == [divmod(i, num_samples) for i in range(len(samples))], "groups are whole and in order"
-    rewards_GN = np.array([sample.reward for sample in samples], dtype=np.float64).reshape(-1, num_samples)
-    trained_GN = training_rewards(samples, config.grpo).reshape(rewards_GN.shape)
-    is_truncated_S = np.array([is_truncated(sample) for sample in samples])
+    metrics = sample_metrics(config, samples)
+    if grpo.use_dynamic_sampling:
+        rows, counts = dynamic_sampling(grpo, samples)
+        samples, arrays = [samples[row] for row in rows], arrays.take(rows)
+        metrics |= counts | {"filtered_reward": float(np.mean([sample.reward for sample in samples]))}
+    rewards_S = training_rewards(samples, grpo)
+    if grpo.reward_scaling.enabled or grpo.reward_shaping.enabled:
+        metrics["training_reward"] = float(rewards_S.mean())
     loss_mask_T = arrays.loss_mask_T
-    if config.grpo.overlong_filtering:
+    if grpo.overlong_filtering:
+        is_truncated_S = np.array([is_truncated(sample) for sample in samples])
         loss_mask_T = loss_mask_T & ~np.repeat(is_truncated_S, arrays.lengths_S)
+    if grpo.adv_estimator.name == "gdpo":
+        components_SC = _components(config, samples)
+        components_GNC = components_SC.reshape(-1, num_samples, components_SC.shape[1])
+        advantages_GN = decoupled_advantages(components_GNC, grpo.adv_estimator)
+    else:
+        advantages_GN = advantages(rewards_S.reshape(-1, num_samples), grpo.adv_estimator)
     batch = TrainingBatch(
         lengths_S=arrays.lengths_S,
         token_ids_T=arrays.token_ids_T,
         loss_mask_T=loss_mask_T,
         generation_logprobs_T=arrays.generation_logprobs_T,
-        advantages_S=advantages(trained_GN, config.grpo.adv_estimator).reshape(-1),
+        advantages_S=advantages_GN.reshape(-1),
     )
+    return batch, metrics
+
+
+def sample_metrics(config: Config, samples: Sequence[SampleScored]) -> dict[str, float]:
+    """Return what there is to say about all samples of a step, whether they are trained on or not."""
+    rewards_GN = np.array([sample.reward for sample in samples]).reshape(-1, config.grpo.num_generations_per_prompt)
     lengths = np.array([sample.response_length for sample in samples])
-    metrics = {
+    return {
         "reward": float(rewards_GN.mean()),
         "reward_std": float(rewards_GN.std()),
         "reward_min": float(rewards_GN.min()),
@@ -147,13 +176,43 @@ def training_batch(
         "accuracy": float(np.mean([sample.correct for sample in samples])),
         "mean_generation_length": float(lengths.mean()),
         "max_generation_length": float(lengths.max()),
-        "truncated_fraction": float(is_truncated_S.mean()),
+        "truncated_fraction": float(np.mean([is_truncated(sample) for sample in samples])),
         "groups_without_spread": float(np.mean(np.ptp(rewards_GN, axis=1) == 0)),
+        **{
+            f"reward/{name}": float(np.mean([sample.components.get(name, 0.0) for sample in samples]))
+            for name in component_names(samples)
+        },
         **turn_metrics(config, samples),
     }
-    if config.grpo.reward_scaling.enabled or config.grpo.reward_shaping.enabled:
-        metrics["training_reward"] = float(trained_GN.mean())
-    return batch, metrics
+
+
+def dynamic_sampling(grpo: Grpo, samples: Sequence[SampleScored]) -> tuple[list[int], dict[str, float]]:
+    """Return the rows of the samples to train on, and how many there were of what, under NeMo-RL's names.
+
+    They are the first `num_prompts_per_step` groups that teach something, in the order in which the step drew them,
+    whatever order they came in.
+    """
+    size = grpo.num_generations_per_prompt
+    firsts = range(0, len(samples), size)
+    useful = [first for first in firsts if has_spread(grpo, samples[first : first + size])]
+    kept = useful[: grpo.num_prompts_per_step]
+    assert len(kept) == grpo.num_prompts_per_step, "the plan goes on until there are as many"
+    return [row for first in kept for row in range(first, first + size)], {
+        "dynamic_sampling_num_gen_batches": len(firsts) / grpo.num_prompts_per_batch,
+        "dynamic_sampling_num_dropped_groups": float(len(firsts) - len(useful)),
+        "dynamic_sampling_num_discarded_valid_samples": float((len(useful) - len(kept)) * size),
+    }
+
+
+def _components(config: Config, samples: Sequence[SampleScored]) -> NDArray[np.float64]:
+    """Return the components of the rewards, as many as GDPO and its weights need."""
+    names, weights = component_names(samples), config.grpo.adv_estimator.reward_weights
+    given = f"environment {config.data.environment!r} gave {', '.join(names) or 'none'}"
+    if len(names) < 2:
+        raise RewardError(f"grpo.adv_estimator.name: gdpo needs rewards of at least two components, {given}")
+    if weights is not None and len(weights) != len(names):
+        raise RewardError(f"grpo.adv_estimator.reward_weights: {len(weights)} weights, but {given}")
+    return component_rewards(samples, config.grpo, names)
 
 
 def turn_metrics(config: Config, samples: Sequence[SampleScored]) -> dict[str, float]:

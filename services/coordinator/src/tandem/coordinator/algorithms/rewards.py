@@ -1,6 +1,6 @@
 """Rewards: what becomes of the environment's before advantages are made of them.
 
-Shapes: ``S`` samples.
+Shapes: ``S`` samples, ``C`` components of a reward.
 """
 
 from __future__ import annotations
@@ -25,6 +25,30 @@ def training_rewards(samples: Sequence[SampleScored], grpo: Grpo) -> Float64s:
         np.array([is_truncated(sample) for sample in samples]),
         grpo.reward_shaping,
     )
+
+
+def has_spread(grpo: Grpo, samples: Sequence[SampleScored]) -> bool:
+    """Tell whether the samples of a group differ in what their advantages are made of, before shaping by length.
+
+    If they do not, every advantage is zero (DAPO, Yu et al. 2025, arXiv:2503.14476, equation 11), or comes from lengths
+    alone.
+    """
+    if grpo.adv_estimator.name == "gdpo":
+        values_SC = component_rewards(samples, grpo, component_names(samples))
+    else:
+        values_SC = scaled(np.array([[sample.reward] for sample in samples]), grpo.reward_scaling)
+    return bool((np.ptp(values_SC, axis=0) > 0).any())
+
+
+def component_names(samples: Sequence[SampleScored]) -> list[str]:
+    """Return the names of the components that any of the samples has, in alphabetical order."""
+    return sorted({name for sample in samples for name in sample.components})
+
+
+def component_rewards(samples: Sequence[SampleScored], grpo: Grpo, names: Sequence[str]) -> Float64s:
+    """Return the scaled components ``[S, C]``; one that a sample does not have, as where a limit ended it, is zero."""
+    values_SC = np.array([[sample.components.get(name, 0.0) for name in names] for sample in samples], dtype=np.float64)
+    return scaled(values_SC.reshape(len(samples), len(names)), grpo.reward_scaling)
 
 
 def is_truncated(sample: SampleScored) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import msgspec
@@ -23,6 +23,9 @@ class Score(msgspec.Struct, frozen=True):
     """What training maximises; any finite number."""
     correct: bool
     """Whether it counts as solved, for the accuracy."""
+    components: Mapping[str, float] = {}
+    """What the reward is made of, by name, for an estimator that takes it apart (``grpo.adv_estimator.name: gdpo``);
+    finite numbers."""
 
 
 class Turn(msgspec.Struct, frozen=True):

@@ -123,7 +123,8 @@ class Scorer:
         if self.converses and isinstance(job.result, Turn):
             return Turn(_valid_messages(job.result.messages, where), _valid_reward(job.result.reward, where))
         if isinstance(job.result, Score):
-            return Score(_valid_reward(job.result.reward, where), correct=bool(job.result.correct))
+            components = {str(name): _valid_reward(value, where) for name, value in job.result.components.items()}
+            return Score(_valid_reward(job.result.reward, where), bool(job.result.correct), components)
         wanted = "step() returned {}, not a Score or a Turn" if self.converses else "score() returned {}, not a Score"
         raise RewardError(f"{where}: {wanted.format(type(job.result).__name__)}")
 

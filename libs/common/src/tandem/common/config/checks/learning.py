@@ -24,6 +24,29 @@ def samples_differ(config: Config) -> None:
         raise Invalid("policy.generation.temperature", "0 draws the same sample every time, and GRPO learns from none")
 
 
+def dynamic_sampling_can_tell_groups_apart(config: Config) -> None:
+    """The rewards of a group of one never differ."""
+    grpo = config.grpo
+    if config.algorithm != "grpo":
+        return
+    if grpo.use_dynamic_sampling and grpo.num_generations_per_prompt < 2:
+        raise Invalid(
+            "grpo.num_generations_per_prompt",
+            "1, but grpo.use_dynamic_sampling needs at least 2 samples of each prompt",
+        )
+    if grpo.batch_multiplier != 1 and not grpo.use_dynamic_sampling:
+        raise Invalid("grpo.batch_multiplier", f"{grpo.batch_multiplier:g} needs grpo.use_dynamic_sampling")
+
+
+def components_have_no_length(config: Config) -> None:
+    """What is shaped is the sum, and GDPO does not look at it."""
+    if config.algorithm == "grpo" and config.grpo.adv_estimator.name == "gdpo" and config.grpo.reward_shaping.enabled:
+        raise Invalid(
+            "grpo.reward_shaping.enabled",
+            "true, but grpo.adv_estimator.name gdpo takes the components of the reward, which are not shaped",
+        )
+
+
 def rewards_can_be_shaped(config: Config) -> None:
     """Shaping needs to know which lengths it is about."""
     shaping = config.grpo.reward_shaping
@@ -50,6 +73,8 @@ def rewards_can_be_scaled(config: Config) -> None:
 RULES: tuple[Rule, ...] = (
     leaving_one_out_leaves_one,
     samples_differ,
+    dynamic_sampling_can_tell_groups_apart,
+    components_have_no_length,
     rewards_can_be_scaled,
     rewards_can_be_shaped,
 )

@@ -97,3 +97,13 @@ class Grpo(Section, frozen=True, kw_only=True):
     """Validation problems sent to the rollouts at once."""
     seed: Seed = 42
     """Decides the problems, their order and every sample."""
+
+    @property
+    def num_prompts_per_batch(self) -> int:
+        """Prompt groups that engines generate for at once."""
+        return round(self.num_prompts_per_step * self.batch_multiplier)
+
+    @property
+    def max_prompts_per_step(self) -> int:
+        """Prompt groups that a step generates for, at most."""
+        return self.num_prompts_per_batch * (self.dynamic_sampling_max_gen_batches if self.use_dynamic_sampling else 1)

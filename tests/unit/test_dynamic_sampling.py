@@ -1,0 +1,205 @@
+"""Dynamic sampling: a step generates until enough groups teach something, and trains on the first of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import pytest
+from data_harness import character_tokenizer, data_config
+from test_data_feeds import finished
+from test_plan import GRPO, Cluster, lose, replace
+
+from tandem.common.config import Config
+from tandem.common.config.schema import AdvEstimator, Grpo, RewardScaling, RewardShaping
+from tandem.common.messages import SampleScored, SamplesFinished
+from tandem.coordinator.algorithms.grpo import GrpoFeed
+from tandem.coordinator.algorithms.rewards import has_spread
+from tandem.coordinator.decisions import DispatchBatch, DispatchPrompts, DynamicSampling, Finish, Phase, Replied
+from tandem.coordinator.plan import SynchronousPlan
+
+SHAPE = msgspec.structs.replace(
+    GRPO,
+    num_groups=3,
+    validate_every=0,
+    validate_at_start=False,
+    save_every=0,
+    dynamic_sampling=DynamicSampling(num_groups=4, max_batches=3),
+)
+
+
+def sample(group: int, number: int, reward: float, **components: float) -> SampleScored:
+    return SampleScored(
+        group=group,
+        sample=number,
+        prompt_length=1,
+        response_length=1 + number,
+        num_turns=1,
+        finish_reason="stop",
+        reward=reward,
+        components=components,
+        correct=False,
+        response="",
+    )
+
+
+class Sampling(Cluster):
+    """A cluster in which the samples of some groups differ."""
+
+    def __init__(self, useful: Sequence[int]) -> None:
+        super().__init__(SHAPE)
+        self.plan = SynchronousPlan(SHAPE, now=0.0, teaches=lambda samples: len({s.reward for s in samples}) > 1)
+        self.useful = useful
+        self.join_all()
+        self.run_until(Phase.GENERATING)
+
+    def answer_next(self) -> None:
+        action = self.pending[0]
+        if isinstance(action, DispatchPrompts):
+            self.send_samples(action)
+        super().answer_next()
+
+    def send_samples(self, order: DispatchPrompts) -> None:
+        samples = tuple(sample(g, i, float(i * (g in self.useful))) for g in order.groups for i in range(2))
+        reply = SamplesFinished(command_id=order.command_id, step=order.step, purpose=order.purpose, samples=samples)
+        self.give(Replied(now=self.now, member=order.member, reply=reply))
+
+    def groups(self, step: int) -> list[int]:
+        return sorted(g for a in self.orders if isinstance(a, DispatchPrompts) and a.step == step for g in a.groups)
+
+
+@pytest.mark.parametrize(
+    ("useful", "num_batches"), [([0, 1, 2], 1), ([0, 3, 4], 2), ([3, 5, 7], 2), ([0, 1, 11], 3), ([8, 9, 10, 11], 3)]
+)
+def test_a_step_generates_until_enough_groups_teach_something(useful: list[int], num_batches: int) -> None:
+    cluster = Sampling(useful)
+    cluster.run_until(Phase.TRAINING)
+    assert cluster.groups(1) == list(range(4 * num_batches))
+    # The next step begins anew.
+    cluster.run_until(Phase.GENERATING)
+    cluster.run_until(Phase.TRAINING)
+    assert cluster.groups(2) == list(range(4 * num_batches))
+
+
+def test_a_step_that_may_not_go_on_ends_the_run() -> None:
+    cluster = Sampling([0, 11])
+    cluster.run_until(Phase.FINISHED)
+    assert cluster.groups(1) == list(range(12))
+    assert not any(isinstance(a, DispatchBatch) for a in cluster.orders)
+    (finish,) = (a for a in cluster.done if isinstance(a, Finish))
+    assert finish.outcome == "failed"
+    assert str(finish.error) == (
+        "coordinator failed while generating: the samples of 3 x 4 prompts have given 2 groups whose rewards differ, "
+        "and a step needs 3: the problems are too easy or too hard, or grpo.dynamic_sampling_max_gen_batches too low"
+    )
+
+
+def test_without_it_a_step_generates_once_whatever_comes() -> None:
+    cluster = Sampling([])
+    cluster.plan = SynchronousPlan(msgspec.structs.replace(SHAPE, dynamic_sampling=None), now=0.0)
+    cluster.pending, cluster.orders = [], []
+    cluster.join_all()
+    cluster.run_until(Phase.TRAINING)
+    assert cluster.groups(1) == [0, 1, 2]
+
+
+def test_samples_of_an_engine_that_is_lost_do_not_count() -> None:
+    cluster = Sampling([0, 1, 2, 4])
+    while not all(isinstance(action, DispatchPrompts) for action in cluster.pending):
+        cluster.pending.sort(key=lambda action: isinstance(action, DispatchPrompts))
+        cluster.answer_next()  # the version is attested
+    first = next(a for a in cluster.pending if a.member == "rollout-0")
+    assert isinstance(first, DispatchPrompts)
+    cluster.send_samples(first)  # groups 0 and 2, and then it dies; its replacement makes others
+    cluster.pending.remove(first)
+    cluster.useful = [1, 5, 7]
+    lose(cluster, "rollout-0")
+    replace(cluster, "rollout-0")
+    cluster.run_until(Phase.TRAINING)
+    assert max(cluster.groups(1)) == 7
+
+
+def test_a_second_batch_is_shared_among_all_engines() -> None:
+    cluster = Sampling([4, 5, 6])
+    cluster.run_until(Phase.TRAINING)
+    hands = [(a.member, a.groups) for a in cluster.orders if isinstance(a, DispatchPrompts)]
+    assert hands == [("rollout-0", (0, 2)), ("rollout-1", (1, 3)), ("rollout-0", (4, 6)), ("rollout-1", (5, 7))]
+
+
+# --- what teaches something ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rewards", "grpo", "expected"),
+    [
+        ([0.0, 1.0], Grpo(), True),
+        ([1.0, 1.0], Grpo(), False),
+        # Clamped they are the same, and lengths alone are no reason.
+        ([1.0, 2.0], Grpo(reward_scaling=RewardScaling(enabled=True)), False),
+        (
+            [1.0, 1.0],
+            Grpo(
+                reward_shaping=RewardShaping(
+                    enabled=True, max_response_length=2, overlong_buffer_length=2, overlong_buffer_penalty=1.0
+                )
+            ),
+            False,
+        ),
+    ],
+)
+def test_groups_with_spread(rewards: list[float], grpo: Grpo, expected: bool) -> None:
+    assert has_spread(grpo, [sample(0, i, reward) for i, reward in enumerate(rewards)]) is expected
+
+
+def test_for_gdpo_it_is_the_components_that_differ() -> None:
+    samples = [sample(0, 0, 1.0, right=1.0, short=0.0), sample(0, 1, 1.0, right=0.0, short=1.0)]
+    assert not has_spread(Grpo(), samples)
+    assert has_spread(Grpo(adv_estimator=AdvEstimator(name="gdpo")), samples)
+
+
+# --- the feed --------------------------------------------------------------------------------------------------------
+
+
+def feed_config() -> Config:
+    config = data_config()
+    grpo = msgspec.structs.replace(
+        config.grpo, use_dynamic_sampling=True, batch_multiplier=1.5, dynamic_sampling_max_gen_batches=3
+    )
+    return msgspec.structs.replace(config, grpo=grpo)
+
+
+def test_a_step_draws_problems_of_its_own(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(str(tmp_path))
+    config = feed_config()
+    feed = GrpoFeed(config, character_tokenizer(config))
+    assert config.grpo.num_prompts_per_batch == 6
+    first, second = (feed.prompt_groups(step, "train", range(18)) for step in (1, 2))
+    assert len({group.problem.problem_id for group in (*first, *second)}) == 36, "an epoch has 60"
+    again = feed.prompt_groups(1, "train", range(6, 12))
+    assert again == first[6:12], "whatever a batch has, it does not depend on the batches before"
+
+
+def test_the_first_groups_that_teach_something_are_trained_on(
+    tmp_path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(str(tmp_path))
+    config = feed_config()
+    feed = GrpoFeed(config, character_tokenizer(config))
+    messages = finished(feed.prompt_groups(1, "train", range(12)), 1, "train")
+    useless = {0, 2, 3, 4, 7}
+    for message, arrays in reversed(messages):
+        (scored,) = message.samples
+        if scored.group in useless:
+            message = msgspec.structs.replace(message, samples=(msgspec.structs.replace(scored, reward=0.0),))
+        feed.take_samples(message, arrays)
+    batch, metrics = feed.batch(1, "train")
+    kept = [1, 5, 6, 8]
+    made = [int(batch.token_ids_T[end - 1]) - 3 for end in np.cumsum(batch.lengths_S)]
+    assert made == [group for group in kept for _ in range(2)], "the last token says the group"
+    assert batch.advantages_S.tolist() == [1, -1] * 4
+    assert metrics["dynamic_sampling_num_gen_batches"] == 2
+    assert metrics["dynamic_sampling_num_dropped_groups"] == 5
+    assert metrics["dynamic_sampling_num_discarded_valid_samples"] == 2 * (7 - 4)
+    assert metrics["reward"] == pytest.approx(7 / 24), "of all samples"
+    assert metrics["filtered_reward"] == pytest.approx(1 / 2)
