@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tandem.common.config import Config
+from tandem.trainer.backend import Backend
 from tandem.trainer.backends import make_backend
 from tests.integration.megatron_harness import make_checkpoint
 from tests.integration.reference import Numbers, assert_same_numbers, numbers_of, plain_numbers
@@ -25,7 +27,11 @@ OPTIMIZER = {
     "adam_eps": ADAMW["eps"],
     "use_distributed_optimizer": True,
 }
-make = functools.partial(make_backend, checkpoint=None)
+
+
+def make(config: Config) -> Backend:
+    os.environ["NRL_MEGATRON_CHECKPOINT_DIR"] = f"{config.policy.model_name}-converted"
+    return make_backend(config, checkpoint=None)
 
 
 @pytest.fixture(scope="module")

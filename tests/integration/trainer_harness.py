@@ -118,7 +118,6 @@ def make_config(
         },
         "data": {"dataset_name": "reasoning_gym", "task": "chain_sum", "rejected_template": "no"},
         "cluster": {"trainers": trainers},
-        "checkpointing": {"enabled": False},
     }
     return build_config(settings)
 

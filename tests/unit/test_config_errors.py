@@ -324,7 +324,6 @@ VLLM_CFG = "policy.generation.vllm_cfg"
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["policy.megatron_cfg.enabled=true"], "checkpointing.enabled (true)"),
         ([VLLM, "policy.generation.vllm_cfg.precision=int8"], f"{VLLM_CFG}.precision (int8)"),
         (["logger.mlflow_enabled=true"], "logger.mlflow_enabled (true)"),
     ],

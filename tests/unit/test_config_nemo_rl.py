@@ -18,9 +18,6 @@ from tandem.coordinator.cli import main
 FILES = Path(__file__).parent / "nemo_rl"
 MODELS = Path(__file__).parents[2] / "examples" / "models"
 
-NOT_BUILT: dict[str, set[str]] = {
-    "recipes/sft-llama3.1-70b-8n8g-tp4pp2-long-megatron.yaml": {"checkpointing.enabled"},
-    "recipes/grpo-qwen3-30ba3b-4n8g-megatron-tp4-32k.yaml": {"checkpointing.enabled"},
 }
 """Files that are refused, each for no more than this."""
 

@@ -26,10 +26,6 @@ def _vllm(config: Config) -> bool:
     return _grpo(config) and config.policy.generation.backend == "vllm"
 
 
-def _megatron(config: Config) -> bool:
-    return config.policy.megatron_cfg.enabled
-
-
 class Row(msgspec.Struct, frozen=True):
     """One key that is known but not built."""
 
@@ -44,7 +40,6 @@ _PRECISIONS = ("auto", "bfloat16", "float16", "half", "float32", "float", "fp8")
 """Element types of vLLM's weights, by its names."""
 
 NOT_SUPPORTED_YET = (
-    Row("checkpointing.enabled", (False,), _megatron),
     Row("policy.generation.vllm_cfg.precision", _PRECISIONS, _vllm),
     Row("logger.mlflow_enabled", (False,)),
 )

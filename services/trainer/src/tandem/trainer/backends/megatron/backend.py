@@ -22,14 +22,15 @@ from tandem.common.config import Config
 from tandem.common.errors import TrainingError
 from tandem.refit.adapters import catalogue
 from tandem.refit.endpoint import Weights
-from tandem.trainer import checkpoints
 from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep, WhichModel
 from tandem.trainer.backends.devices import device_of
+from tandem.trainer.backends.megatron import checkpoints
+from tandem.trainer.backends.megatron.converted import open_tensors
 from tandem.trainer.backends.megatron.model import Chunk, build_chunks, make_groups
 from tandem.trainer.backends.megatron.optimizer import clip, make_optimizer, make_schedule, state_of, with_gradients
 from tandem.trainer.backends.megatron.pipeline import Pipeline
 from tandem.trainer.backends.megatron.settings import settings_of
-from tandem.trainer.backends.megatron.sources import folder_of, open_tensors
+from tandem.trainer.backends.megatron.sources import folder_of
 from tandem.trainer.backends.megatron.weights import RankWeights
 from tandem.trainer.models import without_weights
 from tandem.trainer.offload import Offloaded
@@ -49,7 +50,6 @@ class MegatronBackend:
     shares_prompts = False
 
     def __init__(self, config: Config, *, checkpoint: Path | None) -> None:
-        assert checkpoint is None, "the configuration's checks refuse checkpoints"
         self._config = config
         self.device = device_of(dist.get_rank())
         self._described = without_weights(str(folder_of(config.policy.model_name)), torch.float32)
@@ -68,16 +68,16 @@ class MegatronBackend:
         if settings.transformer.sequence_parallel:
             self.sequence_divisor *= sizes.tp
 
-        chunks = self._chunks(checkpoint)
-        self._weights = RankWeights(chunks, sizes, self._shape)
-        self._weights.load(open_tensors(config.policy.model_name, config))
+        chunks, self._weights = self._build()
+        if checkpoint is None:
+            self._weights.load(open_tensors(config.policy.model_name, config))
         self._policy = with_gradients(chunks, settings)
         self._pipelines = {"policy": self._pipeline(self._policy)}
         if config.algorithm == "grpo" and config.loss_fn.reference_policy_kl_penalty > 0:
             self._pipelines["reference"] = self._reference()
         self._optimizer = make_optimizer(self._policy, settings)
         self._offloaded: Offloaded | None = None
-        self._num_steps = 0
+        self._num_steps = 0 if checkpoint is None else checkpoints.load(checkpoint, self._weights, self._optimizer)
         self._schedule = make_schedule(config, self._optimizer, self._num_steps)
 
     def train_step(self, micro_batches: Sequence[MicroBatch], loss: LossOfMicroBatch) -> OptimizerStep:
@@ -156,12 +156,11 @@ class MegatronBackend:
         return self._weights.shared
 
     def save(self, folder: Path) -> int:
-        """Write ``policy/`` in the precision of the parameters; return the bytes written here.
+        """Write ``policy/``, in the precision of the parameters, and ``optimizer/``; return the bytes written here.
 
         Raises `CheckpointError`; every rank raises if one does.
         """
-        gathered = self._weights.gathered()
-        return checkpoints.agree(lambda: checkpoints.write_policy(folder, self._described, gathered, self._config))
+        return checkpoints.save(folder, self._described, self._weights, self._optimizer, self._num_steps, self._config)
 
     def offload(self) -> None:
         """Move gradients and the optimizer's state from the GPU to host memory; on a CPU that is where they are."""
@@ -187,8 +186,11 @@ class MegatronBackend:
         del self._weights, self._optimizer, self._schedule
         parallel_state.destroy_model_parallel()
 
-    def _chunks(self, checkpoint: Path | None) -> list[Chunk]:
-        return [chunk.to(self.device) for chunk in build_chunks(self._config, self._model, self._settings)]
+    def _build(self) -> tuple[list[Chunk], RankWeights]:
+        """Return a model's chunks on this rank, and what fills them."""
+        made = build_chunks(self._config, self._model, self._settings)
+        chunks: list[Chunk] = [chunk.to(self.device) for chunk in made]
+        return chunks, RankWeights(chunks, self._settings.sizes, self._shape)
 
     def _pipeline(self, chunks: Sequence[torch.nn.Module]) -> Pipeline:
         config = self._config
@@ -197,10 +199,9 @@ class MegatronBackend:
         return Pipeline(chunks, self._settings.sizes, self._shape.known.vocabulary_size, temperature)
 
     def _reference(self) -> Pipeline:
-        chunks = [chunk.requires_grad_(False).eval() for chunk in self._chunks(None)]
-        weights = RankWeights(chunks, self._settings.sizes, self._shape)
+        chunks, weights = self._build()
         weights.load(open_tensors(self._config.policy.model_name, self._config))
-        return self._pipeline(chunks)
+        return self._pipeline([chunk.requires_grad_(False).eval() for chunk in chunks])
 
     def _num_tokens(self, here: int) -> int:
         """Return the tokens of all rows of all replicas: each rank of context parallelism has its share."""
