@@ -13,11 +13,9 @@ import pytest
 import torch
 from engine_harness import reference_logprobs, request, run_all
 
-from tandem.common.config.schema.generation import VllmCfg
-from tandem.common.errors import NotSupportedYet
 from tandem.rollout.engines.vllm import float8
 from tandem.rollout.engines.vllm.engine import VllmEngine
-from tests.vllm.vllm_harness import live_parameters, refit, tiny_model, train
+from tests.vllm.vllm_harness import live_parameters, refit, running, tiny_model, train
 
 SIZES = {
     "hidden_size": 256,
@@ -27,8 +25,8 @@ SIZES = {
     "head_dim": 64,
 }
 """Fused parts end where blocks do, as vLLM wants it."""
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 PROMPT = (2, 7, 1, 8)
-SETTINGS = VllmCfg(precision="fp8", max_model_len=128)
 LARGEST = 448.0
 """The largest finite float8_e4m3fn (arXiv:2209.05433, table 1)."""
 FUSED = {
@@ -41,14 +39,16 @@ FUSED = {
 """Name and first row, in vLLM."""
 
 
-@pytest.fixture
-def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[VllmEngine, Any]]:
+@pytest.fixture(params=["qwen3", "qwen3_moe"])
+def engine(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[VllmEngine, Any]]:
     """An engine whose activations are in float32, so that numbers can be compared closely; its model."""
     monkeypatch.setattr(float8, "ACTIVATIONS", "float32")
-    model = tiny_model("qwen3", tmp_path / "model", **SIZES)
-    engine = VllmEngine(tmp_path / "model", SETTINGS, extra={"kv_cache_memory_bytes": 2**26, "max_num_seqs": 32})
-    yield engine, model
-    engine.close()
+    sizes = SIZES if request.param == "qwen3" else {**SIZES, **EXPERTS}
+    model = tiny_model(request.param, tmp_path / "model", **sizes)
+    with running(tmp_path / "model", {"precision": "fp8"}) as made:
+        yield made, model
 
 
 def quantised(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,7 +65,35 @@ def quantised(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def linear_weights(model: Any) -> dict[str, torch.Tensor]:
-    return {name: held.detach() for name, held in model.named_parameters() if "proj.weight" in name}
+    """Return the weights of linear layers by the names they have in a checkpoint, where every expert has its own."""
+    found: dict[str, torch.Tensor] = {}
+    for name, held in model.named_parameters():
+        prefix, _, kind = name.rpartition(".")
+        if name.endswith("proj.weight"):
+            found[name] = held.detach()
+        elif kind == "gate_up_proj":
+            for expert, both in enumerate(held.detach()):
+                found[f"{prefix}.{expert}.gate_proj.weight"], found[f"{prefix}.{expert}.up_proj.weight"] = both.chunk(2)
+        elif kind == "down_proj":
+            found |= {f"{prefix}.{expert}.down_proj.weight": down for expert, down in enumerate(held.detach())}
+    return found
+
+
+def in_vllm(name: str, weight: torch.Tensor, held: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what vLLM holds of a weight: values and scales."""
+    *prefix, part, _ = name.split(".")
+    if "experts" in prefix:
+        parameter, first = (
+            ("w2_weight", 0) if part == "down_proj" else ("w13_weight", len(weight) * (part == "up_proj"))
+        )
+        fused, expert = ".".join([*prefix[:-1], "routed_experts", parameter]), int(prefix[-1])
+        values_NK, scales_BC = held[fused][expert], held[f"{fused}_scale_inv"][expert]
+    else:
+        fused, first = FUSED.get(part, (part, 0))
+        of_fused = ".".join([*prefix, fused, "weight"])
+        values_NK, scales_BC = held[of_fused], held[f"{of_fused}_scale_inv"]
+    rows = slice(first, first + len(weight))
+    return values_NK[rows], scales_BC[first // 128 : math.ceil(rows.stop / 128)]
 
 
 def as_computed_with(model: Any) -> Any:
@@ -86,17 +114,24 @@ def test_a_refit_makes_what_a_plain_quantiser_makes(engine: tuple[VllmEngine, An
         refit(vllm, model, version)
         held = live_parameters(vllm)
         weights = linear_weights(model)
-        assert len(weights) == 7 * model.config.num_hidden_layers
+        assert len(weights) == (4 + 3 * getattr(model.config, "num_experts", 1)) * model.config.num_hidden_layers
         for name, weight in weights.items():
-            *prefix, part, _ = name.split(".")
-            fused, first = FUSED.get(part, (part, 0))
             values_NK, scales_BC = quantised(weight)
-            of_fused = ".".join([*prefix, fused, "weight"])
-            rows, blocks = slice(first, first + len(weight)), slice(first // 128, first // 128 + len(scales_BC))
-            found = held[of_fused][rows].view(torch.uint8)
-            assert torch.equal(found, values_NK.view(torch.uint8)), name
-            assert torch.equal(held[f"{of_fused}_scale_inv"][blocks], scales_BC), name
+            found_NK, found_BC = in_vllm(name, weight, held)
+            assert torch.equal(found_NK.view(torch.uint8), values_NK.view(torch.uint8)), name
+            assert torch.equal(found_BC, scales_BC), name
         assert vllm.misquantised() == ()
+
+
+def check_samples(vllm: VllmEngine, model: Any) -> None:
+    """Check that tokens have the log-probabilities of the quantised model, which are not the model's own."""
+    completions = run_all(vllm, [request(number, PROMPT, max_new_tokens=24) for number in range(8)])
+    rounded, off = as_computed_with(model), 0.0
+    for made in completions.values():
+        found, tokens = made.logprobs_T, made.token_ids_T
+        assert np.abs(found - reference_logprobs(rounded, PROMPT, tokens)).max() < 1e-4
+        off = max(off, float(np.abs(found - reference_logprobs(model, PROMPT, tokens)).max()))
+    assert off > 1e-3, "nothing was rounded"
 
 
 def test_log_probabilities_are_those_of_the_quantised_model(engine: tuple[VllmEngine, Any]) -> None:
@@ -104,17 +139,15 @@ def test_log_probabilities_are_those_of_the_quantised_model(engine: tuple[VllmEn
     for version in range(2):
         train(model, seed=version)
         refit(vllm, model, version)
-        requests = [request(number, PROMPT, max_new_tokens=24) for number in range(8)]
-        completions = run_all(vllm, requests)
-        rounded, off = as_computed_with(model), 0.0
-        for made in completions.values():
-            found, tokens = made.logprobs_T, made.token_ids_T
-            assert np.abs(found - reference_logprobs(rounded, PROMPT, tokens)).max() < 1e-4
-            off = max(off, float(np.abs(found - reference_logprobs(model, PROMPT, tokens)).max()))
-        assert off > 1e-3, "nothing was rounded"
+        check_samples(vllm, model)
 
 
-def test_experts_in_float8_are_refused(tmp_path: Path) -> None:
-    tiny_model("qwen3_moe", tmp_path / "model", hidden_size=256, head_dim=64, moe_intermediate_size=128)
-    with pytest.raises(NotSupportedYet, match="fp8 for a mixture of experts"):
-        VllmEngine(tmp_path / "model", SETTINGS, extra={"kv_cache_memory_bytes": 2**26})
+def test_experts_are_spread_over_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(float8, "ACTIVATIONS", "float32")
+    sizes = {**SIZES, **EXPERTS, "num_key_value_heads": 4}  # a whole block of keys for each worker
+    model = tiny_model("qwen3_moe", tmp_path / "model", **sizes)
+    two = {"precision": "fp8", "tensor_parallel_size": 2, "expert_parallel_size": 2}
+    with running(tmp_path / "model", two) as vllm:
+        train(model, seed=0)
+        refit(vllm, model, 0)
+        check_samples(vllm, model)

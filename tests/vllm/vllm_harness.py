@@ -33,10 +33,10 @@ def tiny_model(architecture: str, folder: Path, *, seed: int = 0, **changes: Any
 
 
 @contextlib.contextmanager
-def running(folder: Path, sizes: Mapping[str, int] | None = None, **extra: Any) -> Iterator[VllmEngine]:
-    """Start vLLM with a model's configuration, without weights; stop it at the end. `sizes` are `VllmCfg`'s."""
-    settings = VllmCfg(precision="float32", max_model_len=128, **(sizes or {}))
-    engine = VllmEngine(folder, settings, extra={"kv_cache_memory_bytes": 2**26, "max_num_seqs": 32, **extra})
+def running(folder: Path, settings: Mapping[str, Any] | None = None, **extra: Any) -> Iterator[VllmEngine]:
+    """Start vLLM with a model's configuration, without weights; stop it at the end. `settings` are `VllmCfg`'s."""
+    cfg = VllmCfg(**{"precision": "float32", "max_model_len": 128, **(settings or {})})
+    engine = VllmEngine(folder, cfg, extra={"kv_cache_memory_bytes": 2**26, "max_num_seqs": 32, **extra})
     try:
         yield engine
     finally:

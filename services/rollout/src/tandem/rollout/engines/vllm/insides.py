@@ -106,7 +106,7 @@ class Llm:
             importlib.import_module(WORKER.rpartition(".")[0])  # once, for all workers that are forked
         collector.keep()  # vLLM looks for garbage three times while it starts
         if self.is_on_cpu and "quantization_config" in arguments["hf_overrides"]:
-            float8.install_cpu_kernel()
+            float8.install_cpu_kernels()
         self._is_closing = threading.Event()
         try:
             with _started_here():

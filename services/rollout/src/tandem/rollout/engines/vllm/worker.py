@@ -56,7 +56,7 @@ class Worker(VllmWorker):  # type: ignore[misc]
             self.part = Part(self.model_runner, (), self.rank, sleeper=self)
             return
         if self.model_config.quantization:
-            float8.install_cpu_kernel()
+            float8.install_cpu_kernels()
         if self.parallel_config.enable_expert_parallel:
             map_experts()
         with kept_parameters() as packed:
