@@ -5,6 +5,7 @@ Base files and recipes for 1B to 70B, dense and with experts, GRPO, SFT and DPO,
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(FILES)
 
 
+@functools.cache
 def planned(name: str, *overrides: str) -> Config:
     return load_config(name, overrides, to_run=False)
 
