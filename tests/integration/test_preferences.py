@@ -14,19 +14,28 @@ import transformers
 from tandem.common.batch import TrainingBatch
 from tandem.common.config import Config
 from tandem.trainer import step
-from tandem.trainer.backends.dtensor import DTensorBackend
+from tandem.trainer.backends import make_backend
+from tests.integration.megatron_harness import make_checkpoint
 from tests.integration.trainer_harness import ADAMW, digest_of, make_config, make_groups, make_model, run_ranks
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 
 TOLERANCE = 1e-6
+# Megatron-Core does not decay vectors, torch does.
+OPTIMIZER = ADAMW | {"weight_decay": 0.0}
 DPO: dict[str, Any] = {"reference_policy_kl_penalty": 0.3, "sft_loss_weight": 0.2, "sft_average_log_probs": True}
 
 
-def pairs_config(folder: Path, dpo: dict[str, Any] | None = None, **policy: Any) -> Config:
+def pairs_config(folder: Path, dpo: dict[str, Any] | None = None, *, trainers: int = 1, **policy: Any) -> Config:
     """Four pairs an optimizer step."""
-    settings = {"train_global_batch_size": 4, "train_micro_batch_size": 2, "logprob_batch_size": 1, **policy}
-    return make_config(folder, algorithm="dpo", dpo={**DPO, **(dpo or {})}, **settings)
+    settings: dict[str, Any] = {
+        "train_global_batch_size": 4,
+        "train_micro_batch_size": 2,
+        "logprob_batch_size": 1,
+        "optimizer": {"name": "torch.optim.AdamW", "kwargs": OPTIMIZER},
+        **policy,
+    }
+    return make_config(folder, algorithm="dpo", dpo={**DPO, **(dpo or {})}, trainers=trainers, **settings)
 
 
 def batches_of_pairs(count: int) -> list[TrainingBatch]:
@@ -35,13 +44,13 @@ def batches_of_pairs(count: int) -> list[TrainingBatch]:
 
 
 def train_rank(rank: int, config: Config, batches: Sequence[TrainingBatch], checkpoint: Path | None = None) -> Any:
-    backend = DTensorBackend(config, checkpoint=checkpoint)
+    backend = make_backend(config, checkpoint=checkpoint)
     return [step.train(backend, batch, config).metrics for batch in batches], digest_of(backend)
 
 
 def evaluate_rank(rank: int, config: Config, batch: TrainingBatch, held_out: TrainingBatch) -> dict[str, float]:
     """Train once, so that policy and reference differ, and evaluate."""
-    backend = DTensorBackend(config, checkpoint=None)
+    backend = make_backend(config, checkpoint=None)
     step.train(backend, batch, config)
     before = digest_of(backend)
     metrics = step.evaluate(backend, held_out, config)
@@ -50,7 +59,7 @@ def evaluate_rank(rank: int, config: Config, batch: TrainingBatch, held_out: Tra
 
 
 def save_rank(rank: int, config: Config, batches: Sequence[TrainingBatch], folder: Path) -> None:
-    backend = DTensorBackend(config, checkpoint=None)
+    backend = make_backend(config, checkpoint=None)
     for batch in batches:
         step.train(backend, batch, config)
     backend.save(folder)
@@ -87,27 +96,55 @@ def plain_dpo(model: Any, reference: Any, batch: TrainingBatch, beta: float = 0.
     return preference_loss + 0.2 * sft_loss, {name: float(value.detach()) for name, value in metrics.items()}
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_dpo_matches_a_plain_loop(world_size: int, tmp_path: Path) -> None:
-    folder = make_model(tmp_path / "model")
-    batches = batches_of_pairs(3)
+def megatron(**sizes: Any) -> dict[str, Any]:
+    optimizer = {"optimizer": "adam", "lr": ADAMW["lr"], "weight_decay": 0.0, "adam_eps": ADAMW["eps"]}
+    return {"megatron_cfg": {"enabled": True, "optimizer": optimizer, **sizes}}
+
+
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "one rank": (1, {}),
+    "FSDP2": (2, {}),
+    "TP2, packed": (2, {"dtensor_cfg": {"tensor_parallel_size": 2}, "sequence_packing": {"enabled": True}}),
+    "dynamic batches": (1, {"dynamic_batching": {"enabled": True}}),
+    "Megatron-Core": (1, megatron()),
+    "Megatron-Core, PP2": (2, megatron(pipeline_model_parallel_size=2)),
+    "Megatron-Core, TP2, packed": (
+        2,
+        {**megatron(tensor_model_parallel_size=2), "sequence_packing": {"enabled": True}},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, float]]]:
+    """A model, and what training it in this process comes to, step by step."""
+    folder = make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3")
     model, reference = (transformers.AutoModelForCausalLM.from_pretrained(folder) for _ in range(2))
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    optimizer = torch.optim.AdamW(model.parameters(), **OPTIMIZER)
     expected = []
-    for batch in batches:
+    for batch in batches_of_pairs(3):
         loss, metrics = plain_dpo(model, reference, batch)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         expected.append(metrics | {"loss": float(loss.detach()), "grad_norm": float(norm)})
-
-    ranks = run_ranks(world_size, train_rank, pairs_config(folder), batches)
-    assert all(metrics == ranks[0][0] for metrics, _ in ranks), "every rank reports the same"
+    assert abs(expected[2]["rewards_chosen_mean"]) > 1e-3, "the policy has left the reference"
     del expected[0]["accuracy"]  # the policy is still the reference: rewards are nothing but rounding
+    return folder, expected
+
+
+@pytest.mark.parametrize(("num_ranks", "policy"), CASES.values(), ids=CASES)
+def test_dpo_matches_a_plain_loop(
+    num_ranks: int, policy: dict[str, Any], plain: tuple[Path, list[dict[str, float]]]
+) -> None:
+    folder, expected = plain
+    config = pairs_config(folder, trainers=num_ranks, **policy)
+    ranks = run_ranks(num_ranks, train_rank, config, batches_of_pairs(3))
     for found, wanted in zip(ranks[0][0], expected, strict=True):
         assert {name: found[name] for name in wanted} == pytest.approx(wanted, rel=1e-5, abs=1e-5)
-    assert abs(expected[2]["rewards_chosen_mean"]) > 1e-3, "the policy has left the reference"
+    # Only the last stage of a pipeline has a loss to report of; what is reported is the same on every rank.
+    assert all(metrics == ranks[0][0] for metrics, _ in ranks)
 
 
 def test_neither_micro_batches_nor_ranks_nor_shared_prompts_change_anything(tmp_path: Path) -> None:
@@ -124,18 +161,20 @@ def test_neither_micro_batches_nor_ranks_nor_shared_prompts_change_anything(tmp_
             assert metrics == pytest.approx(wanted, rel=1e-5, abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_validation_measures_what_training_does(world_size: int, tmp_path: Path) -> None:
-    folder = make_model(tmp_path / "model")
-    config = pairs_config(folder, {"val_global_batch_size": 6, "val_micro_batch_size": 3})
+@pytest.mark.parametrize("case", ["one rank", "FSDP2", "Megatron-Core, PP2"])
+def test_validation_measures_what_training_does(case: str, tmp_path: Path) -> None:
+    num_ranks, policy = CASES[case]
+    folder = make_checkpoint(tmp_path / "model", "qwen3")
+    sizes = {"val_global_batch_size": 6, "val_micro_batch_size": 3}
+    config = pairs_config(folder, sizes, trainers=num_ranks, **policy)
     batch, held_out = make_groups(2, 2, 2, 2, seed=1), make_groups(2, 2, 2, 2, 2, 2, seed=2)
     model, reference = (transformers.AutoModelForCausalLM.from_pretrained(folder) for _ in range(2))
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    optimizer = torch.optim.AdamW(model.parameters(), **OPTIMIZER)
     plain_dpo(model, reference, batch)[0].backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     loss, expected = plain_dpo(model, reference, held_out)
-    for metrics in run_ranks(world_size, evaluate_rank, config, batch, held_out):
+    for metrics in run_ranks(num_ranks, evaluate_rank, config, batch, held_out):
         tokens = metrics.pop("num_valid_tokens")
         assert tokens == held_out.loss_mask_T.sum()
         assert metrics == pytest.approx(expected | {"loss": float(loss.detach())}, rel=1e-5, abs=1e-5)

@@ -141,7 +141,13 @@ def _same(key: str, other: str) -> Derived:
 
 def _tokens(key: str, batch: str) -> Derived:
     length = "policy.max_total_sequence_length"
-    return Derived(key=key, text=f"`{length}` * `{batch}`", compute=_product(length, batch))
+    whole = _product(length, batch)
+
+    def compute(look: Look) -> Any:
+        tokens = whole(look)
+        return 2 * tokens if tokens is not None and look("algorithm") == "dpo" else tokens
+
+    return Derived(key=key, text=f"`{length}` * `{batch}`, for DPO twice that", compute=compute)
 
 
 def _of_dataset(key: str, otherwise: str | None) -> Derived:

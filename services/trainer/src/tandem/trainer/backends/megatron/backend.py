@@ -41,7 +41,7 @@ class MegatronBackend:
     """One rank of the default process group; obeys `tandem.trainer.backend.Backend`.
 
     After `tandem.trainer.backends.megatron.cpu.prepare`. The policy starts from ``policy.model_name`` or, where given,
-    from a checkpoint of Tandem. The reference, which exists only if the loss has a KL penalty, is always
+    from a checkpoint of Tandem. The reference, which exists only if the loss reads it, is always
     ``policy.model_name``.
 
     Raises `ModelError` or `CheckpointError`.
@@ -73,7 +73,7 @@ class MegatronBackend:
             self._weights.load(open_tensors(config.policy.model_name, config))
         self._policy = with_gradients(chunks, settings)
         self._pipelines = {"policy": self._pipeline(self._policy)}
-        if config.algorithm == "grpo" and config.loss_fn.reference_policy_kl_penalty > 0:
+        if config.needs_reference:
             self._pipelines["reference"] = self._reference()
         self._optimizer = make_optimizer(self._policy, settings)
         self._offloaded: Offloaded | None = None
@@ -194,7 +194,7 @@ class MegatronBackend:
 
     def _pipeline(self, chunks: Sequence[torch.nn.Module]) -> Pipeline:
         config = self._config
-        # A temperature of zero is greedy decoding, whose distribution has no gradient; SFT samples nothing.
+        # A temperature of zero is greedy decoding, whose distribution has no gradient; only GRPO samples anything.
         temperature = (config.policy.generation.temperature or 1.0) if config.algorithm == "grpo" else 1.0
         return Pipeline(chunks, self._settings.sizes, self._shape.known.vocabulary_size, temperature)
 
