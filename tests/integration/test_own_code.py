@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tandem.coordinator.journal import read_journal
 from tests.integration.harness import Command, coordinator, steps_of, write_config
 
 JUDGE = """
@@ -48,6 +49,36 @@ def test_modules_beside_the_configuration_are_found_by_the_run_and_by_its_prereq
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert steps_of("sft_run")[-1].step == 2
     assert [step.metrics["reward"] for step in steps_of()] == [2.5, 2.5, 2.5]
+
+
+PLANS = """
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+def feed_forward():
+    return {
+        "model.layers.*.mlp.gate_proj": ColwiseParallel(),
+        "model.layers.*.mlp.up_proj": ColwiseParallel(),
+        "model.layers.*.mlp.down_proj": RowwiseParallel(),
+    }
+"""
+
+
+def test_four_trainers_cut_layers_by_a_plan_beside_the_configuration() -> None:
+    """Two share each layer and two pairs shard the rest; every version that the engine holds is attested."""
+    Path("plans.py").write_text(PLANS)
+    settings = {"tensor_parallel_size": 2, "custom_parallel_plan": "plans.feed_forward"}
+    over = {"policy": {"dtensor_cfg": settings}, "cluster": {"trainers": 4}, "grpo": {"max_num_steps": 2}}
+    ended = coordinator("up", write_config(over))
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    for step in steps_of():
+        # The engine has the weights that the trainers have: it gives every token the same probability.
+        assert step.metrics["token_mult_prob_error"] == pytest.approx(1.0, abs=1e-4)
+        assert step.metrics["grad_norm"] > 0
+    with read_journal(Path("run")) as journal:
+        refits = journal.refits()
+    assert [refit.version for refit in refits] == [0, 1, 2]
+    assert len({refit.digest for refit in refits}) == 3, "no two versions are alike, and all were attested"
+    assert {f"trainer-{rank}>rollout-0" for rank in range(4)} == {link for refit in refits for link in refit.num_bytes}
 
 
 def test_services_started_by_hand_find_them_by_the_python_path(monkeypatch: pytest.MonkeyPatch) -> None:

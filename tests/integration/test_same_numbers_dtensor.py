@@ -54,6 +54,16 @@ def own_plan() -> dict[str, ParallelStyle]:
     }
 
 
+def feed_forward_plan() -> dict[str, ParallelStyle]:
+    """A plan that leaves everything else to be whole."""
+    return {
+        "model.layers.*.mlp.gate_proj": ColwiseParallel(),
+        "model.layers.*.mlp.up_proj": ColwiseParallel(),
+        "model.layers.*.mlp.down_proj": RowwiseParallel(),
+    }
+
+
+FEED_FORWARD: dict[str, Any] = {"custom_parallel_plan": f"{__name__}.feed_forward_plan"}
 OWN: dict[str, Any] = {"custom_parallel_plan": f"{__name__}.own_plan"}
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "FSDP2": ("qwen3", 2, {}),
@@ -66,6 +76,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "FSDP2 + TP2": ("qwen2", 4, TP2),
     "FSDP2 + TP2 + SP": ("qwen3", 4, TP2 | SP),
     "a plan of one's own": ("llama", 2, TP2 | SP | OWN),
+    "a plan that names little, embeddings tied": ("qwen3", 2, TP2 | FEED_FORWARD),
     "CP2": ("qwen3", 2, CP2),
     "CP2 + TP2": ("qwen2", 4, CP2 | TP2),
     "CP2 + TP2 + SP": ("qwen3_moe", 4, CP2 | TP2 | SP),

@@ -7,17 +7,22 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tandem.common.config.checks.dtensor import TENSOR_PLANS
 from tandem.common.errors import ConfigError
-from tandem.trainer.backends.tensor_plans import load_plan, plan_of
+from tandem.trainer.backends.tensor_plans import cut, load_plan, plan_of
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 24}
 KEY = "policy.dtensor_cfg.custom_parallel_plan: "
 PLANS = """
 from torch.distributed.tensor.parallel import ColwiseParallel
 
+embedding = {"model.embed_tokens": ColwiseParallel()}
 plan = {"model.layers.*.mlp.up_proj": ColwiseParallel(), "lm_head": ColwiseParallel()}
 mistyped = {"model.layers.*.mlp.upproj": ColwiseParallel()}
 nothing = {}
@@ -28,9 +33,9 @@ def make_plan():
 """
 
 
-def model_of(model_type: str, **sizes: Any) -> Any:
+def model_of(model_type: str, device: str = "meta", **sizes: Any) -> Any:
     config = transformers.AutoConfig.for_model(model_type, **{**SIZES, "num_key_value_heads": 2, **sizes})
-    with torch.device("meta"):
+    with torch.device(device):
         return transformers.AutoModelForCausalLM.from_config(config)
 
 
@@ -80,3 +85,19 @@ def test_what_is_no_plan_is_said_in_one_line(path: str, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_plan(path, model_of("llama"))
     assert str(caught.value).startswith(KEY + expected)
+
+
+@pytest.mark.usefixtures("plans")
+def test_an_output_layer_that_is_the_embedding_is_cut_by_rows() -> None:
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        tied = model_of("llama", "cpu", tie_word_embeddings=True)
+        cut(tied, mesh, sequence_parallel=False, custom_plan="plans_of_mine.plan")
+        assert tied.lm_head.weight is tied.model.embed_tokens.weight
+        assert tied.lm_head.weight.placements == (Shard(0),)
+        tied = model_of("llama", "cpu", tie_word_embeddings=True)
+        with pytest.raises(ConfigError, match=r"the embedding is the output layer too, so only RowwiseParallel can"):
+            cut(tied, mesh, sequence_parallel=False, custom_plan="plans_of_mine.embedding")
+    finally:
+        dist.destroy_process_group()

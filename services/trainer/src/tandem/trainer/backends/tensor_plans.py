@@ -111,6 +111,7 @@ def cut(model: Any, mesh: DeviceMesh, *, sequence_parallel: bool, custom_plan: s
     inside = {path: style for path, style in plan.items() if not _matches(head_name, path)}
     parallelize_module(model, mesh, inside, src_data_rank=None)
     if is_tied:
+        _cut_rows(embedding, mesh)
         head.weight = embedding.weight
     layouts = [getattr(style, "input_layouts", None) for style in of_head]
     VocabularyRows(layouts[0][0] if layouts and layouts[0] else Replicate())._apply(head, mesh)
@@ -190,6 +191,18 @@ def _matches(name: str, pattern: str) -> bool:
     """Match as `parallelize_module` does: part by part."""
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatch, parts, wanted))
+
+
+def _cut_rows(embedding: torch.nn.Module, mesh: DeviceMesh) -> None:
+    """Cut an embedding that is the output layer too, unless a plan has done it.
+
+    Raises `ConfigError` if it was cut otherwise.
+    """
+    weight = embedding.weight
+    if not isinstance(weight, DTensor):
+        RowwiseParallel(input_layouts=Replicate())._apply(embedding, mesh)
+    elif list(weight.placements) != [Shard(0)]:
+        raise ConfigError(f"{_CUSTOM}: the embedding is the output layer too, so only RowwiseParallel can cut it")
 
 
 def _distribute(module: torch.nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
