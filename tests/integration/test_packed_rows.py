@@ -30,6 +30,7 @@ from tests.integration.trainer_harness import (
     make_model,
     run_ranks,
 )
+from tests.unit.test_scoring import LargestTensor
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 
@@ -201,6 +202,22 @@ def tiny(config: Any, **sizes: Any) -> Any:
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}
     torch.manual_seed(0)
     return transformers.AutoModelForCausalLM.from_config(config(**sizes)).eval()
+
+
+def test_a_long_row_of_a_large_vocabulary_never_has_all_its_logits() -> None:
+    """Forward alone and with backward: no tensor is larger than the logits that may exist at once, 2**26."""
+    model = tiny(transformers.Qwen3Config, hidden_size=16, vocab_size=2**15, tie_word_embeddings=True)
+    length = 4096
+    micro = packing.pad(batch_of_lengths(length, length), (0,), divisible_by=1, device=CPU, row_divisible_by=1)
+    num_logits = int(micro.loss_mask_BT.sum()) * 2**15
+    scorer = TokenScorer(model, 1.0, linear_head=has_linear_head(model))
+    assert prepare_to_pack(model, length) is None
+    with torch.no_grad(), LargestTensor() as forward:
+        scorer(micro)
+    with LargestTensor() as backward:
+        scorer(micro)[0].sum().backward()
+    for largest in (forward, backward):
+        assert 2**25 < largest.num_elements <= 2**26 < num_logits
 
 
 def test_models_with_more_than_a_matrix_for_an_output_layer_are_scored_by_their_logits(tmp_path: Path) -> None:
