@@ -28,6 +28,9 @@ data: {dataset_name: reasoning_gym, task: chain_sum}
 cluster: {trainers: 1}
 """
 KEY = "policy.megatron_cfg"
+NEMO_RL = Path(__file__).parent / "nemo_rl"
+MEGATRON_FILES = sorted(str(path.relative_to(NEMO_RL)) for path in NEMO_RL.rglob("*megatron*.yaml"))
+MODELS = Path(__file__).parents[2] / "examples" / "models"
 MODEL = {"model_type": "qwen3", "num_hidden_layers": 12, "num_attention_heads": 8, "num_key_value_heads": 4}
 
 
@@ -53,6 +56,13 @@ def error_of(*overrides: str) -> str:
 def keep(folder: Path, config: dict[str, Any]) -> None:
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text(json.dumps(config))
+
+
+def settings_of() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from tandem.trainer.backends.megatron.settings import settings_of
+    return settings_of
 
 
 def classes() -> dict[str, type]:
@@ -99,6 +109,7 @@ def test_reading_them_imports_no_torch() -> None:
         ("recompute_granularity=fully", "'fully' is not one of full, selective; did you mean 'full'?"),
         ("moe_aux_loss_coeff=much", "expected a number, got 'much'"),
         ("recompute_modules=mlp", "expected a list of text, got 'mlp'"),
+        ("attention_backend=flsh", "'flsh' is not one of auto, flash, fused, local, unfused; did you mean 'flash'?"),
         ("hidden_size=64", "not for here: the model's config.json decides"),
         ("bf16=true", "not for here: set policy.precision instead"),
         ("variable_seq_lengths=true", "not for here: Tandem sets it itself"),
@@ -378,3 +389,37 @@ def test_experts_split_sequences_where_layers_are_split(here: Path) -> None:
         f"{KEY}.sequence_parallel (false) is taken as true: the model has experts, and {TENSOR} is 2"
     ]
     assert notices(loaded(*overrides, f"{KEY}.sequence_parallel=true")) == []
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of Megatron-Core, about its own defaults
+@pytest.mark.parametrize("name", MEGATRON_FILES)
+def test_megatron_core_takes_what_nemo_rl_says(name: str) -> None:
+    """Its own classes check themselves when they are made, for models of the sizes that the files are for."""
+    model = "Qwen3-30B-A3B" if "30ba3b" in name else "Llama-3.1-70B" if "70" in name else "Llama-3.1-8B"
+    folder = MODELS / model
+    config = load_config(NEMO_RL / name, [f"policy.model_name={folder}"], to_run=False)
+    made = settings_of()(config, json.loads((folder / "config.json").read_text()), config.cluster.trainers)
+    megatron = config.policy.megatron_cfg
+    assert made.transformer.tensor_model_parallel_size == megatron.tensor_model_parallel_size
+    assert made.transformer.pipeline_model_parallel_size == megatron.pipeline_model_parallel_size
+    assert made.sizes.dp == config.data_parallel_size
+    assert (made.optimizer.lr, made.optimizer.clip_grad) == (megatron.optimizer["lr"], megatron.optimizer["clip_grad"])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_what_is_forwarded_arrives() -> None:
+    given = {
+        "recompute_granularity": "selective",
+        "activation_checkpointing": "true",
+        "attention_backend": "unfused",
+        "moe_aux_loss_coeff": "1e-3",
+        "optimizer.exp_avg_dtype": "float32",
+    }
+    folder = MODELS / "Qwen3-30B-A3B"
+    config = loaded(f"policy.model_name={folder}", *(f"{KEY}.{key}={value}" for key, value in given.items()))
+    made = settings_of()(config, json.loads((folder / "config.json").read_text()), 1)
+    assert made.transformer.recompute_granularity == "selective"
+    assert made.transformer.recompute_num_layers is None
+    assert made.transformer.attention_backend.name == "unfused"
+    assert made.transformer.moe_aux_loss_coeff == 1e-3
+    assert str(made.optimizer.exp_avg_dtype) == "torch.float32"

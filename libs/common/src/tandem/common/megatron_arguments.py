@@ -44,7 +44,7 @@ _OF_TANDEM = """
     fp8_param fp4_param heterogeneous_block_specs transformer_impl moe_grouped_gemm moe_use_legacy_grouped_gemm
     hidden_dropout attention_dropout
     perform_initialization use_cpu_initialization init_model_with_meta_device init_method_std embedding_init_method_std
-    config_logger_dir test_mode
+    config_logger_dir test_mode quant_recipe
 """
 """Other values of the first three lines give wrong gradients, or none; of the next two, a layout that the weight plane
 does not know. Dropout would make the log-probabilities of training another model's. The rest is of no use here."""
@@ -73,6 +73,7 @@ _PLAIN: dict[str, inspect.Type] = {
     "None": inspect.NoneType(),
     # As YAML has them: by name.
     "torch.dtype": inspect.LiteralType(("bfloat16", "float16", "float32")),
+    "AttnBackend": inspect.LiteralType(("auto", "flash", "fused", "local", "unfused")),
 }
 
 

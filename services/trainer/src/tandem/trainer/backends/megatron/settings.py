@@ -9,6 +9,7 @@ import msgspec
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from tandem.common.config import Config
@@ -34,9 +35,6 @@ _FORWARDED = (
 
 _OF_EXPERTS = ("moe_router_dtype", "moe_router_load_balancing_type", "moe_router_bias_update_rate")
 """The same, for models with experts."""
-
-_DTYPES = ("params_dtype", "pipeline_dtype", "autocast_dtype", "main_grads_dtype", "main_params_dtype", "exp_avg_dtype")
-_DTYPES_OF_STATE = ("exp_avg_sq_dtype",)
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -99,7 +97,8 @@ def _transformer(config: Config, model: Mapping[str, Any], notices: list[str]) -
         arguments |= {key: getattr(megatron, key) for key in _OF_EXPERTS}
         arguments["moe_grouped_gemm"] = HAS_TRANSFORMER_ENGINE
         arguments["moe_token_dispatcher_type"] = "alltoall"
-    if megatron.activation_checkpointing or config.policy.activation_checkpointing_enabled:
+    recomputes = megatron.activation_checkpointing or config.policy.activation_checkpointing_enabled
+    if recomputes and megatron.forwarded.get("recompute_granularity") is None:
         arguments |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     arguments |= {"apply_rope_fusion": megatron.apply_rope_fusion and HAS_TRANSFORMER_ENGINE}
     arguments |= {"bias_activation_fusion": HAS_TRANSFORMER_ENGINE, "bias_dropout_fusion": HAS_TRANSFORMER_ENGINE}
@@ -181,8 +180,11 @@ def _data_parallel(config: Config, optimizer: OptimizerConfig, notices: list[str
 
 
 def _with_types(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments with element types in the place of their names."""
-    return {
-        key: getattr(torch, value) if key in (*_DTYPES, *_DTYPES_OF_STATE) and isinstance(value, str) else value
-        for key, value in arguments.items()
-    }
+    """Return arguments with element types, and kernels of attention, in the place of their names."""
+    typed = dict(arguments)
+    for key, value in arguments.items():
+        if key.endswith("_dtype") and key != "moe_router_dtype" and isinstance(value, str):
+            typed[key] = getattr(torch, value)
+        elif key == "attention_backend" and isinstance(value, str):
+            typed[key] = AttnBackend[value]
+    return typed
