@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tandem.common.config import Config, build_config
+from tandem.common.config import Config, build_config, notices
 from tandem.common.errors import ConfigError
 
 
@@ -176,6 +176,17 @@ def test_a_forced_ratio_is_for_one_optimizer_step() -> None:
 )
 def test_rewards_and_advantages(grpo: dict[str, Any], expected: str) -> None:
     assert error_of(None, grpo) == expected
+
+
+def test_what_is_in_vain_is_said() -> None:
+    shaping = {"enabled": True, "stop_properly_penalty_coef": 0.5, "max_response_length": 512}
+    config = configure(grpo={"reward_shaping": shaping, "adv_estimator": {"reward_weights": [1, 2]}})
+    assert notices(config) == [
+        "grpo.reward_shaping.max_response_length (512) has no effect: grpo.reward_shaping.stop_properly_penalty_coef "
+        "is set",
+        "grpo.adv_estimator.reward_weights ([1.0, 2.0]) has no effect: grpo.adv_estimator.name is grpo",
+    ]
+    assert notices(configure(grpo={"reward_shaping": {**shaping, "max_response_length": None}})) == []
 
 
 def test_the_estimator_takes_what_the_section_says() -> None:

@@ -16,7 +16,15 @@ from tandem.common.config.schema import AdvEstimator, Grpo, RewardScaling, Rewar
 from tandem.common.messages import SampleScored, SamplesFinished
 from tandem.coordinator.algorithms.grpo import GrpoFeed
 from tandem.coordinator.algorithms.rewards import has_spread
-from tandem.coordinator.decisions import DispatchBatch, DispatchPrompts, DynamicSampling, Finish, Phase, Replied
+from tandem.coordinator.decisions import (
+    Balance,
+    DispatchBatch,
+    DispatchPrompts,
+    DynamicSampling,
+    Finish,
+    Phase,
+    Replied,
+)
 from tandem.coordinator.plan import SynchronousPlan
 
 SHAPE = msgspec.structs.replace(
@@ -47,9 +55,10 @@ def sample(group: int, number: int, reward: float, **components: float) -> Sampl
 class Sampling(Cluster):
     """A cluster in which the samples of some groups differ."""
 
-    def __init__(self, useful: Sequence[int]) -> None:
-        super().__init__(SHAPE)
-        self.plan = SynchronousPlan(SHAPE, now=0.0, teaches=lambda samples: len({s.reward for s in samples}) > 1)
+    def __init__(self, useful: Sequence[int], balance: Balance | None = None) -> None:
+        shape = msgspec.structs.replace(SHAPE, balance=balance)
+        super().__init__(shape)
+        self.plan = SynchronousPlan(shape, now=0.0, teaches=lambda samples: len({s.reward for s in samples}) > 1)
         self.useful = useful
         self.join_all()
         self.run_until(Phase.GENERATING)
@@ -118,6 +127,12 @@ def test_samples_of_an_engine_that_is_lost_do_not_count() -> None:
     replace(cluster, "rollout-0")
     cluster.run_until(Phase.TRAINING)
     assert max(cluster.groups(1)) == 7
+
+
+def test_engines_that_balance_their_work_go_on_with_a_second_batch() -> None:
+    cluster = Sampling([4, 5, 6], balance=Balance(width=1, timeout_s=None))
+    cluster.run_until(Phase.TRAINING)
+    assert cluster.groups(1) == list(range(8)), "each once"
 
 
 def test_a_second_batch_is_shared_among_all_engines() -> None:

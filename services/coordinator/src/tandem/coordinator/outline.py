@@ -27,6 +27,9 @@ def steps(config: Config) -> Iterator[str]:
         whole = prompts * generations
         num = whole // policy.train_global_batch_size
         yield f"{prompts:,} prompts × {generations} samples = {whole:,} sequences, {_count(num, 'optimizer step')}"
+        if config.grpo.use_dynamic_sampling:
+            drawn, most = config.grpo.num_prompts_per_batch, config.grpo.dynamic_sampling_max_gen_batches
+            yield f"of each {drawn:,} prompts that are drawn, those count whose rewards differ; at most {most:,} draws"
     else:
         num = 1
         yield f"{policy.train_global_batch_size:,} {things}, 1 optimizer step"
@@ -56,7 +59,8 @@ def _scored(config: Config, num_steps: int) -> str:
         return "reference"
     if config.algorithm != "grpo":
         return ""
-    models = {"policy": num_steps > 1, "reference": config.loss_fn.reference_policy_kl_penalty > 0}
+    is_previous_read = num_steps > 1 or config.loss_fn.use_kl_in_reward
+    models = {"policy": is_previous_read, "reference": config.loss_fn.reference_policy_kl_penalty > 0}
     return " and the ".join(name for name, is_scored in models.items() if is_scored)
 
 

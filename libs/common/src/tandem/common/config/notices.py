@@ -88,6 +88,21 @@ def _data_parallel(config: Config) -> Iterator[str]:
         yield _vain(f"{_DDP}.data_parallel_sharding_strategy", strategy, "use_megatron_fsdp is off")
 
 
+def _rewards(config: Config) -> Iterator[str]:
+    """Settings of one way to treat rewards, where another is chosen."""
+    shaping, estimator = config.grpo.reward_shaping, config.grpo.adv_estimator
+    if config.algorithm != "grpo":
+        return
+    if shaping.enabled and shaping.stop_properly_penalty_coef is not None and shaping.max_response_length is not None:
+        key = "grpo.reward_shaping"
+        yield _vain(
+            f"{key}.max_response_length", shaping.max_response_length, f"{key}.stop_properly_penalty_coef is set"
+        )
+    if estimator.reward_weights is not None and estimator.name != "gdpo":
+        key = "grpo.adv_estimator"
+        yield _vain(f"{key}.reward_weights", estimator.reward_weights, f"{key}.name is {estimator.name}")
+
+
 def _puzzle(config: Config) -> Iterator[str]:
     """NeMo-RL's file inherits another dataset, which its script for the puzzle never reads."""
     if config.data.dataset_name == "sliding_puzzle" and len(config.env) > 1:
@@ -114,6 +129,7 @@ _NOTICES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _experts,
     _megatron,
     _data_parallel,
+    _rewards,
     _puzzle,
     _nodes,
 )
