@@ -108,3 +108,27 @@ def test_three_steps(model: str, num_ranks: int, megatron: dict[str, Any], plain
     assert max(norm for _, norm in expected.steps) > 1.0, "clipping is part of what is compared"
     found = numbers_of(num_ranks, make, config_for(folder, num_ranks, megatron), BATCHES, tmp_path)
     assert_same_numbers(found, expected, TOLERANCE)
+
+
+BY_TOKENS = {"enabled": True, "train_mb_tokens": 48, "logprob_mb_tokens": 96, "sequence_length_round": 8}
+PACKED, DYNAMIC = {"sequence_packing": BY_TOKENS}, {"dynamic_batching": BY_TOKENS}
+
+
+@pytest.mark.parametrize(
+    ("model", "num_ranks", "megatron", "policy"),
+    [
+        ("qwen3", 2, {}, PACKED),
+        ("qwen3", 2, {}, DYNAMIC),
+        ("llama", 4, PP2 | CP2, PACKED),
+        ("llama", 2, PP2 | VIRTUAL, DYNAMIC),
+        ("qwen3_moe", 2, TP2 | SP | EP2, PACKED),
+    ],
+    ids=["packed, DP2", "dynamic, DP2", "packed, PP2+CP2", "dynamic, PP2 with virtual stages", "packed, TP2+SP+EP2"],
+)
+def test_three_steps_by_tokens(
+    model: str, num_ranks: int, megatron: dict[str, Any], policy: dict[str, Any], plain: Any, tmp_path: Path
+) -> None:
+    """Micro-batches of so many tokens, of two or three sequences each, packed or padded."""
+    folder, expected = plain(model)
+    found = numbers_of(num_ranks, make, config_for(folder, num_ranks, megatron, **policy), BATCHES, tmp_path)
+    assert_same_numbers(found, expected, TOLERANCE)
