@@ -212,6 +212,16 @@ SGD = ["policy.optimizer={name: torch.optim.SGD}"]
             f"{KEY}.pipeline_dtype: float32 is not policy.precision (bfloat16), nor null",
         ),
         ([f"{KEY}.optimizer.fp16=true"], f"{KEY}.optimizer.fp16: true, but policy.precision is bfloat16"),
+        ([f"{KEY}.optimizer.optimizer=adamw"], f"{KEY}.optimizer.optimizer: 'adamw' is not one of adam, sgd"),
+        (
+            [f"{KEY}.optimizer={{use_precision_aware_optimizer: true, use_distributed_optimizer: false}}"],
+            f"{KEY}.optimizer.use_precision_aware_optimizer: true, but it needs {KEY}.optimizer.optimizer adam and "
+            "use_distributed_optimizer",
+        ),
+        (
+            [f"{KEY}.optimizer.exp_avg_dtype=bfloat16"],
+            f"{KEY}.optimizer.exp_avg_dtype: bfloat16 needs {KEY}.optimizer.use_precision_aware_optimizer",
+        ),
         (
             [f"{KEY}.moe_token_dispatcher_type=allgather"],
             f"{KEY}.moe_token_dispatcher_type: allgather takes no rows of different lengths; use alltoall",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from tandem.common.config.checks.rule import Rule
-from tandem.common.config.problem import Invalid
+from tandem.common.config.problem import Invalid, shown
 from tandem.common.config.schema import Config
 
 KEY = "policy.megatron_cfg"
+
+OPTIMIZERS = ("adam", "sgd")
 
 
 def rates_are_in_order(config: Config) -> None:
@@ -73,6 +75,20 @@ def the_optimizer_keeps_the_precision(config: Config) -> None:
         raise Invalid(f"{KEY}.optimizer.fp16", f"true, but policy.precision is {config.policy.precision}")
 
 
+def the_optimizer_is_one_that_megatron_has(config: Config) -> None:
+    """By name; and what only its precision-aware one keeps in fewer bits."""
+    given, key = config.policy.megatron_cfg.optimizer, f"{KEY}.optimizer"
+    name = given.get("optimizer", "adam")
+    if name not in OPTIMIZERS:
+        raise Invalid(f"{key}.optimizer", f"{shown(name)} is not one of {', '.join(OPTIMIZERS)}")
+    aware = "use_precision_aware_optimizer"
+    if given.get(aware) and (name != "adam" or not given["use_distributed_optimizer"]):
+        raise Invalid(f"{key}.{aware}", f"true, but it needs {key}.optimizer adam and use_distributed_optimizer")
+    for state in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+        if given.get(state, "float32") != "float32" and not given.get(aware):
+            raise Invalid(f"{key}.{state}", f"{given[state]} needs {key}.{aware}")
+
+
 def the_optimizer_shards(config: Config) -> None:
     """Megatron's FSDP lays parameters out in a way that the weight plane does not know."""
     given = config.policy.megatron_cfg.distributed_data_parallel_config
@@ -126,6 +142,7 @@ RULES: tuple[Rule, ...] = tuple(
         stages_are_interleaved_over_several_ranks,
         stages_speak_one_type,
         the_optimizer_keeps_the_precision,
+        the_optimizer_is_one_that_megatron_has,
         the_optimizer_shards,
         tokens_reach_their_experts,
         recomputation_is_whole,
