@@ -178,6 +178,63 @@ def test_rewards_and_advantages(grpo: dict[str, Any], expected: str) -> None:
     assert error_of(None, grpo) == expected
 
 
+LATER_GRPO = {
+    "adv_estimator": {
+        "name": "grpo",
+        "normalize_rewards": True,
+        "use_leave_one_out_baseline": False,
+        "minus_baseline": True,
+        "reward_weights": None,
+    },
+    "overlong_filtering": False,
+    "use_dynamic_sampling": True,
+    "dynamic_sampling_max_gen_batches": 10,
+    "batch_multiplier": 3,
+    "reward_scaling": {
+        "enabled": True,
+        "source_min": 0.0,
+        "source_max": 1.0,
+        "target_min": -1.0,
+        "target_max": 1.0,
+    },
+    "reward_shaping": {
+        "enabled": True,
+        "overlong_buffer_length": 2048,
+        "overlong_buffer_penalty": 1,
+        "max_response_length": 14336,
+        "stop_properly_penalty_coef": None,
+    },
+}
+LATER_LOSS = {
+    "reference_policy_kl_penalty": 0.0,
+    "reference_policy_kl_type": "k3",
+    "kl_input_clamp_value": 20.0,
+    "kl_output_clamp_value": 10.0,
+    "use_kl_in_reward": False,
+    "ratio_clip_min": 0.2,
+    "ratio_clip_max": 0.28,
+    "ratio_clip_c": 10,
+    "disable_ppo_ratio": False,
+    "use_cispo": False,
+    "force_on_policy_ratio": False,
+    "use_on_policy_kl_approximation": False,
+    "use_importance_sampling_correction": False,
+    "truncated_importance_sampling_type": None,
+    "truncated_importance_sampling_ratio": None,
+    "truncated_importance_sampling_ratio_min": None,
+    "sequence_level_importance_ratios": False,
+    "token_level_loss": True,
+}
+
+
+def test_the_names_of_later_releases_of_nemo_rl_are_known() -> None:
+    """The keys of its base file, with the values of its recipe for DAPO."""
+    config = configure(LATER_LOSS, LATER_GRPO)
+    assert notices(config) == []
+    assert set(config.loss_fn.__struct_fields__) == set(LATER_LOSS), "each of them, and none of our own"
+    assert config.grpo.num_prompts_per_batch == 12
+
+
 def test_what_is_in_vain_is_said() -> None:
     shaping = {"enabled": True, "stop_properly_penalty_coef": 0.5, "max_response_length": 512}
     config = configure(grpo={"reward_shaping": shaping, "adv_estimator": {"reward_weights": [1, 2]}})

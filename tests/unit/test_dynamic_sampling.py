@@ -25,6 +25,7 @@ from tandem.coordinator.decisions import (
     Phase,
     Replied,
 )
+from tandem.coordinator.outline import steps
 from tandem.coordinator.plan import SynchronousPlan
 
 SHAPE = msgspec.structs.replace(
@@ -218,3 +219,10 @@ def test_the_first_groups_that_teach_something_are_trained_on(
     assert metrics["dynamic_sampling_num_discarded_valid_samples"] == 2 * (7 - 4)
     assert metrics["reward"] == pytest.approx(7 / 24), "of all samples"
     assert metrics["filtered_reward"] == pytest.approx(1 / 2)
+
+
+def test_the_plan_of_a_run_says_how_it_samples() -> None:
+    assert list(steps(feed_config()))[:2] == [
+        "4 prompts × 2 samples = 8 sequences, 1 optimizer step",
+        "of each 6 prompts that are drawn, those count whose rewards differ; at most 3 draws",
+    ]
