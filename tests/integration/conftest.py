@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from tests.integration import trainer_harness
 
 
+@pytest.fixture(scope="session", autouse=True)
+def converted_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Have Megatron-Core's checkpoints converted to a folder of the tests, in processes that they start as well."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NRL_MEGATRON_CHECKPOINT_DIR", str(tmp_path_factory.mktemp("converted")))
+        yield
+
+
 @pytest.fixture(scope="session")
-def rank_server() -> None:
+def rank_server(converted_checkpoints: None) -> None:
     """Start the process that ranks are forked from before a test could count it among what the test left behind."""
     trainer_harness.start_server()

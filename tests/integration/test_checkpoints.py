@@ -8,7 +8,8 @@ import pickle
 import re
 import resource
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -239,11 +240,22 @@ def test_nothing_is_pickled(tmp_path: Path) -> None:
 
 
 def save_and_load_without_pickle(rank: int, config: Config, folder: Path) -> None:
+    backend = DTensorBackend(config, checkpoint=None)
+    step.train(backend, make_batch(16), config)
+    with no_pickle():
+        backend.save(folder)
+        dist.barrier()
+        backend.load(folder)
+        DTensorBackend(config, checkpoint=folder)
+
+
+@contextmanager
+def no_pickle() -> Iterator[None]:
+    """Fail whatever pickles or unpickles."""
+
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("something is pickled or unpickled")
 
-    backend = DTensorBackend(config, checkpoint=None)
-    step.train(backend, make_batch(16), config)
     names = ("dump", "dumps", "load", "loads", "Pickler", "Unpickler", "_Pickler", "_Unpickler")
     with pytest.MonkeyPatch.context() as patch:
         for name in names:
@@ -252,10 +264,7 @@ def save_and_load_without_pickle(rank: int, config: Config, folder: Path) -> Non
         patch.setattr(torch, "save", refuse)
         patch.setattr(torch.distributed.distributed_c10d, "_unpickler", refuse)
         patch.setattr(torch.distributed.distributed_c10d, "_pickler", refuse)
-        backend.save(folder)
-        dist.barrier()
-        backend.load(folder)
-        DTensorBackend(config, checkpoint=folder)
+        yield
 
 
 # Rank 0 fails in config.json, of 1 kB, or in the weights, of 67 kB; rank 1 in its optimizer state, of 66 kB.

@@ -11,77 +11,76 @@ import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file, save_file
 
+from tandem.common.config import Config
 from tandem.common.errors import ModelError
 from tandem.refit.adapters.catalogue import from_checkpoint
-from tandem.refit.adapters.megatron import Megatron
 from tandem.refit.layout import Layout, whole
 from tandem.refit.transports import shm
 from tandem.trainer import checkpoints
 from tandem.trainer.backends.megatron.sources import SafetensorsFolder
-from tandem.trainer.backends.megatron.weights import RankWeights, parameters_of
-from tandem.trainer.models import without_weights
-from tests.integration.megatron_harness import build_chunks, make_checkpoint, parallel
-from tests.integration.trainer_harness import make_config, run_ranks
+from tandem.trainer.backends.megatron.weights import RankWeights
+from tests.integration.megatron_harness import make_checkpoint
+from tests.integration.test_same_numbers_megatron import EP2, PLAIN, PP2, SP, TP2, VIRTUAL, config_for, make
+from tests.integration.trainer_harness import run_ranks
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 
-LOCAL = {"transformer_engine": False, "experts": "sequential", "vocabulary_divisor": 8}
-CASES = {
-    "one rank": ("qwen3", Megatron(**LOCAL)),
-    "TP2": ("llama", Megatron(tp=2, **LOCAL)),
-    "TP2, tied, biases": ("qwen2", Megatron(tp=2, **LOCAL)),
-    "TP2 with a rank of padding alone": ("qwen3", Megatron(tp=2, **LOCAL | {"vocabulary_divisor": 32})),
-    "PP2, tied": ("qwen3 tied", Megatron(pp=2, **LOCAL)),
-    "PP2 with virtual stages": ("qwen3", Megatron(pp=2, vpp=2, **LOCAL)),
-    "DP2": ("qwen3 tied", Megatron(dp=2, **LOCAL)),
-    "EP2": ("qwen3_moe", Megatron(dp=2, ep=2, **LOCAL)),
-    "TP2 with whole experts, EP2": ("qwen3_moe", Megatron(tp=2, ep=2, etp=1, **LOCAL)),
-    "TP2 and of experts": ("qwen3_moe", Megatron(tp=2, etp=2, **LOCAL)),
+CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "one rank": ("qwen3", 1, PLAIN),
+    "TP2, its second rank of padding alone": ("llama", 2, TP2),
+    "TP2, tied, biases": ("qwen2", 2, TP2 | PLAIN),
+    "PP2, tied": ("qwen3 tied", 2, PP2),
+    "PP2 with virtual stages": ("qwen3", 2, PP2 | VIRTUAL),
+    "DP2": ("qwen3 tied", 2, {}),
+    "EP2": ("qwen3_moe", 2, EP2),
+    "TP2 and of experts": ("qwen3_moe", 2, TP2 | SP | {"expert_tensor_parallel_size": 2}),
+    "latent attention, shared experts, TP2, EP2": ("deepseek_v3", 2, TP2 | SP | EP2),
 }
 
 
-@pytest.mark.parametrize(("model", "sizes"), CASES.values(), ids=CASES)
-def test_what_is_loaded_is_read_by_engines_and_gathered_again(model: str, sizes: Megatron, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("model", "num_ranks", "megatron"), CASES.values(), ids=CASES)
+def test_what_is_loaded_is_read_by_engines_and_gathered_again(
+    model: str, num_ranks: int, megatron: dict[str, Any], tmp_path: Path
+) -> None:
     checkpoint = make_checkpoint(tmp_path / "checkpoint", model, max_file_size="40KB")
     assert len(list(checkpoint.glob("*.safetensors"))) > 1
     expected = tensors_in(checkpoint)
-    gathered, *others = run_ranks(sizes.num_ranks, load_and_gather, checkpoint, sizes)
+    gathered, *others = run_ranks(num_ranks, load_and_gather, checkpoint, config_for(checkpoint, num_ranks, megatron))
     assert not any(others)
     assert gathered.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(torch.from_numpy(gathered[name]), tensor), name
 
 
-def load_and_gather(rank: int, checkpoint: Path, sizes: Megatron) -> dict[str, Any]:
-    with parallel(sizes):
-        chunks, model = build_chunks(checkpoint, sizes)
-        for parameter in parameters_of(chunks).values():
-            parameter.detach().fill_(float("nan"))
-        held = RankWeights(chunks, sizes, model)
-        held.load(SafetensorsFolder(checkpoint))
-        assert all(parameter.isfinite().all() for parameter in parameters_of(chunks).values())
-        layouts: list[Any] = [None] * sizes.num_ranks
-        dist.all_gather_object(layouts, held.shared.layout)
-        assert_holds(layouts[rank - 1], tensors_in(checkpoint))
-        dist.barrier()
-        return {name: tensor.numpy() for batch in held.gathered(5000) for name, tensor in batch.items()}
+def load_and_gather(rank: int, checkpoint: Path, config: Config) -> dict[str, Any]:
+    held = make(config)._weights
+    for parameter in held.parameters.values():
+        parameter.detach().fill_(float("nan"))
+    held.load(SafetensorsFolder(checkpoint))
+    assert all(parameter.isfinite().all() for parameter in held.parameters.values())
+    if config.policy.megatron_cfg.optimizer["use_distributed_optimizer"]:
+        assert len(held.shared.layout.storages) < len(held.parameters), "parameters lie in one buffer"
+    layouts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(layouts, held.shared.layout)
+    assert_holds(layouts[rank - 1], tensors_in(checkpoint))
+    dist.barrier()
+    return {name: tensor.numpy() for batch in held.gathered(5000) for name, tensor in batch.items()}
 
 
 def test_parameters_that_the_checkpoint_does_not_imply_are_refused(tmp_path: Path) -> None:
     checkpoint, other = (make_checkpoint(tmp_path / model, model) for model in ("llama", "qwen3"))
-    (message,) = run_ranks(1, hold_another, checkpoint, other)
+    (message,) = run_ranks(1, hold_another, config_for(checkpoint, 1, {}), other)
     assert message == (
         "parameter decoder.layers.0.self_attention.k_layernorm.weight: Megatron-Core has none, the checkpoint implies "
         "32 bytes"
     )
 
 
-def hold_another(rank: int, checkpoint: Path, other: Path) -> str:
-    with parallel(Megatron(**LOCAL)):
-        chunks, _ = build_chunks(checkpoint, Megatron(**LOCAL))
-        with pytest.raises(ModelError) as refused:
-            RankWeights(chunks, Megatron(**LOCAL), from_checkpoint(other))
-        return str(refused.value)
+def hold_another(rank: int, config: Config, other: Path) -> str:
+    backend = make(config)
+    with pytest.raises(ModelError) as refused:
+        RankWeights(backend._policy, backend._settings.sizes, from_checkpoint(other))
+    return str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -111,15 +110,11 @@ def test_files_that_cannot_be_read_are_named(damage: str, tmp_path: Path) -> Non
         SafetensorsFolder(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("model", "sizes"),
-    [("qwen3 tied", Megatron(tp=2, **LOCAL)), ("qwen3_moe", Megatron(dp=2, ep=2, **LOCAL))],
-    ids=["tied", "experts"],
-)
-def test_what_is_saved_is_the_model_to_hugging_face(model: str, sizes: Megatron, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("model", "megatron"), [("qwen3 tied", TP2), ("qwen3_moe", EP2)], ids=["tied", "experts"])
+def test_what_is_saved_is_the_model_to_hugging_face(model: str, megatron: dict[str, Any], tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path / "checkpoint", model)
     transformers.GenerationConfig(temperature=0.25, do_sample=True).save_pretrained(checkpoint)
-    run_ranks(sizes.num_ranks, save, checkpoint, sizes, tmp_path / "step_1")
+    run_ranks(2, save, config_for(checkpoint, 2, megatron), tmp_path / "step_1")
     policy = tmp_path / "step_1" / checkpoints.POLICY
     assert len(list(policy.glob("model-*.safetensors"))) > 1
     before, after = (transformers.AutoModelForCausalLM.from_pretrained(each) for each in (checkpoint, policy))
@@ -131,15 +126,10 @@ def test_what_is_saved_is_the_model_to_hugging_face(model: str, sizes: Megatron,
     assert after.config.architectures == before.config.architectures
 
 
-def save(rank: int, checkpoint: Path, sizes: Megatron, folder: Path) -> None:
-    with parallel(sizes):
-        chunks, model = build_chunks(checkpoint, sizes)
-        held = RankWeights(chunks, sizes, model)
-        held.load(SafetensorsFolder(checkpoint))
-        described = without_weights(str(checkpoint), torch.float32)
-        config = make_config(checkpoint)
-        num_bytes = checkpoints.write_policy(folder, described, held.gathered(), config, max_file_bytes=50_000)
-        assert (num_bytes > 0) == (rank == 0)
+def save(rank: int, config: Config, folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoints.write_policy, "__kwdefaults__", {"max_file_bytes": 50_000})
+        make(config).save(folder)
 
 
 def tensors_in(checkpoint: Path) -> dict[str, torch.Tensor]:

@@ -52,7 +52,8 @@ class MegatronBackend:
     def __init__(self, config: Config, *, checkpoint: Path | None) -> None:
         self._config = config
         self.device = device_of(dist.get_rank())
-        self._described = without_weights(str(folder_of(config.policy.model_name)), torch.float32)
+        dtype = getattr(torch, config.policy.precision)
+        self._described = without_weights(str(folder_of(config.policy.model_name)), dtype)
         self._model: dict[str, Any] = self._described.config.to_dict()
         self._shape = catalogue.from_config(self._model)
         self.num_parameters = self._shape.num_parameters
@@ -71,13 +72,16 @@ class MegatronBackend:
         chunks, self._weights = self._build()
         if checkpoint is None:
             self._weights.load(open_tensors(config.policy.model_name, config))
+        else:
+            checkpoints.load_policy(checkpoint, self._weights)
         self._policy = with_gradients(chunks, settings)
         self._pipelines = {"policy": self._pipeline(self._policy)}
         if config.needs_reference:
             self._pipelines["reference"] = self._reference()
         self._optimizer = make_optimizer(self._policy, settings)
         self._offloaded: Offloaded | None = None
-        self._num_steps = 0 if checkpoint is None else checkpoints.load(checkpoint, self._weights, self._optimizer)
+        state = self._weights, self._optimizer
+        self._num_steps = 0 if checkpoint is None else checkpoints.load_optimizer(checkpoint, *state)
         self._schedule = make_schedule(config, self._optimizer, self._num_steps)
 
     def train_step(self, micro_batches: Sequence[MicroBatch], loss: LossOfMicroBatch) -> OptimizerStep:

@@ -49,21 +49,27 @@ def save(folder: Path, described: Any, weights: RankWeights, optimizer: Any, num
     return num_bytes + checkpoints.agree(lambda: _write_optimizer(folder, weights, optimizer, num_steps))
 
 
-def load(folder: Path, weights: RankWeights, optimizer: Any) -> int:
-    """Fill parameters and optimizer with what `save` wrote, on any number of ranks; return the number of steps.
-
-    The parameters stay in the memory they lie in. Raises `CheckpointError`; every rank raises if one does.
-    """
-    checkpoints.agree(lambda: load_policy(folder, weights))
-    return checkpoints.agree(lambda: _read_optimizer(folder, weights, optimizer))
-
-
 def load_policy(folder: Path, weights: RankWeights) -> None:
-    """Fill the parameters with the policy of a checkpoint. Raises `CheckpointError`."""
-    try:
-        weights.load(SafetensorsFolder(folder / checkpoints.POLICY))
-    except ModelError as error:
-        raise CheckpointError(str(error)) from error
+    """Fill the parameters with the policy that `save` wrote, in the memory they lie in.
+
+    Collective. Raises `CheckpointError`; every rank raises if one does.
+    """
+
+    def load() -> None:
+        try:
+            weights.load(SafetensorsFolder(folder / checkpoints.POLICY))
+        except ModelError as error:
+            raise CheckpointError(str(error)) from error
+
+    checkpoints.agree(load)
+
+
+def load_optimizer(folder: Path, weights: RankWeights, optimizer: Any) -> int:
+    """Fill an optimizer of the same parameters with what `save` wrote; return the number of steps it has taken.
+
+    Collective. Raises `CheckpointError`; every rank raises if one does.
+    """
+    return checkpoints.agree(lambda: _read_optimizer(folder, weights, optimizer))
 
 
 def _write_optimizer(folder: Path, weights: RankWeights, optimizer: Any, num_steps: int) -> int:
