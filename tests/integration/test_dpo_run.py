@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.harness import coordinator, deterministic, steps_of, weights_of, write_config
+from tests.integration.harness import coordinator, copy_examples, deterministic, steps_of, weights_of, write_config
 
 NUM_STEPS = 6
 
@@ -29,11 +29,11 @@ def test_dpo_learns_preferences_and_resumes_to_the_bit() -> None:
         "algorithm": "dpo",
         "dpo": {"max_num_steps": NUM_STEPS, "max_num_epochs": 9, "val_period": 3, "val_batches": 2},
         "policy": {"train_micro_batch_size": 4, "optimizer": {"kwargs": {"lr": 3e-3}}},
-        "data": {"dataset_name": "jsonl", "task": None, "task_params": {}, "num_train": None, "prompt_template": "no"},
+        "data": {"train_data_path": "pairs.jsonl"},
         "checkpointing": {"save_period": 3},
         "cluster": {"trainers": 2},
     }
-    config = write_config(dpo | {"data": dpo["data"] | {"train_data_path": "pairs.jsonl"}})
+    config = write_config(dpo)
     whole = coordinator("up", config, "logger.log_dir=whole")
     assert whole.returncode == 0, whole.stdout + whole.stderr
     steps = steps_of("whole")
@@ -61,9 +61,16 @@ def test_dpo_learns_preferences_and_resumes_to_the_bit() -> None:
 
 def test_a_bad_pair_is_one_line_before_anything_starts() -> None:
     Path("pairs.jsonl").write_text('{"prompt": "1", "chosen": "2", "rejected": "3"}\n{"prompt": "1", "chosen": "2"}\n')
-    data = {"dataset_name": "jsonl", "task": None, "task_params": {}, "train_data_path": "pairs.jsonl"}
-    ended = coordinator("up", write_config({"algorithm": "dpo", "data": data}))
+    ended = coordinator("up", write_config({"algorithm": "dpo", "data": {"train_data_path": "pairs.jsonl"}}))
     assert ended.returncode == 1
     expected = "pairs.jsonl:2 has no field 'rejected' (data.rejected_key); its fields are prompt, chosen"
     assert ended.stderr.strip() == f"error: {expected}"
     assert not Path("run").exists()
+
+
+def test_the_example_runs() -> None:
+    copy_examples()
+    ended = coordinator("up", "examples/arithmetic_dpo.yaml", "dpo.max_num_steps=2")
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr
+    assert [step.step for step in steps_of("results/arithmetic_dpo")] == [0, 1, 2]
+    assert steps_of("results/arithmetic_dpo")[-1].metrics["num_valid_samples"] == 64
