@@ -13,9 +13,23 @@ from tests import leaks
 
 _SEGMENT_NAMES = ("torch_", "psm_", "sem.", "mp-", "tandem")
 """What libraries of ours would leave in shared memory: torch, multiprocessing, or Tandem itself."""
+_LONG_FILES = (
+    "test_workers.py",
+    "test_deaths.py",
+    "test_run.py",
+    "test_two_hosts.py",
+    "test_turns.py",
+    "test_readme.py",
+)
+"""They begin first where files run side by side, so that no process is left alone with one at the end."""
 _LOOKS = {"process": leaks.processes, "listening socket": leaks.listeners, "thread": leaks.threads}
 
 leaks.mark_processes()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the long files first; `tox.ini` has pytest-xdist keep the order."""
+    items.sort(key=lambda item: item.path.name not in _LONG_FILES)
 
 
 @pytest.fixture(autouse=True)
