@@ -13,14 +13,22 @@ import transformers
 from tandem.common.batch import TrainingBatch
 from tandem.common.config import Config
 from tandem.trainer import step
-from tandem.trainer.backends.dtensor import DTensorBackend
+from tandem.trainer.backends import make_backend
+from tests.integration.reference import trained_weights
 from tests.integration.trainer_harness import make_batch, make_config, make_model, run_ranks
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 
 TOLERANCE = 1e-6
-SHAPES = [(1, 4), (1, 1), (2, 2)]
-"""Ranks, and sequences of a micro-batch."""
+PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 32, "logprob_mb_tokens": 64}}
+CONTEXT = {"dtensor_cfg": {"enabled": True, "context_parallel_size": 2}}
+SHAPES: list[tuple[int, dict[str, Any]]] = [
+    (1, {"train_micro_batch_size": 4}),
+    (2, {"train_micro_batch_size": 1}),
+    (1, {"train_micro_batch_size": 1, **PACKED}),
+    (2, {"train_micro_batch_size": 2, **CONTEXT}),
+]
+"""Ranks, and how they share a batch: its micro-batches, its rows, its sequences."""
 
 GSPO = {
     "sequence_level_importance_ratios": True,
@@ -49,38 +57,29 @@ RLOO = {
 KL_IN_REWARD = {"use_kl_in_reward": True, "reference_policy_kl_penalty": 0.5, "reference_policy_kl_type": "k1"}
 
 
-def configure(model: Path, loss: dict[str, Any], micro_batch: int, global_batch: int) -> Config:
+def configure(model: Path, loss: dict[str, Any], **policy: Any) -> Config:
     """KL in the reward comes with Reinforce++."""
-    return make_config(
-        model,
-        loss=loss,
-        estimator="reinforce_plus_plus" if "use_kl_in_reward" in loss else "grpo",
-        train_micro_batch_size=micro_batch,
-        train_global_batch_size=global_batch,
-    )
+    estimator = "reinforce_plus_plus" if "use_kl_in_reward" in loss else "grpo"
+    return make_config(model, loss=loss, estimator=estimator, **policy)
 
 
 def train_rank(rank: int, config: Config, batches: list[TrainingBatch], folder: Path) -> Any:
-    backend = DTensorBackend(config, checkpoint=None)
+    backend = make_backend(config, checkpoint=None)
     metrics = [step.train(backend, batch, config).metrics for batch in batches]
     backend.save(folder)
     return metrics
 
 
-def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "policy")
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
-
-
 @pytest.mark.parametrize("loss", [GSPO, CISPO, RLOO, KL_IN_REWARD], ids=["gspo", "cispo", "rloo", "reinforce++"])
-def test_ranks_and_micro_batches_make_no_difference(tmp_path: Path, loss: dict[str, Any]) -> None:
+def test_no_way_of_sharing_a_batch_makes_a_difference(tmp_path: Path, loss: dict[str, Any]) -> None:
     model = make_model(tmp_path / "model")
     batches = [make_batch(seed=1), make_batch(seed=2)]
     found = []
-    for number, (num_ranks, micro_batch) in enumerate(SHAPES):
-        config = configure(model, loss, micro_batch, global_batch=4)  # so that ratios are not all one
+    for number, (num_ranks, policy) in enumerate(SHAPES):
+        # Two optimizer steps a batch, so that ratios are not all one.
+        config = configure(model, loss, train_global_batch_size=4, trainers=num_ranks, **policy)
         folder = tmp_path / str(number)
-        found.append((run_ranks(num_ranks, train_rank, config, batches, folder)[0], weights_of(folder)))
+        found.append((run_ranks(num_ranks, train_rank, config, batches, folder)[0], trained_weights(folder)))
     metrics, weights = found[0]
     for other_metrics, other_weights in found[1:]:
         for one, other in zip(metrics, other_metrics, strict=True):
@@ -91,7 +90,7 @@ def test_ranks_and_micro_batches_make_no_difference(tmp_path: Path, loss: dict[s
 def test_reinforce_plus_plus_against_a_plain_loop(tmp_path: Path) -> None:
     """The second step: after the first, policy and reference differ."""
     folder = make_model(tmp_path / "model")
-    config = configure(folder, KL_IN_REWARD, micro_batch=2, global_batch=8)
+    config = configure(folder, KL_IN_REWARD)
     batches = [make_batch(seed=1), make_batch(seed=2)]
     run_ranks(1, train_rank, config, batches[:1], tmp_path / "first")
     (metrics,) = run_ranks(1, train_rank, config, batches, tmp_path / "second")
