@@ -67,9 +67,9 @@ def start_server() -> None:
     multiprocessing.resource_tracker.ensure_running()
 
 
-def make_model(folder: Path, architecture: str = "qwen3", *, seed: int = 0) -> Path:
-    """Write a random model with its tokenizer, 24 tokens, to `folder`."""
-    new_model = NewModel(config=ARCHITECTURES[architecture], characters="0123456789+-= abcdefg", seed=seed)
+def make_model(folder: Path, architecture: str = "qwen3", *, seed: int = 0, **sizes: int) -> Path:
+    """Write a random model with its tokenizer, 24 tokens, to `folder`; `sizes` replace some of the architecture's."""
+    new_model = NewModel(config=ARCHITECTURES[architecture] | sizes, characters="0123456789+-= abcdefg", seed=seed)
     write_new_model(folder, new_model)
     torch.manual_seed(seed)
     settings = transformers.AutoConfig.from_pretrained(folder)

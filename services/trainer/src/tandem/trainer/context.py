@@ -110,14 +110,16 @@ class _GatherShares(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        whole = part.new_empty(dist.get_world_size(group) * part.shape[0], *part.shape[1:])
-        dist.all_gather_into_tensor(whole, part.contiguous(), group=group)
-        return whole
+        part = part.contiguous()
+        parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, part, group=group)
+        return torch.cat(parts)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        part = grads[0].new_empty(grads[0].shape[0] // dist.get_world_size(ctx.group), *grads[0].shape[1:])
-        dist.reduce_scatter_tensor(part, grads[0].contiguous(), group=ctx.group)
+        parts = list(grads[0].contiguous().chunk(dist.get_world_size(ctx.group)))
+        part = torch.empty_like(parts[0])
+        dist.reduce_scatter(part, parts, group=ctx.group)
         return part, None
 
 
