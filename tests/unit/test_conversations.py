@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import msgspec
 import pytest
 from data_harness import character_tokenizer, data_config
 
@@ -92,6 +93,14 @@ def test_an_epoch_has_every_pair_and_validation_those_held_out() -> None:
     held_out = {parts(tokenizer, feed.batch(1, "validate")[0], row)[0] for row in range(40)}
     assert len(held_out) == 20
     assert not held_out & set(used)
+
+
+@pytest.mark.parametrize(("val_batches", "count"), [(1, 8), (3, 20), (0, 20), (-1, 20)])
+def test_validation_takes_so_many_batches_or_everything(val_batches: int, count: int) -> None:
+    config = data_config("dpo", rejected_template=WRONG)
+    config = msgspec.structs.replace(config, dpo=msgspec.structs.replace(config.dpo, val_batches=val_batches))
+    batch, _ = make_feed(config, character_tokenizer(config)).batch(1, "validate")
+    assert len(batch.lengths_S) == 2 * count
 
 
 PAIR = ("u1 + 1", " = 2", " = 3")

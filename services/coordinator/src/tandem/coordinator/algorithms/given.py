@@ -35,7 +35,8 @@ class GivenFeed:
         sets = load_conversations(config)
         self._num_too_long = 0
         self._train = self._encode_all(sets.train)
-        self._validation = self._encode_all(sets.validation)[: section.val_batches * section.val_global_batch_size]
+        num_validation = section.val_batches * section.val_global_batch_size
+        self._validation = self._encode_all(sets.validation)[: num_validation if num_validation > 0 else None]
         if not self._train:
             raise DataError("data: every conversation is longer than policy.max_total_sequence_length allows")
         reasons = {

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from msgspec import Meta
+
 from tandem.common.config.schema.base import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -9,6 +13,8 @@ from tandem.common.config.schema.base import (
     Section,
     Seed,
 )
+
+NumBatches = Annotated[int, Meta(ge=-1)]
 
 
 class Sft(Section, frozen=True, kw_only=True):
@@ -20,8 +26,8 @@ class Sft(Section, frozen=True, kw_only=True):
     """Optimizer steps before the run ends."""
     val_period: NonNegativeInt = 10
     """Steps between validations; 0 means never."""
-    val_batches: PositiveInt = 8
-    """Validation batches used each time."""
+    val_batches: NumBatches = 8
+    """Validation batches used each time; 0 or -1 means the whole validation set."""
     val_global_batch_size: PositiveInt = 32
     """Sequences in one validation batch, over all trainers."""
     val_micro_batch_size: PositiveInt = 1
@@ -42,8 +48,8 @@ class Dpo(Section, frozen=True, kw_only=True):
     """Optimizer steps before the run ends."""
     val_period: NonNegativeInt = 25
     """Steps between validations; 0 means never."""
-    val_batches: PositiveInt = 8
-    """Validation batches used each time."""
+    val_batches: NumBatches = 8
+    """Validation batches used each time; 0 or -1 means the whole validation set."""
     val_global_batch_size: PositiveInt = 8
     """Pairs in one validation batch, over all trainers."""
     val_micro_batch_size: PositiveInt = 1
