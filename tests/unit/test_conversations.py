@@ -198,8 +198,7 @@ def test_pairs_that_are_too_long_are_left_out_and_that_is_said() -> None:
     config = data_config("dpo", **jsonl(rows))
     feed = make_feed(config, character_tokenizer(config))
     assert feed.notices == (
-        "data: 1 conversations left out: longer than data.max_input_seq_length and policy.max_total_sequence_length "
-        "allow",
+        "data: 1 of 3 left out: longer than data.max_input_seq_length and policy.max_total_sequence_length allow",
     )
 
 
@@ -286,6 +285,15 @@ def test_squads_passage_is_the_system_message(tmp_path: Path, monkeypatch: pytes
     sets = load_conversations(config)
     found = [(list(c.prompt), *map(list, c.answers)) for c in (*sets.train, *sets.validation)]
     assert found == [(chat("s1 2 3", "u2 + 1"), chat("a = 3")), (chat("s4 5 6", "u2 + 2"), chat("a = 4"))]
+
+
+def test_of_openmathinstruct_the_wanted_field_is_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"problem": f"{i} + 1", "expected_answer": str(i + 1), "generated_solution": f" = {i + 1}"} for i in (1, 2)]
+    settings = {"output_key": "generated_solution", "num_validation": 1}
+    config = on_the_hub("openmathinstruct2", rows, tmp_path, monkeypatch, **settings)
+    sets = load_conversations(config)
+    found = sorted((c.prompt[0]["content"], c.answers[0][0]["content"]) for c in (*sets.train, *sets.validation))
+    assert found == [("1 + 1", " = 2"), ("2 + 1", " = 3")]
 
 
 # --- configuration ---------------------------------------------------------------------------------------------------

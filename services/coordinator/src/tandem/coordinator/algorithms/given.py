@@ -39,11 +39,12 @@ class GivenFeed:
         self._validation = self._encode_all(sets.validation)[: num_validation if num_validation > 0 else None]
         if not self._train:
             raise DataError("data: every conversation is longer than policy.max_total_sequence_length allows")
+        num_read = len(sets.train) + len(sets.validation) + sets.num_ties
         reasons = {
             "longer than data.max_input_seq_length and policy.max_total_sequence_length allow": self._num_too_long,
             "ties": sets.num_ties,
         }
-        self.notices = tuple(f"data: {count} conversations left out: {why}" for why, count in reasons.items() if count)
+        self.notices = tuple(f"data: {count} of {num_read} left out: {why}" for why, count in reasons.items() if count)
 
     @property
     def num_validation(self) -> int:
