@@ -101,6 +101,23 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "PP2 with virtual stages+DP2": ("llama", 4, PP2 | VIRTUAL),
 }
 
+BY_TOKENS = {"enabled": True, "train_mb_tokens": 48, "logprob_mb_tokens": 96, "sequence_length_round": 8}
+PACKED, DYNAMIC = {"sequence_packing": BY_TOKENS}, {"dynamic_batching": BY_TOKENS}
+BATCHED: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
+    "packed": ("qwen3", 1, {}, PACKED),
+    "packed, DP2": ("qwen3", 2, {}, PACKED),
+    "packed, TP2+SP": ("qwen3", 2, TP2 | SP, PACKED),
+    "packed, PP2": ("qwen3", 2, PP2, PACKED),
+    "packed, PP2 with virtual stages": ("llama", 2, PP2 | VIRTUAL, PACKED),
+    "packed, CP2": ("llama", 2, CP2, PACKED),
+    "packed, PP2+CP2": ("llama", 4, PP2 | CP2, PACKED),
+    "packed, TP2+SP+EP2": ("qwen3_moe", 2, TP2 | SP | EP2, PACKED),
+    "packed, TP2+SP+CP2": ("qwen3", 4, TP2 | SP | CP2, PACKED),
+    "packed, latent attention, CP2": ("deepseek_v3", 2, CP2, PACKED),
+    "dynamic, DP2": ("qwen3", 2, {}, DYNAMIC),
+    "dynamic, PP2 with virtual stages": ("llama", 2, PP2 | VIRTUAL, DYNAMIC),
+}
+
 
 @pytest.mark.parametrize(("model", "num_ranks", "megatron"), CASES.values(), ids=CASES)
 def test_three_steps(model: str, num_ranks: int, megatron: dict[str, Any], plain: Any, tmp_path: Path) -> None:
@@ -110,21 +127,7 @@ def test_three_steps(model: str, num_ranks: int, megatron: dict[str, Any], plain
     assert_same_numbers(found, expected, TOLERANCE)
 
 
-BY_TOKENS = {"enabled": True, "train_mb_tokens": 48, "logprob_mb_tokens": 96, "sequence_length_round": 8}
-PACKED, DYNAMIC = {"sequence_packing": BY_TOKENS}, {"dynamic_batching": BY_TOKENS}
-
-
-@pytest.mark.parametrize(
-    ("model", "num_ranks", "megatron", "policy"),
-    [
-        ("qwen3", 2, {}, PACKED),
-        ("qwen3", 2, {}, DYNAMIC),
-        ("llama", 4, PP2 | CP2, PACKED),
-        ("llama", 2, PP2 | VIRTUAL, DYNAMIC),
-        ("qwen3_moe", 2, TP2 | SP | EP2, PACKED),
-    ],
-    ids=["packed, DP2", "dynamic, DP2", "packed, PP2+CP2", "dynamic, PP2 with virtual stages", "packed, TP2+SP+EP2"],
-)
+@pytest.mark.parametrize(("model", "num_ranks", "megatron", "policy"), BATCHED.values(), ids=BATCHED)
 def test_three_steps_by_tokens(
     model: str, num_ranks: int, megatron: dict[str, Any], policy: dict[str, Any], plain: Any, tmp_path: Path
 ) -> None:

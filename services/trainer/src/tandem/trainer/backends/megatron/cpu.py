@@ -15,6 +15,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import os
 import types
 import warnings
 from typing import Any
@@ -73,6 +74,8 @@ def prepare() -> None:
     Raises `ModelError` if Megatron-Core is not installed, or is another than the one this was written for.
     """
     warnings.filterwarnings("ignore", module=r"megatron\.")  # it warns of whatever it would rather have
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling takes longer than it saves, at import already
     _require_version()
     _do_without_transformer_engine()
     if torch.cuda.is_available():
