@@ -54,16 +54,17 @@ def own_plan() -> dict[str, ParallelStyle]:
     }
 
 
-def feed_forward_plan() -> dict[str, ParallelStyle]:
-    """A plan that leaves everything else to be whole."""
-    return {
-        "model.layers.*.mlp.gate_proj": ColwiseParallel(),
-        "model.layers.*.mlp.up_proj": ColwiseParallel(),
-        "model.layers.*.mlp.down_proj": RowwiseParallel(),
-    }
+def linear_plan() -> dict[str, ParallelStyle]:
+    """A plan of linear layers alone: nothing of embeddings, norms of heads and the output layer."""
+    attention, feed_forward = "model.layers.*.self_attn", "model.layers.*.mlp"
+    by_rows = [f"{attention}.{part}_proj" for part in "qkv"] + [
+        f"{feed_forward}.{part}_proj" for part in ("gate", "up")
+    ]
+    by_columns = [f"{attention}.o_proj", f"{feed_forward}.down_proj"]
+    return {name: ColwiseParallel() for name in by_rows} | {name: RowwiseParallel() for name in by_columns}
 
 
-FEED_FORWARD: dict[str, Any] = {"custom_parallel_plan": f"{__name__}.feed_forward_plan"}
+LINEAR: dict[str, Any] = {"custom_parallel_plan": f"{__name__}.linear_plan"}
 OWN: dict[str, Any] = {"custom_parallel_plan": f"{__name__}.own_plan"}
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "FSDP2": ("qwen3", 2, {}),
@@ -76,7 +77,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "FSDP2 + TP2": ("qwen2", 4, TP2),
     "FSDP2 + TP2 + SP": ("qwen3", 4, TP2 | SP),
     "a plan of one's own": ("llama", 2, TP2 | SP | OWN),
-    "a plan that names little, embeddings tied": ("qwen3", 2, TP2 | FEED_FORWARD),
+    "a plan of linear layers, embeddings tied": ("qwen3", 2, TP2 | LINEAR),
     "CP2": ("qwen3", 2, CP2),
     "CP2 + TP2": ("qwen2", 4, CP2 | TP2),
     "CP2 + TP2 + SP": ("qwen3_moe", 4, CP2 | TP2 | SP),

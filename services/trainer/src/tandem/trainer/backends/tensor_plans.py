@@ -115,9 +115,9 @@ def cut(model: Any, mesh: DeviceMesh, *, sequence_parallel: bool, custom_plan: s
         head.weight = embedding.weight
     layouts = [getattr(style, "input_layouts", None) for style in of_head]
     VocabularyRows(layouts[0][0] if layouts and layouts[0] else Replicate())._apply(head, mesh)
-    for module in list(model.modules()):
+    for name, module in list(model.named_modules()):
         if any(not isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
-            Whole(sums=False)._apply(module, mesh)
+            Whole(sums=_sees_some_heads(model, name))._apply(module, mesh)
 
 
 def plan_of(model: Any, size: int, *, sequence_parallel: bool) -> Plan:
@@ -142,8 +142,6 @@ def plan_of(model: Any, size: int, *, sequence_parallel: bool) -> Plan:
         "self_attn": lambda: PrepareModuleInput(
             input_kwarg_layouts={"hidden_states": between}, desired_input_kwarg_layouts={"hidden_states": Replicate()}
         ),
-        "q_norm": lambda: Whole(sums=True),
-        "k_norm": lambda: Whole(sums=True),
         "lm_head": lambda: ColwiseParallel(input_layouts=between),
     }
     styles |= dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ColwiseParallel)
@@ -191,6 +189,16 @@ def _matches(name: str, pattern: str) -> bool:
     """Match as `parallelize_module` does: part by part."""
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatch, parts, wanted))
+
+
+def _sees_some_heads(model: torch.nn.Module, name: str) -> bool:
+    """Say whether a module normalises queries or keys that a plan has cut by heads."""
+    parent, _, end = name.rpartition(".")
+    if end not in ("q_norm", "k_norm"):
+        return False
+    projection = getattr(model.get_submodule(parent), f"{end[0]}_proj", None)
+    weight = getattr(projection, "weight", None)
+    return isinstance(weight, DTensor) and list(weight.placements) == [Shard(0)]
 
 
 def _cut_rows(embedding: torch.nn.Module, mesh: DeviceMesh) -> None:
