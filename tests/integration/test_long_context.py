@@ -13,7 +13,7 @@ import transformers
 from tandem.common.batch import TrainingBatch
 from tandem.common.config import Config
 from tandem.trainer import scoring, step
-from tandem.trainer.backends.dtensor import DTensorBackend
+from tests.integration import test_same_numbers_megatron as megatron
 from tests.integration.trainer_harness import VOCABULARY, make_config, make_model, run_ranks
 
 pytestmark = pytest.mark.usefixtures("rank_server")
@@ -23,6 +23,11 @@ LOGITS = 2**14
 """That may exist at once on a rank: a twelfth of those of its share of the sequence."""
 SIZES = {"num_hidden_layers": 4, "hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": LENGTH}
 ONE_HEAD = {"num_attention_heads": 1, "num_key_value_heads": 1}
+CP2 = {"context_parallel_size": 2}
+BACKENDS: dict[str, dict[str, Any]] = {
+    "dtensor": {"dtensor_cfg": CP2},
+    "megatron": {"megatron_cfg": {"enabled": True, "optimizer": megatron.OPTIMIZER, **CP2}},
+}
 
 
 def long_batch() -> TrainingBatch:
@@ -38,14 +43,14 @@ def long_batch() -> TrainingBatch:
     )
 
 
-def test_ranks_that_share_16k_tokens_find_the_loss_and_gradient_of_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ranks_that_share_16k_tokens_find_the_loss_and_gradient_of_one(backend: str, tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model", "qwen3", **SIZES, **ONE_HEAD)
-    settings = {"context_parallel_size": 2}
     config = make_config(
         folder,
         algorithm="sft",
         trainers=2,
-        dtensor_cfg=settings,
+        **BACKENDS[backend],
         max_total_sequence_length=LENGTH,
         train_micro_batch_size=1,
         max_grad_norm=None,
@@ -77,5 +82,5 @@ def train_rank(rank: int, config: Config, batch: TrainingBatch) -> tuple[dict[st
         return logits
 
     scoring._logits, scoring._LOGITS = count, LOGITS
-    metrics = step.train(DTensorBackend(config, checkpoint=None), batch, config).metrics
+    metrics = step.train(megatron.make(config), batch, config).metrics
     return metrics, max(numbers)
