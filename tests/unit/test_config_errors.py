@@ -207,6 +207,11 @@ SCHEDULE = "policy.scheduler: 2 schedules need 1 milestones between them, got 0"
             "policy.dynamic_batching.logprob_mb_tokens: 100 is less than policy.max_total_sequence_length (512)",
         ),
         (
+            ["algorithm=dpo", "policy.sequence_packing.enabled=true", "policy.sequence_packing.train_mb_tokens=1023"],
+            "policy.sequence_packing.train_mb_tokens: 1023 is less than a pair of policy.max_total_sequence_length "
+            "(1024)",
+        ),
+        (
             ["policy.sequence_packing.algorithm=first_fit_decreasin"],
             "policy.sequence_packing.algorithm: 'first_fit_decreasin' is not one of concatenative, "
             "first_fit_decreasing, first_fit_shuffle, modified_first_fit_decreasing; did you mean "
