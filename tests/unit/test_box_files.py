@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.common.errors import CheckpointError
@@ -50,10 +50,13 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
         files.read("weight", (6, 8), whole((6, 8)), found)
     with pytest.raises(CheckpointError, match="bias is in none of its files"):
         files.read("bias", (8,), whole((8,)), found[0])
+    with pytest.raises(CheckpointError, match=r"weight is torch.float32 and should be torch.int16"):
+        files.read("weight", (6, 8), whole((6, 8)), found.short())
     with pytest.raises(CheckpointError, match=r"weight has shape \(6, 8\), the model's has \(8, 6\)"):
         files.read("weight", (8, 6), whole((8, 6)), found)
 
 
+@settings(deadline=None)
 @given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3), data=st.data())
 def test_a_range_of_offsets_is_a_few_boxes(sizes: list[int], data: st.DataObject) -> None:
     strides, span = [1] * len(sizes), 1

@@ -214,6 +214,10 @@ SGD = ["policy.optimizer={name: torch.optim.SGD}"]
         ([f"{KEY}.optimizer.fp16=true"], f"{KEY}.optimizer.fp16: true, but policy.precision is bfloat16"),
         ([f"{KEY}.optimizer.optimizer=adamw"], f"{KEY}.optimizer.optimizer: 'adamw' is not one of adam, sgd"),
         (
+            [f"{KEY}.optimizer={{optimizer_cpu_offload: true}}", "checkpointing.enabled=true"],
+            f"{KEY}.optimizer.optimizer_cpu_offload: true, but that state cannot be saved (checkpointing.enabled)",
+        ),
+        (
             [f"{KEY}.optimizer={{use_precision_aware_optimizer: true, use_distributed_optimizer: false}}"],
             f"{KEY}.optimizer.use_precision_aware_optimizer: true, but it needs {KEY}.optimizer.optimizer adam and "
             "use_distributed_optimizer",

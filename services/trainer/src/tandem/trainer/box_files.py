@@ -137,7 +137,10 @@ class BoxFiles:
         for there, file, key in self._boxes[name]:
             common = there.intersect(box)
             if common is not None:
-                into[_region(common, box)] = file.get_slice(key)[_region(common, there)].to(into.device)
+                found = file.get_slice(key)[_region(common, there)]
+                if found.is_floating_point() != into.is_floating_point():
+                    raise CheckpointError(f"{name} is {found.dtype} and should be {into.dtype}: another optimizer's")
+                into[_region(common, box)] = found.to(into.device)
                 num_read += common.num_elements
         if num_read < box.num_elements:
             raise CheckpointError(

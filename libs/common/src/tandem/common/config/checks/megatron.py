@@ -76,11 +76,13 @@ def the_optimizer_keeps_the_precision(config: Config) -> None:
 
 
 def the_optimizer_is_one_that_megatron_has(config: Config) -> None:
-    """By name; and what only its precision-aware one keeps in fewer bits."""
+    """By name; and whose state can be saved; and what only its precision-aware one keeps in fewer bits."""
     given, key = config.policy.megatron_cfg.optimizer, f"{KEY}.optimizer"
     name = given.get("optimizer", "adam")
     if name not in OPTIMIZERS:
         raise Invalid(f"{key}.optimizer", f"{shown(name)} is not one of {', '.join(OPTIMIZERS)}")
+    if given.get("optimizer_cpu_offload") and config.checkpointing.enabled:
+        raise Invalid(f"{key}.optimizer_cpu_offload", "true, but that state cannot be saved (checkpointing.enabled)")
     aware = "use_precision_aware_optimizer"
     if given.get(aware) and (name != "adam" or not given["use_distributed_optimizer"]):
         raise Invalid(f"{key}.{aware}", f"true, but it needs {key}.optimizer adam and use_distributed_optimizer")

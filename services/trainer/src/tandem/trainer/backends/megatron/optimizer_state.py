@@ -7,7 +7,7 @@ The layout says which elements of which tensors those are, so the state can be w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -23,6 +23,8 @@ from tandem.trainer.box_files import BoxFiles, Part, boxes_of_range
 
 _MAIN = "param"
 """What the optimizer steps, where that is another copy of the parameter, of more precision."""
+_MAIN_OF_AWARE = "master_param"
+"""The same to Transformer Engine's precision-aware optimizer, which keeps it among its state."""
 
 
 class _Shard(NamedTuple):
@@ -39,6 +41,8 @@ class _Shard(NamedTuple):
     item_size: int
     """Bytes an element of the parameter, in which the layout counts."""
     optimizer: Any
+    main_dtype: torch.dtype | None
+    """Of what a precision-aware optimizer keeps beside a parameter, int16 if that is only the bits it lacks."""
 
 
 def parts_of(optimizer: Any, weights: RankWeights) -> Iterator[Part]:
@@ -62,16 +66,15 @@ def read(optimizer: Any, weights: RankWeights, files: BoxFiles, num_steps: int) 
 
     Raises `CheckpointError`.
     """
-    keys = {name.partition("/")[0] for name in files.names} - {_MAIN}
+    keys = {name.partition("/")[0] for name in files.names}
     for shard in _shards(optimizer, weights):
-        state = {key: torch.zeros_like(shard.stepped) for key in keys}
-        tensors = {**state, **({_MAIN: shard.stepped} if shard.is_copy else {})}
+        tensors = _blank(shard, keys)
         for key, tensor in tensors.items():
             flat = tensor.detach().view(-1)
             for described, piece in weights.pieces[shard.parameter]:
                 for box, view in _boxes(piece, shard, flat):
                     files.read(f"{key}/{described.name}", described.shape, box, view)
-        shard.optimizer.state[shard.stepped].update(state)
+        _keep(shard, tensors)
     if num_steps:
         _set_steps(optimizer, num_steps)
 
@@ -102,13 +105,16 @@ def _chained(optimizer: Any) -> Sequence[Any]:
 def _shards(optimizer: Any, weights: RankWeights) -> Iterator[_Shard]:
     name_of = {id(tensor): name for name, tensor in weights.parameters.items()}
     for each in _chained(optimizer):
-        inner = each.optimizer
-        if not isinstance(inner, torch.optim.Optimizer) or each.config.use_precision_aware_optimizer:
+        inner, settings = each.optimizer, each.config
+        if settings.optimizer_cpu_offload:
             raise CheckpointError(f"the state of {type(inner).__name__} cannot be saved; choose another optimizer")
+        main_dtype = None
+        if settings.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
+            main_dtype = torch.int16 if settings.store_param_remainders and settings.bf16 else torch.float32
         for parameter, stepped, first in _stepped(each):
             is_split, is_copy = isinstance(each, DistributedOptimizer), stepped.dtype != parameter.dtype
             size = parameter.element_size()
-            yield _Shard(name_of[id(parameter)], first, stepped, is_copy, is_split, size, inner)
+            yield _Shard(name_of[id(parameter)], first, stepped, is_copy, is_split, size, inner, main_dtype)
 
 
 def _stepped(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
@@ -130,8 +136,30 @@ def _stepped(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]
 def _tensors(shard: _Shard) -> Mapping[str, torch.Tensor]:
     """Return what is saved of a shard; the number of steps is not, which is the same for all."""
     state = shard.optimizer.state.get(shard.stepped, {})
+    if shard.main_dtype is not None:  # state may have few bits, and a scale
+        unscaled = {key: shard.optimizer.get_unscaled_state(shard.stepped, key) for key in state}
+        return {_MAIN if key == _MAIN_OF_AWARE else key: tensor for key, tensor in unscaled.items()}
     tensors = {key: value for key, value in state.items() if key != "step" and isinstance(value, torch.Tensor)}
     return {**tensors, **({_MAIN: shard.stepped} if shard.is_copy else {})}
+
+
+def _blank(shard: _Shard, keys: Collection[str]) -> dict[str, torch.Tensor]:
+    """Return tensors to read what `_tensors` returned into; padding stays zero."""
+    stepped = shard.stepped.detach()
+    tensors = {key: torch.zeros_like(stepped, dtype=torch.float32) for key in keys if key != _MAIN}
+    if shard.main_dtype is not None and keys:
+        tensors[_MAIN] = torch.zeros_like(stepped, dtype=shard.main_dtype)
+    return {**tensors, **({_MAIN: stepped} if shard.is_copy else {})}
+
+
+def _keep(shard: _Shard, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Make tensors that have been read the state."""
+    if shard.main_dtype is None:
+        state = {key: tensor for key, tensor in tensors.items() if key != _MAIN}
+        shard.optimizer.state[shard.stepped].update(state)
+        return
+    for key, tensor in tensors.items():
+        shard.optimizer.set_scaled_state(shard.stepped, _MAIN_OF_AWARE if key == _MAIN else key, tensor)
 
 
 def _is_written_here(weights: RankWeights, tensor: str, piece: Piece, is_split: bool) -> bool:
