@@ -20,7 +20,7 @@ CONFIG: dict[str, Any] = {
         "generation": {"backend": "vllm", "vllm_kwargs": {"kv_cache_memory_bytes": CACHE_BYTES}},
     },
     "checkpointing": {"metric_name": "reward", "save_period": NUM_STEPS},
-    "cluster": {"deadlines": {"build_s": 120.0}},
+    "cluster": {"deadlines": {"build_s": 240.0}},
 }
 
 

@@ -43,7 +43,7 @@ SEVENS: dict[str, Any] = {
     "data": {"num_train": 128},
     "env": {"mine": {"class": "judging.Sevens"}},
     "checkpointing": {"enabled": False},
-    "cluster": {"deadlines": {"build_s": 120.0}},
+    "cluster": {"deadlines": {"build_s": 240.0}},
 }
 
 
