@@ -56,7 +56,7 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
         files.read("weight", (8, 6), whole((8, 6)), found)
 
 
-@settings(deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3), data=st.data())
 def test_a_range_of_offsets_is_a_few_boxes(sizes: list[int], data: st.DataObject) -> None:
     strides, span = [1] * len(sizes), 1

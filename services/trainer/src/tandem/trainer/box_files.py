@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -64,9 +65,11 @@ def boxes_of_range(shape: Sequence[int], strides: Sequence[int], first: int, sto
         first: offset, which may lie before the array.
         stop: offset, which may lie behind it.
     """
-    order = sorted(range(len(shape)), key=lambda dim: -strides[dim])
+    # Where there is one element, the stride says nothing.
+    steps = [stride if n > 1 else sys.maxsize for n, stride in zip(shape, strides, strict=True)]
+    order = sorted(range(len(shape)), key=lambda dim: -steps[dim])
     back = sorted(range(len(shape)), key=order.__getitem__)
-    dims = [(shape[dim], strides[dim]) for dim in order]
+    dims = [(shape[dim], steps[dim]) for dim in order]
     for box in _boxes_in_order([n for n, _ in dims], _num_below(first, dims), _num_below(stop, dims)):
         yield Box(*(tuple(values[place] for place in back) for values in (box.start, box.shape)))
 
