@@ -82,7 +82,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "DP2 distributed optimizer": ("qwen3", 2, {}),
     "DP2 distributed optimizer, overlapped": ("qwen3", 2, OVERLAP),
     "full recompute": ("qwen3", 1, FULL),
-    "selective recompute": ("qwen3", 1, SELECTIVE),
+    "selective recompute": ("qwen3", 1, FULL | SELECTIVE),
     "experts": ("qwen3_moe", 1, {}),
     "EP2": ("qwen3_moe", 2, EP2),
     "TP2+SP, experts": ("qwen3_moe", 2, TP2 | SP),
