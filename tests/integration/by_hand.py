@@ -31,7 +31,26 @@ def undisturbed_run(folder: Path, config: dict[str, Any]) -> Path:
     return folder / "run"
 
 
-def placed_runs(folder: Path, config: dict[str, Any], num_trainers: int) -> dict[str, Path]:
+MEGATRON_TP2: dict[str, Any] = {
+    "policy": {
+        "optimizer": None,
+        "megatron_cfg": {
+            "enabled": True,
+            "tensor_model_parallel_size": 2,
+            "optimizer": {"lr": 1.0e-3, "use_distributed_optimizer": True},
+        },
+    },
+    "cluster": {"trainers": 2},
+}
+"""Two ranks of Megatron-Core that share each layer."""
+TRAINERS: dict[str, dict[str, Any]] = {
+    "1-trainer": {"cluster": {"trainers": 1}},
+    "2-trainers": {"cluster": {"trainers": 2}},
+    "megatron-tp2": MEGATRON_TP2,
+}
+
+
+def placed_runs(folder: Path, config: dict[str, Any]) -> dict[str, Path]:
     """Run a configuration in turns on the same devices and beside each other; return the two runs' folders."""
     with in_folder(folder):
         path = write_config(config)
@@ -41,7 +60,6 @@ def placed_runs(folder: Path, config: dict[str, Any], num_trainers: int) -> dict
                 path,
                 f"logger.log_dir={placement}",
                 f"policy.generation.colocated.enabled={enabled}",
-                f"cluster.trainers={num_trainers}",
             )
             assert ended.returncode == 0, ended.stdout + ended.stderr
     return {placement: folder / placement for placement in ("colocated", "disjoint")}

@@ -15,13 +15,22 @@ from tandem.common.config import Config
 from tandem.trainer import step
 from tandem.trainer.backends import make_backend
 from tests.integration.reference import trained_weights
-from tests.integration.trainer_harness import make_batch, make_config, make_model, run_ranks
+from tests.integration.trainer_harness import ADAMW, make_batch, make_config, make_model, run_ranks
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 
 TOLERANCE = 1e-6
 PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 32, "logprob_mb_tokens": 64}}
 CONTEXT = {"dtensor_cfg": {"enabled": True, "context_parallel_size": 2}}
+MEGATRON: dict[str, Any] = {
+    "dtensor_cfg": {"enabled": False},
+    "megatron_cfg": {
+        "enabled": True,
+        "tensor_model_parallel_size": 2,
+        # The same optimizer, except that Megatron-Core decays no vectors.
+        "optimizer": {"lr": ADAMW["lr"], "weight_decay": 0.0, "adam_eps": ADAMW["eps"]},
+    },
+}
 SHAPES: list[tuple[int, dict[str, Any]]] = [
     (1, {"train_micro_batch_size": 4}),
     (2, {"train_micro_batch_size": 1}),
@@ -85,6 +94,21 @@ def test_no_way_of_sharing_a_batch_makes_a_difference(tmp_path: Path, loss: dict
         for one, other in zip(metrics, other_metrics, strict=True):
             assert other == pytest.approx(one, rel=TOLERANCE, abs=TOLERANCE)
         torch.testing.assert_close(other_weights, weights, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("loss", [GSPO, CISPO], ids=["gspo", "cispo"])
+def test_megatron_core_makes_the_same_steps(tmp_path: Path, loss: dict[str, Any]) -> None:
+    model, batches = make_model(tmp_path / "model"), [make_batch(seed=1), make_batch(seed=2)]
+    undecayed = {"optimizer": {"name": "torch.optim.AdamW", "kwargs": {**ADAMW, "weight_decay": 0.0}}}
+    found = []
+    for name, num_ranks, policy in (("dtensor", 1, undecayed), ("megatron", 2, MEGATRON | PACKED)):
+        config = configure(model, loss, train_global_batch_size=4, trainers=num_ranks, **policy)
+        metrics = run_ranks(num_ranks, train_rank, config, batches, tmp_path / name)[0]
+        found.append((metrics, trained_weights(tmp_path / name)))
+    (metrics, weights), (other_metrics, other_weights) = found
+    for one, other in zip(metrics, other_metrics, strict=True):
+        assert other == pytest.approx(one, rel=1e-5, abs=1e-5)
+    torch.testing.assert_close(other_weights, weights, rtol=0, atol=1e-5)
 
 
 def test_reinforce_plus_plus_against_a_plain_loop(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import subprocess
 import sys
@@ -172,6 +173,17 @@ def test_without_megatron_core_the_command_that_installs_it_is_named(monkeypatch
         assert loaded(f"{KEY}.anything=1").policy.megatron_cfg.forwarded == {"anything": 1}
     finally:
         megatron_arguments.arguments.cache_clear()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is not None, reason="Transformer Engine is here")
+@pytest.mark.parametrize(("name", "value"), [("fp8", "hybrid"), ("fp4", "e2m1")])
+def test_float8_is_not_left_out_in_silence(name: str, value: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config("small.yaml", [f"{KEY}.{name}={value}"])
+    assert str(caught.value) == (
+        f"command line: {KEY}.{name}: {value} needs Transformer Engine, which is not installed here"
+    )
+    assert loaded(f"{KEY}.{name}={value}").policy.megatron_cfg.forwarded == {name: value}
 
 
 VIRTUAL = f"{KEY}.virtual_pipeline_model_parallel_size"

@@ -11,6 +11,7 @@ from tandem.common.config.problem import Invalid
 from tandem.common.config.schema import Config, MegatronCfg
 from tandem.common.errors import nearest
 from tandem.common.megatron_arguments import INSTALL, RESERVED, arguments, is_installed
+from tandem.common.sources import package_folder
 
 _KEY = "policy.megatron_cfg"
 
@@ -26,6 +27,11 @@ def fit_megatron(config: Config, *, to_run: bool) -> Config:
         return config
     if to_run and not is_installed():
         raise Invalid(f"{_KEY}.enabled", f"true, but Megatron-Core is not installed: {INSTALL}")
+    if to_run and package_folder("transformer_engine") is None:
+        for name in ("fp8", "fp4"):  # Megatron-Core would train without, and say nothing
+            if megatron.forwarded.get(name) is not None:
+                value = megatron.forwarded[name]
+                raise Invalid(f"{_KEY}.{name}", f"{value} needs Transformer Engine, which is not installed here")
     defaults = {"lr": 5.0e-6, "min_lr": 0.0, "use_distributed_optimizer": True}
     clip_grad = megatron.optimizer.get("clip_grad")
     if clip_grad is None:

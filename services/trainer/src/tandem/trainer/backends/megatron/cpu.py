@@ -74,6 +74,8 @@ def prepare() -> None:
     Raises `ModelError` if Megatron-Core is not installed, or is another than the one this was written for.
     """
     warnings.filterwarnings("ignore", module=r"megatron\.")  # it warns of whatever it would rather have
+    # Of its collectives, as if whoever runs it could name others; they would be the last words of a trainer that dies.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     if not torch.cuda.is_available():
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling takes longer than it saves, at import already
     _require_version()
