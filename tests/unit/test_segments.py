@@ -12,6 +12,8 @@ SEGMENTS = {
     "several": [(3, 3), (1, 1), (8, 8)],
     "more keys than queries": [(2, 2), (2, 8), (3, 12), (5, 5)],
     "a single key": [(1, 1)],
+    "of one size": [(4, 4), (4, 4), (4, 4), (6, 6), (6, 6)],
+    "of one size, more keys than queries": [(300, 310), (300, 310), (2, 2)],
     "several blocks": [(600, 700), (257, 514)],
 }
 

@@ -1,14 +1,16 @@
 """Causal attention within segments of one row: no token sees another segment.
 
 On a GPU one kernel does all segments (FlashAttention-2, Dao 2023, arXiv:2307.08691, for sequences of several lengths);
-elsewhere they go one by one, a block of queries at a time, so that no matrix of all scores ever exists.
+elsewhere those of one size that follow each other go together, a block of queries at a time, so that no matrix of all
+scores ever exists.
 
-Shapes: ``L`` queries and ``M`` keys of all segments, one after the other; ``H`` heads of queries, ``G`` of keys and
-values, of dimension ``D``; ``R`` queries of a block; ``S`` keys that it sees.
+Shapes: ``L`` queries and ``M`` keys of all segments, one after the other; ``B`` segments of one size; ``H`` heads of
+queries, ``G`` of keys and values, of dimension ``D``; ``R`` queries of a block; ``S`` keys that it sees.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -42,25 +44,30 @@ def attend(
     key_MHD, value_MHD = (tensor.repeat_interleave(num_each, dim=1) for tensor in (key_MGD, value_MGD))
     mask_RS = _mask(segments, query_LHD)
     parts, query, key = [], 0, 0
-    for num_queries, num_keys in segments:
-        keys = slice(key, key + num_keys)
-        parts += _attend_segment(query_LHD[query : query + num_queries], key_MHD[keys], value_MHD[keys], mask_RS, scale)
-        query, key = query + num_queries, key + num_keys
-    return torch.cat(parts)
+    for (num_queries, num_keys), run in itertools.groupby(segments):
+        size = len(list(run))
+        queries, keys = slice(query, query + size * num_queries), slice(key, key + size * num_keys)
+        query, key = queries.stop, keys.stop
+        query_BLHD, key_BMHD, value_BMHD = (
+            tensor.view(size, -1, *tensor.shape[1:]) for tensor in (query_LHD[queries], key_MHD[keys], value_MHD[keys])
+        )
+        parts.append(_attend_equal(query_BLHD, key_BMHD, value_BMHD, mask_RS, scale))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _attend_segment(
-    query_LHD: torch.Tensor,
-    key_MHD: torch.Tensor,
-    value_MHD: torch.Tensor,
+def _attend_equal(
+    query_BLHD: torch.Tensor,
+    key_BMHD: torch.Tensor,
+    value_BMHD: torch.Tensor,
     mask_RS: torch.Tensor | None,
     scale: float | None,
-) -> list[torch.Tensor]:
-    """Return what the queries of one segment attend to, a block of them at a time."""
-    query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query_LHD, key_MHD, value_MHD))
+) -> torch.Tensor:
+    """Return what the queries of segments of one size attend to, end to end, a block of each at a time."""
+    query, key, value = (tensor.transpose(1, 2) for tensor in (query_BLHD, key_BMHD, value_BMHD))
     num_queries, num_keys = query.shape[2], key.shape[2]
     if num_queries == num_keys:
-        return [scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)[0].transpose(0, 1)]
+        attended = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
+        return attended.transpose(1, 2).flatten(0, 1)
     assert mask_RS is not None, "made for segments with more keys than queries"
     parts = []
     for first in range(0, num_queries, _BLOCK):
@@ -68,11 +75,12 @@ def _attend_segment(
         seen = num_keys - num_queries + last
         # Every mask of this kind is the lower right corner of a larger one.
         mask = mask_RS[len(mask_RS) - (last - first) :, mask_RS.shape[1] - seen :]
-        attended = scaled_dot_product_attention(
-            query[:, :, first:last], key[:, :, :seen], value[:, :, :seen], attn_mask=mask, scale=scale
+        parts.append(
+            scaled_dot_product_attention(
+                query[:, :, first:last], key[:, :, :seen], value[:, :, :seen], attn_mask=mask, scale=scale
+            )
         )
-        parts.append(attended[0].transpose(0, 1))
-    return parts
+    return torch.cat(parts, dim=2).transpose(1, 2).flatten(0, 1)
 
 
 def _mask(segments: Sequence[tuple[int, int]], like: torch.Tensor) -> torch.Tensor | None:
