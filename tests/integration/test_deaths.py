@@ -8,13 +8,23 @@ import shlex
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from tests import leaks
-from tests.integration.by_hand import assert_same_results, refits_of, undisturbed_run
-from tests.integration.harness import Command, all_gone, coordinator, process_of, steps_of, wait_until, write_config
+from tests.integration.by_hand import MEGATRON_TP2, assert_same_results, refits_of, undisturbed_run
+from tests.integration.harness import (
+    Command,
+    all_gone,
+    coordinator,
+    merged,
+    process_of,
+    steps_of,
+    wait_until,
+    write_config,
+)
 
 LONG = {"grpo": {"max_num_steps": 1000, "val_period": 500}, "checkpointing": {"save_period": 1000}}
 
@@ -86,17 +96,23 @@ def test_services_started_by_hand_notice_that_the_coordinator_was_killed() -> No
             assert "the coordinator was silent" in refit.output()
 
 
-@pytest.mark.parametrize("kind", ["trainer", "refit"])
-def test_kill_9_of_a_service_that_cannot_be_replaced_ends_the_run_with_its_name(kind: str) -> None:
-    with Command("coordinator", "up", write_config(LONG)) as run:
+@pytest.mark.parametrize(
+    ("kind", "index", "over"),
+    [("trainer", 0, {}), ("trainer", 1, MEGATRON_TP2), ("refit", 0, {})],
+    ids=["trainer", "megatron", "refit"],
+)
+def test_kill_9_of_a_service_that_cannot_be_replaced_ends_the_run_with_its_name(
+    kind: str, index: int, over: dict[str, Any]
+) -> None:
+    with Command("coordinator", "up", write_config(merged(LONG, over))) as run:
         run.wait_for("step 2/1000")
         children = run.children()
-        victim = process_of(run, kind)
+        victim = process_of(run, kind, index)
         killed_at = time.monotonic()
         victim.kill()
         assert run.wait() == 1
         assert time.monotonic() - killed_at < 10.0
-        assert re.search(rf"error: {kind}-0 failed while .*: killed by SIGKILL", run.output()), run.output()
+        assert re.search(rf"error: {kind}-\d failed while .*: killed by SIGKILL", run.output()), run.output()
         assert all_gone([c for c in children if c != victim], 5.0) == []
 
 

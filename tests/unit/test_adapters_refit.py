@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from adapters_harness import DEEPSEEK, LLAMA, QWEN2, QWEN3_MOE, Arrays, materialise, model_of, weights_of
@@ -14,7 +16,8 @@ from tandem.refit.adapters.dtensor import DTensor
 from tandem.refit.adapters.huggingface import HuggingFace
 from tandem.refit.adapters.megatron import Megatron
 from tandem.refit.adapters.vllm import Vllm
-from tandem.refit.planner import Plan, plan
+from tandem.refit.layout import SharedMemory
+from tandem.refit.planner import Plan, plan, survey
 from tandem.refit.program import Transfer
 
 PAIRS = {
@@ -79,3 +82,31 @@ def test_what_arrives_is_what_was_meant(config: dict[str, Any], trainer: Deploym
     for name, layout in wanted.items():
         for storage, expected_B in materialise(layout, weights).items():
             np.testing.assert_array_equal(memory[name][storage], expected_B, f"{name} {storage}")
+
+
+UNPADDED = LLAMA | {"vocab_size": 256}
+ONE_GROUP = UNPADDED | {"num_key_value_heads": 1}
+
+
+@pytest.mark.parametrize(
+    ("config", "trainer", "engine", "copied"),
+    [
+        (UNPADDED, HuggingFace(), HuggingFace(), ()),
+        (UNPADDED, HuggingFace(), Vllm(), ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")),
+        (UNPADDED, Megatron(), HuggingFace(), ("q_proj", "k_proj", "v_proj")),
+        (UNPADDED, Megatron(), Vllm(), ("q_proj", "k_proj", "v_proj")),
+        (ONE_GROUP, Megatron(), Vllm(), ()),
+    ],
+    ids=["like to like", "vLLM fuses", "Megatron fuses", "both fuse", "both fuse, one group of heads"],
+)
+def test_an_engine_reads_in_place_what_is_fused_alike(
+    config: dict[str, Any], trainer: Deployment, engine: Deployment, copied: tuple[str, ...]
+) -> None:
+    """Megatron-Core has queries, keys and values by groups of heads, vLLM one after the other."""
+    model, host = model_of(config), Hosts("node", has_gpus=False)
+    (held,), (wanted,) = (sizes.layouts(model, host) for sizes in (trainer, engine))
+    storages = tuple(msgspec.structs.replace(each, address=SharedMemory(0, 0, 0)) for each in held.storages)
+    held = msgspec.structs.replace(held, storages=storages)
+    found = survey({"trainer": held}, {"engine": wanted}, allow_alias=True)
+    expected = [tensor for tensor in held.tensors if set(copied) & set(tensor.name.split("."))]
+    assert sum(link.num_bytes for link in found.links) == sum(4 * math.prod(tensor.shape) for tensor in expected)

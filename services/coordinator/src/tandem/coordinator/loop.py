@@ -38,6 +38,7 @@ from tandem.coordinator.decisions import (
     Dispatch,
     DispatchBatch,
     DispatchPrompts,
+    Erred,
     Event,
     Finish,
     Interrupted,
@@ -55,6 +56,8 @@ from tandem.coordinator.members import Registry
 from tandem.coordinator.plan import SynchronousPlan
 from tandem.coordinator.recorder import Recorder
 
+_CAUSE_S = 0.5
+"""How long after an error the death of a process that caused it may show."""
 _POLL_S = 0.1
 _RESEND_AFTER = 0.5
 """Share of its deadline after which an unanswered order is sent once more; receivers know a repetition by its id."""
@@ -110,16 +113,32 @@ class Loop:
 
     def _events(self) -> Iterator[tuple[Event, Arrays]]:
         """Wait for what happens next, `_POLL_S` at most, and end with a tick."""
-        yield from self._registry.receive(_POLL_S)
+        errors: dict[str, tuple[Erred, Arrays]] = {}
+        for event, arrays in self._registry.receive(_POLL_S):
+            if isinstance(event, Erred):
+                errors[event.member] = event, arrays
+            else:
+                yield event, arrays
+        lost = self._losses(_CAUSE_S if errors else 0.0)
+        # Who fails for want of another is heard before that one's death is seen, and is not to blame.
+        yield from ((event, {}) for event in lost if event.member not in errors)
+        yield from errors.values()
+        yield from ((event, {}) for event in lost if event.member in errors)
         now = time.monotonic()
-        for launched in self._processes.died():
-            yield Lost(now=now, member=launched.name, why=launched.describe_death()), {}
         while self._interrupts:
             self._interrupts -= 1
             self._recorder.note("interrupted: finishing or abandoning the step; press Ctrl-C again to stop at once")
             yield Interrupted(now=now), {}
         self._resend(now)
         yield Ticked(now=now), {}
+
+    def _losses(self, patience_s: float) -> list[Lost]:
+        """Return the launched processes that died, of which one may take so long to be seen."""
+        deadline = time.monotonic() + patience_s
+        while not (dead := self._processes.died()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        now = time.monotonic()
+        return [Lost(now=now, member=launched.name, why=launched.describe_death()) for launched in dead]
 
     def _keep(self, event: Event, arrays: Arrays) -> None:
         """Keep what a reply brings besides the fact that it came."""
