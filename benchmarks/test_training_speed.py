@@ -37,12 +37,10 @@ NUM_TARGETS = NUM_SEQUENCES * (LENGTH - 1)
 NUM_ROUNDS = 9
 RATE, CLIP = 1e-6, 1.0
 LOOP = "hugging face"
-WAYS = {
+ADAM = {"lr": RATE, "min_lr": RATE, "weight_decay": 0.0}
+WAYS: dict[str, dict[str, Any]] = {
     "dtensor": {"optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": RATE, "weight_decay": 0.0}}},
-    "megatron": {
-        "dtensor_cfg": {"enabled": False},
-        "megatron_cfg": {"enabled": True, "optimizer": {"lr": RATE, "min_lr": RATE, "weight_decay": 0.0}},
-    },
+    "megatron": {"dtensor_cfg": {"enabled": False}, "megatron_cfg": {"enabled": True, "optimizer": ADAM}},
 }
 MODEL: dict[str, Any] = {
     "hidden_size": 384,

@@ -1,6 +1,6 @@
-"""Collect runs into ``docs/results``: ``python scripts/plot_results.py label=run-folder ...``.
+"""Collect runs into ``docs/results``: ``python scripts/plot_results.py FIGURE label=run-folder ...``.
 
-Writes the JSON of each run, one figure of all of them, and the README's table.
+Writes the JSON of each run and FIGURE.png of all of them; if that is ``grpo``, the README's table as well.
 """
 
 from __future__ import annotations
@@ -29,11 +29,14 @@ def row(label: str, summary: RunSummary) -> str:
 
 def main(arguments: list[str]) -> None:
     """Write figure, JSON and table."""
-    runs = {label: summarise(Path(folder)) for label, _, folder in (word.partition("=") for word in arguments)}
+    figure, *words = arguments
+    runs = {label: summarise(Path(folder)) for label, _, folder in (word.partition("=") for word in words)}
     for label, summary in runs.items():
         name = re.sub(r"\W+", "_", label)
         (RESULTS / f"{name}.json").write_bytes(msgspec.json.format(msgspec.json.encode(summary)))
-    plot(runs, RESULTS / "grpo.png")
+    plot(runs, RESULTS / f"{figure}.png")
+    if figure != "grpo":
+        return
     table = "\n".join([*_HEADER, *(row(label, summary) for label, summary in runs.items())])
     readme = ROOT / "README.md"
     readme.write_text(_MARKED.sub(lambda match: f"{match[1]}{table}\n{match[2]}", readme.read_text()))

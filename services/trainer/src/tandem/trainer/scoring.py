@@ -125,12 +125,12 @@ class _Scores(torch.autograd.Function):
         for first in range(0, ctx.num_tokens, num_columns):
             columns = slice(first, min(first + num_columns, ctx.num_tokens))
             weight_CH = weight_VH[columns]
-            if exp_KV is None:
-                exp_KC = _logits(hidden_KH, weight_CH, ctx.temperature).sub_(max_K[:, None]).exp_()
-            else:
-                exp_KC = exp_KV[:, columns].clone()
             # The gradient of log p[target] by the logits: one-hot(target) - p.
-            grad_KC = exp_KC.mul_(spread_K1)
+            if exp_KV is None:
+                logits_KC = _logits(hidden_KH, weight_CH, ctx.temperature)
+                grad_KC = logits_KC.sub_(max_K[:, None]).exp_().mul_(spread_K1)
+            else:
+                grad_KC = exp_KV[:, columns] * spread_K1
             column_K1 = row_K[:, None] - first
             is_inside_K1 = (column_K1 >= 0) & (column_K1 < len(weight_CH))
             grad_KC.scatter_add_(1, column_K1.clamp(0, len(weight_CH) - 1), grad_K1 * is_inside_K1)
