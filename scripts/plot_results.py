@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> None:
     runs = {label: summarise(Path(folder)) for label, _, folder in (word.partition("=") for word in words)}
     for label, summary in runs.items():
         name = re.sub(r"\W+", "_", label)
-        (RESULTS / f"{name}.json").write_bytes(msgspec.json.format(msgspec.json.encode(summary)))
+        (RESULTS / f"{name}.json").write_bytes(msgspec.json.encode(summary) + b"\n")
     plot(runs, RESULTS / f"{figure}.png")
     if figure != "grpo":
         return
