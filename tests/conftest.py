@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,11 @@ _LONG_FILES = (
     "test_readme.py",
 )
 """They begin first where files run side by side, so that no process is left alone with one at the end."""
-_LOOKS = {"process": leaks.processes, "listening socket": leaks.listeners, "thread": leaks.threads}
+_LOOKS: dict[str, Callable[[], set[Any]]] = {
+    "process": leaks.processes,
+    "listening socket": leaks.listeners,
+    "thread": leaks.threads,
+}
 
 leaks.mark_processes()
 
@@ -44,9 +49,9 @@ def nothing_is_left_behind() -> Iterator[None]:
         time.sleep(0.05)
 
 
-def _leaked(before: dict[str, set[str]], segments: set[str]) -> dict[str, set[str]]:
+def _leaked(before: dict[str, set[Hashable]], segments: set[str]) -> dict[str, set[Hashable]]:
     """Return what there is now and was not before, by kind."""
-    found = {what: look() - before[what] for what, look in _LOOKS.items()}
+    found: dict[str, set[Hashable]] = {what: look() - before[what] for what, look in _LOOKS.items()}
     found["segment"] = {name for name in leaks.new_segments(segments) if name.startswith(_SEGMENT_NAMES)}
     return {what: left for what, left in found.items() if left}
 

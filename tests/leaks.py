@@ -6,6 +6,7 @@ processes hold is theirs.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -24,15 +25,24 @@ def mark_processes() -> None:
     os.environ[_MARK] = str(os.getpid())
 
 
-def processes() -> set[str]:
-    """Return the processes that tests of this process have started, by id and command."""
+class Started(psutil.Process):
+    """A process, told from others by its id and the time it began, and not by what it runs.
+
+    That changes while a process starts, between fork and exec.
+    """
+
+    def __repr__(self) -> str:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return f"{self.pid} {' '.join(self.cmdline()[:4])}"
+        return f"{self.pid}"
+
+
+def processes() -> set[Started]:
+    """Return the processes that tests of this process have started."""
     found = set()
     for pid in _own():
-        try:
-            found.add(f"{pid} {' '.join(psutil.Process(pid).cmdline()[:4])}")
-        except psutil.NoSuchProcess:  # or a zombie, which its parent is about to collect
-            if psutil.pid_exists(pid):
-                found.add(f"{pid}")
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.add(Started(pid))
     return found
 
 

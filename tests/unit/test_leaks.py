@@ -48,7 +48,7 @@ def path() -> Iterator[Path]:
 def test_an_orphan_and_what_it_leaves_in_shared_memory_are_found(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     processes, segments = leaks.processes(), leaks.segments()
     with orphan(path, SEGMENT) as (pid, name):
-        assert f"{pid} " in " ".join(leaks.processes() - processes)
+        assert [process.pid for process in leaks.processes() - processes] == [int(pid)]
         assert name in leaks.new_segments(segments)
     monkeypatch.setattr(leaks, "SETTLE_S", 0.2)
     assert name in leaks.segments_left(segments)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 import transformers
 from numpy.typing import NDArray
 
+from tandem.trainer.packed import PackedRow
 from tandem.trainer.packing import MicroBatch
 from tandem.trainer.segments import attend
 
@@ -40,21 +41,27 @@ class ContextShare(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """int64; the share's token that predicts each counted token; -1 where another rank has it."""
 
 
+def as_row(batch: MicroBatch) -> PackedRow:
+    """Return a micro-batch as one row: packed where it is, and otherwise its padded rows end to end."""
+    if batch.packed is not None:
+        return batch.packed
+    num_rows, width = batch.token_ids_BT.shape
+    position_ids_T = torch.arange(width, device=batch.token_ids_BT.device)
+    return PackedRow(
+        token_ids_1N=batch.token_ids_BT.reshape(1, -1),
+        position_ids_1N=position_ids_T.repeat(num_rows)[None],
+        lengths=(width,) * num_rows,
+        predictor_K=batch.loss_mask_BT.flatten().nonzero()[:, 0] - 1,
+    )
+
+
 def inputs_of_share(batch: MicroBatch, group: dist.ProcessGroup) -> tuple[dict[str, Any], torch.Tensor]:
     """Return what a model with `context_attention` takes on this rank, and `ContextShare.predictor_K`."""
-    if batch.packed is not None:
-        row = batch.packed
-        token_ids_N, position_ids_N, lengths = row.token_ids_1N[0], row.position_ids_1N[0], row.lengths
-        predictor_K = row.predictor_K
-    else:
-        num_rows, width = batch.token_ids_BT.shape
-        token_ids_N, lengths = batch.token_ids_BT.flatten(), (width,) * num_rows
-        position_ids_N = torch.arange(width, device=token_ids_N.device).repeat(num_rows)
-        predictor_K = batch.loss_mask_BT.flatten().nonzero()[:, 0] - 1
-    share = share_of(lengths, predictor_K, group)
+    row = as_row(batch)
+    share = share_of(row.lengths, row.predictor_K, group)
     inputs = {
-        "input_ids": token_ids_N[share.token_L][None],
-        "position_ids": position_ids_N[share.token_L][None],
+        "input_ids": row.token_ids_1N[:, share.token_L],
+        "position_ids": row.position_ids_1N[:, share.token_L],
         "context_share": share,
     }
     return inputs, share.predictor_K
@@ -73,9 +80,7 @@ def context_attention(
     """Attend causally within each segment of the row: ``[1, L, H, D]`` of this rank's share."""
     assert context_share is not None, "a model whose sequences are shared gets its share"
     query_LHD, key_LGD, value_LGD = (tensor[0].transpose(0, 1) for tensor in (query_1HLD, key_1GLD, value_1GLD))
-    both: torch.Tensor = _GatherShares.apply(  # type: ignore[no-untyped-call]
-        torch.stack([key_LGD, value_LGD], dim=1), context_share.group
-    )
+    both = gather_shares(torch.stack([key_LGD, value_LGD], dim=1), context_share.group)
     key_MGD, value_MGD = both.index_select(0, context_share.key_M).unbind(1)
     return attend(query_LHD, key_MGD, value_MGD, context_share.chunks, scaling)[None], None
 
@@ -92,6 +97,15 @@ def sum_shares(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return total
 
 
+def gather_shares(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the tensors of all ranks, one after the other along the first dimension.
+
+    The gradient of each part goes back to its rank, added up over all of them.
+    """
+    gathered: torch.Tensor = _GatherShares.apply(part, group)  # type: ignore[no-untyped-call]
+    return gathered
+
+
 class _SumShares(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -105,8 +119,6 @@ class _SumShares(torch.autograd.Function):
 
 
 class _GatherShares(torch.autograd.Function):
-    """One rank's tensor after the other, along the first dimension; backward adds up the gradients of each."""
-
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
@@ -129,7 +141,7 @@ def share_of(lengths: Sequence[int], predictor_K: torch.Tensor, group: dist.Proc
     `predictor_K` is the row's token that predicts each counted token.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    tokens = [_tokens_of(lengths, other, size) for other in range(size)]
+    tokens = [tokens_of_share(lengths, other, size) for other in range(size)]
     # Where each token of the row is among the shares, one after the other.
     place_N = np.empty(sum(lengths), dtype=np.int64)
     place_N[np.concatenate(tokens)] = np.arange(len(place_N))
@@ -155,7 +167,8 @@ def share_of(lengths: Sequence[int], predictor_K: torch.Tensor, group: dist.Proc
     )
 
 
-def _tokens_of(lengths: Sequence[int], rank: int, size: int) -> NDArray[np.int64]:
+def tokens_of_share(lengths: Sequence[int], rank: int, size: int) -> NDArray[np.int64]:
+    """Return which tokens of a row a rank has: chunks `rank` and ``2 * size - 1 - rank`` of each segment."""
     parts, first = [], 0
     for length in lengths:
         chunk = length // (2 * size)

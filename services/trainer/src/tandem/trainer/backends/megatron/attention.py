@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from tandem.trainer.context import gather_shares
 from tandem.trainer.segments import attend
 
 
@@ -75,9 +75,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
     ) -> torch.Tensor:
         rank, size = self._group.rank(), self._group.size()
         dims = [key_NGD.size(-1), value_NGD.size(-1)]
-        gathered: torch.Tensor = _Gather.apply(  # type: ignore[no-untyped-call]
-            torch.cat((key_NGD, value_NGD), dim=-1), self._group
-        )
+        gathered = gather_shares(torch.cat((key_NGD, value_NGD), dim=-1), self._group)
         of_ranks = [torch.split(part, list(lengths)) for part in gathered.chunk(size)]
         segments, prefixes = [], []
         for index, length in enumerate(lengths):
@@ -90,21 +88,3 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
                 prefixes.append(whole[: (chunk + 1) * half])
         key, value = torch.split(torch.cat(prefixes), dims, dim=-1)
         return attend(query_NHD, key, value, segments, self._scale)
-
-
-class _Gather(torch.autograd.Function):
-    """Concatenates the ranks' tensors along the first dimension; the gradient of each part goes back, added up."""
-
-    @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        whole = part.new_empty(group.size() * part.size(0), *part.shape[1:])
-        dist.all_gather_into_tensor(whole, part.contiguous(), group=group)
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (whole,) = gradients
-        part = whole.new_empty(whole.size(0) // ctx.group.size(), *whole.shape[1:])
-        dist.reduce_scatter_tensor(part, whole.contiguous(), group=ctx.group)
-        return part, None

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
-from numpy.typing import NDArray
 
+from tandem.trainer.context import as_row, tokens_of_share
 from tandem.trainer.packed import PackedRow
 from tandem.trainer.packing import MicroBatch
 
@@ -44,7 +44,7 @@ def rows_of(batches: Sequence[MicroBatch], rank: int, size: int, *, round_to: in
         round_to: in virtual pipelines, micro-batches come in multiples of this; rows that nobody scores fill up.
         equal: whether all rows have to be of one length; padding fills up.
     """
-    packed = [_as_row(batch) for batch in batches]
+    packed = [as_row(batch) for batch in batches]
     longest = max(sum(row.lengths) for row in packed)
     rows = [
         _share(batch, _extended(row, longest) if equal else row, rank, size)
@@ -52,20 +52,6 @@ def rows_of(batches: Sequence[MicroBatch], rank: int, size: int, *, round_to: in
     ]
     idle = msgspec.structs.replace(rows[0], batch=None)
     return rows + [idle] * (-len(rows) % round_to)
-
-
-def _as_row(batch: MicroBatch) -> PackedRow:
-    """Return a micro-batch as one row: packed where it is, and otherwise its padded rows end to end."""
-    if batch.packed is not None:
-        return batch.packed
-    num_rows, width = batch.token_ids_BT.shape
-    position_ids_T = torch.arange(width, device=batch.token_ids_BT.device)
-    return PackedRow(
-        token_ids_1N=batch.token_ids_BT.reshape(1, -1),
-        position_ids_1N=position_ids_T.repeat(num_rows)[None],
-        lengths=(width,) * num_rows,
-        predictor_K=batch.loss_mask_BT.flatten().nonzero()[:, 0] - 1,
-    )
 
 
 def _extended(row: PackedRow, num_tokens: int) -> PackedRow:
@@ -89,21 +75,10 @@ def _share(batch: MicroBatch, row: PackedRow, rank: int, size: int) -> Row:
     if size == 1:
         counted_L = torch.arange(len(row.predictor_K), device=device)
         return Row(batch, row.token_ids_1N, row.position_ids_1N, sequences, row.predictor_K, counted_L)
-    mine_M = torch.from_numpy(_zigzag(row.lengths, rank, size)).to(device)
+    mine_M = torch.from_numpy(tokens_of_share(row.lengths, rank, size)).to(device)
     number_N = torch.full((sum(row.lengths),), -1, device=device)
     number_N[mine_M] = torch.arange(len(mine_M), device=device)
     predictor_K = number_N[row.predictor_K]
     counted_L = (predictor_K >= 0).nonzero()[:, 0]
     mine = row.token_ids_1N[:, mine_M], row.position_ids_1N[:, mine_M]
     return Row(batch, *mine, sequences, predictor_K[counted_L], counted_L)
-
-
-def _zigzag(lengths: Sequence[int], rank: int, size: int) -> NDArray[np.int64]:
-    """Return the tokens of a rank: chunks `rank` and ``2 * size - 1 - rank`` of each sequence."""
-    firsts = np.cumsum(lengths) - lengths
-    chunks = [
-        np.arange(n) + first + place * n
-        for first, n in zip(firsts, (length // (2 * size) for length in lengths), strict=True)
-        for place in (rank, 2 * size - 1 - rank)
-    ]
-    return np.concatenate(chunks)
