@@ -23,10 +23,21 @@ _SIZES: dict[str, Any] = {
 _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **_SIZES},
+    "llama with biases": {"model_type": "llama", **_SIZES, "attention_bias": True, "mlp_bias": True},
+    "llama, biases in attention": {"model_type": "llama", **_SIZES, "attention_bias": True},
+    "llama, biases in feed-forward": {"model_type": "llama", **_SIZES, "mlp_bias": True},
     "qwen2": {"model_type": "qwen2", **_SIZES, "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3", "head_dim": 8, **_SIZES},
     "qwen3 tied": {"model_type": "qwen3", "head_dim": 8, **_SIZES, "tie_word_embeddings": True},
     "qwen3_moe": {"model_type": "qwen3_moe", "head_dim": 8, "num_experts": 4, **_SIZES, **_EXPERTS},
+    "qwen3_moe with biases": {
+        "model_type": "qwen3_moe",
+        "head_dim": 8,
+        "num_experts": 4,
+        **_SIZES,
+        **_EXPERTS,
+        "attention_bias": True,
+    },
     "deepseek_v3": {
         "model_type": "deepseek_v3",
         **_SIZES,

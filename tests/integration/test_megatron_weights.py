@@ -29,6 +29,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "one rank": ("qwen3", 1, PLAIN),
     "TP2, its second rank of padding alone": ("llama", 2, TP2),
     "TP2, tied, biases": ("qwen2", 2, TP2 | PLAIN),
+    "TP2, biases of all layers": ("llama with biases", 2, TP2),
     "PP2, tied": ("qwen3 tied", 2, PP2),
     "PP2 with virtual stages": ("qwen3", 2, PP2 | VIRTUAL),
     "DP2": ("qwen3 tied", 2, {}),
@@ -110,7 +111,11 @@ def test_files_that_cannot_be_read_are_named(damage: str, tmp_path: Path) -> Non
         SafetensorsFolder(tmp_path)
 
 
-@pytest.mark.parametrize(("model", "megatron"), [("qwen3 tied", TP2), ("qwen3_moe", EP2)], ids=["tied", "experts"])
+@pytest.mark.parametrize(
+    ("model", "megatron"),
+    [("qwen3 tied", TP2), ("qwen3_moe", EP2), ("llama with biases", TP2)],
+    ids=["tied", "experts", "biases"],
+)
 def test_what_is_saved_is_the_model_to_hugging_face(model: str, megatron: dict[str, Any], tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path / "checkpoint", model)
     transformers.GenerationConfig(temperature=0.25, do_sample=True).save_pretrained(checkpoint)

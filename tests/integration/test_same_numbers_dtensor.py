@@ -73,6 +73,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "TP2 qwen3": ("qwen3", 2, TP2),
     "TP2 qwen3_moe": ("qwen3_moe", 2, TP2),
     "TP2 + SP": ("qwen3", 2, TP2 | SP),
+    "TP2 + SP, biases": ("llama with biases", 2, TP2 | SP),
     "TP2 + SP of experts": ("qwen3_moe", 2, TP2 | SP),
     "FSDP2 + TP2": ("qwen2", 4, TP2),
     "FSDP2 + TP2 + SP": ("qwen3", 4, TP2 | SP),

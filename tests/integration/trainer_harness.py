@@ -42,6 +42,7 @@ _SMALL: dict[str, Any] = {
 }
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **_SMALL},
+    "llama with biases": {"model_type": "llama", **_SMALL, "attention_bias": True, "mlp_bias": True},
     "qwen2": {"model_type": "qwen2", **_SMALL},
     "qwen3": {"model_type": "qwen3", "head_dim": 8, "tie_word_embeddings": True, **_SMALL},
     "qwen3_moe": {

@@ -39,10 +39,15 @@ def digests_of(model: Any) -> dict[str, int]:
     return dict(zip((tensor.name for tensor in weights.layout.tensors), digests, strict=True))
 
 
-@pytest.mark.parametrize("architecture", CHANGES)
-@pytest.mark.parametrize("ties", [False, True])
-def test_a_refit_equals_load_weights(architecture: str, ties: bool, tmp_path: Path) -> None:
-    model = tiny_model(architecture, tmp_path / "model", tie_word_embeddings=ties)
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        *((name, {"tie_word_embeddings": ties}) for name in CHANGES for ties in (False, True)),
+        ("llama", {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True}),
+    ],
+)
+def test_a_refit_equals_load_weights(architecture: str, changes: dict[str, bool], tmp_path: Path) -> None:
+    model = tiny_model(architecture, tmp_path / "model", **changes)
     train(model, seed=0)  # biases are no longer zero, norms no longer one
     model.save_pretrained(tmp_path / "model")
     expected = load(tmp_path / "model")
@@ -56,7 +61,8 @@ def test_a_refit_equals_load_weights(architecture: str, ties: bool, tmp_path: Pa
         for name, held in found.items():
             assert torch.equal(held, expected[name]), name
         assert {name: held.data_ptr() for name, held in live_parameters(engine).items()} == pointers
-    assert ("lm_head.weight" in found) != ties
+    assert ("lm_head.weight" in found) != changes["tie_word_embeddings"]
+    assert any(name.endswith("down_proj.bias") for name in found) == ("mlp_bias" in changes)
     assert any(name.endswith("w13_weight") for name in found) == (architecture == "qwen3_moe")
 
 

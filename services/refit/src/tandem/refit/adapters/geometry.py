@@ -127,6 +127,20 @@ def _experts(config: Mapping[str, Any]) -> Experts | None:
     return None
 
 
+def biased_projections(config: Mapping[str, Any]) -> frozenset[str]:
+    """Return the linear layers that have biases, by the last part of their names: where transformers makes them."""
+    found: set[str] = set()
+    if config["model_type"] == "qwen2":
+        found = {"q_proj", "k_proj", "v_proj"}
+    elif config.get("attention_bias"):
+        is_latent = config["model_type"] == "deepseek_v3"
+        inner = {"q_a_proj", "kv_a_proj_with_mqa"} if is_latent else {"q_proj", "k_proj", "v_proj"}
+        found = inner | {"o_proj"}
+    if config["model_type"] == "llama" and config.get("mlp_bias"):
+        found |= {"gate_proj", "up_proj", "down_proj"}
+    return frozenset(found)
+
+
 def tensors_of(config: Mapping[str, Any], geometry: Geometry, dtype: str) -> Iterator[Tensor]:
     """Yield the tensors of a checkpoint in the order of the layers."""
     hidden, vocabulary = geometry.hidden_size, geometry.vocabulary_size
@@ -150,7 +164,6 @@ def _attention(config: Mapping[str, Any], geometry: Geometry) -> _Parts:
     hidden, sizes = geometry.hidden_size, geometry.attention
     if isinstance(sizes, LatentAttention):
         rows = _latent(sizes, hidden)
-        biased = {"q_a_proj", "kv_a_proj_with_mqa", "o_proj"} if config.get("attention_bias") else set()
     else:
         kv_rows = sizes.num_kv_heads * sizes.head_dim
         rows = {
@@ -159,12 +172,10 @@ def _attention(config: Mapping[str, Any], geometry: Geometry) -> _Parts:
             "v_proj": (kv_rows, hidden),
             "o_proj": (hidden, sizes.num_heads * sizes.head_dim),
         }
-        biased = set(rows) if config.get("attention_bias") else set()
-        if geometry.model_type == "qwen2":
-            biased = {"q_proj", "k_proj", "v_proj"}
         if geometry.model_type.startswith("qwen3"):
             yield "self_attn.q_norm.weight", (sizes.head_dim,)
             yield "self_attn.k_norm.weight", (sizes.head_dim,)
+    biased = biased_projections(config)
     for name, shape in rows.items():
         yield f"self_attn.{name}.weight", shape
         if name in biased:
@@ -186,9 +197,10 @@ def _latent(sizes: LatentAttention, hidden: int) -> dict[str, tuple[int, ...]]:
 
 
 def _dense(config: Mapping[str, Any], geometry: Geometry) -> _Parts:
+    is_biased = "down_proj" in biased_projections(config)
     for name, shape in _feed_forward("mlp.", geometry.hidden_size, geometry.intermediate_size):
         yield name, shape
-        if config.get("mlp_bias"):
+        if is_biased:
             yield name.replace(".weight", ".bias"), shape[:1]
 
 

@@ -12,7 +12,15 @@ from typing import Any
 import torch.nn.functional as F
 
 from tandem.common.errors import ModelError
-from tandem.refit.adapters.geometry import FAMILIES, Attention, Experts, Geometry, LatentAttention, geometry_of
+from tandem.refit.adapters.geometry import (
+    FAMILIES,
+    Attention,
+    Experts,
+    Geometry,
+    LatentAttention,
+    biased_projections,
+    geometry_of,
+)
 from tandem.trainer.backends.megatron.cpu import HAS_TRANSFORMER_ENGINE
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -27,9 +35,8 @@ def geometry_in(model: Mapping[str, Any]) -> Geometry:
         raise ModelError(f"Megatron-Core's layers have silu here, the model has {model['hidden_act']}")
     if model.get("use_sliding_window"):
         raise ModelError("Megatron-Core's attention has no sliding window here: the model says use_sliding_window")
-    for key in ("attention_bias", "mlp_bias"):
-        if model.get(key):
-            raise ModelError(f"Megatron-Core's layers have no such biases here: the model says {key}")
+    if model["model_type"] == "deepseek_v3" and model.get("attention_bias"):
+        raise ModelError("Megatron-Core's latent attention has no biases here: the model says attention_bias")
     return geometry_of(model)
 
 
@@ -46,14 +53,14 @@ def transformer_arguments(model: Mapping[str, Any]) -> dict[str, Any]:
         "normalization": "RMSNorm",
         "activation_func": F.silu,
         "gated_linear_unit": True,
-        "add_bias_linear": False,
+        "add_bias_linear": False,  # of all layers at once: see `layers_of`
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }
     if isinstance(geometry.attention, LatentAttention):
         arguments |= _latent_attention(geometry.attention, model)
     else:
-        arguments |= _attention(geometry.attention, geometry.model_type)
+        arguments |= _attention(geometry.attention, model)
     return arguments | (_experts(geometry.experts, geometry, model) if geometry.experts is not None else {})
 
 
@@ -86,13 +93,13 @@ def rope_of(model: Mapping[str, Any]) -> dict[str, Any]:
     return rope
 
 
-def _attention(sizes: Attention, model_type: str) -> dict[str, Any]:
+def _attention(sizes: Attention, model: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "num_attention_heads": sizes.num_heads,
         "num_query_groups": sizes.num_kv_heads,
         "kv_channels": sizes.head_dim,
-        "qk_layernorm": model_type.startswith("qwen3"),
-        "add_qkv_bias": model_type == "qwen2",
+        "qk_layernorm": model["model_type"].startswith("qwen3"),
+        "add_qkv_bias": "q_proj" in biased_projections(model),
     }
 
 

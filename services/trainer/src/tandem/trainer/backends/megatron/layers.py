@@ -5,6 +5,10 @@ A model may have dense layers and layers with experts; each chunk gets the speci
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Set
+from typing import Any
+
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_layer_specs,
     get_gpt_layer_local_spec,
@@ -19,11 +23,13 @@ from tandem.trainer.backends.megatron.attention import CoreAttention, Norm
 from tandem.trainer.backends.megatron.cpu import HAS_TRANSFORMER_ENGINE
 
 
-def layers_of(transformer: TransformerConfig, stage: int | None) -> TransformerBlockSubmodules:
+def layers_of(transformer: TransformerConfig, biased: Set[str], stage: int | None) -> TransformerBlockSubmodules:
     """Return the layers of this rank's chunk.
 
     Args:
         transformer: of the whole model; its ``moe_layer_freq`` is a list that says which layers have experts.
+        biased: linear layers with a bias, by the names of transformers. Those of queries, keys and values are
+            Megatron-Core's own affair (``add_qkv_bias``); for the others it has but one switch.
         stage: number of the chunk among those of this rank; None if it has but one.
     """
     if HAS_TRANSFORMER_ENGINE:
@@ -34,6 +40,8 @@ def layers_of(transformer: TransformerConfig, stage: int | None) -> TransformerB
         norm = Norm
         dense, sparse = (_plain(transformer, num_experts) for num_experts in (None, transformer.num_moe_experts))
         specs = [sparse if has_experts else dense for has_experts in transformer.moe_layer_freq]
+    for layer in specs:
+        _add_biases(layer, biased)
     first = get_transformer_layer_offset(transformer, vp_stage=stage)
     count = get_num_layers_to_build(transformer, vp_stage=stage)
     return TransformerBlockSubmodules(layer_specs=specs[first : first + count], layer_norm=norm)
@@ -60,3 +68,27 @@ def _plain(transformer: TransformerConfig, num_experts: int | None) -> ModuleSpe
     elif has_norms:
         attention.q_layernorm = attention.k_layernorm = Norm
     return layer
+
+
+def _add_biases(layer: ModuleSpec, biased: Set[str]) -> None:
+    if "o_proj" in biased:
+        attention = layer.submodules.self_attention.submodules
+        attention.linear_proj = _with_bias(attention.linear_proj)
+    if "down_proj" in biased:
+        mlp = layer.submodules.mlp.submodules
+        mlp.linear_fc1, mlp.linear_fc2 = _with_bias(mlp.linear_fc1), _with_bias(mlp.linear_fc2)
+
+
+@functools.cache
+def _with_bias(linear: type) -> type:
+    """Return a linear layer of Megatron-Core that has a bias, whatever the configuration says of all layers."""
+    if hasattr(linear, "always_has_bias"):  # a specification may stand for several layers
+        return linear
+
+    class Biased(linear):  # type: ignore[misc]
+        always_has_bias = True
+
+        def __init__(self, *args: Any, bias: bool, **kwargs: Any) -> None:
+            super().__init__(*args, bias=True, **kwargs)
+
+    return Biased

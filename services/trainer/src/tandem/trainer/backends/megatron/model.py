@@ -13,6 +13,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.post_training.modelopt.layers import Linear
 
 from tandem.common.config import Config
+from tandem.refit.adapters.geometry import biased_projections
 from tandem.trainer.backends.megatron.architecture import embedding_arguments, geometry_in
 from tandem.trainer.backends.megatron.layers import layers_of
 from tandem.trainer.backends.megatron.settings import VOCABULARY_DIVISOR, Settings
@@ -76,7 +77,7 @@ def build_chunks(config: Config, model: Mapping[str, Any], settings: Settings) -
         stage = number if sizes.vpp > 1 else None
         chunk = Chunk(
             config=settings.transformer,
-            transformer_layer_spec=layers_of(settings.transformer, stage),
+            transformer_layer_spec=layers_of(settings.transformer, biased_projections(model), stage),
             vocab_size=num_rows,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=stage is None, vp_stage=stage),
