@@ -186,6 +186,30 @@ def test_float8_is_not_left_out_in_silence(name: str, value: str) -> None:
     assert loaded(f"{KEY}.{name}={value}").policy.megatron_cfg.forwarded == {name: value}
 
 
+def test_an_attention_that_transformer_engine_has_not_is_refused_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        load_config("small.yaml", [f"{KEY}.attention_backend=local"])
+    assert str(caught.value) == (
+        f"command line: {KEY}.attention_backend: local is for layers without Transformer Engine, which is installed"
+    )
+    assert not notices(loaded(f"{KEY}.attention_backend=flash", f"{KEY}.tp_comm_overlap=true"))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is not None, reason="Transformer Engine is here")
+@pytest.mark.parametrize("value", ["flash", "fused", "unfused", "local"])
+def test_a_choice_among_kernels_that_are_not_installed_is_said_to_be_in_vain(value: str) -> None:
+    found = notices(loaded(f"{KEY}.attention_backend={value}"))
+    assert found == [
+        f"{KEY}.attention_backend ({value}) has no effect: Transformer Engine is not installed here",
+    ]
+    assert not notices(loaded(f"{KEY}.attention_backend=auto"))
+
+
 VIRTUAL = f"{KEY}.virtual_pipeline_model_parallel_size"
 PIPELINE = f"{KEY}.pipeline_model_parallel_size"
 TENSOR = f"{KEY}.tensor_model_parallel_size"

@@ -32,6 +32,8 @@ def fit_megatron(config: Config, *, to_run: bool) -> Config:
             if megatron.forwarded.get(name) is not None:
                 value = megatron.forwarded[name]
                 raise Invalid(f"{_KEY}.{name}", f"{value} needs Transformer Engine, which is not installed here")
+    elif to_run and megatron.forwarded.get("attention_backend") == "local":  # switches all of its kernels off
+        raise Invalid(f"{_KEY}.attention_backend", "local is for layers without Transformer Engine, which is installed")
     defaults = {"lr": 5.0e-6, "min_lr": 0.0, "use_distributed_optimizer": True}
     clip_grad = megatron.optimizer.get("clip_grad")
     if clip_grad is None:

@@ -13,6 +13,12 @@ from tandem.common.sources import package_folder
 
 _MEGATRON = "policy.megatron_cfg"
 _DDP = f"{_MEGATRON}.distributed_data_parallel_config"
+_OF_TRANSFORMER_ENGINE = {
+    "optimizer.use_precision_aware_optimizer": False,
+    "attention_backend": "auto",
+    "tp_comm_overlap": False,
+}
+"""Keys of ``policy.megatron_cfg`` that only Transformer Engine reads, with the values that ask for nothing."""
 
 
 def notices(config: Config) -> list[str]:
@@ -69,9 +75,11 @@ def _megatron(config: Config) -> Iterator[str]:
     clip_grad = megatron.optimizer.get("clip_grad")
     if clip_grad != (policy.max_grad_norm or 0.0):
         yield _vain("policy.max_grad_norm", policy.max_grad_norm, f"{_MEGATRON}.optimizer.clip_grad is {clip_grad:g}")
-    key = "use_precision_aware_optimizer"
-    if megatron.optimizer.get(key) and package_folder("transformer_engine") is None:
-        yield _vain(f"{_MEGATRON}.optimizer.{key}", True, "Transformer Engine is not installed here")
+    if package_folder("transformer_engine") is None:
+        given = {**megatron.forwarded, **{f"optimizer.{key}": value for key, value in megatron.optimizer.items()}}
+        for key, off in _OF_TRANSFORMER_ENGINE.items():
+            if given.get(key, off) != off:
+                yield _vain(f"{_MEGATRON}.{key}", given[key], "Transformer Engine is not installed here")
 
 
 def _data_parallel(config: Config) -> Iterator[str]:
