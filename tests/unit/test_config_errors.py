@@ -330,7 +330,6 @@ VLLM_CFG = "policy.generation.vllm_cfg"
     ("overrides", "expected"),
     [
         ([VLLM, "policy.generation.vllm_cfg.precision=int8"], f"{VLLM_CFG}.precision (int8)"),
-        (["logger.mlflow_enabled=true"], "logger.mlflow_enabled (true)"),
     ],
 )
 def test_what_is_not_built_is_refused_when_switched_on(overrides: list[str], expected: str) -> None:

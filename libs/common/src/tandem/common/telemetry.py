@@ -1,4 +1,4 @@
-"""Metrics for people's dashboards: TensorBoard and Weights & Biases, under NeMo-RL's names.
+"""Metrics for people's dashboards: TensorBoard, Weights & Biases and MLflow, under NeMo-RL's names.
 
 The journal keeps a step's numbers by short names (``reward``, ``val_accuracy``; seconds by phase). Dashboards get them
 as ``train/reward``, ``validation/accuracy`` and ``timing/train/policy_training``, so that curves of both systems lie
@@ -7,9 +7,12 @@ on top of each other. Nothing here imports torch.
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -55,6 +58,20 @@ class WandbRun(msgspec.Struct, frozen=True, kw_only=True):
     """Continues that run there if it exists."""
     config: dict[str, Any]
     """The resolved configuration, shown beside the curves."""
+
+
+class MlflowRun(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a run goes on MLflow. ``MLFLOW_TRACKING_URI`` and its other variables are respected."""
+
+    tracking_uri: str | None
+    """None: what the environment says, else files in the run folder."""
+    experiment: str
+    name: str | None
+    """None lets MLflow choose."""
+    run_id: str
+    """Continues the run there that has this id as a tag, if it exists."""
+    config: dict[str, Any]
+    """The resolved configuration, whose values become the run's parameters."""
 
 
 class MetricWriter(Protocol):
@@ -138,6 +155,105 @@ class WandbWriter:
     def close(self) -> None:
         """Flush and end the run's session."""
         self._run.finish()
+
+
+class MlflowWriter:
+    """MLflow: a server of it, or files."""
+
+    _RUN_ID = "tandem.run_id"
+    _MOST_METRICS, _MOST_PARAMETERS, _LONGEST_VALUE = 1000, 100, 6000
+    """What MLflow takes at once."""
+
+    def __init__(self, folder: Path, run: MlflowRun) -> None:
+        """Start or continue the run there; where it goes to files, they are in ``mlflow/`` in `folder`.
+
+        Raises:
+            ConfigError: the extra is not installed, or the server cannot be reached or does not accept the run. Of a
+                new `folder` nothing is left then.
+
+        """
+        # A server that is gone should not be waited for by the step; its own patience is minutes.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        try:
+            from mlflow import MlflowClient
+            from mlflow.entities import Metric, Param
+            from mlflow.exceptions import MlflowException
+        except ImportError as error:
+            raise ConfigError(
+                "logger.mlflow_enabled: the package mlflow is not installed; pip install 'tandem[mlflow]'"
+            ) from error
+        self._metric, self._parameter = Metric, Param
+        self._unsent: list[Any] = []
+        self._where = run.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+        if self._where is None:
+            self._where = (folder / "mlflow").absolute().as_uri()
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # it would rather have a database
+        is_new = not folder.exists()
+        try:
+            self._client = MlflowClient(tracking_uri=self._where)
+            self._run_id = self._start(run)
+        except (MlflowException, OSError) as error:
+            if is_new:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise ConfigError(f"logger.mlflow_enabled: {self._where}: {' '.join(str(error).split())}") from error
+
+    def _start(self, run: MlflowRun) -> str:
+        """Return MLflow's id of the run, which is made unless there is one."""
+        client = self._client
+        experiment = client.get_experiment_by_name(run.experiment)
+        experiment_id = client.create_experiment(run.experiment) if experiment is None else experiment.experiment_id
+        found = client.search_runs([experiment_id], f"tags.`{self._RUN_ID}` = '{run.run_id}'", max_results=1)
+        if found:
+            client.update_run(found[0].info.run_id, status="RUNNING")
+            return str(found[0].info.run_id)
+        made = client.create_run(experiment_id, run_name=run.name, tags={self._RUN_ID: run.run_id})
+        parameters = [
+            self._parameter(_allowed(key), str(value)[: self._LONGEST_VALUE]) for key, value in _flat(run.config)
+        ]
+        for first in range(0, len(parameters), self._MOST_PARAMETERS):
+            client.log_batch(made.info.run_id, params=parameters[first : first + self._MOST_PARAMETERS])
+        return str(made.info.run_id)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send a step's metrics; those that cannot be sent now go with the next step's."""
+        now = int(time.time() * 1000)
+        self._unsent += [self._metric(_allowed(name), value, now, step) for name, value in metrics.items()]
+        self._send()
+
+    def _send(self) -> bool:
+        try:
+            while self._unsent:
+                self._client.log_batch(self._run_id, metrics=self._unsent[: self._MOST_METRICS])
+                del self._unsent[: self._MOST_METRICS]
+        except Exception:  # the library raises what its stores raise
+            return False
+        return True
+
+    def close(self) -> None:
+        """Send what is left, and end the run's session."""
+        is_whole = self._send()
+        try:
+            self._client.set_terminated(self._run_id)
+        except Exception:  # likewise
+            is_whole = False
+        if not is_whole:
+            print(f"logger.mlflow: the end of the run could not be sent to {self._where}", file=sys.stderr)
+
+
+def _flat(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield what is in nested mappings, each with its path."""
+    for name, value in node.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _allowed(name: str) -> str:
+    """Return a name with nothing in it that MLflow refuses."""
+    return re.sub(r"[^\w\-./ ]", "_", name)
 
 
 class MetricWriters:

@@ -23,7 +23,7 @@ from tandem.common.config import (
     to_plain,
 )
 from tandem.common.errors import ConfigError, ModelError, RunFolderError
-from tandem.common.telemetry import MetricWriters, TensorBoardWriter, WandbRun, WandbWriter
+from tandem.common.telemetry import MetricWriters, MlflowRun, MlflowWriter, TensorBoardWriter, WandbRun, WandbWriter
 from tandem.common.tokenizer import load_tokenizer, write_new_model
 from tandem.coordinator.algorithms import make_feed
 from tandem.coordinator.algorithms.rewards import has_spread
@@ -83,6 +83,8 @@ def run(config: Config, mode: Mode, say: Callable[[str], None], wanted_by: tuple
         stack.callback(writers.close)
         if config.logger.wandb_enabled:  # likewise: it may not be installed, and the service may refuse
             writers.add(_wandb(config, run_id))
+        if config.logger.mlflow_enabled:
+            writers.add(_mlflow(config, run_id))
         journal = _open_journal(config, mode, run_id)
         stack.callback(journal.close)
         return _run(config, feed, journal, hub, writers, say)
@@ -149,6 +151,18 @@ def _wandb(config: Config, run_id: str) -> WandbWriter:
     settings = config.logger.wandb
     run = WandbRun(project=settings.project, name=settings.name, run_id=run_id, config=to_plain(config))
     return WandbWriter(Path(config.logger.log_dir), run)
+
+
+def _mlflow(config: Config, run_id: str) -> MlflowWriter:
+    settings = config.logger.mlflow
+    run = MlflowRun(
+        tracking_uri=settings.tracking_uri,
+        experiment=settings.experiment_name,
+        name=settings.run_name,
+        run_id=run_id,
+        config=to_plain(config),
+    )
+    return MlflowWriter(Path(config.logger.log_dir), run)
 
 
 def _open_journal(config: Config, mode: Mode, run_id: str) -> Journal:

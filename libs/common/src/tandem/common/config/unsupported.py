@@ -39,10 +39,7 @@ class Row(msgspec.Struct, frozen=True):
 _PRECISIONS = ("auto", "bfloat16", "float16", "half", "float32", "float", "fp8")
 """Element types of vLLM's weights, by its names."""
 
-NOT_SUPPORTED_YET = (
-    Row("policy.generation.vllm_cfg.precision", _PRECISIONS, _vllm),
-    Row("logger.mlflow_enabled", (False,)),
-)
+NOT_SUPPORTED_YET = (Row("policy.generation.vllm_cfg.precision", _PRECISIONS, _vllm),)
 """Refused, in the order in which an error lists them."""
 
 NO_EFFECT_YET = (

@@ -43,12 +43,15 @@ class Wandb(Section, frozen=True, kw_only=True):
 
 
 class Mlflow(Section, frozen=True, kw_only=True):
-    """MLflow. Known, not built yet."""
+    """MLflow."""
 
-    experiment_name: str | None = None
-    """Experiment to log to."""
-    run_name: str | None = None
-    """Name of the run there."""
+    experiment_name: NonEmptyStr = "tandem"
+    """Experiment to log to; it is made if there is none."""
+    run_name: NonEmptyStr | None = None
+    """Name of the run there; null lets MLflow choose."""
+    tracking_uri: NonEmptyStr | None = None
+    """Where MLflow keeps its runs, such as ``http://host:5000``; null takes ``MLFLOW_TRACKING_URI``, and where that is
+    not set either, the folder ``mlflow`` in `logger.log_dir`."""
 
 
 class Tensorboard(Section, frozen=True, kw_only=True):
@@ -78,7 +81,7 @@ class Logger(Section, frozen=True, kw_only=True):
     tensorboard_enabled: bool = True
     """Log to TensorBoard."""
     mlflow_enabled: bool = False
-    """Log to MLflow."""
+    """Log to MLflow; needs the extra ``mlflow``."""
     monitor_gpus: bool = False
     """Log the use of GPUs. Accepted everywhere, because NeMo-RL's base files say true; nothing is collected yet."""
     num_val_samples_to_print: NonNegativeInt = 0
