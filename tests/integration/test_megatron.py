@@ -156,6 +156,10 @@ CHANGES = {
     "core.tensor_parallel.random._set_cuda_rng_state = lambda state: None": (
         f"{CHANGED}tensor_parallel.random._set_cuda_rng_state: it takes state and took new_state, device, graph_safe"
     ),
+    "core.models.common.embeddings.rope_utils.apply_rotary_pos_emb = lambda heads, angles, config: heads": (
+        f"{CHANGED}models.common.embeddings.rope_utils.apply_rotary_pos_emb: "
+        "it does not look fused_apply_rotary_pos_emb_thd up any more"
+    ),
     "core.__version__ = '0.17.0'": "Megatron-Core 0.17.0 is installed, Tandem knows 0.16",
 }
 

@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tandem.trainer import scoring
 from tandem.trainer.scoring import score_tokens
 
 NUM_TOKENS, HIDDEN, VOCABULARY = 37, 16, 101
@@ -34,7 +35,12 @@ def of_full_logits(
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("chunk", [None, 1, 8, NUM_TOKENS - 1, NUM_TOKENS, 1000])
-def test_scores_and_gradients_are_those_of_all_logits(chunk: int | None, temperature: float) -> None:
+@pytest.mark.parametrize("cached", [scoring._CACHED, 4 * VOCABULARY, VOCABULARY - 1])
+def test_scores_and_gradients_are_those_of_all_logits(
+    cached: int, chunk: int | None, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a core's cache holds but few tokens' logits, or not those of one."""
+    monkeypatch.setattr(scoring, "_CACHED", cached)
     found, expected = inputs(), inputs()
     logprobs_K, entropy_K = score_tokens(*found, temperature=temperature, chunk=chunk)
     expected_logprobs_K, expected_entropy_K = of_full_logits(*expected, temperature)
@@ -68,6 +74,14 @@ def test_bfloat16_rounds_no_more_than_all_logits_do(chunk: int) -> None:
         error = (tensor.grad.float() - true.grad).norm()
         assert error <= 1.2 * (rounded.grad.float() - true.grad).norm(), "not worse than with all logits"
         assert error <= 0.02 * true.grad.norm()
+
+
+def test_a_second_backward_over_logits_that_were_used_up_is_an_error() -> None:
+    hidden_KH, weight_VH, target_K = inputs()
+    logprobs_K, _ = score_tokens(hidden_KH, weight_VH, target_K, temperature=1.0)
+    torch.autograd.backward(logprobs_K.sum(), retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.backward(logprobs_K.sum())
 
 
 @pytest.mark.parametrize("needs", [(True, False), (False, True), (False, False)])

@@ -20,6 +20,9 @@ import torch.distributed as dist
 _LOGITS = 2**26
 """Logits that may exist at once unless the caller says otherwise: 256 MiB of float32."""
 
+_CACHED = 2**18
+"""Logits that stay in the cache of a core of a CPU from one operation on them to the next: 1 MiB of float32."""
+
 _NEVER = -1e30
 """The logit of what is no token: its probability is zero, and zero times this is not NaN, as with infinity."""
 
@@ -47,8 +50,9 @@ def score_tokens(
 
     The distributions are ``softmax(hidden_KH @ weight_VH.T / temperature)``, computed in float32 from logits of the
     inputs' type. At most `chunk` times ``V`` logits exist at once; where that is fewer than all, backward computes them
-    again. With `vocabulary`, every rank of its group passes the same ``hidden_KH`` and ``target_K`` and gets the same
-    scores; the gradient of ``hidden_KH`` is already summed over the group.
+    again, and where it is not, it uses up what forward kept, so that a second backward is an error. With `vocabulary`,
+    every rank of its group passes the same ``hidden_KH`` and ``target_K`` and gets the same scores; the gradient of
+    ``hidden_KH`` is already summed over the group.
     """
     if chunk is None:
         chunk = max(1, _LOGITS // weight_VH.shape[0])
@@ -119,7 +123,10 @@ class _Scores(torch.autograd.Function):
         spread_K1 = (-grad_K * scale_K)[:, None]
         grad_K1 = (grad_K * is_here_K)[:, None]
         grad_hidden_KH = torch.zeros(hidden_KH.shape, dtype=torch.float32, device=hidden_KH.device)
-        grad_weight_VH = torch.zeros_like(weight_VH) if ctx.needs_input_grad[1] else None
+        grad_weight_VH = None
+        if ctx.needs_input_grad[1]:
+            grad_weight_VH = torch.empty_like(weight_VH)
+            grad_weight_VH[ctx.num_tokens :] = 0.0
         # As many logits at once as in forward. Padding has no gradient.
         num_columns = max(1, ctx.chunk * len(weight_VH) // max(1, len(hidden_KH)))
         for first in range(0, ctx.num_tokens, num_columns):
@@ -130,7 +137,7 @@ class _Scores(torch.autograd.Function):
                 logits_KC = _logits(hidden_KH, weight_CH, ctx.temperature)
                 grad_KC = logits_KC.sub_(max_K[:, None]).exp_().mul_(spread_K1)
             else:
-                grad_KC = exp_KV[:, columns] * spread_K1
+                grad_KC = exp_KV[:, columns].mul_(spread_K1)  # in place: the largest tensor of a step exists once
             column_K1 = row_K[:, None] - first
             is_inside_K1 = (column_K1 >= 0) & (column_K1 < len(weight_CH))
             grad_KC.scatter_add_(1, column_K1.clamp(0, len(weight_CH) - 1), grad_K1 * is_inside_K1)
@@ -151,6 +158,18 @@ def _sums(logits_RV: torch.Tensor, row_R: torch.Tensor, num_tokens: int) -> tupl
     and ``x`` of row ``row_R``. The logits' memory is used up.
     """
     logits_RV[:, num_tokens:] = _NEVER
+    if logits_RV.is_cuda:
+        return _sums_at_once(logits_RV, row_R)
+    size = max(1, _CACHED // logits_RV.shape[1])
+    parts = []
+    for logits_BV, row_B in zip(torch.split(logits_RV, size), torch.split(row_R, size), strict=True):
+        part_4B, exp_BV = _sums_at_once(logits_BV, row_B)
+        logits_BV.copy_(exp_BV)
+        parts.append(part_4B)
+    return torch.cat(parts, dim=1), logits_RV
+
+
+def _sums_at_once(logits_RV: torch.Tensor, row_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     max_R = logits_RV.amax(dim=1)
     logits_RV -= max_R[:, None]
     target_R = logits_RV.gather(1, row_R[:, None])[:, 0]

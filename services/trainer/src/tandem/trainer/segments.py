@@ -40,33 +40,32 @@ def attend(
     has_kernel = query_LHD.is_cuda and query_LHD.dtype in (torch.bfloat16, torch.float16)
     if has_kernel and query_LHD.shape[2] == value_MGD.shape[2]:
         return _attend_on_gpu(query_LHD, key_MGD, value_MGD, segments, scale)
-    num_each = query_LHD.shape[1] // key_MGD.shape[1]
-    key_MHD, value_MHD = (tensor.repeat_interleave(num_each, dim=1) for tensor in (key_MGD, value_MGD))
     mask_RS = _mask(segments, query_LHD)
     parts, query, key = [], 0, 0
     for (num_queries, num_keys), run in itertools.groupby(segments):
         size = len(list(run))
         queries, keys = slice(query, query + size * num_queries), slice(key, key + size * num_keys)
         query, key = queries.stop, keys.stop
-        query_BLHD, key_BMHD, value_BMHD = (
-            tensor.view(size, -1, *tensor.shape[1:]) for tensor in (query_LHD[queries], key_MHD[keys], value_MHD[keys])
+        query_BLHD, key_BMGD, value_BMGD = (
+            tensor.view(size, -1, *tensor.shape[1:]) for tensor in (query_LHD[queries], key_MGD[keys], value_MGD[keys])
         )
-        parts.append(_attend_equal(query_BLHD, key_BMHD, value_BMHD, mask_RS, scale))
+        parts.append(_attend_equal(query_BLHD, key_BMGD, value_BMGD, mask_RS, scale))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _attend_equal(
     query_BLHD: torch.Tensor,
-    key_BMHD: torch.Tensor,
-    value_BMHD: torch.Tensor,
+    key_BMGD: torch.Tensor,
+    value_BMGD: torch.Tensor,
     mask_RS: torch.Tensor | None,
     scale: float | None,
 ) -> torch.Tensor:
     """Return what the queries of segments of one size attend to, end to end, a block of each at a time."""
-    query, key, value = (tensor.transpose(1, 2) for tensor in (query_BLHD, key_BMHD, value_BMHD))
+    query, key, value = (tensor.transpose(1, 2) for tensor in (query_BLHD, key_BMGD, value_BMGD))
+    is_grouped = query.shape[1] != key.shape[1]
     num_queries, num_keys = query.shape[2], key.shape[2]
     if num_queries == num_keys:
-        attended = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
+        attended = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=is_grouped)
         return attended.transpose(1, 2).flatten(0, 1)
     assert mask_RS is not None, "made for segments with more keys than queries"
     parts = []
@@ -77,7 +76,12 @@ def _attend_equal(
         mask = mask_RS[len(mask_RS) - (last - first) :, mask_RS.shape[1] - seen :]
         parts.append(
             scaled_dot_product_attention(
-                query[:, :, first:last], key[:, :, :seen], value[:, :, :seen], attn_mask=mask, scale=scale
+                query[:, :, first:last],
+                key[:, :, :seen],
+                value[:, :, :seen],
+                attn_mask=mask,
+                scale=scale,
+                enable_gqa=is_grouped,
             )
         )
     return torch.cat(parts, dim=2).transpose(1, 2).flatten(0, 1)

@@ -2,8 +2,9 @@
 
 Megatron-Core 0.16 means CUDA where it allocates, and runs no forward pass without it. `prepare` makes the same code run
 on the CPU, where there is no GPU, by naming the CPU wherever a function that training calls names CUDA; what is left of
-streams and pinned memory is replaced. Each of these functions is looked at first: one that is not as it was in the
-release this was written for is an error that names it, never a wrong number.
+streams and pinned memory is replaced, and the places of fused kernels are filled (`kernels`). Each of these functions
+is looked at first: one that is not as it was in the release this was written for is an error that names it, never a
+wrong number.
 
 On a GPU nothing is replaced. Without Transformer Engine two names that Megatron-Core gets wrong are set right, on any
 device.
@@ -24,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from tandem.common.errors import ModelError
+from tandem.trainer.backends.megatron import kernels
 
 HAS_TRANSFORMER_ENGINE = importlib.util.find_spec("transformer_engine") is not None
 
@@ -66,6 +68,19 @@ _SIGNATURES: dict[str, dict[str, tuple[str, ...]]] = {
 }
 """Arguments of the functions that are replaced or called to replace something."""
 
+_CALLS = {
+    "tensor_parallel.layers": {
+        "ColumnParallelLinear.__init__": "_grad_accum_fusion_available",
+        "LinearWithGradAccumulationAndAsyncCommunication.backward": "fused_weight_gradient_mlp_cuda",
+    },
+    "models.common.embeddings.rope_utils": {"apply_rotary_pos_emb": "fused_apply_rotary_pos_emb_thd"},
+    "distributed.param_and_grad_buffer": {
+        "_ParamAndGradBucketGroup.start_grad_sync": "dist_reduce_scatter_func",
+        "_ParamAndGradBucketGroup.start_param_sync": "dist_all_gather_func",
+    },
+}
+"""Functions, by module, and what each of them looks up in its module, where something else is put."""
+
 
 @functools.cache
 def prepare() -> None:
@@ -88,10 +103,21 @@ def prepare() -> None:
     for module, signatures in _SIGNATURES.items():
         for name, arguments in signatures.items():
             _require_arguments(_found(module, name), f"{module}.{name}", arguments)
+    for module, calls in _CALLS.items():
+        for name, called in calls.items():
+            _require_call(_found(module, name), f"{module}.{name}", called)
     _replace_devices()
     _replace_random_states()
     _replace_streams_of_experts()
     _replace_uneven_collectives()
+    _replace_lonely_collectives()
+    if not HAS_TRANSFORMER_ENGINE:
+        _put_kernels_in_place()
+
+
+def has_kernels() -> bool:
+    """Whether `prepare` has put this project's kernels in the places of those of a GPU."""
+    return _module("models.common.embeddings.rope_utils").fused_apply_rotary_pos_emb_thd is kernels.rotate
 
 
 def _require_version() -> None:
@@ -138,6 +164,12 @@ def _require_arguments(function: Any, name: str, arguments: tuple[str, ...]) -> 
     found = tuple(inspect.signature(function).parameters)
     if found != arguments:
         raise _changed(name, f"it takes {', '.join(found)} and took {', '.join(arguments)}")
+
+
+def _require_call(function: Any, name: str, called: str) -> None:
+    plain = getattr(function, "__func__", function)  # of a static method
+    if called not in inspect.unwrap(plain).__code__.co_names:
+        raise _changed(name, f"it does not look {called} up any more")
 
 
 def _name_the_cpu(function: Any, name: str) -> None:
@@ -222,3 +254,27 @@ def _replace_uneven_collectives() -> None:
 
     mappings._gather_along_first_dim = gather_parts
     mappings._reduce_scatter_along_first_dim = scatter_parts
+
+
+def _replace_lonely_collectives() -> None:
+    """Leave gradients and parameters where they are if no other rank has any: gloo copies them, twice a step."""
+    buffers = _module("distributed.param_and_grad_buffer")
+    for name in ("dist_reduce_scatter_func", "dist_all_gather_func"):
+        setattr(buffers, name, functools.partial(_unless_alone, getattr(buffers, name)))
+
+
+def _unless_alone(collective: Any, output: torch.Tensor, given: torch.Tensor, *, group: Any, **options: Any) -> Any:
+    if group.size() > 1:
+        return collective(output, given, group=group, **options)
+    assert output.data_ptr() == given.data_ptr(), "a share of the buffer itself"
+    return None
+
+
+def _put_kernels_in_place() -> None:
+    """Fill what Megatron-Core has for Apex's and Transformer Engine's kernels, and looks at if it is told to fuse."""
+    layers, rope = _module("tensor_parallel.layers"), _module("models.common.embeddings.rope_utils")
+    layers.fused_weight_gradient_mlp_cuda = types.SimpleNamespace(
+        wgrad_gemm_accum_fp32=kernels.add_weight_gradient, wgrad_gemm_accum_fp16=kernels.add_weight_gradient
+    )
+    layers._grad_accum_fusion_available = True
+    rope.fused_apply_rotary_pos_emb_thd = kernels.rotate

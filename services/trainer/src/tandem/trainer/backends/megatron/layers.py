@@ -14,6 +14,8 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
 )
 from megatron.core.post_training.modelopt.layers import Linear
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -21,6 +23,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from tandem.trainer.backends.megatron.attention import CoreAttention, Norm
 from tandem.trainer.backends.megatron.cpu import HAS_TRANSFORMER_ENGINE
+from tandem.trainer.backends.megatron.kernels import SwiGlu
 
 
 def layers_of(transformer: TransformerConfig, biased: Set[str], stage: int | None) -> TransformerBlockSubmodules:
@@ -58,6 +61,8 @@ def _plain(transformer: TransformerConfig, num_experts: int | None) -> ModuleSpe
         normalization="RMSNorm",
     )
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
+    for feed_forward in _feed_forwards(layer.submodules.mlp.submodules):
+        feed_forward.activation_func = SwiGlu
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = CoreAttention
     if is_latent:
@@ -92,3 +97,10 @@ def _with_bias(linear: type) -> type:
             super().__init__(*args, bias=True, **kwargs)
 
     return Biased
+
+
+def _feed_forwards(submodules: MLPSubmodules | MoESubmodules) -> list[MLPSubmodules]:
+    """Return the parts of a layer that have an activation function: itself, or its experts."""
+    if isinstance(submodules, MLPSubmodules):
+        return [submodules]
+    return [submodules.experts.submodules, submodules.shared_experts.submodules]

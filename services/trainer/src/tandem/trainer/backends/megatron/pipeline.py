@@ -102,7 +102,8 @@ class Pipeline:
         """Return this rank's rows of the output layer, and which they are; None if they are all of them."""
         weight_VE = self._last.output_weight
         if self._sizes.tp == 1:
-            return weight_VE[: self._num_tokens], None
+            # A part of it would have a gradient that is copied into one of the whole.
+            return weight_VE if len(weight_VE) == self._num_tokens else weight_VE[: self._num_tokens], None
         first_row = parallel_state.get_tensor_model_parallel_rank() * len(weight_VE)
         group = parallel_state.get_tensor_model_parallel_group()
         return weight_VE, VocabularyShard(group=group, first_row=first_row, num_rows=self._num_tokens)

@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from tandem.common.config import Config
 from tandem.refit.adapters.megatron import Megatron
 from tandem.trainer.backends.megatron.architecture import transformer_arguments
-from tandem.trainer.backends.megatron.cpu import HAS_TRANSFORMER_ENGINE
+from tandem.trainer.backends.megatron.cpu import HAS_TRANSFORMER_ENGINE, has_kernels
 
 VOCABULARY_DIVISOR = 128
 """The vocabulary is padded to a multiple of this times the tensor parallel size, as Megatron-LM does."""
@@ -32,6 +32,10 @@ _FORWARDED = (
     "sequence_parallel",
 )
 """Keys of ``policy.megatron_cfg`` that have the name they have in Megatron-Core, for every model."""
+
+_OWN_KERNELS = {"apply_rope_fusion", "gradient_accumulation_fusion", "use_te_activation_func"}
+_KERNELS = {"moe_permute_fusion", "moe_router_fusion"} | _OWN_KERNELS
+"""Keys of ``TransformerConfig`` that ask for kernels, some of which `kernels` has for the CPU."""
 
 _OF_EXPERTS = ("moe_router_dtype", "moe_router_load_balancing_type", "moe_router_bias_update_rate")
 """The same, for models with experts."""
@@ -100,9 +104,13 @@ def _transformer(config: Config, model: Mapping[str, Any], notices: list[str]) -
     recomputes = megatron.activation_checkpointing or config.policy.activation_checkpointing_enabled
     if recomputes and megatron.forwarded.get("recompute_granularity") is None:
         arguments |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    arguments |= {"apply_rope_fusion": megatron.apply_rope_fusion and HAS_TRANSFORMER_ENGINE}
+    has_rotation = HAS_TRANSFORMER_ENGINE or (has_kernels() and not arguments.get("multi_latent_attention"))
+    arguments |= {"apply_rope_fusion": megatron.apply_rope_fusion and has_rotation}
     arguments |= {"bias_activation_fusion": HAS_TRANSFORMER_ENGINE, "bias_dropout_fusion": HAS_TRANSFORMER_ENGINE}
+    arguments |= {"gradient_accumulation_fusion": has_kernels()}
     arguments |= _with_types(megatron.forwarded)
+    if has_kernels():  # feed-forward layers then look at what `layers_of` names, unless they are to fuse by themselves
+        arguments["use_te_activation_func"] = not arguments["bias_activation_fusion"]
     arguments |= {
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
@@ -148,7 +156,7 @@ def _set_right(arguments: dict[str, Any], *, has_experts: bool, notices: list[st
             set_("moe_token_dispatcher_type", "alltoall", "micro-batches are of different lengths")
         arguments.setdefault("moe_token_dispatcher_type", "alltoall")  # which is checked in dense models as well
     if not HAS_TRANSFORMER_ENGINE:
-        for key in ("moe_permute_fusion", "moe_router_fusion", "apply_rope_fusion", "gradient_accumulation_fusion"):
+        for key in sorted(_KERNELS - _OWN_KERNELS if has_kernels() else _KERNELS):
             if arguments.get(key):
                 set_(key, False, "it is a kernel of Transformer Engine, which is not installed")
 

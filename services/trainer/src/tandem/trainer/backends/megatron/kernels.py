@@ -1,0 +1,167 @@
+"""On the CPU, in few passes over memory, what Megatron-Core has fused kernels for on a GPU.
+
+Autograd's own formulas read and write whole tensors at each of their steps, and to split or join a tensor is a copy. On
+a core of a CPU that is where the time goes that matrix products and attention leave. Each function here computes what
+the plain formula does, with its gradients, and takes the place that Megatron-Core keeps for a kernel of a GPU.
+
+Shapes: ``N`` tokens of a row, ``H`` heads, ``D`` elements of a head; ``C`` channels of a norm; ``F`` of a feed-forward
+layer; ``V`` and ``E``, outputs and inputs of a linear layer; ``P`` positions.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+_BLOCK = 2**18
+"""Elements of one tensor that stay in a core's cache, beside those of another, from one operation to the next."""
+
+
+def rms_norm(x: torch.Tensor, weight_C: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return ``weight_C * x / sqrt(mean(x**2) + eps)``, the mean over the last dimension of any number of them.
+
+    RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467, equation 4), computed in the type of `x`.
+    """
+    normed: torch.Tensor = _RmsNorm.apply(x, weight_C, eps)  # type: ignore[no-untyped-call]
+    return normed
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight_C: torch.Tensor, eps: float) -> torch.Tensor:
+        norm: torch.Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight_C, scale)
+        return (x * scale).mul_(weight_C)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        # With r for the scale and g for the gradient: r (g w - x r^2 mean(g w x)), and the sum of g x r over all rows.
+        x, weight_C, scale = ctx.saved_tensors
+        product = torch.mul(grads[0], x, out=torch.empty(x.shape, dtype=x.dtype))
+        product_NC = product.view(-1, x.shape[-1])
+        mean = torch.mv(product_NC, weight_C).view(scale.shape).mul_(scale.square()).div_(x.shape[-1])
+        product.mul_(scale)
+        grad_weight_C = product_NC.sum(dim=0)
+        grad_x = torch.mul(grads[0], weight_C, out=product).addcmul_(x, mean, value=-1.0).mul_(scale)
+        return grad_x, grad_weight_C, None
+
+
+class SwiGlu(torch.nn.Module):
+    """``silu(gate) * up`` of the halves of what a linear layer made (Shazeer 2020, arXiv:2002.05202, equation 6)."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+
+    def forward(self, both: torch.Tensor) -> torch.Tensor:
+        """Return ``[..., F]`` of ``[..., 2 * F]``."""
+        gated: torch.Tensor = _SwiGlu.apply(both.contiguous())  # type: ignore[no-untyped-call]
+        return gated
+
+
+class _SwiGlu(torch.autograd.Function):
+    """Some tokens after the others; the gradients of gate and up are written side by side, where they belong."""
+
+    @staticmethod
+    def forward(ctx: Any, both: torch.Tensor) -> torch.Tensor:
+        gated = both.new_empty((*both.shape[:-1], both.shape[-1] // 2))
+        activated = torch.empty_like(gated)
+        for both_NF, activated_NF, gated_NF in _blocks(both, activated, gated):
+            gate_NF, up_NF = both_NF.chunk(2, dim=1)
+            torch.ops.aten.silu.out(gate_NF, out=activated_NF)
+            torch.mul(activated_NF, up_NF, out=gated_NF)
+        ctx.save_for_backward(both, activated)
+        return gated
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        both, activated = ctx.saved_tensors
+        grad_both = torch.empty_like(both)
+        for both_NF, activated_NF, grad_both_NF, grad_NF in _blocks(both, activated, grad_both, grads[0]):
+            gate_NF, up_NF = both_NF.chunk(2, dim=1)
+            grad_gate_NF, grad_up_NF = grad_both_NF.chunk(2, dim=1)
+            torch.mul(grad_NF, activated_NF, out=grad_up_NF)
+            torch.mul(grad_NF, up_NF, out=grad_gate_NF)
+            torch.ops.aten.silu_backward.grad_input(grad_gate_NF, gate_NF, grad_input=grad_gate_NF)
+        return grad_both
+
+
+def _blocks(*tensors: torch.Tensor) -> zip[tuple[torch.Tensor, ...]]:
+    """Yield the tensors' rows, by the last dimension, as many at a time as stay in the cache."""
+    num_rows = max(1, _BLOCK // max(1, tensors[0].shape[-1]))
+    return zip(*(torch.split(tensor.reshape(-1, tensor.shape[-1]), num_rows) for tensor in tensors), strict=True)
+
+
+def rotate(
+    heads_NHD: torch.Tensor, bounds: torch.Tensor, angles_P11D: torch.Tensor, cp_size: int = 1, cp_rank: int = 0
+) -> torch.Tensor:
+    """Return the heads of a packed row, rotated by their tokens' positions (RoPE; Su et al. 2021, arXiv:2104.09864).
+
+    With the arguments of Transformer Engine's ``fused_apply_rotary_pos_emb_thd``.
+
+    Args:
+        heads_NHD: of queries or keys, of this rank's tokens.
+        bounds: where the row's sequences begin and end, on all ranks of context parallelism together.
+        angles_P11D: of each position, those of both halves of a head.
+        cp_size: ranks of context parallelism, of which each has two chunks of each sequence.
+        cp_rank: of this process among them.
+    """
+    cosine_N1D, sine_N1D = _of_row(bounds, angles_P11D, cp_size, cp_rank, heads_NHD.dtype)
+    rotated: torch.Tensor = _Rotation.apply(heads_NHD, cosine_N1D, sine_N1D)  # type: ignore[no-untyped-call]
+    return rotated
+
+
+@functools.lru_cache(maxsize=1)  # every layer asks for queries and for keys, of the same row
+def _of_row(
+    bounds: torch.Tensor, angles_P11D: torch.Tensor, cp_size: int, cp_rank: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosines and sines of this rank's tokens."""
+    cosine_P1D, sine_P1D = (angles_P11D.cos().to(dtype)[:, 0], angles_P11D.sin().to(dtype)[:, 0])
+    taken = []
+    for start, end in itertools.pairwise(bounds.tolist()):
+        chunk = (end - start) // (2 * cp_size)
+        firsts = (cp_rank * chunk, (2 * cp_size - 1 - cp_rank) * chunk)
+        taken += [slice(first, first + chunk) for first in firsts] if cp_size > 1 else [slice(end - start)]
+    return torch.cat([cosine_P1D[part] for part in taken]), torch.cat([sine_P1D[part] for part in taken])
+
+
+class _Rotation(torch.autograd.Function):
+    """The gradient is rotated back."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NHD: torch.Tensor, cosine_N1D: torch.Tensor, sine_N1D: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cosine_N1D, sine_N1D)
+        return _rotated(x_NHD, cosine_N1D, sine_N1D, 1.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        cosine_N1D, sine_N1D = ctx.saved_tensors
+        return _rotated(grads[0], cosine_N1D, sine_N1D, -1.0), None, None
+
+
+def _rotated(x_NHD: torch.Tensor, cosine_N1D: torch.Tensor, sine_N1D: torch.Tensor, sign: float) -> torch.Tensor:
+    first_NHD, second_NHD = x_NHD.chunk(2, dim=-1)
+    sine_N1D = sine_N1D[..., : first_NHD.shape[-1]]
+    rotated_NHD = x_NHD * cosine_N1D
+    half_NHD, other_NHD = rotated_NHD.chunk(2, dim=-1)
+    half_NHD.addcmul_(second_NHD, sine_N1D, value=-sign)
+    other_NHD.addcmul_(first_NHD, sine_N1D, value=sign)
+    return rotated_NHD
+
+
+def add_weight_gradient(input_NE: torch.Tensor, grad_NV: torch.Tensor, total_VE: torch.Tensor) -> None:
+    """Add a micro-batch's gradient of a linear layer's weight to the total, by the matrix product that computes it.
+
+    With the arguments of Apex's ``fused_weight_gradient_mlp_cuda``. The total may have more precision than the product.
+    """
+    if total_VE.dtype == grad_NV.dtype:
+        total_VE.addmm_(grad_NV.t(), input_NE)
+    else:
+        total_VE.add_(grad_NV.t() @ input_NE)
