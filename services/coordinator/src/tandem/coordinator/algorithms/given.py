@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Never
 
@@ -9,13 +10,11 @@ import numpy as np
 
 from tandem.common.batch import TrainingBatch
 from tandem.common.config import Config
-from tandem.common.config.derive import GENERATED
 from tandem.common.config.schema import Dpo, Sft
-from tandem.common.errors import DataError
 from tandem.common.messages import Purpose, SamplesFinished
 from tandem.common.tokenizer import Tokenizer
 from tandem.common.wire import Arrays
-from tandem.coordinator.data import ChatEncoder, Conversation, epoch_stream, load_conversations
+from tandem.coordinator.data import ChatEncoder, Conversation, Drawn, encode_now, left_out, load_conversations
 
 Sequences = tuple[tuple[tuple[int, ...], tuple[bool, ...]], ...]
 """One conversation: for each of its answers the tokens of prompt and answer, and which of them count in the loss."""
@@ -25,7 +24,7 @@ class GivenFeed:
     """What the loop asks of an algorithm without engines (see `tandem.coordinator.feed.Feed`).
 
     A conversation whose tokens are too many is left out where it was read from somewhere; where it was made, so is
-    every other, and that is an error.
+    every other, and that is an error. Those held out are tokenised at once, the others when they are drawn.
     """
 
     def __init__(self, config: Config, section: Sft | Dpo, tokenizer: Tokenizer) -> None:
@@ -33,18 +32,17 @@ class GivenFeed:
         self._section = section
         self._chat = ChatEncoder(config, tokenizer)
         sets = load_conversations(config)
-        self._num_too_long = 0
-        self._train = self._encode_all(sets.train)
+        self._train = Drawn(config, sets.train, self._encode)
         num_validation = section.val_batches * section.val_global_batch_size
-        self._validation = self._encode_all(sets.validation)[: num_validation if num_validation > 0 else None]
-        if not self._train:
-            raise DataError("data: every conversation is longer than policy.max_total_sequence_length allows")
-        num_read = len(sets.train) + len(sets.validation) + sets.num_ties
-        reasons = {
-            "longer than data.max_input_seq_length and policy.max_total_sequence_length allow": self._num_too_long,
-            "ties": sets.num_ties,
-        }
-        self.notices = tuple(f"data: {count} of {num_read} left out: {why}" for why, count in reasons.items() if count)
+        held_out = sets.validation[: num_validation if num_validation > 0 else None]
+        self._validation = encode_now(held_out, self._encode)
+        num_too_long = self._train.num_too_long + len(held_out) - len(self._validation)
+        num_items = len(sets.train) + len(held_out)
+        too_long = left_out(num_too_long, self._train.num_checked + len(held_out), num_items)
+        ties = f"data: {sets.num_ties} of {num_items + sets.num_ties} left out: ties" if sets.num_ties else None
+        self.notices = tuple(filter(None, (too_long, ties)))
+        # Every rank is sent the same.
+        self._training_batch = functools.lru_cache(maxsize=1)(self._draw_batch)
 
     @property
     def num_validation(self) -> int:
@@ -77,9 +75,7 @@ class GivenFeed:
         """Return the training batch of `step`, or the whole validation set."""
         if purpose == "validate":
             return batch_of(self._validation), {}
-        size = self._config.policy.train_global_batch_size
-        order = epoch_stream(self._section.seed, len(self._train), (step - 1) * size, size)
-        return batch_of([self._train[i] for i in order]), {}
+        return self._training_batch(step), {}
 
     def validation_examples(self, step: int, count: int) -> list[str]:
         """Return nothing: validation is by the loss."""
@@ -89,11 +85,9 @@ class GivenFeed:
         """Return nothing: there are no samples."""
         return {}
 
-    def _encode_all(self, conversations: Sequence[Conversation]) -> list[Sequences]:
-        found = [self._encode(conversation) for conversation in conversations]
-        kept = [sequences for sequences in found if sequences is not None]
-        self._num_too_long += len(found) - len(kept)
-        return kept
+    def _draw_batch(self, step: int) -> TrainingBatch:
+        size = self._config.policy.train_global_batch_size
+        return batch_of(self._train.draw((step - 1) * size, size))
 
     def _encode(self, conversation: Conversation) -> Sequences | None:
         """Return the conversation's sequences; None if one of them is too long."""
@@ -110,11 +104,7 @@ class GivenFeed:
                     f"prompt and solution have {len(token_ids)} tokens, policy.max_total_sequence_length is {limit}"
                 )
             sequences.append((token_ids, (False,) * len(prompt_ids) + solution.loss_mask))
-        if complaint is None:
-            return tuple(sequences)
-        if self._config.data.dataset_name in GENERATED:
-            raise DataError(f"problem {name!r}: {complaint}")
-        return None
+        return None if self._chat.leaves_out(name, complaint) else tuple(sequences)
 
 
 def batch_of(conversations: Sequence[Sequences]) -> TrainingBatch:

@@ -25,21 +25,27 @@ from tandem.coordinator.algorithms.rewards import (
     is_truncated,
     training_rewards,
 )
-from tandem.coordinator.data import PromptEncoder, epoch_stream, load_problems, sample_seed
+from tandem.coordinator.data import Drawn, PromptEncoder, encode_now, left_out, load_problems, sample_seed
 from tandem.coordinator.samples import SampleStore
 
 
 class GrpoFeed:
-    """What the loop asks of GRPO (see `tandem.coordinator.feed.Feed`)."""
+    """What the loop asks of GRPO (see `tandem.coordinator.feed.Feed`).
 
-    notices: tuple[str, ...] = ()
+    A problem whose prompt is too long is left out where it was read from somewhere; where it was made, so is every
+    other, and that is an error. Those held out are tokenised at once, the others when they are drawn.
+    """
 
     def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
         self._config = config
         encoder = PromptEncoder(config, tokenizer)
         problems = load_problems(config)
-        self._train = [encoder.encode(problem) for problem in problems.train]
-        self._validation = [encoder.encode(p) for p in problems.validation[: config.grpo.max_val_samples]]
+        self._train = Drawn(config, problems.train, encoder.encode)
+        held_out = problems.validation[: config.grpo.max_val_samples]
+        self._validation = encode_now(held_out, encoder.encode)
+        num_too_long = self._train.num_too_long + len(held_out) - len(self._validation)
+        num_checked, num_items = self._train.num_checked + len(held_out), len(self._train) + len(held_out)
+        self.notices = tuple(filter(None, (left_out(num_too_long, num_checked, num_items),)))
         self._stop_token_ids = (tokenizer.eos_id, *(config.policy.generation.stop_token_ids or ()))
         self._store = SampleStore()
 
@@ -74,8 +80,7 @@ class GrpoFeed:
         else:
             # A step that may draw more has so many places of the stream to itself: its problems depend on no other.
             first = (step - 1) * grpo.max_prompts_per_step
-            order = epoch_stream(grpo.seed, len(self._train), first, max(groups, default=0) + 1)
-            chosen = {group: self._train[order[group]] for group in groups}
+            chosen = {group: self._train.draw(first + group, 1)[0] for group in groups}
             num_samples = grpo.num_generations_per_prompt
         # The same draws at every validation, so that two of them differ by the weights alone.
         seed_step = step if purpose == "train" else 0

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from tandem.common.config import Config
+from tandem.common.config.derive import GENERATED
 from tandem.common.errors import DataError
 from tandem.common.tokenizer import Messages, Tokenizer
 
@@ -59,6 +60,15 @@ class ChatEncoder:
             f"({self._data.max_input_seq_length}) and policy.max_total_sequence_length ({self._max_total}) leave "
             f"room for {limit}"
         )
+
+    def leaves_out(self, name: str, complaint: str | None) -> bool:
+        """Say whether an item is left out because it does not fit, if it was read from somewhere.
+
+        Where it was made, so is every other: raises `DataError`.
+        """
+        if complaint is not None and self._data.dataset_name in GENERATED:
+            raise DataError(f"problem {name!r}: {complaint}")
+        return complaint is not None
 
     def solution(self, name: str, prompt: Messages, messages: Messages) -> EncodedSolution:
         """Tokenise what should follow a prompt: turns of the assistant, as the chat template writes them.

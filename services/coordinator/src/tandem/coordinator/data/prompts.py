@@ -59,12 +59,14 @@ class PromptEncoder:
         self._chat = ChatEncoder(config, tokenizer)
         self._writer = PromptWriter(config.data)
 
-    def encode(self, problem: Problem) -> EncodedProblem:
-        """Tokenise a problem's prompt. Raises `DataError` if it does not fit the context or cannot be tokenised."""
+    def encode(self, problem: Problem) -> EncodedProblem | None:
+        """Tokenise a problem's prompt; None if it does not fit the context and is left out.
+
+        Raises `DataError` if it cannot be tokenised, or does not fit although it was made for this run.
+        """
         prompt_ids = self._chat.prompt(problem.problem_id, self._writer.messages(problem))
-        complaint = self._chat.complaint(prompt_ids)
-        if complaint is not None:
-            raise DataError(f"problem {problem.problem_id!r}: {complaint}")
+        if self._chat.leaves_out(problem.problem_id, self._chat.complaint(prompt_ids)):
+            return None
         return EncodedProblem(problem=problem, prompt_ids=prompt_ids)
 
 

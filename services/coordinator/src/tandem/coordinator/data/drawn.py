@@ -1,0 +1,86 @@
+"""Items that are tokenised when they are drawn: a run begins without having tokenised its whole data set."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+from tandem.common.config import Config
+from tandem.common.config.derive import GENERATED
+from tandem.common.errors import DataError
+from tandem.coordinator.data.order import epoch_stream
+
+Item = TypeVar("Item")
+Encoded = TypeVar("Encoded")
+
+NUM_CHECKED = 256
+"""Items that are tokenised before a run begins: those that it draws first."""
+_NUM_KEPT = 4096
+"""Encoded items that are kept, for who asks again: a step is asked for several times."""
+
+
+class Drawn(Generic[Item, Encoded]):
+    """The training items of a run, each encoded when it is drawn.
+
+    An item that does not fit the context is left out: where it would be drawn, the next that fits is. So what is drawn
+    depends on the items and on nothing that happened before, and a resumed run draws the same.
+
+    What is wrong with a data set is mostly wrong with all of it: the first items drawn are encoded at once, and where
+    items were made by a task, all of them.
+
+    Args:
+        config: of the run.
+        items: one at least.
+        encode: returns None for an item that does not fit, and raises `DataError` for one that cannot be encoded.
+
+    Raises:
+        DataError: one of the first cannot be encoded, or none of them fits.
+
+    """
+
+    def __init__(self, config: Config, items: Sequence[Item], encode: Callable[[Item], Encoded | None]) -> None:
+        self._seed, self._num_items = config.algorithm_section.seed, len(items)
+        self._encoded = functools.lru_cache(_NUM_KEPT)(lambda index: encode(items[index]))
+        is_made = config.data.dataset_name in GENERATED
+        self.num_checked = len(items) if is_made else min(NUM_CHECKED, len(items))
+        """Items that were encoded at once ..."""
+        first = epoch_stream(self._seed, len(items), 0, self.num_checked)
+        self.num_too_long = sum(self._encoded(index) is None for index in first)
+        """... and those of them that do not fit."""
+        if self.num_too_long == self.num_checked:
+            which = "every one" if self.num_checked == len(items) else f"each of the first {self.num_checked}"
+            raise DataError(f"data: {which} is longer than policy.max_total_sequence_length allows")
+
+    def __len__(self) -> int:
+        """Return the number of items, whether they fit or not."""
+        return self._num_items
+
+    def draw(self, first: int, count: int) -> list[Encoded]:
+        """Return `count` items, from position `first` on, of the stream of epochs."""
+        return [self._fitting(index) for index in epoch_stream(self._seed, len(self), first, count)]
+
+    def _fitting(self, index: int) -> Encoded:
+        for distance in range(len(self)):
+            found = self._encoded((index + distance) % len(self))
+            if found is not None:
+                return found
+        raise AssertionError("one of the first items fits")
+
+
+def encode_now(items: Sequence[Item], encode: Callable[[Item], Encoded | None]) -> list[Encoded]:
+    """Return the items that fit, encoded. Raises `DataError` if there are items and none fits."""
+    found = [encoded for encoded in map(encode, items) if encoded is not None]
+    if items and not found:
+        raise DataError("data: everything held out is longer than policy.max_total_sequence_length allows")
+    return found
+
+
+def left_out(num_too_long: int, num_checked: int, num_items: int) -> str | None:
+    """Return what a user should know of items that are too long; None where there are none so far."""
+    if not num_too_long:
+        return None
+    why = "longer than data.max_input_seq_length and policy.max_total_sequence_length allow"
+    if num_checked == num_items:
+        return f"data: {num_too_long} of {num_items} left out: {why}"
+    return f"data: {num_too_long} of the first {num_checked} left out, and others when it is their turn: {why}"
