@@ -168,5 +168,5 @@ def _train_rank(
     backend = make(config)
     logprobs_T = step._Shares(backend, batches[0], config).logprobs("policy")
     metrics = [step.train(backend, batch, config).metrics for batch in batches]
-    backend.save(folder)
+    backend.save(folder).num_bytes.result()
     return backend.data_parallel_rank, logprobs_T, metrics

@@ -153,7 +153,7 @@ def test_a_disk_that_is_full_while_saving_loses_no_earlier_checkpoint() -> None:
         assert run.wait() == 1
         error = [line for line in run.output().splitlines() if line.startswith("error: ")]
     (line,) = error
-    assert re.match(r"error: trainer-0 failed while saving step \d+: .*(File too large|No space left)", line), line
+    assert re.match(r"error: trainer-0 failed while writing step \d+: .*(File too large|No space left)", line), line
     kept = sorted(p.name for p in Path("run/checkpoints").iterdir() if p.name.startswith("step_"))
     assert "step_20" in kept
     last = max(int(name.removeprefix("step_")) for name in kept)
@@ -188,7 +188,7 @@ def test_a_disk_that_fills_up_with_the_whole_run_on_it(small_disk: Path) -> None
     assert ended.returncode == 1
     (line,) = ended.stderr.splitlines()
     checkpoints = small_disk / "run" / "checkpoints"
-    assert re.match(r"error: trainer-0 failed while saving step \d+: cannot write ", line)
+    assert re.match(r"error: trainer-0 failed while writing step \d+: cannot write ", line)
     assert re.search(rf" {re.escape(str(checkpoints))}/\.writing_step_.*: No space left on device", line), line
     kept = [path for path in checkpoints.iterdir() if path.name.startswith("step_")]
     assert kept

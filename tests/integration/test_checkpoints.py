@@ -7,7 +7,6 @@ import math
 import pickle
 import re
 import resource
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,16 +15,24 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import transformers
 from safetensors import safe_open
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from tandem.common.config import Config
 from tandem.common.errors import CheckpointError
-from tandem.trainer import checkpoints, policy_files, step
+from tandem.refit.layout import Box
+from tandem.trainer import checkpoints, step
 from tandem.trainer.backends.dtensor import DTensorBackend
-from tests.integration.trainer_harness import ARCHITECTURES, digest_of, make_batch, make_config, make_model, run_ranks
+from tandem.trainer.box_files import BoxFiles, Part
+from tests.integration.trainer_harness import (
+    ARCHITECTURES,
+    digest_of,
+    make_batch,
+    make_config,
+    make_model,
+    run_ranks,
+    train_while_saving,
+)
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 
@@ -42,7 +49,7 @@ def train_and_save(
     """Train from a checkpoint (or the start) on the batches of these seeds, and save; return metrics, digest, bytes."""
     backend = DTensorBackend(config, checkpoint=checkpoint)
     metrics = [step.train(backend, make_batch(16, seed=seed), config).metrics for seed in seeds]
-    num_bytes = backend.save(folder) if folder is not None else 0
+    num_bytes = backend.save(folder).num_bytes.result() if folder is not None else 0
     return metrics, digest_of(backend), num_bytes
 
 
@@ -69,12 +76,10 @@ def tensors_in(policy: Path) -> dict[str, torch.Tensor]:
 
 
 def optimizer_in(folder: Path) -> dict[str, torch.Tensor]:
-    reader = HuggingFaceStorageReader(str(folder))
-    described = reader.read_metadata().state_dict_metadata
-    tensors = {name: torch.empty(meta.size, dtype=meta.properties.dtype) for name, meta in described.items()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch, about its own internals
-        dcp.load(tensors, storage_reader=reader, no_dist=True)
+    files, tensors = BoxFiles(folder), {}
+    for name, shape in files.shapes.items():
+        tensors[name] = torch.empty(shape)
+        files.read(name, shape, Box((0,) * len(shape), shape), tensors[name])
     return tensors
 
 
@@ -122,7 +127,8 @@ def assert_restored(saved: tuple[int, Config], loaded: tuple[int, Config], tmp_p
     run_ranks(loaded[0], load_and_save, loaded[1], tmp_path / "first", tmp_path / "third")
     first, second, third = (tensors_of(tmp_path / name) for name in ("first", "second", "third"))
     assert any("exp_avg_sq" in name for name in first)
-    assert first["num_optimizer_steps"].item() == 4
+    assert first["state.model.norm.weight.step"].item() == 4
+    assert checkpoints.read_num_steps(tmp_path / "third") == 4
     assert first.keys() == second.keys() == third.keys()
     for name, tensor in first.items():
         assert torch.equal(tensor, second[name]), name
@@ -134,7 +140,7 @@ def load_and_save(rank: int, config: Config, source: Path, folder: Path) -> None
     backend = DTensorBackend(config, checkpoint=None)
     step.train(backend, make_batch(16, seed=9), config)
     backend.load(source)
-    backend.save(folder)
+    backend.save(folder).num_bytes.result()
 
 
 @pytest.mark.parametrize(
@@ -147,11 +153,46 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     config = config_for_resume(make_model(tmp_path / "model"), **settings)
     seeds = [0, 1, 2, 3]
     whole = run_ranks(world_size, train_and_save, config, seeds, None, None)
-    before = run_ranks(world_size, train_and_save, config, seeds[:num_before], None, tmp_path / "saved")
+    saving = run_ranks(world_size, save_aside, config, seeds, num_before, tmp_path / "saved")
     after = run_ranks(world_size, train_and_save, config, seeds[num_before:], tmp_path / "saved", None)
     for rank in range(world_size):
-        assert before[rank][0] + after[rank][0] == whole[rank][0], "metrics, to the last bit"
+        assert saving[rank] == whole[rank][:2], "to save changes nothing"
+        assert after[rank][0] == whole[rank][0][num_before:], "metrics, to the last bit"
         assert after[rank][1] == whole[rank][1], "weights, to the last bit"
+
+
+def save_aside(
+    rank: int, config: Config, seeds: Sequence[int], num_before: int, folder: Path
+) -> tuple[list[dict[str, float]], int]:
+    backend = DTensorBackend(config, checkpoint=None)
+    metrics = train_while_saving(backend, config, seeds, num_before, folder)
+    return metrics, digest_of(backend)
+
+
+def test_without_memory_for_copies_training_waits_and_the_checkpoint_is_the_same(tmp_path: Path) -> None:
+    config = config_for_resume(make_model(tmp_path / "model", "qwen3_moe"))
+    for why in run_ranks(2, save_both_ways, config, tmp_path):
+        assert re.fullmatch(
+            r"a copy takes 0\.0 GB of a host's memory, where 0\.0 GB are free, and .* only if 2 fit", why
+        )
+    aside, at_once = tensors_of(tmp_path / "aside"), tensors_of(tmp_path / "at_once")
+    assert aside.keys() == at_once.keys()
+    for name, tensor in aside.items():
+        assert torch.equal(tensor, at_once[name]), name
+
+
+def save_both_ways(rank: int, config: Config, folder: Path) -> str:
+    backend = DTensorBackend(config, checkpoint=None)
+    step.train(backend, make_batch(16), config)
+    aside = backend.save(folder / "aside")
+    assert aside.why_waited == ""
+    assert aside.num_bytes.result() > 0
+    if rank == 1:  # one host of many would be enough
+        leave_no_memory()
+    at_once = backend.save(folder / "at_once")
+    assert at_once.num_bytes.done()
+    assert at_once.num_bytes.result() == aside.num_bytes.result()
+    return at_once.why_waited
 
 
 @pytest.mark.parametrize("architecture", list(ARCHITECTURES))
@@ -201,7 +242,8 @@ def test_a_policy_larger_than_a_file_is_several_and_an_index(tmp_path: Path) -> 
     assert len(names) > 3
     assert names[0] == f"model-00001-of-{len(names):05d}.safetensors"
     assert all((policy / name).stat().st_size < 2 * SMALL_FILE for name in names)
-    assert sum(sizes) == sum(path.stat().st_size for path in policy.iterdir())
+    files = [path for path in (tmp_path / "small").rglob("*") if path.is_file()]
+    assert sum(sizes) == sum(path.stat().st_size for path in files)
     index = json.loads((policy / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"].values()) == set(names)
     from_small = transformers.AutoModelForCausalLM.from_pretrained(policy).state_dict()
@@ -225,11 +267,9 @@ SMALL_FILE = 30_000
 def save_in_small_files(rank: int, config: Config, folder: Path) -> int:
     backend = DTensorBackend(config, checkpoint=None)
     step.train(backend, make_batch(), config)
-    backend.save(folder / "one")
-    tensors = backend._optimizer_tensors()
-    checkpoints.write_optimizer(folder / "small", tensors, max_file_bytes=SMALL_FILE)
-    gathered = policy_files.gathered(backend._policy, backend._parameters)
-    return checkpoints.write_policy(folder / "small", backend._policy, gathered, config, max_file_bytes=SMALL_FILE)
+    backend.save(folder / "one").num_bytes.result()
+    small = checkpoints.save(folder / "small", backend._state(), config, max_file_bytes=SMALL_FILE)
+    return small.num_bytes.result()
 
 
 def test_nothing_is_pickled(tmp_path: Path) -> None:
@@ -243,7 +283,7 @@ def save_and_load_without_pickle(rank: int, config: Config, folder: Path) -> Non
     backend = DTensorBackend(config, checkpoint=None)
     step.train(backend, make_batch(16), config)
     with no_pickle():
-        backend.save(folder)
+        backend.save(folder).num_bytes.result()
         dist.barrier()
         backend.load(folder)
         DTensorBackend(config, checkpoint=folder)
@@ -269,82 +309,98 @@ def no_pickle() -> Iterator[None]:
 
 # Rank 0 fails in config.json, of 1 kB, or in the weights, of 67 kB; rank 1 in its optimizer state, of 66 kB.
 @pytest.mark.parametrize(("failing_rank", "most_bytes"), [(0, 100), (0, 3000), (1, 10_000)])
-def test_a_full_disk_on_one_rank_is_an_error_on_all(failing_rank: int, most_bytes: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_room_for_copies", [True, False])
+def test_a_full_disk_on_one_rank_is_its_error_and_training_goes_on(
+    failing_rank: int, most_bytes: int, has_room_for_copies: bool, tmp_path: Path
+) -> None:
     config = make_config(make_model(tmp_path / "model"))
-    errors = run_ranks(2, save_without_room, config, tmp_path, failing_rank, most_bytes, deadline_s=60)
+    given = failing_rank, most_bytes, has_room_for_copies
+    errors = run_ranks(2, save_without_room, config, tmp_path, *given, deadline_s=60)
     part = "policy" if failing_rank == 0 else "optimizer"
-    for error in errors:
-        assert f"cannot write {tmp_path / 'full' / part}: " in error
-        assert "File too large" in error
-        assert "\n" not in error
+    assert errors[1 - failing_rank] is None
+    assert f"cannot write {tmp_path / 'full' / part}: " in errors[failing_rank]
+    assert "File too large" in errors[failing_rank]
+    assert "\n" not in errors[failing_rank]
 
 
-def save_without_room(rank: int, config: Config, folder: Path, failing_rank: int, most_bytes: int) -> str:
+def save_without_room(
+    rank: int, config: Config, folder: Path, failing_rank: int, most_bytes: int, has_room_for_copies: bool
+) -> str | None:
     """Fail to save, because the files of one rank may not grow larger; then train and save on."""
+    if not has_room_for_copies:
+        leave_no_memory()
     backend = DTensorBackend(config, checkpoint=None)
     step.train(backend, make_batch(), config)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == failing_rank:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, limits[1]))
-    with pytest.raises(CheckpointError) as raised:
-        backend.save(folder / "full")
+    error = backend.save(folder / "full").num_bytes.exception()
+    assert error is None or isinstance(error, CheckpointError)
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     step.train(backend, make_batch(), config)
-    backend.save(folder / "roomy")
+    backend.save(folder / "roomy").num_bytes.result()
     dist.barrier()
     DTensorBackend(config, checkpoint=folder / "roomy")
-    return str(raised.value)
+    return None if error is None else str(error)
+
+
+def leave_no_memory() -> None:
+    """Have this process believe that its host has hardly any memory left."""
+    checkpoints.available_bytes = lambda: 1000
 
 
 def test_a_full_disk_is_the_reason_wherever_in_the_file_it_is_met(tmp_path: Path) -> None:
-    """Torch complains of positions in its own file where the disk fills up between two tensors."""
+    """Between two tensors, or within one."""
     (errors,) = run_ranks(1, write_without_room, tmp_path, deadline_s=60)
     for limit, error in errors.items():
-        assert error == f"cannot write {tmp_path / str(limit) / 'optimizer'}: File too large"
+        assert error.startswith(f"cannot write {tmp_path / str(limit) / 'optimizer'}: ")
+        assert "File too large" in error
 
 
 def write_without_room(rank: int, folder: Path) -> dict[int, str]:
     """Fail to write tensors of 12 kB and of 32 bytes with room for this many bytes; return the errors."""
-    tensors = {f"{i}": torch.zeros(8 if i % 2 else 3000) for i in range(8)}
+    tensors = [torch.zeros(8 if i % 2 else 3000) for i in range(8)]
+    parts = [Part(f"{i}", tensor.shape, Box((0,), tensor.shape), tensor) for i, tensor in enumerate(tensors)]
     errors = {}
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     for limit in range(500, 40_000, 4000):
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
         with pytest.raises(CheckpointError) as raised:
-            checkpoints.write_optimizer(folder / str(limit), tensors)
+            checkpoints._write_optimizer(folder / str(limit), parts, 1, checkpoints.MAX_FILE_BYTES)
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         errors[limit] = str(raised.value)
     return errors
 
 
-def test_a_folder_that_cannot_be_made_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file")
     config = make_config(make_model(tmp_path / "model"))
     errors = run_ranks(2, save_error, config, tmp_path / "taken")
     assert errors[0] == f"cannot write {tmp_path / 'taken' / 'policy'}: Not a directory"
-    assert errors[1] == f"rank 0 {errors[0]}"
+    assert errors[1] == f"cannot write {tmp_path / 'taken' / 'optimizer'}: Not a directory"
 
 
-def test_a_tokenizer_that_cannot_be_written_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+def test_a_tokenizer_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "saved" / "policy" / "tokenizer.json").mkdir(parents=True)
     config = make_config(make_model(tmp_path / "model"))
-    for error in run_ranks(2, save_error, config, tmp_path / "saved"):
-        assert f"cannot write {tmp_path / 'saved' / 'policy'}: Is a directory" in error
+    errors = run_ranks(2, save_error, config, tmp_path / "saved")
+    assert f"cannot write {tmp_path / 'saved' / 'policy'}: Is a directory" in errors[0]
+    assert errors[1] is None
 
 
-def save_error(rank: int, config: Config, folder: Path) -> str:
-    backend = DTensorBackend(config, checkpoint=None)
-    with pytest.raises(CheckpointError) as raised:
-        backend.save(folder)
-    return str(raised.value)
+def save_error(rank: int, config: Config, folder: Path) -> str | None:
+    error = DTensorBackend(config, checkpoint=None).save(folder).num_bytes.exception()
+    assert error is None or isinstance(error, CheckpointError)
+    return None if error is None else str(error)
 
 
 @pytest.mark.parametrize(
     ("damage", "complaint"),
     [
-        ("no optimizer", "cannot read {}: No such file or directory"),
-        ("old format", "cannot read {}: it was written by an earlier version of Tandem"),
-        ("first file gone", "cannot read {}: num_optimizer_steps is in none of its files: one is missing"),
+        ("no optimizer", "cannot read {}: it has no optimizer.json"),
+        ("old format", "cannot read {}: it has no optimizer.json: an earlier version of Tandem wrote it"),
+        ("only counts", "cannot read {}: it has no boxes-.*: it is not whole"),
+        ("first file gone", "cannot read {}: state.* is in none of its files: one is missing"),
         # What is left of the weights looks like smaller weights.
         ("last file gone", "cannot read {}: a file is missing"),
         ("cut short", "cannot read {}: .*incomplete"),
@@ -355,14 +411,15 @@ def test_a_damaged_checkpoint_is_refused(damage: str, complaint: str, tmp_path: 
     config = make_config(make_model(tmp_path / "model"))
     run_ranks(2, train_and_save, config, [0], None, tmp_path / "saved")
     optimizer = tmp_path / "saved" / "optimizer"
-    files = sorted(optimizer.iterdir())
+    files = sorted(optimizer.glob("boxes-*"))
     match damage:
         case "no optimizer":
             optimizer.rename(tmp_path / "gone")
         case "old format":
+            (optimizer / "optimizer.json").rename(optimizer / "shard-00001-model-00001-of-00001.safetensors")
+        case "only counts":
             for path in files:
                 path.unlink()
-            (optimizer / ".metadata").write_bytes(pickle.dumps("anything"))
         case "first file gone":
             files[0].unlink()
         case "last file gone":

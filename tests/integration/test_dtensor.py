@@ -45,7 +45,7 @@ def train_rank(rank: int, config: Config, batches: Sequence[TrainingBatch], fold
     backend = DTensorBackend(config, checkpoint=None)
     results = [step.train(backend, batch, config) for batch in batches]
     if folder is not None:
-        backend.save(folder)
+        backend.save(folder).num_bytes.result()
     return [result.metrics for result in results], digest_of(backend)
 
 

@@ -32,7 +32,7 @@ from tests.integration.test_same_numbers_megatron import (
     config_for,
     make_backend,
 )
-from tests.integration.trainer_harness import digest_of, make_batch, run_ranks
+from tests.integration.trainer_harness import digest_of, make_batch, run_ranks, train_while_saving
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 
@@ -71,7 +71,7 @@ def step_and_save(
     for number in steps:
         take_step(backend, number)
     if folder is not None:
-        backend.save(folder)
+        backend.save(folder).num_bytes.result()
     return {name: tensor.numpy() for batch in backend._weights.gathered() for name, tensor in batch.items()}
 
 
@@ -121,8 +121,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one(megatron: dict[str, Any], pre
     start = make_checkpoint(tmp_path / "start", "qwen3")
     config = config_for(start, 2, megatron, precision=precision)
     unbroken = run_ranks(2, train_and_save, config, None, range(4), None)
-    run_ranks(2, train_and_save, config, None, range(2), tmp_path / "step_2")
+    saving = run_ranks(2, save_aside, config, range(4), 2, tmp_path / "step_2")
     resumed = run_ranks(2, train_and_save, config, tmp_path / "step_2", range(2, 4), None)
+    assert saving == unbroken, "to save changes nothing"
     assert [digest for _, digest in resumed] == [digest for _, digest in unbroken]
     assert [metrics for metrics, _ in resumed] == [metrics[2:] for metrics, _ in unbroken]
 
@@ -133,7 +134,15 @@ def train_and_save(
     backend = make_backend(config, checkpoint=checkpoint)
     metrics = [step.train(backend, make_batch(16, seed=seed), config).metrics for seed in seeds]
     if folder is not None:
-        backend.save(folder)
+        backend.save(folder).num_bytes.result()
+    return metrics, digest_of(backend, config.policy.precision)
+
+
+def save_aside(
+    rank: int, config: Config, seeds: range, num_before: int, folder: Path
+) -> tuple[list[dict[str, float]], int]:
+    backend = make_backend(config, checkpoint=None)
+    metrics = train_while_saving(backend, config, seeds, num_before, folder)
     return metrics, digest_of(backend, config.policy.precision)
 
 
@@ -154,7 +163,7 @@ def save_and_load_without_pickle(rank: int, config: Config, folder: Path) -> Non
     backend: Any = make_backend(config, checkpoint=None)
     take_step(backend, 0)
     with no_pickle():
-        backend.save(folder)
+        backend.save(folder).num_bytes.result()
         dist.barrier()
         checkpoints.load_policy(folder, backend._weights)
         assert checkpoints.load_optimizer(folder, backend._weights, backend._optimizer) == 1

@@ -75,7 +75,7 @@ def configure(model: Path, loss: dict[str, Any], **policy: Any) -> Config:
 def train_rank(rank: int, config: Config, batches: list[TrainingBatch], folder: Path) -> Any:
     backend = make_backend(config, checkpoint=None)
     metrics = [step.train(backend, batch, config).metrics for batch in batches]
-    backend.save(folder)
+    backend.save(folder).num_bytes.result()
     return metrics
 
 

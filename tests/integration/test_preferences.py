@@ -62,7 +62,7 @@ def save_rank(rank: int, config: Config, batches: Sequence[TrainingBatch], folde
     backend = make_backend(config, checkpoint=None)
     for batch in batches:
         step.train(backend, batch, config)
-    backend.save(folder)
+    backend.save(folder).num_bytes.result()
 
 
 def responses(model: Any, batch: TrainingBatch) -> list[torch.Tensor]:

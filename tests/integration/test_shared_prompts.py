@@ -72,7 +72,7 @@ def train_counting_tokens(rank: int, config: Config, batches: Sequence[TrainingB
     for batch in batches:
         counts.append(0)
         metrics.append(step.train(backend, batch, config).metrics)
-    backend.save(folder)
+    backend.save(folder).num_bytes.result()
     return metrics, counts, said.getvalue()
 
 

@@ -6,9 +6,11 @@ import datetime
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
+import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
+from safetensors.torch import save_file
 
 from tandem.common.batch import TrainingBatch
 from tandem.common.config import Config, build_config
@@ -24,6 +27,7 @@ from tandem.common.config.schema import NewModel
 from tandem.common.tokenizer import write_new_model
 from tandem.refit.digests.task import combine, digest_layout
 from tandem.refit.program import Attestation
+from tandem.trainer import box_files, policy_files, step
 from tandem.trainer.backend import Backend
 
 VOCABULARY = 24
@@ -146,6 +150,40 @@ def digest_of(backend: Backend, dtype: str = "float32") -> int:
     pieces, tensors = weights.layout.pieces, weights.layout.tensors
     attestation = Attestation(np.arange(len(pieces)), (dtype,) * len(tensors))
     return combine(*digest_layout(weights.layout, weights.storages, attestation).tolist())
+
+
+@contextmanager
+def busy_disk() -> Iterator[threading.Event]:
+    """Have no tensor written in this process before the event is set."""
+    is_free = threading.Event()
+
+    def save_later(*args: Any, **kwargs: Any) -> None:
+        assert is_free.wait(DEADLINE_S)
+        save_file(*args, **kwargs)
+
+    policy_files.save_file = box_files.save_file = save_later
+    try:
+        yield is_free
+    finally:
+        policy_files.save_file = box_files.save_file = save_file
+
+
+def train_while_saving(
+    backend: Backend, config: Config, seeds: Sequence[int], num_before: int, folder: Path
+) -> list[dict[str, float]]:
+    """Train on the batches of these seeds, and save before one of them; nothing is written before the last is done."""
+    metrics: list[dict[str, float]] = []
+    with busy_disk() as is_free:
+        for index, seed in enumerate(seeds):
+            if index == num_before:
+                writing = backend.save(folder)
+            metrics.append(step.train(backend, make_batch(16, seed=seed), config).metrics)
+        assert not writing.num_bytes.done() or dist.get_rank(), "rank 0 has the policy to write"
+        assert not list(folder.rglob("*.safetensors"))
+        dist.barrier()
+        is_free.set()
+        writing.num_bytes.result(DEADLINE_S)
+    return metrics
 
 
 def make_groups(*sizes: int, seed: int = 0, max_prompt: int = 8, max_response: int = 9) -> TrainingBatch:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -246,6 +247,33 @@ def test_an_address_that_is_none() -> None:
 
 def test_a_peer_that_is_gone_is_reported(hub: Hub) -> None:
     assert hub.send(b"nobody", encode(Heartbeat())) is False
+
+
+def test_any_thread_may_send_while_another_receives(hub: Hub) -> None:
+    link: Link[Any] = Link(hub.address, "refit", "me", ToRefit)
+    joining = threading.Thread(target=link.join, args=(HELLO, 10.0))
+    joining.start()
+    peer, _, _ = next_from(hub, Hello)
+    hub.send(peer, encode(WELCOME))
+    joining.join()
+    senders = [threading.Thread(target=say_often, args=(link, str(number))) for number in range(4)]
+    for sender in senders:
+        sender.start()
+    while any(sender.is_alive() for sender in senders):
+        assert link.receive(0.01) is None
+    heard: Counter[str] = Counter()
+    while heard.total() < 4 * NUM_WORDS:
+        heard[next_from(hub, Goodbye)[1].reason] += 1
+    assert heard == {str(number): NUM_WORDS for number in range(4)}
+    link.close("over")
+
+
+NUM_WORDS = 200
+
+
+def say_often(link: Link[Any], word: str) -> None:
+    for _ in range(NUM_WORDS):
+        link.send(encode(Goodbye(reason=word)))
 
 
 CHILD = """

@@ -22,16 +22,24 @@ def part(start: tuple[int, int], shape: tuple[int, int]) -> Part:
 
 
 def test_any_box_is_read_from_the_boxes_that_several_wrote(tmp_path: Path) -> None:
-    write(tmp_path, 0, [part((0, 0), (4, 3)), part((4, 0), (2, 3))], max_file_bytes=1)
-    write(tmp_path, 1, [part((0, 3), (6, 5))], max_file_bytes=1)
+    write(tmp_path, 0, snapshot([part((0, 0), (4, 3)), part((4, 0), (2, 3))]), max_file_bytes=1)
+    write(tmp_path, 1, snapshot([part((0, 3), (6, 5))]), max_file_bytes=1)
     assert len(list(tmp_path.iterdir())) == 3
     files = BoxFiles(tmp_path)
-    assert files.names == {"weight"}
+    assert files.shapes == {"weight": (6, 8)}
     for box in (whole((6, 8)), Box((3, 2), (2, 2)), Box((5, 7), (1, 1))):
         found = torch.full(box.shape, -1.0)
         files.read("weight", (6, 8), box, found)
         rows, columns = (slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
         assert torch.equal(found, WHOLE[rows, columns])
+
+
+def test_a_number_has_a_box_too(tmp_path: Path) -> None:
+    number, box = torch.tensor(3.0), Box((), ())
+    write(tmp_path, 0, snapshot([Part("step", (), box, number)]), max_file_bytes=1)
+    found = torch.tensor(-1.0)
+    BoxFiles(tmp_path).read("step", (), box, found)
+    assert torch.equal(found, number)
 
 
 def test_a_snapshot_does_not_change_with_what_it_was_made_of() -> None:
@@ -42,9 +50,9 @@ def test_a_snapshot_does_not_change_with_what_it_was_made_of() -> None:
 
 
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="another backend wrote it"):
+    with pytest.raises(CheckpointError, match="it is not whole"):
         BoxFiles(tmp_path)
-    write(tmp_path, 0, [part((0, 0), (4, 8))], max_file_bytes=1000)
+    write(tmp_path, 0, snapshot([part((0, 0), (4, 8))]), max_file_bytes=1000)
     files, found = BoxFiles(tmp_path), torch.zeros(6, 8)
     with pytest.raises(CheckpointError, match=r"a file is missing: 32 of 48 elements of weight\[0:6, 0:8\]"):
         files.read("weight", (6, 8), whole((6, 8)), found)

@@ -59,6 +59,19 @@ def test_a_step_that_is_done_over_again_is_superseded_not_lost() -> None:
         assert [r.version for r in journal.refits()] == [1]
 
 
+def test_a_checkpoint_may_be_whole_after_later_steps_are_done() -> None:
+    with Journal.create(Path("run"), b"{}", "grpo") as journal:
+        for reward in (1.0, 2.0):
+            journal.commit_step(record(1, reward=reward))
+            journal.commit_step(record(2))
+            if reward == 1.0:
+                journal.forget_after(0)
+        journal.record_checkpoint(1, "checkpoints/step_1")
+        assert journal.step(1).metrics == {"reward": 2.0}
+        assert [s.checkpoint for s in journal.steps()] == ["checkpoints/step_1", ""]
+        assert [s.checkpoint for s in journal.superseded_steps()] == ["", ""]
+
+
 def test_a_folder_has_one_coordinator_at_a_time() -> None:
     with Journal.create(Path("run"), b"{}", "grpo"):
         with pytest.raises(RunFolderError, match="run"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tandem.common import memory
@@ -33,6 +34,19 @@ def test_the_peak_is_of_what_was_done_since_the_beginning() -> None:
     assert abs(used.held - before.held - NUM_BYTES) < NOISE
     assert used.peak - before.held > 2 * NUM_BYTES - NOISE
     kept.close()
+
+
+def test_what_a_host_has_left_is_what_its_container_may_still_take(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(memory, "_CONTAINER", tmp_path)
+    host = psutil.virtual_memory().available
+    assert abs(memory.available_bytes() - host) < host / 5
+    (tmp_path / "memory.max").write_text("max\n")
+    assert abs(memory.available_bytes() - host) < host / 5
+    for name, text in {"max": "5000", "current": "4000", "stat": "anon 3000\ninactive_file 700\nfile 900"}.items():
+        (tmp_path / f"memory.{name}").write_text(f"{text}\n")
+    assert memory.available_bytes() == 1700
 
 
 def test_where_the_peak_cannot_be_forgotten_both_ends_are_looked_at(

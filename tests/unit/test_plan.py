@@ -5,10 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 import pytest
+from cluster_harness import GRPO, SFT, Cluster, answer, interrupt, kinds, only_finish, orders_of
 
 from tandem.common.errors import CommandFailed, DeadlineExceeded, ServiceLost
 from tandem.common.messages import (
@@ -16,41 +16,28 @@ from tandem.common.messages import (
     Attested,
     BuildEngine,
     BuildTrainer,
-    CheckpointSaved,
     CommitVersion,
     ConnectMesh,
     EngineBuilt,
-    Evaluated,
     Failed,
-    Generated,
     InstallProgram,
-    MemoryUse,
-    MeshConnected,
-    OpenRendezvous,
     PlannedMesh,
     PlanTransfers,
-    ProgramInstalled,
     Refit,
     Refitted,
-    RendezvousOpened,
     Reply,
     SaveCheckpoint,
-    Trained,
-    TrainerBuilt,
     TransfersPlanned,
     VersionCommitted,
 )
 from tandem.coordinator.decisions import (
     Action,
     CommitStep,
-    Deadlines,
     DiscardSamples,
     Dispatch,
-    DispatchBatch,
     DispatchPrompts,
     Erred,
     Finish,
-    Interrupted,
     Joined,
     Lost,
     Phase,
@@ -58,149 +45,8 @@ from tandem.coordinator.decisions import (
     RecordRefit,
     Replace,
     Replied,
-    RunShape,
     Ticked,
 )
-from tandem.coordinator.plan import SynchronousPlan
-
-GRPO = RunShape(
-    has_engines=True,
-    expected={"trainer": 2, "rollout": 2, "refit": 1},
-    first_step=1,
-    last_step=3,
-    num_groups=5,
-    num_validation_groups=3,
-    validate_every=2,
-    validate_at_start=True,
-    save_every=2,
-    resume_from="",
-    checkpoint_folder="ck/{step}",
-    allow_alias=True,
-    is_verified=True,
-    max_replacements=1,
-    deadlines=Deadlines(join=10, build=20, generate=30, train=40, evaluate=50, refit=5, save=60),
-)
-MEMORY = MemoryUse(peak=2, held=1)
-SFT = msgspec.structs.replace(GRPO, has_engines=False, expected={"trainer": 1}, validate_at_start=False)
-
-
-def answer(action: Dispatch | DispatchPrompts | DispatchBatch) -> Reply:
-    """Return the reply of a process that does what it is told."""
-    if isinstance(action, DispatchPrompts):
-        return Generated(
-            command_id=action.command_id,
-            step=action.step,
-            purpose=action.purpose,
-            num_samples=1,
-            num_tokens=1,
-            seconds={},
-            memory=MEMORY,
-        )
-    if isinstance(action, DispatchBatch):
-        if action.purpose == "validate":
-            return Evaluated(command_id=action.command_id, step=action.step, metrics={})
-        return Trained(
-            command_id=action.command_id,
-            step=action.step,
-            version=action.step,
-            metrics={},
-            seconds={},
-            has_update=action.member == "trainer-0",
-            memory=MEMORY,
-        )
-    command_id = action.order.command_id
-    match action.order:
-        case OpenRendezvous():
-            return RendezvousOpened(command_id=command_id, host="127.0.0.1", port=1234)
-        case BuildTrainer():
-            layout = f"{action.member} holds".encode()
-            return TrainerBuilt(command_id=command_id, version=0, num_parameters=1, layout=layout)
-        case BuildEngine():
-            return EngineBuilt(command_id=command_id, layouts=(f"{action.member} wants".encode(),))
-        case PlanTransfers(sources=sources, destinations=destinations):
-            return TransfersPlanned(
-                command_id=command_id,
-                programs={member: f"program of {member}".encode() for member in [*sources, *destinations]},
-                senders=(),
-                meshes=(),
-                num_bytes={},
-                predicted_s=0.5,
-                bound_s=0.25,
-                seconds=0.0,
-            )
-        case InstallProgram():
-            return ProgramInstalled(command_id=command_id, num_copies=1, num_bytes=1)
-        case ConnectMesh(mesh=mesh):
-            return MeshConnected(command_id=command_id, mesh=mesh)
-        case Refit(version=version):
-            return Refitted(command_id=command_id, version=version, num_bytes={}, seconds=0.0, memory=MEMORY)
-        case Attest(version=version):
-            digests = (f"{action.member} at {version}".encode(),)
-            return Attested(command_id=command_id, version=version, digests=digests, seconds=0.0)
-        case CommitVersion(version=version):
-            return VersionCommitted(command_id=command_id, version=version, differing={}, digest=9)
-        case SaveCheckpoint():
-            return CheckpointSaved(command_id=command_id, num_bytes=1)
-
-
-class Cluster:
-    """Drives a plan with obedient processes; one second passes between an order and its answer."""
-
-    def __init__(self, shape: RunShape) -> None:
-        self.plan = SynchronousPlan(shape, now=0.0)
-        self.now = 0.0
-        self.pending: list[Dispatch | DispatchPrompts | DispatchBatch] = []
-        self.done: list[Action] = []
-        self.orders: list[Dispatch | DispatchPrompts | DispatchBatch] = []
-        self.adjust: Callable[[Reply], Reply] = lambda reply: reply
-
-    def give(self, event: Any) -> list[Action]:
-        actions = self.plan.handle(event)
-        for action in actions:
-            if isinstance(action, Dispatch | DispatchPrompts | DispatchBatch):
-                self.pending.append(action)
-                self.orders.append(action)
-            else:
-                self.done.append(action)
-        return actions
-
-    def join_all(self) -> None:
-        for kind, count in self.plan.shape.expected.items():
-            for index in reversed(range(count)):
-                self.give(Joined(now=self.now, member=f"{kind}-{index}", kind=kind))
-
-    def answer_next(self) -> None:
-        action = self.pending.pop(0)
-        self.now += 1.0
-        self.give(Replied(now=self.now, member=action.member, reply=self.adjust(answer(action))))
-
-    def run_until(self, phase: Phase) -> None:
-        for _ in range(500):
-            if self.plan.phase is phase:
-                return
-            self.answer_next()
-        raise AssertionError(f"never reached {phase}")
-
-    def commits(self) -> list[int]:
-        return [action.step for action in self.done if isinstance(action, CommitStep)]
-
-
-def kinds(cluster: Cluster) -> list[str]:
-    """Name every order in turn, with the number of processes that got it."""
-    names: list[str] = []
-    for action in cluster.orders:
-        if isinstance(action, Dispatch):
-            names.append(type(action.order).__name__)
-        else:
-            names.append(f"{type(action).__name__}:{action.purpose}:{action.step}")
-    compressed: list[str] = []
-    for name in names:
-        if compressed and compressed[-1].split(" ×")[0] == name:
-            count = int(compressed[-1].split(" ×")[1])
-            compressed[-1] = f"{name} ×{count + 1}"
-        else:
-            compressed.append(f"{name} ×1")
-    return compressed
 
 
 def test_a_whole_grpo_run_in_order() -> None:
@@ -209,22 +55,19 @@ def test_a_whole_grpo_run_in_order() -> None:
     cluster.run_until(Phase.FINISHED)
     generate, commit = "DispatchPrompts:train:{0} ×2", "CommitVersion ×1"
     train, refit, attest = "DispatchBatch:train:{0} ×2", "Refit ×2", "Attest ×4"
-    validate = "DispatchPrompts:validate:{0} ×2"
+    validate, save = "DispatchPrompts:validate:{0} ×2", ["SaveCheckpoint ×2", "AwaitCheckpoint ×2"]
     expected = ["OpenRendezvous ×1", "BuildEngine ×2", "BuildTrainer ×2", "PlanTransfers ×1", "InstallProgram ×4"]
     expected += [refit, attest, validate.format(0), commit]
     expected += [generate.format(1), train.format(1), refit]
     expected += [attest, generate.format(2), commit, train.format(2), refit]
-    expected += [attest, validate.format(2), commit, "SaveCheckpoint ×2", generate.format(3), train.format(3), refit]
-    expected += [attest, validate.format(3), commit, "SaveCheckpoint ×2"]
+    expected += [attest, validate.format(2), commit, *save, generate.format(3), train.format(3), refit]
+    expected += [attest, validate.format(3), commit, *save]
     assert kinds(cluster) == expected
     assert cluster.commits() == [0, 1, 2, 3]
     assert cluster.done[-1] == Finish(outcome="finished")
     published = [i for i, a in enumerate(cluster.done) if isinstance(a, PublishCheckpoint)]
-    assert [cluster.done[i + 1] for i in published] == [a for a in cluster.done if isinstance(a, CommitStep)][2:]
-
-
-def orders_of(cluster: Cluster, kind: type[Any]) -> list[Any]:
-    return [a.order for a in cluster.orders if isinstance(a, Dispatch) and isinstance(a.order, kind)]
+    before = [[a.step for a in cluster.done[:i] if isinstance(a, CommitStep)][-1] for i in published]
+    assert before == [cluster.done[i].step for i in published] == [2, 3], "only a step that is done has a checkpoint"
 
 
 def test_layouts_and_programs_reach_the_right_processes() -> None:
@@ -321,9 +164,11 @@ def test_an_sft_run_has_no_engines() -> None:
         "DispatchBatch:train:2 ×1",
         "DispatchBatch:validate:2 ×1",
         "SaveCheckpoint ×1",
+        "AwaitCheckpoint ×1",
         "DispatchBatch:train:3 ×1",
         "DispatchBatch:validate:3 ×1",
         "SaveCheckpoint ×1",
+        "AwaitCheckpoint ×1",
     ]
     assert cluster.commits() == [1, 2, 3]
 
@@ -347,17 +192,11 @@ def test_seconds_by_phase_add_up(validate_at_start: bool) -> None:
         assert sum(parts.values()) == pytest.approx(commit.seconds["total"])
         assert parts.get("refit", 0.0) == (2.0 if commit.step else 0.0)  # the first refit is no step's
         if commit.step > (0 if validate_at_start else 1):
-            # Beside the second step's generation, five orders attest version 1.
-            assert parts["generation"] == (2.0 if commit.step != 2 else 7.0)
+            # Beside the second step's generation, five orders attest version 1; beside the third's, two save step 2.
+            assert parts["generation"] == {1: 2.0, 2: 7.0, 3: 4.0}[commit.step]
 
 
 # --- failure ---------------------------------------------------------------------------------------------------------
-
-
-def only_finish(actions: list[Action]) -> Finish:
-    (finish,) = actions
-    assert isinstance(finish, Finish)
-    return finish
 
 
 @pytest.mark.parametrize("member", ["trainer-1", "refit-0"])
@@ -779,19 +618,14 @@ def test_an_engine_lost_after_an_interrupt_is_not_replaced() -> None:
 # --- Ctrl-C ----------------------------------------------------------------------------------------------------------
 
 
-def interrupt(cluster: Cluster) -> list[Action]:
-    return cluster.give(Interrupted(now=cluster.now))
-
-
 def test_interrupted_while_training_finishes_saves_and_commits_the_step() -> None:
     cluster = Cluster(GRPO)
     cluster.join_all()
     cluster.run_until(Phase.TRAINING)
     assert interrupt(cluster) == []
     cluster.run_until(Phase.FINISHED)
-    assert cluster.done[-3:-1] == [PublishCheckpoint(step=1), cluster.done[-2]]
     assert cluster.commits() == [0, 1]
-    assert cluster.done[-1] == Finish(outcome="interrupted")
+    assert cluster.done[-2:] == [PublishCheckpoint(step=1), Finish(outcome="interrupted")]
 
 
 def test_interrupted_while_generating_abandons_the_step_and_saves_the_one_before() -> None:

@@ -1,4 +1,4 @@
-"""How much memory this process takes while it carries out an order."""
+"""How much memory this process takes while it carries out an order, and how much more there is."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from tandem.common.messages import MemoryUse
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _FORGET_PEAK = "5"
+_HOST = Path("/proc/meminfo")
+_CONTAINER = Path("/sys/fs/cgroup")
 
 
 class MemoryMeter:
@@ -45,9 +47,28 @@ class MemoryMeter:
         return MemoryUse(peak=peak, held=held)
 
 
+def available_bytes() -> int:
+    """Return what the host, or the container (cgroup v2) where that has a limit, can still give out.
+
+    Files that are in memory only to be read again count: they make room.
+    """
+    free = _kilobytes(_HOST, "MemAvailable")
+    try:
+        limit = int((_CONTAINER / "memory.max").read_text())
+        used = int((_CONTAINER / "memory.current").read_text())
+        cached = re.search(r"^inactive_file (\d+)$", (_CONTAINER / "memory.stat").read_text(), re.MULTILINE)
+    except (OSError, ValueError):  # there is no container, or it may have all ("max")
+        return free
+    return min(free, limit - used + (int(cached[1]) if cached else 0))
+
+
 def _resident(field: str) -> int:
-    found = re.search(rf"^{field}:\s+(\d+) kB$", _STATUS.read_text(), re.MULTILINE)
-    assert found is not None, f"{_STATUS} has no {field}"
+    return _kilobytes(_STATUS, field)
+
+
+def _kilobytes(path: Path, field: str) -> int:
+    found = re.search(rf"^{field}:\s+(\d+) kB$", path.read_text(), re.MULTILINE)
+    assert found is not None, f"{path} has no {field}"
     return int(found[1]) * 1024
 
 

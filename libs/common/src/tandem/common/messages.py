@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Raised whenever a message changes shape; both ends of a link must hold the same number."""
 
 ServiceKind = Literal["trainer", "rollout", "refit"]
@@ -194,9 +194,26 @@ class Evaluated(Message, frozen=True, kw_only=True, tag=True):
 
 
 class SaveCheckpoint(Command, frozen=True, kw_only=True, tag=True):
-    """Write the policy and the optimizer under `folder`, which is a temporary name until the coordinator renames it."""
+    """Copy policy and optimizer as they are now, and begin to write the copy under `folder`.
+
+    The folder has a temporary name until the coordinator renames it.
+    """
 
     folder: str
+    step: int
+
+
+class CheckpointCopied(Message, frozen=True, kw_only=True, tag=True):
+    """This rank has its copy, and its weights may change."""
+
+    command_id: int
+    why_waited: str
+    """Why it has written everything before it answered, as it does where memory has no room for a copy; else empty."""
+
+
+class AwaitCheckpoint(Command, frozen=True, kw_only=True, tag=True):
+    """Say when what the last `SaveCheckpoint` has copied is written. Other orders are carried out in the meantime."""
+
     step: int
 
 
@@ -468,12 +485,12 @@ PlaneOrder = InstallProgram | ConnectMesh | Refit | Attest
 """What trainers and engines alike do for the weight plane."""
 PlaneReply = ProgramInstalled | MeshConnected | Refitted | Attested
 
-TrainerOrder = OpenRendezvous | BuildTrainer | PlaneOrder | Train | Evaluate | SaveCheckpoint
+TrainerOrder = OpenRendezvous | BuildTrainer | PlaneOrder | Train | Evaluate | SaveCheckpoint | AwaitCheckpoint
 RolloutOrder = BuildEngine | PlaneOrder | Generate
 RefitOrder = PlanTransfers | CommitVersion
 Order = TrainerOrder | RolloutOrder | RefitOrder
 
-TrainerReply = RendezvousOpened | TrainerBuilt | PlaneReply | Trained | Evaluated | CheckpointSaved
+TrainerReply = RendezvousOpened | TrainerBuilt | PlaneReply | Trained | Evaluated | CheckpointCopied | CheckpointSaved
 RolloutReply = EngineBuilt | PlaneReply | SamplesFinished | Generated
 RefitReply = TransfersPlanned | VersionCommitted
 Reply = TrainerReply | RolloutReply | RefitReply

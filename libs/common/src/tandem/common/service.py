@@ -66,20 +66,25 @@ class Member:
         self._set_phase(outer)
 
     def reply(self, command_id: int, message: Message, arrays: Arrays | None = None) -> None:
-        """Answer a command, or send a part of its answer; it is kept in case the command comes again."""
+        """Answer a command, in parts or whole, from any thread; the answer is kept in case the command comes again."""
         frames = encode(message, arrays)
         self._answered.setdefault(command_id, []).append(frames)
         self._link.send(frames)
 
-    def fail(self, command_id: int, error: BaseException) -> None:
-        """Report that a command could not be carried out."""
+    def fail(self, command_id: int, error: BaseException, *, aside: str = "") -> None:
+        """Report, from any thread, that a command could not be carried out.
+
+        `aside` is what it is about, where that is not what the process does now.
+        """
+        phase = aside or self._phase
         expected = isinstance(error, TandemError)
         text = str(error) if expected else f"{type(error).__name__}: {error}"
         trace = "" if expected else "".join(traceback.format_exception(error))
         with contextlib.suppress(OSError):  # the log may lie on the disk whose being full is reported here
-            print(f"{self.name}: failed while {self._phase}: {trace or text}", file=sys.stderr, flush=True)
-        failed = Failed(command_id=command_id, phase=self._phase, error=text, expected=expected, traceback=trace)
-        self._set_phase("idle")
+            print(f"{self.name}: failed while {phase}: {trace or text}", file=sys.stderr, flush=True)
+        failed = Failed(command_id=command_id, phase=phase, error=text, expected=expected, traceback=trace)
+        if not aside:
+            self._set_phase("idle")
         self.reply(command_id, failed)
 
     def accept(self, command: Command) -> bool:

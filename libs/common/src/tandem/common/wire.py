@@ -201,9 +201,9 @@ class Hub:
 class Link(Generic[Incoming]):
     """A process's connection to its coordinator.
 
-    `join` first; then `receive` and `send` from one thread. Its own thread exchanges heartbeats and ends the whole
-    process (exit code 70) when the coordinator has been silent for longer than the heartbeat timeout: a process without
-    coordinator has nothing to save, and its memory has no name that could outlive it.
+    `join` first; then `receive` from one thread, and `send` from any. Its own thread exchanges heartbeats and ends the
+    whole process (exit code 70) when the coordinator has been silent for longer than the heartbeat timeout: a process
+    without coordinator has nothing to save, and its memory has no name that could outlive it.
     """
 
     def __init__(self, coordinator: str, service: ServiceKind, identity: str, incoming: Any) -> None:
@@ -214,15 +214,12 @@ class Link(Generic[Incoming]):
         self._dealer = self._context.socket(zmq.DEALER)
         self._dealer.setsockopt_string(zmq.IDENTITY, identity)
         self._dealer.setsockopt(zmq.LINGER, 1000)
-        self._inside = self._context.socket(zmq.PAIR)
-        self._outside = self._context.socket(zmq.PAIR)
-        for socket in (self._dealer, self._inside, self._outside):
-            socket.setsockopt(zmq.SNDHWM, 0)
-            socket.setsockopt(zmq.RCVHWM, 0)
-        for socket in (self._inside, self._outside):
-            socket.setsockopt(zmq.LINGER, 0)
-        self._inside.bind("inproc://link")
-        self._outside.connect("inproc://link")
+        # Between the process and the link's thread: one way each, since a socket is for one thread at a time.
+        self._incoming, self._arrived = self._pipe("arrived")
+        self._queued, self._outgoing = self._pipe("queued")
+        self._sending = threading.Lock()
+        self._dealer.setsockopt(zmq.SNDHWM, 0)
+        self._dealer.setsockopt(zmq.RCVHWM, 0)
         self._thread: threading.Thread | None = None
         self._phase = "joining"
 
@@ -263,13 +260,14 @@ class Link(Generic[Incoming]):
 
     def send(self, frames: Frames) -> None:
         """Queue frames for the coordinator."""
-        self._inside.send_multipart(frames, copy=False)
+        with self._sending:
+            self._outgoing.send_multipart(frames, copy=False)
 
     def receive(self, timeout_s: float) -> Received[Incoming] | None:
         """Return the next message, or None after `timeout_s`. Heartbeats are not returned."""
-        if not self._inside.poll(int(timeout_s * 1000)):
+        if not self._incoming.poll(int(timeout_s * 1000)):
             return None
-        frames = self._inside.recv_multipart(copy=False)
+        frames = self._incoming.recv_multipart(copy=False)
         return self._codec.decode([frame.buffer for frame in frames])
 
     def close(self, reason: str) -> None:
@@ -277,20 +275,33 @@ class Link(Generic[Incoming]):
         if self._thread is None:
             return
         self.send(encode(Goodbye(reason=reason)))
-        self._inside.send(b"")  # the end, for our own thread
+        self.send([b""])  # the end, for our own thread
         self._thread.join(timeout=_SHUTDOWN_GRACE_S)
         self._thread = None
-        self._inside.close()
+        self._incoming.close()
+        with self._sending:
+            self._outgoing.close()
         self._context.term()
+
+    def _pipe(self, name: str) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+        """Return the ends of a way between two threads: where messages come out, and where they go in."""
+        ends = self._context.socket(zmq.PULL), self._context.socket(zmq.PUSH)
+        for socket in ends:
+            socket.setsockopt(zmq.SNDHWM, 0)
+            socket.setsockopt(zmq.RCVHWM, 0)
+            socket.setsockopt(zmq.LINGER, 0)
+        ends[0].bind(f"inproc://{name}")
+        ends[1].connect(f"inproc://{name}")
+        return ends
 
     def _close_sockets(self) -> None:
         self._dealer.setsockopt(zmq.LINGER, 0)
-        for socket in (self._dealer, self._inside, self._outside):
+        for socket in (self._dealer, self._incoming, self._arrived, self._queued, self._outgoing):
             socket.close()
         self._context.term()
 
     def _start(self, welcome: Welcome) -> None:
-        pump = _Pump(self._dealer, self._outside, welcome, lambda: self._phase)
+        pump = _Pump(self._dealer, self._queued, self._arrived, welcome, lambda: self._phase)
         self._thread = threading.Thread(target=pump.run, name="link", daemon=True)
         self._thread.start()
 
@@ -301,21 +312,23 @@ class _Pump:
     def __init__(
         self,
         dealer: zmq.Socket[bytes],
-        process: zmq.Socket[bytes],
+        queued: zmq.Socket[bytes],
+        arrived: zmq.Socket[bytes],
         welcome: Welcome,
         phase: Callable[[], str],
     ) -> None:
         self._dealer = dealer
-        self._process = process
+        self._queued = queued
+        self._arrived = arrived
         self._welcome = welcome
         self._phase = phase
         self._tag = msgspec.msgpack.Decoder(_AnyTag)
 
     def run(self) -> None:
-        """Consume both sockets until the process closes the link; never waits longer than a heartbeat interval."""
+        """Consume both sides until the process closes the link; never waits longer than a heartbeat interval."""
         poller = zmq.Poller()
         poller.register(self._dealer, zmq.POLLIN)
-        poller.register(self._process, zmq.POLLIN)
+        poller.register(self._queued, zmq.POLLIN)
         interval = self._welcome.heartbeat_interval_s
         last_seen = last_beat = time.monotonic()
         end_by = float("inf")
@@ -326,8 +339,8 @@ class _Pump:
                 last_seen = now
                 if self._forward_incoming():
                     end_by = now + _SHUTDOWN_GRACE_S
-            if self._process in ready:
-                frames = self._process.recv_multipart(copy=False)
+            if self._queued in ready:
+                frames = self._queued.recv_multipart(copy=False)
                 if len(frames) == 1 and len(frames[0]) == 0:
                     break
                 self._dealer.send_multipart(frames, copy=False)
@@ -342,7 +355,8 @@ class _Pump:
             if now > end_by:
                 self._end_process(f"still {self._phase()} {_SHUTDOWN_GRACE_S:g} s after the coordinator's shutdown", 0)
         self._dealer.close()
-        self._process.close()
+        self._queued.close()
+        self._arrived.close()
 
     def _forward_incoming(self) -> bool:
         """Hand one message to the process, heartbeats aside; True if it was a `Shutdown`."""
@@ -352,7 +366,7 @@ class _Pump:
         except UNDECODABLE:
             tag = ""  # no message: `receive` says so, where somebody hears it
         if tag != "Heartbeat":
-            self._process.send_multipart(frames, copy=False)
+            self._arrived.send_multipart(frames, copy=False)
         return tag == "Shutdown"
 
     def _end_process(self, why: str, code: int) -> None:

@@ -1,8 +1,8 @@
 """Checkpoint folders: their names, when they count as whole, and which of them are kept.
 
-Trainer ranks write into a temporary folder. Only when every rank has synced its part does the coordinator add
-``training.json`` and rename the folder to ``step_<n>``, which is atomic: a folder of that name is always whole. The
-link ``latest`` then points to it.
+Trainer ranks write into a temporary folder, while later steps go on. Only when every rank has synced its part does the
+coordinator add ``training.json`` and rename the folder to ``step_<n>``, which is atomic: a folder of that name is
+always whole. The link ``latest`` then points to it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class CheckpointFolder:
         try:
             _write_synced(temporary / _RECORD, msgspec.json.format(msgspec.json.encode(record)))
             _sync_folder(temporary)
-            if final.exists():  # left by a run that ended between this rename and its journal entry
+            if final.exists():  # left by a run whose journal is gone
                 self._delete(final)
             temporary.rename(final)
             self._point_latest_to(final)

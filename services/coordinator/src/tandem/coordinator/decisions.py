@@ -10,6 +10,7 @@ import msgspec
 from tandem.common.errors import ServiceError
 from tandem.common.messages import (
     Attest,
+    AwaitCheckpoint,
     BuildEngine,
     BuildTrainer,
     CommitVersion,
@@ -81,6 +82,7 @@ PlainOrder = (
     OpenRendezvous
     | BuildTrainer
     | SaveCheckpoint
+    | AwaitCheckpoint
     | BuildEngine
     | PlanTransfers
     | InstallProgram
@@ -268,4 +270,5 @@ class Phase(enum.Enum):
     TRAINING = "training"
     VALIDATING = "validating"
     SAVING = "saving a checkpoint"
+    WRITING = "writing a checkpoint"
     FINISHED = "finished"

@@ -45,7 +45,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     seconds: dict[str, float]
     """Wall seconds by phase: ``total`` is the whole step, the others are its parts."""
     checkpoint: str = ""
-    """Folder of the checkpoint that holds this step's weights; empty if none was written."""
+    """Folder of the checkpoint that holds this step's weights, which may be written later; empty if there is none."""
     committed_at: float = 0.0
     """Unix time; the journal fills it in."""
 
@@ -119,6 +119,11 @@ class JournalReader:
     def steps(self) -> list[StepRecord]:
         """Return every step that is done, in order, without those that were superseded."""
         return self._steps("superseded_at IS NULL ORDER BY step")
+
+    def step(self, step: int) -> StepRecord:
+        """Return one step, which is done."""
+        (record,) = self._steps(f"superseded_at IS NULL AND step = {step:d}")
+        return record
 
     def superseded_steps(self) -> list[StepRecord]:
         """Return the steps that a resume from an older checkpoint did over again, in the order they were committed."""
@@ -240,6 +245,13 @@ class Journal(JournalReader):
                 "INSERT INTO seconds VALUES (?, ?, ?)", [(step_id, *pair) for pair in record.seconds.items()]
             )
         return record
+
+    def record_checkpoint(self, step: int, folder: str) -> None:
+        """Write that the checkpoint of a step that is done is whole."""
+        with self._transaction() as connection:
+            connection.execute(
+                "UPDATE steps SET checkpoint = ? WHERE step = ? AND superseded_at IS NULL", (folder, step)
+            )
 
     def record_refit(self, record: RefitRecord) -> None:
         """Write that a weight version reached engines."""

@@ -18,6 +18,7 @@ import msgspec
 
 from tandem.common.messages import (
     Attested,
+    CheckpointCopied,
     Evaluate,
     Evaluated,
     Generate,
@@ -161,6 +162,8 @@ class Loop:
                 self._refits.attested(attested)
             case TrainerBuilt() as built:
                 self._recorder.note(f"{event.member} holds a model of {built.num_parameters / 1e6:.1f}M parameters")
+            case CheckpointCopied(why_waited=why) if why and event.member == "trainer-0":
+                self._recorder.note(f"training has waited for a checkpoint to be written: {why}")
             case _:
                 pass
         self._sent.pop(event.reply.command_id, None)
@@ -183,7 +186,7 @@ class Loop:
                 self._recorder.record_refit(action, self._refits)
                 self._refits = RefitLedger()
             case PublishCheckpoint(step=step):
-                self._recorder.publish_checkpoint(step, self._ledger.metrics)
+                self._recorder.publish_checkpoint(step)
             case CommitStep():
                 self._commit(action)
             case Finish():

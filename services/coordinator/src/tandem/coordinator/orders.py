@@ -55,6 +55,10 @@ class Orders:
             if order.member != member or (phases and order.phase not in phases)
         }
 
+    def drop_all_but(self, phase: Phase) -> None:
+        """Expect no more answers, except to orders of one phase."""
+        self.outstanding = {i: order for i, order in self.outstanding.items() if order.phase is phase}
+
     def overdue(self) -> Outstanding | None:
         """Return an order whose deadline has passed."""
         return next((order for order in self.outstanding.values() if self.now > order.deadline), None)

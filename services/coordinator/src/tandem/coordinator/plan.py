@@ -14,8 +14,10 @@ The synchronous plan does one phase at a time::
 
 A phase is over when nothing is outstanding: every order was answered, and no engine is on its way back. A version is
 attested beside the phase that follows its refit, and is outstanding there, so no sample is used before that. With
-dynamic sampling, generating may follow on generating (`tandem.coordinator.draws`). SFT has no engines: it goes from
-building to training, and from training to validating. What concerns weights is in `tandem.coordinator.weights`.
+dynamic sampling, generating may follow on generating (`tandem.coordinator.draws`). Saving is copying: what was copied
+is written to disk beside the phases that follow, up to the next saving or the end (`tandem.coordinator.saves`). SFT has
+no engines: it goes from building to training, and from training to validating. What concerns weights is in
+`tandem.coordinator.weights`.
 """
 
 from __future__ import annotations
@@ -26,13 +28,13 @@ from tandem.common.errors import CommandFailed, DeadlineExceeded, ServiceError, 
 from tandem.common.messages import (
     BuildEngine,
     BuildTrainer,
+    CheckpointSaved,
     Failed,
     OpenRendezvous,
     Purpose,
     RendezvousOpened,
     Reply,
     SamplesFinished,
-    SaveCheckpoint,
     ServiceKind,
     Trained,
 )
@@ -48,7 +50,6 @@ from tandem.coordinator.decisions import (
     Joined,
     Lost,
     Phase,
-    PublishCheckpoint,
     Replied,
     RunShape,
     Ticked,
@@ -56,6 +57,7 @@ from tandem.coordinator.decisions import (
 from tandem.coordinator.draws import Draws, Teaches
 from tandem.coordinator.hands import BalancedHands, DealtHands, GroupSize, Hands, Sizes, Task
 from tandem.coordinator.orders import Orders, Promise
+from tandem.coordinator.saves import Saves
 from tandem.coordinator.weights import WeightPlane
 
 _SET_UP = (Phase.JOINING, Phase.BUILDING, Phase.PLANNING, Phase.INSTALLING, Phase.CONNECTING)
@@ -80,6 +82,7 @@ class SynchronousPlan:
         self._seconds: dict[str, float] = {}
         self._draws = Draws(shape, teaches or bool)
         self._hands = _make_hands(shape, self.orders, sizes or _alike)
+        self._saves = Saves(shape, self.orders)
         self._version = shape.first_step - 1
         self._has_update = False
         """Whether the training step in progress must have changed the weights."""
@@ -88,6 +91,8 @@ class SynchronousPlan:
         self._is_committed = False
         """Whether the step in progress is in the journal; true while an interrupted run saves the step before."""
         self._is_interrupted = False
+        self._error: ServiceError | None = None
+        """Why the run has failed, while it only waits for a checkpoint."""
 
     def handle(self, event: Event) -> list[Action]:
         """Take one event; return the actions it leads to, in order."""
@@ -98,7 +103,7 @@ class SynchronousPlan:
             actions = self._take(event)
             actions += self._settle_hands()
             self._draws.heed(actions)
-            if not self._is_over() and not self.orders.outstanding and not self.plane.is_recovering:
+            if not self._is_over() and not self._is_waiting():
                 actions += self._next_phase()
         except ServiceError as error:
             actions = self._fail(error)
@@ -108,7 +113,8 @@ class SynchronousPlan:
         match event:
             case Joined(member=member, kind=kind):
                 self.members[member] = kind
-                return self.plane.take_replacement(member) if member in self.plane.engines else []
+                is_wanted = member in self.plane.engines and self._error is None
+                return self.plane.take_replacement(member) if is_wanted else []
             case Replied(member=member, reply=reply):
                 return self._take_reply(member, reply)
             case Erred(member=member, failed=failed):
@@ -132,6 +138,8 @@ class SynchronousPlan:
         del self.orders.outstanding[reply.command_id]
         if isinstance(reply, Trained):
             self._has_update |= reply.has_update
+        if isinstance(reply, CheckpointSaved):
+            return self._saves.take_written(member)
         actions = self.plane.take_reply(member, reply)
         return self._build_trainers(reply) if isinstance(reply, RendezvousOpened) else actions
 
@@ -141,10 +149,16 @@ class SynchronousPlan:
             return []
         if order.phase is Phase.REFITTING or (order.phase is Phase.ATTESTING and member in self.plane.engines):
             return self.plane.take_failure(member, failed, order.phase)
+        if order.phase is Phase.WRITING:
+            self._saves.give_up()
         raise CommandFailed(member, failed.phase, failed.account)
 
     def _take_loss(self, member: str, why: str) -> list[Action]:
         """Replace an engine that is lost; the run cannot go on without any other process."""
+        if self._saves.is_owed_by(member):
+            self._saves.give_up()
+        elif self._error is not None:
+            return []
         if self._is_interrupted and self.members.get(member) == "rollout":
             self.orders.drop(member)
             return []
@@ -194,9 +208,8 @@ class SynchronousPlan:
                 self._hands.clear()
                 return self._save_or_go_on()
             case Phase.SAVING:
-                publish = PublishCheckpoint(step=self.step)
-                return [publish, *(self._finish("interrupted") if self._is_committed else self._commit_step())]
-            case Phase.ATTESTING:
+                return self._write() if self._saves.is_copied else self._copy()
+            case Phase.ATTESTING | Phase.WRITING:
                 return self._next_step()
             case Phase.FINISHED:
                 raise AssertionError("no phase follows")
@@ -248,13 +261,8 @@ class SynchronousPlan:
         return self._next_step()
 
     def _next_step(self) -> list[Action]:
-        if self._is_interrupted:
-            return self._finish("interrupted")
-        if self.step >= self.shape.last_step:
-            if not self.orders.outstanding:
-                return self._finish("finished")
-            self._enter(Phase.ATTESTING)  # of the last version, if nothing was validated or saved beside it
-            return []
+        if self._is_interrupted or self._error is not None or self.step >= self.shape.last_step:
+            return self._end()
         self.step += 1
         self._is_trained = self._is_committed = False
         self._step_since = self._now
@@ -292,11 +300,14 @@ class SynchronousPlan:
 
     def _save(self) -> list[Action]:
         self._enter(Phase.SAVING)
-        folder = self.shape.checkpoint_folder.format(step=self.step)
-        return [
-            Dispatch(member=rank, order=SaveCheckpoint(folder=folder, step=self.step, **self._promise(rank)))
-            for rank in self._all("trainer")
-        ]
+        return [] if self._saves.is_out else self._copy()
+
+    def _copy(self) -> list[Action]:
+        return self._saves.copy(self.step, self._all("trainer"))
+
+    def _write(self) -> list[Action]:
+        write = self._saves.write(self._all("trainer"))
+        return write + (self._next_step() if self._is_committed else self._commit_step())
 
     def _commit_step(self) -> list[Action]:
         self._note_phase_seconds()
@@ -308,11 +319,13 @@ class SynchronousPlan:
 
     def _interrupt(self) -> list[Action]:
         """Finish a step that is training, abandon one that is generating; then save and end. Asked twice: end now."""
+        if self._error is not None:
+            return self._fail(self._error)
         if self._is_interrupted or self.phase in _SET_UP:
             return self._finish("interrupted")
         self._is_interrupted = True
         if self.phase in (Phase.VALIDATING, Phase.GENERATING):
-            self.orders.outstanding.clear()
+            self.orders.drop_all_but(Phase.WRITING)
             self._hands.clear()
         self.plane.stop()
         if self.phase is Phase.VALIDATING:
@@ -326,8 +339,17 @@ class SynchronousPlan:
         self.step -= 1
         self._is_committed = True
         if self.step < self.shape.first_step or self.shape.save_every == 0 or self.step % self.shape.save_every == 0:
-            return self._finish("interrupted")
+            return self._end()
         return self._save()
+
+    def _end(self) -> list[Action]:
+        """End the run once nothing is outstanding: a last version to attest, or a checkpoint to write."""
+        if self.orders.outstanding:
+            self._enter(Phase.WRITING if self._saves.is_out else Phase.ATTESTING)
+            return []
+        if self._error is not None:
+            return self._fail(self._error)
+        return self._finish("interrupted" if self._is_interrupted else "finished")
 
     def _check_deadlines(self) -> None:
         """Raise `DeadlineExceeded` for the first order, or process, that is late."""
@@ -335,6 +357,8 @@ class SynchronousPlan:
             raise DeadlineExceeded("coordinator", "waiting for processes to join", self.missing())
         late = self.orders.overdue()
         if late is not None:
+            if late.phase is Phase.WRITING:
+                self._saves.give_up()
             raise DeadlineExceeded(late.member, late.phase.value, f"no answer within {late.allowed_s:g} s")
         not_replaced = self.plane.overdue()
         if not_replaced is not None:
@@ -348,9 +372,17 @@ class SynchronousPlan:
         return f"{counts} did not join within {self.shape.deadlines.join:g} s"
 
     def _fail(self, error: ServiceError) -> list[Action]:
+        """End the run, at once unless a checkpoint is being written that can still be whole."""
+        if self._error is None and self._saves.is_out:
+            self._error = error
+            self.orders.drop_all_but(Phase.WRITING)
+            self._hands.clear()
+            self.plane.stop()
+            self._enter(Phase.WRITING)
+            return []
         self._enter(Phase.FINISHED)
         self.orders.outstanding.clear()
-        return [Finish(outcome="failed", error=error)]
+        return [Finish(outcome="failed", error=self._error or error)]
 
     def _finish(self, outcome: Literal["finished", "interrupted"]) -> list[Action]:
         self._enter(Phase.FINISHED)
@@ -372,6 +404,12 @@ class SynchronousPlan:
 
     def _is_over(self) -> bool:
         return self.phase is Phase.FINISHED
+
+    def _is_waiting(self) -> bool:
+        """Whether the phase cannot end yet. A checkpoint that is being written holds up only the next, and the end."""
+        holds_up = self.phase in (Phase.SAVING, Phase.WRITING)
+        owed = [order for order in self.orders.outstanding.values() if holds_up or order.phase is not Phase.WRITING]
+        return bool(owed) or self.plane.is_recovering
 
     def _has_engines(self) -> bool:
         return self.shape.has_engines

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from tandem.common.config import Config, config_to_json
 from tandem.common.telemetry import MetricWriters
 from tandem.coordinator.checkpoints import CheckpointFolder, CheckpointRecord
@@ -31,7 +29,6 @@ class Recorder:
         self._checkpoints = checkpoints
         self._writers = writers
         self._progress = progress
-        self._published: dict[int, str] = {}
 
     @property
     def num_examples(self) -> int:
@@ -47,17 +44,20 @@ class Recorder:
         """Bring the live display up to date."""
         self._progress.show(plan, registry)
 
-    def publish_checkpoint(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Give a written checkpoint its final name; it is ranked by the step's own metric, if it was measured."""
+    def publish_checkpoint(self, step: int) -> None:
+        """Give a written checkpoint of a step that is done its final name.
+
+        It is ranked by the step's own metric, if it was measured.
+        """
         name = self._config.checkpointing.metric_name
         record = CheckpointRecord(
             step=step,
             version=step,
             metric_name=name,
-            metric=metrics.get(name),
+            metric=self._journal.step(step).metrics.get(name),
             config_json=config_to_json(self._config).decode(),
         )
-        self._published[step] = str(self._checkpoints.publish(record))
+        self._journal.record_checkpoint(step, str(self._checkpoints.publish(record)))
 
     def commit(self, action: CommitStep, ledger: StepLedger) -> None:
         """Write a step to the journal: then it is done. Then write its metrics where people look at them."""
@@ -67,7 +67,6 @@ class Recorder:
             version=action.version,
             metrics=dict(ledger.metrics),
             seconds=seconds,
-            checkpoint=self._published.get(action.step, ""),
         )
         record = self._journal.commit_step(record)
         self._writers.write(record.step, record.metrics, record.seconds)

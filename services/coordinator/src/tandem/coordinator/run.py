@@ -211,6 +211,7 @@ def _where_to_start(journal: Journal, checkpoints: CheckpointFolder) -> Start:
         return Start(first_step=1, resume_from="")
     step, folder = newest
     journal.forget_after(step)
+    journal.record_checkpoint(step, str(folder))  # the run may have ended before it could
     return Start(first_step=step + 1, resume_from=str(folder.absolute()))
 
 

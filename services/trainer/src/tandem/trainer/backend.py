@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 import torch
@@ -27,6 +28,15 @@ class OptimizerStep(msgspec.Struct, frozen=True, kw_only=True):
     grad_norm: float
     """Euclidean norm over all parameters before clipping."""
     learning_rate: float
+
+
+class Writing(NamedTuple):
+    """A rank's part of a checkpoint, on its way to the disk."""
+
+    num_bytes: Future[int]
+    """That were written, once they are there and synced; or `CheckpointError`."""
+    why_waited: str
+    """Why training had to wait until all was written; empty if a thread writes a copy."""
 
 
 class Backend(Protocol):
@@ -65,10 +75,11 @@ class Backend(Protocol):
         """Return the weights this rank holds, all of them in memory that the host's engines can open."""
         ...
 
-    def save(self, folder: Path) -> int:
-        """Write ``policy/`` (Hugging Face format) and ``optimizer/`` under `folder`; return the bytes written here.
+    def save(self, folder: Path) -> Writing:
+        """Copy policy and optimizer, and begin to write ``policy/`` (Hugging Face format) and ``optimizer/``.
 
-        Raises `CheckpointError`; every rank raises if one does.
+        Training may go on at once. One checkpoint at a time. Collective. Raises `CheckpointError` for an optimizer
+        whose state cannot be saved; the rest is said by what is returned.
         """
         ...
 

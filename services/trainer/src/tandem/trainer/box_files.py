@@ -35,21 +35,23 @@ class Part(NamedTuple):
     elements: torch.Tensor
 
 
-def snapshot(parts: Iterable[Part]) -> list[Part]:
-    """Return the parts with elements of their own, on the CPU, so that they can be written while training goes on."""
-    return [part._replace(elements=part.elements.detach().to("cpu", copy=True).contiguous()) for part in parts]
+def snapshot(parts: Iterable[Part]) -> Iterator[Part]:
+    """Yield the parts with elements of their own, on the CPU, so that they can be written while training goes on."""
+    for part in parts:
+        yield part._replace(elements=part.elements.detach().to("cpu", copy=True).contiguous())
 
 
 def write(folder: Path, writer: int, parts: Iterable[Part], max_file_bytes: int) -> list[Path]:
     """Write the parts to files of about this size that only process `writer` writes; return them, not yet synced.
 
-    Memory holds the parts of one file once more. Raises what the file system raises.
+    The parts are those of a `snapshot`; of one that is still being taken, memory holds a file's worth. Raises what the
+    file system raises.
     """
     folder.mkdir(parents=True, exist_ok=True)
     paths: list[Path] = []
     for batch in _batches(parts, max_file_bytes):
         path = folder / f"boxes-{writer:05d}-{len(paths):05d}.safetensors"
-        tensors = {f"{part.name}@{','.join(map(str, part.box.start))}": part.elements for part in snapshot(batch)}
+        tensors = {f"{part.name}@{','.join(map(str, part.box.start))}": part.elements for part in batch}
         shapes = json.dumps({part.name: part.shape for part in batch})
         save_file(tensors, path, metadata={"format": "pt", _SHAPES: shapes})
         paths.append(path)
@@ -111,31 +113,28 @@ class BoxFiles:
     """The files of a folder, for reading. Raises `CheckpointError` if there are none."""
 
     def __init__(self, folder: Path) -> None:
-        self._shapes: dict[str, tuple[int, ...]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        """Of the whole tensors of which there are boxes."""
         self._boxes: dict[str, list[tuple[Box, Any, str]]] = {}
         paths = sorted(folder.glob(_FILES))
         if not paths:
-            raise CheckpointError("it has no boxes-*.safetensors: another backend wrote it, or it is not whole")
+            raise CheckpointError("it has no boxes-*.safetensors: it is not whole")
         for path in paths:
             file: Any = safe_open(path, framework="pt")
             shapes = json.loads(file.metadata()[_SHAPES])
-            self._shapes |= {name: tuple(shape) for name, shape in shapes.items()}
+            self.shapes |= {name: tuple(shape) for name, shape in shapes.items()}
             for key in file.keys():  # noqa: SIM118
                 name, _, start = key.rpartition("@")
-                box = Box(tuple(map(int, start.split(","))), tuple(file.get_slice(key).get_shape()))
+                shape = tuple(file.get_slice(key).get_shape())
+                box = Box(tuple(map(int, start.split(","))) if shape else (), shape)
                 self._boxes.setdefault(name, []).append((box, file, key))
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Tensors of which there are boxes."""
-        return frozenset(self._boxes)
 
     def read(self, name: str, shape: tuple[int, ...], box: Box, into: torch.Tensor) -> None:
         """Fill `into`, of the shape of a box of a tensor, with its elements. Raises `CheckpointError`."""
         if name not in self._boxes:
             raise CheckpointError(f"{name} is in none of its files: one is missing, or another optimizer wrote them")
-        if self._shapes[name] != shape:
-            raise CheckpointError(f"{name} has shape {self._shapes[name]}, the model's has {shape}")
+        if self.shapes[name] != shape:
+            raise CheckpointError(f"{name} has shape {self.shapes[name]}, the model's has {shape}")
         num_read = 0
         for there, file, key in self._boxes[name]:
             common = there.intersect(box)

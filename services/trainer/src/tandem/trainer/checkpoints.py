@@ -1,33 +1,61 @@
-"""Checkpoints on disk: ``policy/`` in Hugging Face's format, ``optimizer/`` by torch.distributed.checkpoint.
+"""Checkpoints on disk: ``policy/`` in Hugging Face's format, ``optimizer/`` in boxes of tensors.
 
-Both are safetensors files and JSON: nothing in a checkpoint is ever unpickled. Each rank writes its part and syncs it.
-If one fails, all raise, so that none waits for another; making the folder count as whole is the coordinator's business.
+Both are safetensors files and JSON: nothing in a checkpoint is ever unpickled. Each rank copies what it has to write
+and hands the copy to a thread, which writes and syncs it while training goes on. There no rank waits for another: that
+all have written their part, and that the folder then counts as whole, is the coordinator's business.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from threading import Thread
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from tandem.common.config import Config
 from tandem.common.errors import CheckpointError
+from tandem.common.memory import available_bytes
 from tandem.common.tokenizer import load_tokenizer
-from tandem.trainer import optimizer_files, policy_files
+from tandem.refit.endpoint import host_name
+from tandem.trainer import box_files, policy_files
+from tandem.trainer.backend import Writing
+from tandem.trainer.box_files import BoxFiles, Part
 
 POLICY = "policy"
 OPTIMIZER = "optimizer"
 MAX_FILE_BYTES = 5 * 10**9
-"""Of one file: what a rank writes is in its memory once more, a file at a time."""
+"""Of one file."""
+_COUNTS = "optimizer.json"
+_NUM_STEPS = "num_optimizer_steps"
+_SPARE = 2
+"""How many times the copies of a host's ranks must fit in its memory: training goes on beside them."""
 _MESSAGE_BYTES = 512
 
 Result = TypeVar("Result")
+
+
+class State(NamedTuple):
+    """What a checkpoint is made of: as it is now, in the memory that training changes."""
+
+    model: Any
+    """Whose configuration is written, and by whose names the policy's tensors go; it need have no weights."""
+    policy: Iterable[Mapping[str, torch.Tensor]]
+    """Whole tensors in CPU memory of their own, a batch at a time on rank 0. Collective: all ranks go through it."""
+    policy_bytes: int
+    """Of all its tensors."""
+    optimizer: Callable[[], Iterator[Part]]
+    """What this rank writes of the optimizer's state."""
+    num_steps: int
+    """That the optimizer has taken."""
 
 
 def step_of(folder: Path) -> int:
@@ -39,37 +67,86 @@ def step_of(folder: Path) -> int:
     return int(number)
 
 
-def write_policy(
+def save(folder: Path, state: State, config: Config, *, max_file_bytes: int = MAX_FILE_BYTES) -> Writing:
+    """Copy the state and begin to write the copy under `folder`; from then on the state may change.
+
+    Where the copies have no room in the memory of some host, all is written before this returns, and memory holds a
+    file's worth. Collective. Raises `CheckpointError` for an optimizer whose state cannot be saved; what cannot be
+    written, the result says on the rank that could not.
+    """
+    is_first = dist.get_rank() == 0
+    writer = policy_files.Writer(folder / POLICY, state.model, max_file_bytes) if is_first else None
+    needed = sum(part.elements.nbytes for part in state.optimizer()) + (state.policy_bytes if is_first else 0)
+    shortage = _shortage(needed)
+    policy = (policy_files.by_checkpoint_names(state.model, batch) for batch in state.policy)
+    optimizer = box_files.snapshot(state.optimizer())
+    num_bytes: Future[int] = Future()
+    if shortage:
+        _run(partial(_write, folder, writer, policy, optimizer, state.num_steps, config, max_file_bytes), num_bytes)
+        return Writing(num_bytes, shortage)
+    copies = [batch for batch in policy if is_first], list(optimizer)
+    write = partial(_write, folder, writer, *copies, state.num_steps, config, max_file_bytes)
+    Thread(target=_run, args=(write, num_bytes), name="checkpoint", daemon=True).start()
+    return Writing(num_bytes, "")
+
+
+def _run(write: Callable[[], int], result: Future[int]) -> None:
+    try:
+        result.set_result(write())
+    except Exception as error:
+        result.set_exception(error)
+
+
+def _shortage(num_bytes: int) -> str:
+    """Say why the ranks of a host cannot copy what they write, of which this one has so much; empty if all can.
+
+    Collective; the same on every rank.
+    """
+    mine = torch.tensor([zlib.crc32(host_name().encode()), num_bytes, available_bytes()])
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    rows = torch.stack(everyone)
+    for host in set(rows[:, 0].tolist()):
+        here = rows[rows[:, 0] == host]
+        needed, free = int(here[:, 1].sum()), int(here[:, 2].min())
+        if _SPARE * needed > free:
+            return (
+                f"a copy takes {needed / 1e9:.1f} GB of a host's memory, where {free / 1e9:.1f} GB are free, and "
+                f"training goes on beside it only if {_SPARE} fit"
+            )
+    return ""
+
+
+def _write(
     folder: Path,
-    model: Any,
-    gathered: Iterable[Mapping[str, torch.Tensor]],
+    writer: policy_files.Writer | None,
+    policy: Iterable[Mapping[str, torch.Tensor]],
+    optimizer: Iterable[Part],
+    num_steps: int,
     config: Config,
-    *,
-    max_file_bytes: int = MAX_FILE_BYTES,
+    max_file_bytes: int,
 ) -> int:
-    """Write weights, configuration and tokenizer to ``policy/`` and sync them; return the bytes this rank wrote.
+    """Write what this rank has to write, and sync it; return the bytes. Raises `CheckpointError`."""
+    num_bytes = _write_policy(folder, writer, policy, config)
+    return num_bytes + _write_optimizer(folder, optimizer, num_steps, max_file_bytes)
 
-    What is written has the names of Hugging Face's checkpoints. Raises `CheckpointError` on the rank that could not
-    write, once all has been gathered.
 
-    Args:
-        folder: of the checkpoint.
-        model: whose configuration is written; it need have no weights.
-        gathered: whole tensors on the CPU, a batch at a time, which ranks other than 0 go through without a look: it
-            may be collective. Rank 0 holds no more of them than a file's worth and a batch.
-        config: of the run.
-        max_file_bytes: of one file.
+def _write_policy(
+    folder: Path, writer: policy_files.Writer | None, policy: Iterable[Mapping[str, torch.Tensor]], config: Config
+) -> int:
+    """Write weights, configuration and tokenizer where there is a writer.
+
+    Raises `CheckpointError` on the rank that could not write, once all has been gathered.
     """
     target = folder / POLICY
-    writer = policy_files.Writer(target, model, max_file_bytes) if dist.get_rank() == 0 else None
     failure: CheckpointError | None = None
-    for tensors in gathered:
+    for tensors in policy:
         if writer is not None and failure is None:
             try:
                 with as_checkpoint_error(f"cannot write {target}"):
                     writer.add(tensors)
             except CheckpointError as error:
-                failure = error  # and gather on: the others wait for this rank
+                failure = error  # and gather on: the others may be waiting for this rank
     if failure is not None:
         raise failure
     if writer is None:
@@ -83,25 +160,33 @@ def write_policy(
         return num_bytes
 
 
-def write_optimizer(folder: Path, tensors: Mapping[str, Any], *, max_file_bytes: int = MAX_FILE_BYTES) -> int:
-    """Write this rank's share of the optimizer's tensors and sync it; return the bytes.
-
-    `tensors` may be nested, and are the same on every rank but for what is sharded. Ranks do not wait for each other.
-    Raises `CheckpointError`.
-    """
+def _write_optimizer(folder: Path, parts: Iterable[Part], num_steps: int, max_file_bytes: int) -> int:
     target = folder / OPTIMIZER
     with as_checkpoint_error(f"cannot write {target}"):
-        num_bytes = sync(optimizer_files.write(target, tensors, dist.get_rank(), max_file_bytes))
+        paths = box_files.write(target, dist.get_rank(), parts, max_file_bytes)
+        if dist.get_rank() == 0:
+            paths.append(target / _COUNTS)
+            paths[-1].write_text(json.dumps({_NUM_STEPS: num_steps}) + "\n")
+        num_bytes = sync(paths)
         sync_folder(target)
         sync_folder(folder)
         return num_bytes
 
 
-def read_optimizer(folder: Path, tensors: Mapping[str, Any]) -> None:
-    """Fill this rank's share of `tensors` in place from what any number of ranks wrote. Raises `CheckpointError`."""
+def read_num_steps(folder: Path) -> int:
+    """Return the number of steps that the optimizer of a checkpoint had taken. Raises `CheckpointError`."""
     source = folder / OPTIMIZER
     with as_checkpoint_error(f"cannot read {source}"):
-        optimizer_files.read(source, tensors)
+        if not (source / _COUNTS).exists():
+            raise CheckpointError(f"it has no {_COUNTS}: an earlier version of Tandem wrote it, or it is not whole")
+        return int(json.loads((source / _COUNTS).read_bytes())[_NUM_STEPS])
+
+
+def read_optimizer(folder: Path, read: Callable[[BoxFiles], None]) -> None:
+    """Have `read` take from the optimizer's files, which any number of ranks wrote. Raises `CheckpointError`."""
+    source = folder / OPTIMIZER
+    with as_checkpoint_error(f"cannot read {source}"):
+        read(BoxFiles(source))
 
 
 def agree(action: Callable[[], Result]) -> Result:
@@ -132,9 +217,6 @@ def as_checkpoint_error(what: str) -> Iterator[None]:
     """Turn what the libraries raise when a disk is full or a file is broken into `CheckpointError`."""
     try:
         yield
-    except CheckpointException as error:
-        cause = next(iter(error.failures.values()))[0]
-        raise CheckpointError(f"{what}: {_line(cause)}") from error
     except Exception as error:  # tokenizers raises bare `Exception` on a full disk, the others what they like
         raise CheckpointError(f"{what}: {_line(error)}") from error
 

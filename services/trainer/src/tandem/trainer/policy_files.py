@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,7 +20,7 @@ _INDEX = "model.safetensors.index.json"
 
 
 def gathered(model: Any, parameters: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the whole tensors of each decoder layer, and of what is outside of them, on the CPU.
+    """Yield the whole tensors of each decoder layer, and of what is outside of them, on the CPU, in their own memory.
 
     Beside `parameters` these are the model's persistent buffers. Collective where parameters are sharded: every rank
     must go through all of it.
@@ -35,19 +36,33 @@ def gathered(model: Any, parameters: Mapping[str, torch.Tensor]) -> Iterator[dic
         if name not in ignored:
             groups.setdefault(group, {})[name] = tensor
     for tensors in groups.values():
-        yield {name: whole_of(tensor).cpu() for name, tensor in tensors.items()}
+        yield {name: whole_of(tensor).to("cpu", copy=True) for name, tensor in tensors.items()}
+
+
+def by_checkpoint_names(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return whole tensors as Hugging Face's checkpoints have them; they may be views.
+
+    Args:
+        model: whose own names the tensors have.
+        tensors: all those together that a checkpoint may hold as one, or one that it may hold as several.
+    """
+    return dict(revert_weight_conversion(model, dict(tensors)))
 
 
 class Writer:
     """Writes one model, file after file, and then the index of what is where, unless one file holds it all.
 
-    Memory holds the tensors of one file, of `max_file_bytes` unless one decoder layer is larger.
+    Memory holds the tensors of one file, of `max_file_bytes` unless one decoder layer is larger. The model is read when
+    the writer is made, and no more then: it may train while another thread writes.
     """
 
     def __init__(self, folder: Path, model: Any, max_file_bytes: int) -> None:
         self._folder = folder
-        self._model = model
         self._max_file_bytes = max_file_bytes
+        self._config = copy.deepcopy(model.config)
+        self._config.dtype = str(model.dtype).removeprefix("torch.")
+        self._config.architectures = [type(model).__name__.removeprefix("FSDP")]
+        self._generation_config = copy.deepcopy(model.generation_config) if model.can_generate() else None
         self._waiting: dict[str, torch.Tensor] = {}
         self._waiting_bytes = 0
         self._files: list[list[str]] = []
@@ -55,8 +70,8 @@ class Writer:
         self._total_bytes = 0
 
     def add(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take whole tensors by the model's own names, all those together that a checkpoint may hold as one."""
-        for name, tensor in revert_weight_conversion(self._model, dict(tensors)).items():
+        """Take whole tensors by the names of Hugging Face's checkpoints."""
+        for name, tensor in tensors.items():
             if self._waiting and self._waiting_bytes + tensor.nbytes > self._max_file_bytes:
                 self._write()
             self._waiting[name] = tensor.contiguous()
@@ -74,12 +89,9 @@ class Writer:
             where = {tensor: name for name, tensors in zip(names, self._files, strict=True) for tensor in tensors}
             index = {"metadata": {"total_size": self._total_bytes}, "weight_map": where}
             (self._folder / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-        config = self._model.config
-        config.dtype = str(self._model.dtype).removeprefix("torch.")
-        config.architectures = [type(self._model).__name__.removeprefix("FSDP")]
-        config.save_pretrained(self._folder)
-        if self._model.can_generate():
-            self._model.generation_config.save_pretrained(self._folder)
+        self._config.save_pretrained(self._folder)
+        if self._generation_config is not None:
+            self._generation_config.save_pretrained(self._folder)
 
     def _write(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)

@@ -2,8 +2,9 @@
 
 It consumes orders from the coordinator and produces new weights in memory that engines read in place. During an order
 it waits only for the other ranks, inside collective operations whose timeout is the order's deadline; between orders it
-touches no weight. Where generation takes turns with training on the same devices, what only optimizer steps need is not
-there between orders.
+touches no weight. A checkpoint is copied during an order, and a thread writes the copy beside the orders that follow.
+Where generation takes turns with training on the same devices, what only optimizer steps need is not there between
+orders.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from __future__ import annotations
 import datetime
 import socket
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import assert_never
 
@@ -24,7 +27,9 @@ from tandem.common.batch import TrainingBatch
 from tandem.common.memory import MemoryMeter
 from tandem.common.messages import (
     Attest,
+    AwaitCheckpoint,
     BuildTrainer,
+    CheckpointCopied,
     CheckpointSaved,
     ConnectMesh,
     Evaluate,
@@ -46,7 +51,7 @@ from tandem.common.wire import Arrays
 from tandem.refit import layout
 from tandem.refit.endpoint import Endpoint, Weights
 from tandem.trainer import step
-from tandem.trainer.backend import Backend
+from tandem.trainer.backend import Backend, Writing
 from tandem.trainer.backends import make_backend
 
 
@@ -62,6 +67,8 @@ class TrainerService:
         self._endpoint: Endpoint | None = None
         self._version = 0
         self._memory = MemoryMeter()
+        self._writing: Writing | None = None
+        """The last checkpoint."""
 
     def handle(self, order: TrainerOrder, arrays: Arrays) -> None:
         """Carry out one order and reply."""
@@ -85,10 +92,10 @@ class TrainerService:
                 self._endpoint.handle(order)
             case SaveCheckpoint():
                 with self._member.phase(f"saving step {order.step}"):
-                    with self._training_state() as backend:
-                        num_bytes = backend.save(Path(order.folder))
-                    reply_saved = CheckpointSaved(command_id=order.command_id, num_bytes=num_bytes)
-                    self._member.reply(order.command_id, reply_saved)
+                    self._save(order)
+            case AwaitCheckpoint():
+                assert self._writing is not None, "the coordinator orders SaveCheckpoint first"
+                self._writing.num_bytes.add_done_callback(partial(self._answer_written, order))
             case other:
                 assert_never(other)
 
@@ -187,4 +194,20 @@ class TrainerService:
             has_update=result.has_update,
             memory=self._memory.use(),
         )
+        self._member.reply(order.command_id, reply)
+
+    def _save(self, order: SaveCheckpoint) -> None:
+        assert self._writing is None or self._writing.num_bytes.done(), "the coordinator orders one at a time"
+        with self._training_state() as backend:
+            self._writing = backend.save(Path(order.folder))
+        reply = CheckpointCopied(command_id=order.command_id, why_waited=self._writing.why_waited)
+        self._member.reply(order.command_id, reply)
+
+    def _answer_written(self, order: AwaitCheckpoint, num_bytes: Future[int]) -> None:
+        """Say that the thread has written all, or could not; called by the thread, or at once if it is done."""
+        error = num_bytes.exception()
+        if error is not None:
+            self._member.fail(order.command_id, error, aside=f"writing step {order.step}")
+            return
+        reply = CheckpointSaved(command_id=order.command_id, num_bytes=num_bytes.result())
         self._member.reply(order.command_id, reply)

@@ -7,6 +7,7 @@ backend lives, at the same addresses, so that engines can copy straight out of t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,14 @@ from tandem.common.errors import CheckpointError, ConfigError, ModelError, Train
 from tandem.refit.endpoint import Weights
 from tandem.trainer import checkpoints, context, policy_files
 from tandem.trainer.attention import prepare_to_pack, prepare_to_share
-from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep, WhichModel
-from tandem.trainer.backends import shards
+from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep, WhichModel, Writing
+from tandem.trainer.backends import optimizer_state, shards
 from tandem.trainer.backends.devices import device_of
 from tandem.trainer.backends.sharding import Ranks
 from tandem.trainer.models import TokenScorer, checkpoint_activations, has_linear_head, load_model
 from tandem.trainer.offload import Offloaded, state_of
 from tandem.trainer.optimizers import advance, make_optimizer, make_scheduler
 from tandem.trainer.packing import MicroBatch
-
-_NUM_STEPS = "num_optimizer_steps"
 
 
 class DTensorBackend:
@@ -116,15 +115,13 @@ class DTensorBackend:
         """Return the shards this rank holds: the memory that it trains in."""
         return shards.weights_of(self._parameters)
 
-    def save(self, folder: Path) -> int:
-        """Write ``policy/`` in float32 and ``optimizer/``; return the bytes written here.
+    def save(self, folder: Path) -> Writing:
+        """Copy the policy, in float32, and the optimizer's state, and begin to write them.
 
-        Rank 0 gathers the policy a layer at a time and holds a file's worth of it. Raises `CheckpointError`; every rank
-        raises if one does.
+        Rank 0 gathers the policy a layer at a time. Raises `CheckpointError` for an optimizer that keeps anything but
+        tensors.
         """
-        gathered = policy_files.gathered(self._policy, self._parameters)
-        num_bytes = checkpoints.agree(lambda: checkpoints.write_policy(folder, self._policy, gathered, self._config))
-        return num_bytes + checkpoints.agree(lambda: checkpoints.write_optimizer(folder, self._optimizer_tensors()))
+        return checkpoints.save(folder, self._state(), self._config)
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
@@ -218,16 +215,18 @@ class DTensorBackend:
             torch.nn.utils.clip_grads_with_norm_(self._parameters.values(), self._config.policy.max_grad_norm, norm)
         return float(norm)
 
-    def _optimizer_tensors(self) -> dict[str, Any]:
-        """Return the optimizer's state, by reference, and the number of steps that made it.
+    def _state(self) -> checkpoints.State:
+        """Return what a checkpoint is made of: the schedule needs only the number of steps."""
+        gathered = policy_files.gathered(self._policy, self._parameters)
+        num_bytes = sum(parameter.nbytes for parameter in self._parameters.values())
+        parts = partial(optimizer_state.parts_of, self._optimizer_tensors())
+        return checkpoints.State(self._policy, gathered, num_bytes, parts, self._num_steps)
 
-        The schedule needs no more than that number, and everything else the configuration says.
-        """
-        num_steps = torch.tensor([self._num_steps], dtype=torch.int64)
+    def _optimizer_tensors(self) -> dict[str, Any]:
+        """Return the optimizer's state, by reference."""
         if not self._num_steps:  # no step, no state
-            return {_NUM_STEPS: num_steps}
-        state = get_optimizer_state_dict(self._policy, self._optimizer)["state"]
-        return {_NUM_STEPS: num_steps, "state": state}
+            return {}
+        return {"state": get_optimizer_state_dict(self._policy, self._optimizer)["state"]}
 
     def _start_optimizer(self, num_steps: int) -> None:
         """Make a new optimizer, without state, and its schedule as it stands after `num_steps`."""
@@ -240,12 +239,10 @@ class DTensorBackend:
         self._offloaded = None
 
     def _load_optimizer(self, folder: Path) -> None:
-        counted = {_NUM_STEPS: torch.zeros(1, dtype=torch.int64)}
-        checkpoints.agree(lambda: checkpoints.read_optimizer(folder, counted))
-        self._start_optimizer(int(counted[_NUM_STEPS]))
+        self._start_optimizer(checkpoints.agree(lambda: checkpoints.read_num_steps(folder)))
         if self._num_steps:
             tensors = self._optimizer_tensors()  # of the right names, shapes and sharding, filled with anything
-            checkpoints.agree(lambda: checkpoints.read_optimizer(folder, tensors))
+            checkpoints.agree(lambda: checkpoints.read_optimizer(folder, partial(optimizer_state.read, tensors)))
 
 
 def _fsdp_modules(model: torch.nn.Module) -> Iterator[FSDPModule]:

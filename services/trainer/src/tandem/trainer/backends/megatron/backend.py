@@ -22,7 +22,7 @@ from tandem.common.config import Config
 from tandem.common.errors import TrainingError
 from tandem.refit.adapters import catalogue
 from tandem.refit.endpoint import Weights
-from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep, WhichModel
+from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep, WhichModel, Writing
 from tandem.trainer.backends.devices import device_of
 from tandem.trainer.backends.megatron import checkpoints
 from tandem.trainer.backends.megatron.converted import open_tensors
@@ -159,10 +159,10 @@ class MegatronBackend:
         """Return the weights this rank holds: the memory that it trains in."""
         return self._weights.shared
 
-    def save(self, folder: Path) -> int:
-        """Write ``policy/``, in the precision of the parameters, and ``optimizer/``; return the bytes written here.
+    def save(self, folder: Path) -> Writing:
+        """Copy the policy, in the precision of the parameters, and the optimizer's state, and begin to write them.
 
-        Raises `CheckpointError`; every rank raises if one does.
+        Raises `CheckpointError` for an optimizer whose state cannot be saved.
         """
         return checkpoints.save(folder, self._described, self._weights, self._optimizer, self._num_steps, self._config)
 

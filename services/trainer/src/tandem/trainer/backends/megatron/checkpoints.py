@@ -14,27 +14,24 @@ the padding of the vocabulary may have changed in between. All files are safeten
 
 from __future__ import annotations
 
-import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from tandem.common.config import Config
 from tandem.common.errors import CheckpointError, ModelError
-from tandem.trainer import box_files, checkpoints
+from tandem.trainer import checkpoints
+from tandem.trainer.backend import Writing
 from tandem.trainer.backends.megatron import optimizer_state
 from tandem.trainer.backends.megatron.sources import SafetensorsFolder
 from tandem.trainer.backends.megatron.weights import RankWeights
-
-_COUNTS = "optimizer.json"
-_NUM_STEPS = "num_optimizer_steps"
+from tandem.trainer.box_files import BoxFiles
 
 
-def save(folder: Path, described: Any, weights: RankWeights, optimizer: Any, num_steps: int, config: Config) -> int:
-    """Write ``policy/`` and ``optimizer/`` under `folder`; return the bytes this rank wrote.
+def save(folder: Path, described: Any, weights: RankWeights, optimizer: Any, num_steps: int, config: Config) -> Writing:
+    """Copy policy and optimizer, and begin to write them to ``policy/`` and ``optimizer/`` under `folder`.
 
-    Collective. Raises `CheckpointError`; every rank raises if one does.
+    Collective. Raises `CheckpointError` for an optimizer whose state is unknown here.
 
     Args:
         folder: of the checkpoint.
@@ -44,9 +41,9 @@ def save(folder: Path, described: Any, weights: RankWeights, optimizer: Any, num
         num_steps: that the optimizer has taken.
         config: of the run.
     """
-    gathered = weights.gathered()
-    num_bytes = checkpoints.agree(lambda: checkpoints.write_policy(folder, described, gathered, config))
-    return num_bytes + checkpoints.agree(lambda: _write_optimizer(folder, weights, optimizer, num_steps))
+    parts = partial(optimizer_state.parts_of, optimizer, weights)
+    state = checkpoints.State(described, weights.gathered(), weights.num_bytes, parts, num_steps)
+    return checkpoints.save(folder, state, config)
 
 
 def load_policy(folder: Path, weights: RankWeights) -> None:
@@ -69,27 +66,10 @@ def load_optimizer(folder: Path, weights: RankWeights, optimizer: Any) -> int:
 
     Collective. Raises `CheckpointError`; every rank raises if one does.
     """
-    return checkpoints.agree(lambda: _read_optimizer(folder, weights, optimizer))
+    num_steps = checkpoints.agree(lambda: checkpoints.read_num_steps(folder))
 
-
-def _write_optimizer(folder: Path, weights: RankWeights, optimizer: Any, num_steps: int) -> int:
-    target = folder / checkpoints.OPTIMIZER
-    with checkpoints.as_checkpoint_error(f"cannot write {target}"):
-        parts = optimizer_state.parts_of(optimizer, weights)
-        paths = box_files.write(target, dist.get_rank(), parts, checkpoints.MAX_FILE_BYTES)
-        if dist.get_rank() == 0:
-            paths.append(target / _COUNTS)
-            paths[-1].write_text(json.dumps({_NUM_STEPS: num_steps}) + "\n")
-        num_bytes = checkpoints.sync(paths)
-        checkpoints.sync_folder(target)
-        checkpoints.sync_folder(folder)
-        return num_bytes
-
-
-def _read_optimizer(folder: Path, weights: RankWeights, optimizer: Any) -> int:
-    source = folder / checkpoints.OPTIMIZER
-    with checkpoints.as_checkpoint_error(f"cannot read {source}"):
-        files = box_files.BoxFiles(source)
-        num_steps = int(json.loads((source / _COUNTS).read_bytes())[_NUM_STEPS])
+    def read(files: BoxFiles) -> None:
         optimizer_state.read(optimizer, weights, files, num_steps)
-        return num_steps
+
+    checkpoints.agree(lambda: checkpoints.read_optimizer(folder, read))
+    return num_steps

@@ -66,7 +66,7 @@ def read(optimizer: Any, weights: RankWeights, files: BoxFiles, num_steps: int) 
 
     Raises `CheckpointError`.
     """
-    keys = {name.partition("/")[0] for name in files.names}
+    keys = {name.partition("/")[0] for name in files.shapes}
     for shard in _shards(optimizer, weights):
         tensors = _blank(shard, keys)
         for key, tensor in tensors.items():

@@ -86,6 +86,11 @@ class RankWeights:
         """The live parameters, by the layout's names."""
         return parameters_of(self._chunks)
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole model, in the precision of the parameters."""
+        return sum(Box((), each.shape).num_elements * ITEM_SIZES[each.dtype] for each in self._model.tensors)
+
     @functools.cached_property
     def pieces(self) -> dict[str, list[tuple[Tensor, Piece]]]:
         """What lies in each parameter, and which tensors those are boxes of."""

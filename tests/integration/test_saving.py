@@ -1,0 +1,103 @@
+"""Runs whose checkpoints take long to write: later steps go on, and only what is whole ever counts."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration import slow_trainer
+from tests.integration.by_hand import assert_same_results, undisturbed_run
+from tests.integration.harness import Command, coordinator, merged, steps_of, weights_of, write_config
+from tests.integration.slow_trainer import busy_file
+
+SIX = {"grpo": {"max_num_steps": 6, "val_period": 0}, "checkpointing": {"metric_name": "reward"}}
+BY_HAND = {"cluster": {"launch": {"rollouts": 1, "refit": True}, "heartbeat_timeout_s": 5.0}}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run whose disk is quick."""
+    return undisturbed_run(tmp_path_factory.mktemp("undisturbed"), SIX)
+
+
+@contextlib.contextmanager
+def run_with_slow_disk(config: Path) -> Iterator[tuple[Command, Command]]:
+    """Start a run whose trainer is started by hand; yield both."""
+    with Command("coordinator", "up", config) as run:
+        address = run.wait_for(r"listens on (tcp://\S+)")[1]
+        with Command(sys.executable, slow_trainer.__file__, "--coordinator", address) as trainer:
+            yield run, trainer
+
+
+def checkpoints() -> set[str]:
+    return {path.name for path in Path("run/checkpoints").iterdir() if not path.is_symlink()}
+
+
+def test_a_step_is_done_while_the_one_before_is_written_and_the_next_to_be_saved_waits(undisturbed: Path) -> None:
+    busy_file(2).touch()
+    with run_with_slow_disk(write_config(merged(SIX, BY_HAND))) as (run, trainer):
+        run.wait_for("step 3/6")
+        assert checkpoints() == {".writing_step_2"}
+        assert [bool(step.checkpoint) for step in steps_of()] == [False] * 3
+        time.sleep(2.0)
+        assert "step 4/6" not in run.output(), "it is to be saved as well"
+        assert checkpoints() == {".writing_step_2"}
+        busy_file(2).unlink()
+        assert run.wait() == 0, run.output()
+        assert trainer.wait() == 0
+    assert_same_results("run", undisturbed)
+    assert checkpoints() == {"step_2", "step_4", "step_6"}
+    for name in checkpoints():
+        assert weights_of(Path("run/checkpoints") / name) == weights_of(undisturbed / "checkpoints" / name), name
+    assert [Path(step.checkpoint).name for step in steps_of()] == ["", "step_2", "", "step_4", "", "step_6"]
+
+
+@pytest.mark.parametrize("victim", ["coordinator", "trainer"])
+def test_kill_9_while_a_checkpoint_is_written_loses_only_that_one(victim: str, undisturbed: Path) -> None:
+    config = write_config(merged(SIX, BY_HAND))
+    busy_file(4).touch()
+    with run_with_slow_disk(config) as (run, trainer):
+        run.wait_for("step 5/6")
+        (run if victim == "coordinator" else trainer).signal(signal.SIGKILL)
+        run.wait()
+        trainer.wait()
+        if victim == "trainer":
+            assert re.search(r"error: trainer-0 failed while .*: no heartbeat for \d+ s", run.output()), run.output()
+    assert checkpoints() == {"step_2", ".writing_step_4"}
+    assert len(list(Path("run/checkpoints/.writing_step_4").rglob("*.safetensors"))) >= 1, "half of it"
+    resumed = coordinator("up", write_config(SIX), "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "resuming at step 3 " in resumed.stdout
+    assert_same_results("run", undisturbed)
+    assert checkpoints() == {"step_2", "step_4", "step_6"}
+
+
+def test_ctrl_c_waits_until_the_checkpoint_is_written() -> None:
+    busy_file(2).touch()
+    with run_with_slow_disk(write_config(merged(SIX, BY_HAND))) as (run, trainer):
+        run.wait_for("step 3/6")
+        run.signal(signal.SIGINT)
+        run.wait_for("interrupted: finishing")
+        assert checkpoints() == {".writing_step_2"}
+        busy_file(2).unlink()
+        assert run.wait() == 130, run.output()
+        assert trainer.wait() == 0
+    assert {"step_2"} <= checkpoints() <= {"step_2", "step_3", "step_4"}
+
+
+def test_a_disk_that_never_comes_back_has_a_deadline() -> None:
+    over: dict[str, Any] = {"cluster": {"deadlines": {"save_s": 2.0}}}
+    busy_file(2).touch()
+    with run_with_slow_disk(write_config(merged(merged(SIX, BY_HAND), over))) as (run, _):
+        assert run.wait() == 1
+        (line,) = [line for line in run.output().splitlines() if line.startswith("error: ")]
+    assert line == "error: trainer-0 failed while writing a checkpoint: no answer within 2 s"
+    assert checkpoints() == {".writing_step_2"}

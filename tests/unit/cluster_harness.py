@@ -1,0 +1,219 @@
+"""A cluster of obedient processes that a plan is driven with: events in, actions out, no sockets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from tandem.common.messages import (
+    Attest,
+    Attested,
+    AwaitCheckpoint,
+    BuildEngine,
+    BuildTrainer,
+    CheckpointCopied,
+    CheckpointSaved,
+    CommitVersion,
+    ConnectMesh,
+    EngineBuilt,
+    Evaluated,
+    Generated,
+    InstallProgram,
+    MemoryUse,
+    MeshConnected,
+    OpenRendezvous,
+    PlanTransfers,
+    ProgramInstalled,
+    Refit,
+    Refitted,
+    RendezvousOpened,
+    Reply,
+    SaveCheckpoint,
+    Trained,
+    TrainerBuilt,
+    TransfersPlanned,
+    VersionCommitted,
+)
+from tandem.coordinator.decisions import (
+    Action,
+    CommitStep,
+    Deadlines,
+    Dispatch,
+    DispatchBatch,
+    DispatchPrompts,
+    Finish,
+    Interrupted,
+    Joined,
+    Phase,
+    Replied,
+    RunShape,
+)
+from tandem.coordinator.plan import SynchronousPlan
+
+GRPO = RunShape(
+    has_engines=True,
+    expected={"trainer": 2, "rollout": 2, "refit": 1},
+    first_step=1,
+    last_step=3,
+    num_groups=5,
+    num_validation_groups=3,
+    validate_every=2,
+    validate_at_start=True,
+    save_every=2,
+    resume_from="",
+    checkpoint_folder="ck/{step}",
+    allow_alias=True,
+    is_verified=True,
+    max_replacements=1,
+    deadlines=Deadlines(join=10, build=20, generate=30, train=40, evaluate=50, refit=5, save=60),
+)
+MEMORY = MemoryUse(peak=2, held=1)
+SFT = msgspec.structs.replace(GRPO, has_engines=False, expected={"trainer": 1}, validate_at_start=False)
+
+
+def answer(action: Dispatch | DispatchPrompts | DispatchBatch) -> Reply:
+    """Return the reply of a process that does what it is told."""
+    if isinstance(action, DispatchPrompts):
+        return Generated(
+            command_id=action.command_id,
+            step=action.step,
+            purpose=action.purpose,
+            num_samples=1,
+            num_tokens=1,
+            seconds={},
+            memory=MEMORY,
+        )
+    if isinstance(action, DispatchBatch):
+        if action.purpose == "validate":
+            return Evaluated(command_id=action.command_id, step=action.step, metrics={})
+        return Trained(
+            command_id=action.command_id,
+            step=action.step,
+            version=action.step,
+            metrics={},
+            seconds={},
+            has_update=action.member == "trainer-0",
+            memory=MEMORY,
+        )
+    command_id = action.order.command_id
+    match action.order:
+        case OpenRendezvous():
+            return RendezvousOpened(command_id=command_id, host="127.0.0.1", port=1234)
+        case BuildTrainer():
+            layout = f"{action.member} holds".encode()
+            return TrainerBuilt(command_id=command_id, version=0, num_parameters=1, layout=layout)
+        case BuildEngine():
+            return EngineBuilt(command_id=command_id, layouts=(f"{action.member} wants".encode(),))
+        case PlanTransfers(sources=sources, destinations=destinations):
+            return TransfersPlanned(
+                command_id=command_id,
+                programs={member: f"program of {member}".encode() for member in [*sources, *destinations]},
+                senders=(),
+                meshes=(),
+                num_bytes={},
+                predicted_s=0.5,
+                bound_s=0.25,
+                seconds=0.0,
+            )
+        case InstallProgram():
+            return ProgramInstalled(command_id=command_id, num_copies=1, num_bytes=1)
+        case ConnectMesh(mesh=mesh):
+            return MeshConnected(command_id=command_id, mesh=mesh)
+        case Refit(version=version):
+            return Refitted(command_id=command_id, version=version, num_bytes={}, seconds=0.0, memory=MEMORY)
+        case Attest(version=version):
+            digests = (f"{action.member} at {version}".encode(),)
+            return Attested(command_id=command_id, version=version, digests=digests, seconds=0.0)
+        case CommitVersion(version=version):
+            return VersionCommitted(command_id=command_id, version=version, differing={}, digest=9)
+        case SaveCheckpoint() | AwaitCheckpoint():
+            return answer_saving(action.order)
+
+
+def answer_saving(order: SaveCheckpoint | AwaitCheckpoint) -> Reply:
+    """Return the reply of a trainer that saves."""
+    if isinstance(order, SaveCheckpoint):
+        return CheckpointCopied(command_id=order.command_id, why_waited="")
+    return CheckpointSaved(command_id=order.command_id, num_bytes=1)
+
+
+class Cluster:
+    """Drives a plan with obedient processes; one second passes between an order and its answer."""
+
+    def __init__(self, shape: RunShape) -> None:
+        self.plan = SynchronousPlan(shape, now=0.0)
+        self.now = 0.0
+        self.pending: list[Dispatch | DispatchPrompts | DispatchBatch] = []
+        self.done: list[Action] = []
+        self.orders: list[Dispatch | DispatchPrompts | DispatchBatch] = []
+        self.adjust: Callable[[Reply], Reply] = lambda reply: reply
+
+    def give(self, event: Any) -> list[Action]:
+        actions = self.plan.handle(event)
+        for action in actions:
+            if isinstance(action, Dispatch | DispatchPrompts | DispatchBatch):
+                self.pending.append(action)
+                self.orders.append(action)
+            else:
+                self.done.append(action)
+        return actions
+
+    def join_all(self) -> None:
+        for kind, count in self.plan.shape.expected.items():
+            for index in reversed(range(count)):
+                self.give(Joined(now=self.now, member=f"{kind}-{index}", kind=kind))
+
+    def answer_next(self) -> None:
+        action = self.pending.pop(0)
+        self.now += 1.0
+        self.give(Replied(now=self.now, member=action.member, reply=self.adjust(answer(action))))
+
+    def hold(self, kind: type[Any]) -> list[Dispatch]:
+        """Take the orders of a kind out of those that are answered next."""
+        held = [a for a in self.pending if isinstance(a, Dispatch) and isinstance(a.order, kind)]
+        self.pending = [a for a in self.pending if a not in held]
+        return held
+
+    def run_until(self, phase: Phase) -> None:
+        for _ in range(500):
+            if self.plan.phase is phase:
+                return
+            self.answer_next()
+        raise AssertionError(f"never reached {phase}")
+
+    def commits(self) -> list[int]:
+        return [action.step for action in self.done if isinstance(action, CommitStep)]
+
+
+def kinds(cluster: Cluster) -> list[str]:
+    """Name every order in turn, with the number of processes that got it."""
+    names: list[str] = []
+    for action in cluster.orders:
+        if isinstance(action, Dispatch):
+            names.append(type(action.order).__name__)
+        else:
+            names.append(f"{type(action).__name__}:{action.purpose}:{action.step}")
+    compressed: list[str] = []
+    for name in names:
+        if compressed and compressed[-1].split(" ×")[0] == name:
+            count = int(compressed[-1].split(" ×")[1])
+            compressed[-1] = f"{name} ×{count + 1}"
+        else:
+            compressed.append(f"{name} ×1")
+    return compressed
+
+
+def orders_of(cluster: Cluster, kind: type[Any]) -> list[Any]:
+    return [a.order for a in cluster.orders if isinstance(a, Dispatch) and isinstance(a.order, kind)]
+
+
+def only_finish(actions: list[Action]) -> Finish:
+    (finish,) = actions
+    assert isinstance(finish, Finish)
+    return finish
+
+
+def interrupt(cluster: Cluster) -> list[Action]:
+    return cluster.give(Interrupted(now=cluster.now))

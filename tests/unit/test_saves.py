@@ -1,0 +1,188 @@
+"""Checkpoints that are written while the run goes on: one at a time, whole or not at all, and waited for at the end."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from cluster_harness import GRPO, SFT, Cluster, answer, interrupt, kinds, only_finish, orders_of
+
+from tandem.common.errors import DeadlineExceeded
+from tandem.common.messages import AwaitCheckpoint, Failed, SaveCheckpoint
+from tandem.coordinator.decisions import (
+    Action,
+    CommitStep,
+    Dispatch,
+    Erred,
+    Finish,
+    Joined,
+    Lost,
+    Phase,
+    PublishCheckpoint,
+    Replied,
+    RunShape,
+    Ticked,
+)
+
+EVERY_STEP = msgspec.structs.replace(GRPO, save_every=1, validate_every=0, validate_at_start=False)
+
+
+def writing(shape: RunShape) -> tuple[Cluster, list[Dispatch]]:
+    """Return a cluster in its second step whose trainers still write step 1, and what they owe answers to."""
+    cluster = Cluster(shape)
+    cluster.join_all()
+    while not orders_of(cluster, AwaitCheckpoint):
+        cluster.answer_next()
+    assert cluster.plan.step == 2
+    return cluster, cluster.hold(AwaitCheckpoint)
+
+
+def finish_writing(cluster: Cluster, owed: list[Dispatch]) -> list[Action]:
+    """Answer what trainers owe; return what follows from the last answer."""
+    actions: list[Action] = []
+    for action in owed:
+        actions = cluster.give(Replied(now=cluster.now, member=action.member, reply=answer(action)))
+    return actions
+
+
+def published(cluster: Cluster) -> list[int]:
+    return [action.step for action in cluster.done if isinstance(action, PublishCheckpoint)]
+
+
+@pytest.mark.parametrize("shape", [EVERY_STEP, msgspec.structs.replace(SFT, save_every=1, validate_every=0)])
+def test_steps_go_on_while_a_checkpoint_is_written(shape: RunShape) -> None:
+    cluster, owed = writing(shape)
+    assert cluster.commits() == [1]
+    cluster.run_until(Phase.SAVING)  # of step 2, which has generated and trained
+    assert published(cluster) == []
+    assert finish_writing(cluster, owed)[0] == PublishCheckpoint(step=1)
+    cluster.run_until(Phase.FINISHED)
+    assert published(cluster) == cluster.commits() == [1, 2, 3]
+
+
+def test_a_second_checkpoint_waits_for_the_first() -> None:
+    cluster, owed = writing(EVERY_STEP)
+    cluster.run_until(Phase.SAVING)
+    while cluster.pending:  # the digests of version 2
+        cluster.answer_next()
+    assert [order.step for order in orders_of(cluster, SaveCheckpoint)] == [1, 1]
+    assert cluster.give(Ticked(now=cluster.now + 1)) == []
+    publish, *copies = finish_writing(cluster, owed)
+    assert publish == PublishCheckpoint(step=1)
+    assert [type(copy.order) for copy in copies if isinstance(copy, Dispatch)] == [SaveCheckpoint] * 2
+    assert {copy.order.folder for copy in copies} == {"ck/2"}  # type: ignore[union-attr]
+
+
+def test_the_run_ends_when_its_last_checkpoint_is_written() -> None:
+    cluster = Cluster(GRPO)
+    cluster.join_all()
+    cluster.run_until(Phase.WRITING)
+    assert cluster.commits() == [0, 1, 2, 3]
+    last = cluster.hold(AwaitCheckpoint)
+    assert not cluster.pending
+    assert finish_writing(cluster, last) == [PublishCheckpoint(step=3), Finish(outcome="finished")]
+
+
+@pytest.mark.parametrize("phase", [Phase.GENERATING, Phase.TRAINING, Phase.REFITTING, Phase.SAVING])
+def test_ctrl_c_waits_for_the_checkpoint(phase: Phase) -> None:
+    cluster, owed = writing(EVERY_STEP)
+    cluster.run_until(phase)
+    if phase is Phase.GENERATING:
+        cluster.pending.clear()  # abandoned
+    interrupt(cluster)
+    while cluster.pending:
+        cluster.answer_next()
+    assert cluster.plan.phase in (Phase.SAVING, Phase.WRITING)
+    finish_writing(cluster, owed)
+    cluster.run_until(Phase.FINISHED)
+    expected = [1] if phase is Phase.GENERATING else [1, 2]
+    assert published(cluster) == cluster.commits() == expected
+    assert cluster.done[-1] == Finish(outcome="interrupted")
+
+
+def test_ctrl_c_twice_waits_for_nothing() -> None:
+    cluster, _ = writing(EVERY_STEP)
+    interrupt(cluster)
+    assert only_finish(interrupt(cluster)).outcome == "interrupted"
+
+
+def test_writing_has_a_deadline() -> None:
+    cluster, owed = writing(EVERY_STEP)
+    started = cluster.now
+    cluster.run_until(Phase.SAVING)
+    while cluster.pending:
+        cluster.answer_next()
+    finish_writing(cluster, owed[:1])
+    assert cluster.give(Ticked(now=started + 59.5)) == []
+    finish = only_finish(cluster.give(Ticked(now=started + 60.5)))
+    assert isinstance(finish.error, DeadlineExceeded)
+    assert str(finish.error) == "trainer-1 failed while writing a checkpoint: no answer within 60 s"
+    assert published(cluster) == []
+
+
+def test_a_part_that_cannot_be_written_ends_the_run_in_its_own_words() -> None:
+    cluster, owed = writing(EVERY_STEP)
+    finish_writing(cluster, owed[:1])
+    failed = Failed(
+        command_id=owed[1].order.command_id,
+        phase="writing step 1",
+        error="cannot write ck/1/optimizer: No space left on device",
+        expected=True,
+    )
+    finish = only_finish(cluster.give(Erred(now=cluster.now, member="trainer-1", failed=failed)))
+    assert str(finish.error) == (
+        "trainer-1 failed while writing step 1: cannot write ck/1/optimizer: No space left on device"
+    )
+    assert published(cluster) == []
+
+
+def lose(cluster: Cluster, member: str) -> list[Action]:
+    return cluster.give(Lost(now=cluster.now, member=member, why="killed by SIGKILL"))
+
+
+def test_a_trainer_that_dies_takes_the_checkpoint_along() -> None:
+    cluster, _ = writing(EVERY_STEP)
+    assert str(only_finish(lose(cluster, "trainer-1")).error) == (
+        "trainer-1 failed while generating: killed by SIGKILL"
+    )
+    assert published(cluster) == []
+
+
+def test_a_run_that_fails_for_another_reason_waits_for_the_checkpoint() -> None:
+    cluster, owed = writing(EVERY_STEP)
+    assert lose(cluster, "refit-0") == []
+    assert cluster.plan.phase is Phase.WRITING
+    before = kinds(cluster)
+    for member in ("rollout-1", "refit-0"):
+        assert lose(cluster, member) == []
+    assert cluster.give(Joined(now=cluster.now, member="rollout-1", kind="rollout")) == []
+    for action in cluster.pending:  # of the step, which is given up
+        assert cluster.give(Replied(now=cluster.now, member=action.member, reply=answer(action))) == []
+    assert kinds(cluster) == before
+    publish, finish = finish_writing(cluster, owed)
+    assert publish == PublishCheckpoint(step=1)
+    assert str(only_finish([finish]).error) == "refit-0 failed while generating: killed by SIGKILL"
+    assert not any(isinstance(a, CommitStep) and a.step > 1 for a in cluster.done)
+
+
+def test_a_trainer_that_dies_after_it_has_written_its_part_leaves_the_checkpoint_whole() -> None:
+    cluster, owed = writing(EVERY_STEP)
+    finish_writing(cluster, owed[:1])
+    assert lose(cluster, "trainer-0") == []
+    publish, finish = finish_writing(cluster, owed[1:])
+    assert publish == PublishCheckpoint(step=1)
+    assert str(only_finish([finish]).error) == "trainer-0 failed while generating: killed by SIGKILL"
+
+
+@pytest.mark.parametrize("end", ["Ctrl-C", "the other trainer dies", "the deadline"])
+def test_a_run_that_has_failed_waits_no_longer_than_makes_sense(end: str) -> None:
+    cluster, _ = writing(EVERY_STEP)
+    lose(cluster, "refit-0")
+    match end:
+        case "Ctrl-C":
+            actions = interrupt(cluster)
+        case "the other trainer dies":
+            actions = lose(cluster, "trainer-1")
+        case _:
+            actions = cluster.give(Ticked(now=cluster.now + 61))
+    assert str(only_finish(actions).error) == "refit-0 failed while generating: killed by SIGKILL"
+    assert published(cluster) == []
