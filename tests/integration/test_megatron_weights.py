@@ -133,7 +133,7 @@ def test_what_is_saved_is_the_model_to_hugging_face(model: str, megatron: dict[s
 
 def save(rank: int, config: Config, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoints.write_policy, "__kwdefaults__", {"max_file_bytes": 50_000})
+        patch.setattr(checkpoints.save, "__kwdefaults__", {"max_file_bytes": 50_000})
         make(config).save(folder).num_bytes.result()
 
 
