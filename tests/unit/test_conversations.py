@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -274,6 +275,50 @@ def test_a_field_of_its_own_may_hold_the_system_message() -> None:
 def test_a_conversation_that_cannot_be_learned_is_named(messages: Any, message: str) -> None:
     rows = [{"messages": chat("u1", "a2")}, {"messages": messages}]
     assert error_of(data_config("sft", **(jsonl(rows) | {"dataset_name": "openai_format"}))) == message
+
+
+def node(said: str, *replies: dict[str, Any]) -> dict[str, Any]:
+    return {"text": said[1:], "role": "prompter" if said[0] == "u" else "assistant", "replies": replies, "lang": "en"}
+
+
+def test_every_thread_of_a_tree_is_a_conversation() -> None:
+    first = node("u1", node("a2", node("u3", node("a4"), node("a5")), node("u6")), node("a7"))
+    trees = [{"message_tree_id": "t", "prompt": first}, {"prompt": node("u8")}, node("u9", node("a0"))]
+    with gzip.open("trees.jsonl.gz", "wt") as file:
+        file.write("\n".join(json.dumps(tree) for tree in trees))
+    Path("other.jsonl").write_text(json.dumps(node("u0", node("a0"))))
+    settings = {"train_data_path": "trees.jsonl.gz", "val_data_path": "other.jsonl", "system_prompt": "5"}
+    sets = load_conversations(data_config("sft", dataset_name="open_assistant", **settings))
+    assert [(c.name, [*c.prompt, *c.answers[0]]) for c in (*sets.train, *sets.validation)] == [
+        ("trees.jsonl.gz:1, thread 1", chat("s5", "u1", "a2", "u3", "a4")),
+        ("trees.jsonl.gz:1, thread 2", chat("s5", "u1", "a2", "u3", "a5")),
+        ("trees.jsonl.gz:1, thread 3", chat("s5", "u1", "a2")),  # nothing answers what the user says then
+        ("trees.jsonl.gz:1, thread 4", chat("s5", "u1", "a7")),
+        ("trees.jsonl.gz:3, thread 1", chat("s5", "u9", "a0")),
+        ("other.jsonl:1, thread 1", chat("s5", "u0", "a0")),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"prompt": {"text": "1", "role": "user"}}, "Invalid enum value 'user' - at `$.role`"),
+        (
+            {"prompt": node("u1", {"text": 2, "role": "assistant"})},
+            "Expected `str`, got `int` - at `$.replies[0].text`",
+        ),
+        ({"messages": []}, "Object missing required field `text`"),
+    ],
+)
+def test_a_row_that_is_no_tree_is_named(tree: Any, message: str) -> None:
+    rows = [node("u1", node("a2")), tree]
+    config = data_config("sft", **(jsonl(rows) | {"dataset_name": "open_assistant"}))
+    assert error_of(config) == f"rows.jsonl:2 is no tree of messages: {message}"
+
+
+def test_a_file_that_is_compressed_in_name_only_is_refused() -> None:
+    config = data_config("sft", **(jsonl([1], "rows.jsonl.gz") | {"dataset_name": "open_assistant"}))
+    assert error_of(config).startswith("data: cannot read 'rows.jsonl.gz': Not a gzipped file")
 
 
 def test_squads_passage_is_the_system_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,7 @@ NAMED = {
     "DeepScaler": _named(
         "problems", "agentica-org/DeepScaleR-Preview-Dataset", input_key="problem", output_key="answer"
     ),
+    "open_assistant": _named("conversations"),
     "openai_format": _named("conversations", chat_key="messages"),
     "squad": _named("conversations", "rajpurkar/squad", val_split="validation"),
     "DPODataset": _named("preferences", chosen_key="chosen_response", rejected_key="rejected_response"),
@@ -44,7 +45,8 @@ NAMED = {
     "HelpSteer3": _named("preferences", "nvidia/HelpSteer3", subset="preference", val_split="validation"),
     "Tulu3Preference": _named("preferences", "allenai/llama-3.1-tulu-3-8b-preference-mixture"),
 }
-"""By ``data.dataset_name``. NeMo-RL validates DeepScaler on AIME 2024; here some of its own problems are held out."""
+"""By ``data.dataset_name``. NeMo-RL downloads Open Assistant's trees, which are in a file of one's own here. It
+validates DeepScaler on AIME 2024; here some of its own problems are held out."""
 
 
 def is_local(dataset_name: str) -> bool:

@@ -16,6 +16,7 @@ from tandem.common.tokenizer import Messages
 from tandem.coordinator.data import sources
 from tandem.coordinator.data.prompts import PromptWriter, solution_writer
 from tandem.coordinator.data.split import hold_out, load_problems
+from tandem.coordinator.data.trees import threads
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,6 +38,8 @@ class ConversationSets(msgspec.Struct, frozen=True, kw_only=True):
     """Pairs of which neither is the better one; they are left out."""
 
 
+_THREAD = "thread"
+
 Read = Callable[[str, sources.Row, Data], Conversation | None]
 """From where a row is, the row, and the section ``data`` to a conversation; None for a tie."""
 
@@ -57,6 +60,8 @@ def load_conversations(config: Config) -> ConversationSets:
 
     def conversations(rows: sources.Rows) -> list[Conversation]:
         nonlocal num_ties
+        if data.dataset_name == "open_assistant":
+            rows = [(thread, {_THREAD: messages}) for where, row in rows for thread, messages in threads(where, row)]
         found = [read(where, row, data) for where, row in rows]
         kept = [conversation for conversation in found if conversation is not None]
         num_ties += len(found) - len(kept)
@@ -97,6 +102,8 @@ def _reader(config: Config) -> Read | None:
         return None if name in GENERATED else _help_steer if name == "HelpSteer3" else _preference
     if name == "squad":
         return _squad
+    if name == "open_assistant":
+        return functools.partial(_chat, _THREAD)
     return None if config.data.chat_key is None else functools.partial(_chat, config.data.chat_key)
 
 

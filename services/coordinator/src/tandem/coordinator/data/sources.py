@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import itertools
 import random
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -110,11 +112,12 @@ def rows(data: Data) -> tuple[Rows, Rows | None]:
 
 
 def jsonl(path: str) -> Rows:
-    """Read a file of one JSON object a line. Raises `DataError` naming the line."""
+    """Read a file of one JSON object a line, which may be compressed (``.gz``). Raises `DataError` naming the line."""
     try:
-        lines = Path(path).read_bytes().splitlines()
-    except OSError as error:
-        raise DataError(f"data: cannot read {path!r}: {error.strerror}") from error
+        content = Path(path).read_bytes()
+        lines = (gzip.decompress(content) if path.endswith(".gz") else content).splitlines()
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"data: cannot read {path!r}: {getattr(error, 'strerror', None) or error}") from error
     found: Rows = [
         (f"{path}:{number}", _json_object(f"{path}:{number}", line))
         for number, line in enumerate(lines, 1)

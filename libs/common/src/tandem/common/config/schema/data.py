@@ -15,8 +15,9 @@ class Data(Section, frozen=True, kw_only=True):
     dataset_name: NonEmptyStr
     """``reasoning_gym`` (problems made by a task), ``sliding_puzzle`` (shuffled boards), ``jsonl`` (local files), the
     name of a dataset on the Hugging Face Hub, or one of NeMo-RL's: ``OpenMathInstruct-2`` and ``DeepScaler``
-    (problems); for SFT ``squad``, ``openmathinstruct2``, ``prompt_response_dataset`` and ``openai_format`` (local
-    files); for DPO ``HelpSteer3``, ``Tulu3Preference``, ``DPODataset`` and ``PreferenceDataset`` (local files)."""
+    (problems); for SFT ``squad``, ``openmathinstruct2``, ``prompt_response_dataset``, ``openai_format`` and
+    ``open_assistant`` (local files); for DPO ``HelpSteer3``, ``Tulu3Preference``, ``DPODataset`` and
+    ``PreferenceDataset`` (local files)."""
     task: NonEmptyStr | None = None
     """New. The reasoning-gym task, such as ``chain_sum``."""
     task_params: dict[str, Any]
@@ -29,7 +30,7 @@ class Data(Section, frozen=True, kw_only=True):
     """New. Validation problems to make, to use or to hold out; null means every one of `val_data_path` or
     `val_split`, and 256 where there is neither."""
     train_data_path: NonEmptyStr | None = None
-    """JSONL file of training problems."""
+    """JSONL file of training problems; here and below, one that ends in ``.gz`` is compressed."""
     val_data_path: NonEmptyStr | None = None
     """JSONL file of validation problems; null holds `num_validation` out of the training file."""
     input_key: NonEmptyStr

@@ -1,0 +1,46 @@
+"""Trees of messages, as Open Assistant has them: every way from the prompt to a message without replies is a thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from tandem.common.errors import DataError
+from tandem.common.tokenizer import Messages
+
+_ROLES = {"prompter": "user", "assistant": "assistant"}
+
+
+class _Node(msgspec.Struct, frozen=True):
+    """A message and what was replied to it; other fields are ignored."""
+
+    text: str
+    role: Literal["prompter", "assistant"]
+    replies: list[_Node] = []
+
+
+def threads(where: str, row: Mapping[str, Any]) -> Iterator[tuple[str, Messages]]:
+    """Yield the threads of a tree that the assistant has a part in, each with where it is, as errors say it.
+
+    A row is the tree's ``prompt``, or has it. What a user says last is left out, since nothing answers it; threads may
+    be the same without it. Raises `DataError`.
+    """
+    try:
+        root = msgspec.convert(row.get("prompt", row), _Node)
+    except msgspec.ValidationError as error:
+        raise DataError(f"{where} is no tree of messages: {error}") from error
+    for number, messages in enumerate(_ways(root), 1):
+        spoken = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        if spoken:
+            yield f"{where}, thread {number}", messages[: spoken[-1] + 1]
+
+
+def _ways(node: _Node) -> Iterator[list[dict[str, str]]]:
+    said = {"role": _ROLES[node.role], "content": node.text}
+    if not node.replies:
+        yield [said]
+    for reply in node.replies:
+        for rest in _ways(reply):
+            yield [said, *rest]
