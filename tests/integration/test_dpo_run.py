@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from pathlib import Path
 
 import pytest
@@ -13,23 +14,29 @@ from tests.integration.harness import coordinator, copy_examples, deterministic,
 NUM_STEPS = 6
 
 
-def write_pairs(path: str) -> None:
-    """Write sums of two digits, each with its right answer and one of the wrong sign."""
+def write_pairs() -> None:
+    """Write sums of two digits, each with its right answer and one of the wrong sign: to train on, and to hold out."""
     pairs = [
         {"prompt": f"{a} + {b}", "chosen": f" = {a + b}", "rejected": f" = -{a + b}"}
         for a in range(10)
         for b in range(10)
     ]
-    Path(path).write_text("\n".join(json.dumps(pair) for pair in pairs))
+    random.Random(1).shuffle(pairs)
+    for name, part in {"pairs": pairs[28:], "first": pairs[:8], "second": pairs[8:28]}.items():
+        Path(f"{name}.jsonl").write_text("\n".join(json.dumps(pair) for pair in part))
 
 
 def test_dpo_learns_preferences_and_resumes_to_the_bit() -> None:
-    write_pairs("pairs.jsonl")
+    write_pairs()
     dpo = {
         "algorithm": "dpo",
         "dpo": {"max_num_steps": NUM_STEPS, "max_num_epochs": 9, "val_period": 3, "val_batches": 2},
         "policy": {"train_micro_batch_size": 4, "optimizer": {"kwargs": {"lr": 3e-3}}},
-        "data": {"train_data_path": "pairs.jsonl"},
+        "data": {
+            "train_data_path": "pairs.jsonl",
+            "num_validation": None,
+            "val_data_paths": {"first": "first.jsonl", "second": "second.jsonl"},
+        },
         "checkpointing": {"save_period": 3},
         "cluster": {"trainers": 2},
     }
@@ -44,6 +51,8 @@ def test_dpo_learns_preferences_and_resumes_to_the_bit() -> None:
         assert step.metrics["num_valid_samples"] == 16, "pairs"
     assert steps[0].metrics["val_loss"] == pytest.approx(math.log(2), abs=1e-5), "policy and reference are the same"
     last = steps[-1].metrics
+    assert (last["val_first/num_valid_samples"], last["val_second/num_valid_samples"]) == (8, 16)
+    assert last["val_loss"] == pytest.approx((8 * last["val_first/loss"] + 16 * last["val_second/loss"]) / 24)
     assert last["val_accuracy"] > 0.9
     assert last["val_loss"] < math.log(2)
     assert last["val_rewards_chosen_mean"] > last["val_rewards_rejected_mean"]

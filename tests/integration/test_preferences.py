@@ -38,6 +38,10 @@ def pairs_config(folder: Path, dpo: dict[str, Any] | None = None, *, trainers: i
     return make_config(folder, algorithm="dpo", dpo={**DPO, **(dpo or {})}, trainers=trainers, **settings)
 
 
+PARTS = {"easy": 4, "hard": 8}
+"""Sequences of two validation sets: two pairs and four."""
+
+
 def batches_of_pairs(count: int) -> list[TrainingBatch]:
     """Four pairs each; the two responses to a prompt have lengths of their own."""
     return [make_groups(2, 2, 2, 2, seed=seed) for seed in range(count)]
@@ -53,7 +57,7 @@ def evaluate_rank(rank: int, config: Config, batch: TrainingBatch, held_out: Tra
     backend = make_backend(config, checkpoint=None)
     step.train(backend, batch, config)
     before = digest_of(backend)
-    metrics = step.evaluate(backend, held_out, config)
+    metrics = step.evaluate(backend, held_out, config, PARTS)
     assert digest_of(backend) == before
     return metrics
 
@@ -173,11 +177,13 @@ def test_validation_measures_what_training_does(case: str, tmp_path: Path) -> No
     plain_dpo(model, reference, batch)[0].backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    loss, expected = plain_dpo(model, reference, held_out)
-    for metrics in run_ranks(num_ranks, evaluate_rank, config, batch, held_out):
-        tokens = metrics.pop("num_valid_tokens")
-        assert tokens == held_out.loss_mask_T.sum()
-        assert metrics == pytest.approx(expected | {"loss": float(loss.detach())}, rel=1e-5, abs=1e-5)
+    expected = {}
+    for prefix, part in (("", held_out), ("easy/", held_out.part(0, 4)), ("hard/", held_out.part(4, 8))):
+        loss, metrics = plain_dpo(model, reference, part)
+        metrics |= {"loss": float(loss.detach()), "num_valid_tokens": float(part.loss_mask_T.sum())}
+        expected |= {f"{prefix}{name}": value for name, value in metrics.items()}
+    for found in run_ranks(num_ranks, evaluate_rank, config, batch, held_out):
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one_and_keeps_its_reference(tmp_path: Path) -> None:

@@ -235,6 +235,10 @@ SCHEDULE = "policy.scheduler: 2 schedules need 1 milestones between them, got 0"
             "data.max_input_seq_length: 513 is greater than policy.max_total_sequence_length (512)",
         ),
         (["data.task=null"], "data.task: required where data.dataset_name is reasoning_gym, such as chain_sum"),
+        (
+            [JSONL, "data.val_data_paths={easy: b.jsonl}"],
+            "data.val_data_paths: GRPO validates on one file: set data.val_data_path",
+        ),
         ([JSONL.replace("a.jsonl", "null")], "data.train_data_path: required where data.dataset_name is jsonl"),
         (
             ["env.maths.num_workers=1"],

@@ -104,6 +104,28 @@ def test_validation_takes_so_many_batches_or_everything(val_batches: int, count:
     assert len(batch.lengths_S) == 2 * count
 
 
+@pytest.mark.parametrize(("val_batches", "easy", "hard"), [(1, 5, 8), (0, 5, 12)])
+def test_several_files_are_validated_on_each_by_itself(val_batches: int, easy: int, hard: int) -> None:
+    for name, numbers in {"train": range(40), "easy": range(5), "hard": range(30, 42)}.items():
+        jsonl([{"prompt": str(i), "chosen": " = 1", "rejected": " = 2"} for i in numbers], f"{name}.jsonl")
+    paths = {"easy": "easy.jsonl", "hard": "hard.jsonl"}
+    config = data_config("dpo", dataset_name="jsonl", train_data_path="train.jsonl", val_data_paths=paths)
+    assert config.data.num_validation is None, "all of each"
+    config = msgspec.structs.replace(config, dpo=msgspec.structs.replace(config.dpo, val_batches=val_batches))
+    tokenizer = character_tokenizer(config)
+    feed = make_feed(config, tokenizer)
+    batch, _ = feed.batch(1, "validate")
+    found = [parts(tokenizer, batch, row)[0] for row in range(0, len(batch.lengths_S), 2)]
+    assert found == [f"<bos>{i}" for i in (*range(easy), *range(30, 30 + hard))]
+    assert feed.validation_parts == {"easy": 2 * easy, "hard": 2 * hard}, "sequences"
+    assert len(load_conversations(config).train) == 40 - 5 - 10, "nothing is trained on that is in one of them"
+
+
+def test_one_set_has_no_parts() -> None:
+    config = data_config("dpo", rejected_template=WRONG)
+    assert make_feed(config, character_tokenizer(config)).validation_parts == {}
+
+
 PAIR = ("u1 + 1", " = 2", " = 3")
 OTHER = {"prompt": "2 + 2", "chosen": " = 4", "rejected": " = 5"}
 
@@ -353,6 +375,9 @@ def test_named_data_sets_bring_their_splits_and_fields() -> None:
     assert (data.subset, data.split, data.val_split, data.num_validation) == ("preference", "train", "validation", None)
 
 
+FILES: dict[str, Any] = {"dataset_name": "jsonl", "train_data_path": "a", "val_data_paths": {"easy": "b"}}
+
+
 @pytest.mark.parametrize(
     ("algorithm", "data", "message"),
     [
@@ -361,6 +386,21 @@ def test_named_data_sets_bring_their_splits_and_fields() -> None:
         ("sft", {"dataset_name": "HelpSteer3"}, "dataset_name: HelpSteer3 holds preferences, which are for dpo"),
         ("dpo", {"dataset_name": "DeepScaler"}, "dataset_name: DeepScaler holds problems, which are for grpo and sft"),
         ("dpo", {"dataset_name": "DPODataset"}, "train_data_path: required where data.dataset_name is DPODataset"),
+        (
+            "sft",
+            FILES | {"val_data_path": "b"},
+            "val_data_paths: data.val_data_path is given too",
+        ),
+        (
+            "sft",
+            FILES | {"dataset_name": "squad"},
+            "val_data_paths: only files are validated on apart, and data.dataset_name is squad",
+        ),
+        (
+            "sft",
+            FILES | {"val_data_paths": {"a/b": "b"}},
+            "val_data_paths: 'a/b' is no name for a metric: letters, digits, '_', '.' and '-' are",
+        ),
         (
             "sft",
             {"system_prompt": "a", "system_prompt_file": "b"},

@@ -171,11 +171,14 @@ def test_memory_is_of_the_largest_process_of_its_kind() -> None:
 def test_tensorboard_files_hold_the_metrics() -> None:
     writers = MetricWriters()
     writers.add(TensorBoardWriter(Path("run/tensorboard"), 1))
-    writers.write(3, {"reward": 0.5, "val_accuracy": 0.25}, {"total": 2.0, "refit": 0.5, "strange": 0.25})
+    metrics = {"reward": 0.5, "val_accuracy": 0.25, "val_easy/loss": 0.75, "reward/format": 1.0}
+    writers.write(3, metrics, {"total": 2.0, "refit": 0.5, "strange": 0.25})
     writers.close()
     assert curves_in("run/tensorboard") == {
         "train/reward": [(3, 0.5)],
         "validation/accuracy": [(3, 0.25)],
+        "validation-easy/loss": [(3, 0.75)],
+        "train/reward/format": [(3, 1.0)],
         "timing/train/total_step_time": [(3, 2.0)],
         "timing/train/prepare_for_generation/transfer_and_update_weights": [(3, 0.5)],
         "timing/train/strange": [(3, 0.25)],

@@ -77,3 +77,15 @@ class TrainingBatch(RaggedArrays, frozen=True, kw_only=True):
     """True where the token counts in the loss."""
     generation_logprobs_T: Float32s
     advantages_S: Float32s
+
+    def part(self, first: int, count: int) -> TrainingBatch:
+        """Return `count` sequences from `first` on, uncopied."""
+        start, size = (int(self.lengths_S[rows].sum()) for rows in (slice(first), slice(first, first + count)))
+        rows, tokens = slice(first, first + count), slice(start, start + size)
+        return TrainingBatch(
+            lengths_S=self.lengths_S[rows],
+            token_ids_T=self.token_ids_T[tokens],
+            loss_mask_T=self.loss_mask_T[tokens],
+            generation_logprobs_T=self.generation_logprobs_T[tokens],
+            advantages_S=self.advantages_S[rows],
+        )

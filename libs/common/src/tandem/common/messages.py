@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 """Raised whenever a message changes shape; both ends of a link must hold the same number."""
 
 ServiceKind = Literal["trainer", "rollout", "refit"]
@@ -183,10 +183,12 @@ class Evaluate(Command, frozen=True, kw_only=True, tag=True):
     """
 
     step: int
+    parts: dict[str, int]
+    """Sequences of each part of the batch that is evaluated by itself as well, by its name, in order."""
 
 
 class Evaluated(Message, frozen=True, kw_only=True, tag=True):
-    """The metrics of an `Evaluate`."""
+    """The metrics of an `Evaluate`; those of a part are named ``PART/METRIC``."""
 
     command_id: int
     step: int

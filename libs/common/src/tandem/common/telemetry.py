@@ -1,8 +1,9 @@
 """Metrics for people's dashboards: TensorBoard, Weights & Biases and MLflow, under NeMo-RL's names.
 
 The journal keeps a step's numbers by short names (``reward``, ``val_accuracy``; seconds by phase). Dashboards get them
-as ``train/reward``, ``validation/accuracy`` and ``timing/train/policy_training``, so that curves of both systems lie
-on top of each other. Nothing here imports torch.
+as ``train/reward``, ``validation/accuracy`` and ``timing/train/policy_training``, and those of a validation set with a
+name (``val_easy/loss``) as ``validation-easy/loss``, so that curves of both systems lie on top of each other. Nothing
+here imports torch.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def dashboard_names(metrics: Mapping[str, float], seconds: Mapping[str, float]) 
     named: dict[str, float] = {}
     for name, value in metrics.items():
         if name.startswith(VALIDATION_PREFIX):
-            named[f"validation/{name.removeprefix(VALIDATION_PREFIX)}"] = value
+            part, slash, short = name.removeprefix(VALIDATION_PREFIX).rpartition("/")
+            named[f"validation-{part}/{short}" if slash else f"validation/{short}"] = value
         else:
             named[f"train/{name}"] = value
     for phase, value in seconds.items():

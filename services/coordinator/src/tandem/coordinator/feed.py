@@ -27,6 +27,11 @@ class Feed(Protocol):
         ...
 
     @property
+    def validation_parts(self) -> dict[str, int]:
+        """Sequences of each part of the validation batch that is evaluated by itself, in order; empty if none is."""
+        ...
+
+    @property
     def num_steps(self) -> int:
         """Steps that a whole run takes."""
         ...

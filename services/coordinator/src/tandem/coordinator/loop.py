@@ -223,8 +223,16 @@ class Loop:
     def _send_batch(self, action: DispatchBatch) -> None:
         batch, metrics = self._feed.batch(action.step, action.purpose)
         self._ledger.metrics.update(metrics)
-        make = Train if action.purpose == "train" else Evaluate
-        order = make(command_id=action.command_id, deadline_s=action.deadline_s, step=action.step)
+        order: Train | Evaluate
+        if action.purpose == "train":
+            order = Train(command_id=action.command_id, deadline_s=action.deadline_s, step=action.step)
+        else:
+            order = Evaluate(
+                command_id=action.command_id,
+                deadline_s=action.deadline_s,
+                step=action.step,
+                parts=self._feed.validation_parts,
+            )
         self._send(action.member, order, batch.to_frames())
 
     def _replace(self, member: str, why: str) -> None:

@@ -84,7 +84,8 @@ class TrainerService:
                     self._train(order, TrainingBatch.from_frames(arrays))
             case Evaluate():
                 with self._member.phase(f"evaluating step {order.step}"):
-                    metrics = step.evaluate(self._built(), TrainingBatch.from_frames(arrays), self._config)
+                    batch = TrainingBatch.from_frames(arrays)
+                    metrics = step.evaluate(self._built(), batch, self._config, order.parts)
                     reply = Evaluated(command_id=order.command_id, step=order.step, metrics=metrics)
                     self._member.reply(order.command_id, reply)
             case InstallProgram() | ConnectMesh() | Refit() | Attest():

@@ -7,7 +7,7 @@ waits for the other ranks, inside the backend's collective operations, and for n
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import msgspec
@@ -24,6 +24,9 @@ from tandem.trainer.batching import Batching
 from tandem.trainer.losses import Counts, Loss, make_loss
 from tandem.trainer.packing import MicroBatch
 from tandem.trainer.sharing import find_prompts
+
+_NUMBERS = ("num_valid_tokens", "num_valid_samples")
+"""Metrics that are no means."""
 
 
 class TrainResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,14 +67,41 @@ def train(backend: Backend, batch: TrainingBatch, config: Config) -> TrainResult
             parts.append(_metrics(backend, config, loss, shares.counts(rows), done))
     metrics = {name: sum(part[name] for part in parts) / len(parts) for name in parts[0]}
     # A batch has so many of these in all, and ends on this learning rate.
-    metrics |= {name: sum(part[name] for part in parts) for name in ("num_valid_tokens", "num_valid_samples")}
+    metrics |= {name: sum(part[name] for part in parts) for name in _NUMBERS}
     metrics["learning_rate"] = parts[-1]["learning_rate"]
     has_update = any(part["grad_norm"] > 0 and part["learning_rate"] > 0 for part in parts)
     return TrainResult(metrics=metrics, seconds=seconds, has_update=has_update)
 
 
-def evaluate(backend: Backend, batch: TrainingBatch, config: Config) -> dict[str, float]:
-    """Return the loss of the whole batch, what it reports, and how much there is of it; nothing is trained."""
+def evaluate(
+    backend: Backend, batch: TrainingBatch, config: Config, parts: Mapping[str, int] | None = None
+) -> dict[str, float]:
+    """Return the loss of the whole batch, what it reports, and how much there is of it; nothing is trained.
+
+    Args:
+        backend: of this rank.
+        batch: the same on every rank.
+        config: of the run.
+        parts: sequences of each part of the batch, in order, of which the same is returned as ``PART/METRIC``.
+
+    """
+    if not parts:
+        return _evaluated(backend, batch, config)[0]
+    found, first = {}, 0
+    for name, count in parts.items():
+        found[name] = _evaluated(backend, batch.part(first, count), config)
+        first += count
+    assert first == len(batch.lengths_S), "the parts are the batch"
+    num_counted = max(1, sum(counted for _, counted in found.values()))
+    metrics = {
+        name: sum(part[name] * (1 if name in _NUMBERS else counted / num_counted) for part, counted in found.values())
+        for name in next(iter(found.values()))[0]
+    }
+    return metrics | {f"{part}/{name}": value for part, (own, _) in found.items() for name, value in own.items()}
+
+
+def _evaluated(backend: Backend, batch: TrainingBatch, config: Config) -> tuple[dict[str, float], int]:
+    """Return the metrics of a batch, and what its means divide by."""
     section = config.algorithm_section
     assert not isinstance(section, Grpo), "GRPO validates by generating"
     shares = _Shares(backend, batch, config)
@@ -85,7 +115,7 @@ def evaluate(backend: Backend, batch: TrainingBatch, config: Config) -> dict[str
         total += loss(micro_batch, logprobs_BT, torch.zeros_like(logprobs_BT))
     metrics = _reported(backend, config, loss, counts) | {"loss": float(backend.sum_over_ranks(total)[0])}
     metrics.pop("entropy", None)  # which a forward pass for log-probabilities does not compute
-    return metrics
+    return metrics, loss.report.count
 
 
 class _Tokens(msgspec.Struct, frozen=True, kw_only=True):

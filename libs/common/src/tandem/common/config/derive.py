@@ -185,7 +185,8 @@ def _task_params(look: Look) -> Any:
 
 
 def _num_validation(look: Look) -> Any:
-    return None if look("data.val_data_path") or look("data.val_split") else 256
+    keys = ("data.val_data_path", "data.val_data_paths", "data.val_split")
+    return None if any(look(key) for key in keys) else 256
 
 
 def _gpus(look: Look) -> tuple[int, int] | None:
@@ -274,7 +275,7 @@ DERIVED = (
     Derived(key="data.num_train", text="10000 for reasoning_gym and sliding_puzzle, else null", compute=_num_train),
     Derived(
         key="data.num_validation",
-        text="null with `data.val_data_path` or `data.val_split`, else 256",
+        text="null with `data.val_data_path`, `data.val_data_paths` or `data.val_split`, else 256",
         compute=_num_validation,
     ),
     Derived(

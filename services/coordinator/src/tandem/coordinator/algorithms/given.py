@@ -34,11 +34,13 @@ class GivenFeed:
         sets = load_conversations(config)
         self._train = Drawn(config, sets.train, self._encode)
         num_validation = section.val_batches * section.val_global_batch_size
-        held_out = sets.validation[: num_validation if num_validation > 0 else None]
-        self._validation = encode_now(held_out, self._encode)
-        num_too_long = self._train.num_too_long + len(held_out) - len(self._validation)
-        num_items = len(sets.train) + len(held_out)
-        too_long = left_out(num_too_long, self._train.num_checked + len(held_out), num_items)
+        most = num_validation if num_validation > 0 else None
+        held_out = {name: part[:most] for name, part in sets.held_out.items()}
+        self._validation = {name: encode_now(part, self._encode) for name, part in held_out.items()}
+        num_held_out, num_kept = (sum(map(len, parts.values())) for parts in (held_out, self._validation))
+        num_too_long = self._train.num_too_long + num_held_out - num_kept
+        num_items = len(sets.train) + num_held_out
+        too_long = left_out(num_too_long, self._train.num_checked + num_held_out, num_items)
         ties = f"data: {sets.num_ties} of {num_items + sets.num_ties} left out: ties" if sets.num_ties else None
         self.notices = tuple(filter(None, (too_long, ties)))
         # Every rank is sent the same.
@@ -48,6 +50,11 @@ class GivenFeed:
     def num_validation(self) -> int:
         """Prompts to generate for validation: none."""
         return 0
+
+    @property
+    def validation_parts(self) -> dict[str, int]:
+        """Sequences of each named validation set, in the order they have in the batch."""
+        return {name: sum(map(len, part)) for name, part in self._validation.items() if name}
 
     @property
     def num_steps(self) -> int:
@@ -74,7 +81,7 @@ class GivenFeed:
     def batch(self, step: int, purpose: Purpose) -> tuple[TrainingBatch, dict[str, float]]:
         """Return the training batch of `step`, or the whole validation set."""
         if purpose == "validate":
-            return batch_of(self._validation), {}
+            return batch_of([sequences for part in self._validation.values() for sequences in part]), {}
         return self._training_batch(step), {}
 
     def validation_examples(self, step: int, count: int) -> list[str]:

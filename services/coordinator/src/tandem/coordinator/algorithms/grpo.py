@@ -55,6 +55,11 @@ class GrpoFeed:
         return len(self._validation)
 
     @property
+    def validation_parts(self) -> dict[str, int]:
+        """Nothing: validation is by generating, on one set."""
+        return {}
+
+    @property
     def num_steps(self) -> int:
         """Steps that a whole run takes."""
         return self._config.grpo.max_num_steps

@@ -33,9 +33,15 @@ class ConversationSets(msgspec.Struct, frozen=True, kw_only=True):
     """Conversations to train on and conversations held out."""
 
     train: list[Conversation]
-    validation: list[Conversation]
+    held_out: dict[str, list[Conversation]]
+    """By the names that ``data.val_data_paths`` gives; a set that is alone has the name ``""``."""
     num_ties: int = 0
     """Pairs of which neither is the better one; they are left out."""
+
+    @property
+    def validation(self) -> list[Conversation]:
+        """Everything held out."""
+        return [conversation for conversations in self.held_out.values() for conversation in conversations]
 
 
 _THREAD = "thread"
@@ -53,7 +59,7 @@ def load_conversations(config: Config) -> ConversationSets:
         write = ConversationWriter(config)
         return ConversationSets(
             train=[write(problem) for problem in problems.train],
-            validation=[write(problem) for problem in problems.validation],
+            held_out={name: [write(problem) for problem in part] for name, part in problems.held_out.items()},
         )
     writer = PromptWriter(data)
     num_ties = 0
@@ -67,15 +73,15 @@ def load_conversations(config: Config) -> ConversationSets:
         num_ties += len(found) - len(kept)
         return [msgspec.structs.replace(c, prompt=writer.with_system_message(c.prompt)) for c in kept]
 
-    train, held_out = sources.rows(data)
-    kept, validation = hold_out(
+    train, apart = sources.rows(data)
+    kept, held_out = hold_out(
         data,
         conversations(train),
-        None if held_out is None else conversations(held_out),
+        {name: conversations(rows) for name, rows in apart.items()},
         prompt_of=lambda conversation: _text(conversation.prompt),
         identity=lambda conversation: _text(conversation.prompt, *conversation.answers),
     )
-    return ConversationSets(train=kept, validation=validation, num_ties=num_ties)
+    return ConversationSets(train=kept, held_out=held_out, num_ties=num_ties)
 
 
 class ConversationWriter:

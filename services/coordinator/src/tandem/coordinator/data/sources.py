@@ -101,14 +101,20 @@ def sliding_puzzle(data: Data, seed: int) -> Iterator[Problem]:
             )
 
 
-def rows(data: Data) -> tuple[Rows, Rows | None]:
-    """Read the files or splits of a data set: to train on, and to validate on if there are such. Raises `DataError`."""
+def rows(data: Data) -> tuple[Rows, dict[str, Rows]]:
+    """Read the files or splits of a data set: to train on, and those to validate on, by name. Raises `DataError`."""
     name = data.dataset_name
     if is_local(name):
-        return jsonl(str(data.train_data_path)), None if data.val_data_path is None else jsonl(data.val_data_path)
+        apart = {name: jsonl(path) for name, path in validation_paths(data).items()}
+        return jsonl(str(data.train_data_path)), apart
     path = NAMED[name].path if name in NAMED else name
-    held_out = None if data.val_split is None else hub(path, data.val_split, data.subset)
+    held_out = {} if data.val_split is None else {"": hub(path, data.val_split, data.subset)}
     return hub(path, data.split, data.subset), held_out
+
+
+def validation_paths(data: Data) -> dict[str, str]:
+    """Return the files to validate on, by name; one that is alone has the name ``""``."""
+    return data.val_data_paths or ({} if data.val_data_path is None else {"": data.val_data_path})
 
 
 def jsonl(path: str) -> Rows:

@@ -8,7 +8,7 @@ and the GRPO stage of one example among them.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -33,7 +33,13 @@ class ProblemSets(msgspec.Struct, frozen=True, kw_only=True):
     """Problems to train on and problems held out."""
 
     train: list[Problem]
-    validation: list[Problem]
+    held_out: dict[str, list[Problem]]
+    """By the names that ``data.val_data_paths`` gives; a set that is alone has the name ``""``."""
+
+    @property
+    def validation(self) -> list[Problem]:
+        """Everything held out."""
+        return [problem for problems in self.held_out.values() for problem in problems]
 
 
 def load_problems(config: Config) -> ProblemSets:
@@ -53,16 +59,17 @@ def load_problems(config: Config) -> ProblemSets:
             return _generated(data, sources.sliding_puzzle(data, seed))
         case _:
             train_rows, held_out_rows = sources.rows(data)
-    train = [sources.problem(where, row, data) for where, row in train_rows]
-    held_out = None
-    if held_out_rows is not None:
-        held_out = [sources.problem(where, row, data) for where, row in held_out_rows]
+
+    def problems(rows: sources.Rows) -> list[Problem]:
+        return [sources.problem(where, row, data) for where, row in rows]
 
     def prompt(problem: Problem) -> str:
         return _prompt(data, problem)
 
-    kept, validation = hold_out(data, train, held_out, prompt_of=prompt, identity=prompt)
-    return ProblemSets(train=kept, validation=validation)
+    train = problems(train_rows)
+    apart = {name: problems(rows) for name, rows in held_out_rows.items()}
+    kept, held_out = hold_out(data, train, apart, prompt_of=prompt, identity=prompt)
+    return ProblemSets(train=kept, held_out=held_out)
 
 
 def _generated(data: Data, problems: Iterator[Problem]) -> ProblemSets:
@@ -88,7 +95,7 @@ def _generated(data: Data, problems: Iterator[Problem]) -> ProblemSets:
             held = _position(prompt) < share
             if len(found[held]) < wanted[held]:
                 found[held].append(problem)
-    return ProblemSets(train=found[False], validation=found[True])
+    return ProblemSets(train=found[False], held_out={"": found[True]})
 
 
 def _name(data: Data) -> str:
@@ -98,32 +105,34 @@ def _name(data: Data) -> str:
 def hold_out(
     data: Data,
     train: Sequence[Item],
-    held_out: Sequence[Item] | None,
+    apart: Mapping[str, Sequence[Item]],
     *,
     prompt_of: Callable[[Item], str],
     identity: Callable[[Item], str],
-) -> tuple[list[Item], list[Item]]:
-    """Split one file, or take two apart, into what to train on and what to validate on.
+) -> tuple[list[Item], dict[str, list[Item]]]:
+    """Split one file, or take several apart, into what to train on and what to validate on, by name.
 
     What has the prompt of something held out is not trained on. Of what is the same by `identity` the first counts.
     Raises `DataError` if there are fewer than wanted.
     """
     train = _distinct(train, identity)
     train_name = data.train_data_path or f"{data.dataset_name}[{data.split}]"
-    if held_out is None:
-        source, source_name = sorted(train, key=lambda item: _position(prompt_of(item))), train_name
-    else:
-        source = _distinct(held_out, identity)
-        source_name = data.val_data_path or f"{data.dataset_name}[{data.val_split}]"
-    validation = _first(source, data.num_validation, f"data.num_validation: {source_name}")
-    kept_out = {prompt_of(item) for item in validation}
+    names = {"": train_name}
+    if apart:
+        names = {"": f"{data.dataset_name}[{data.val_split}]", **sources.validation_paths(data)}
+    held_out = {
+        name: _first(_distinct(items, identity), data.num_validation, f"data.num_validation: {names[name]}")
+        for name, items in (apart or {"": sorted(train, key=lambda item: _position(prompt_of(item)))}).items()
+    }
+    kept_out = {prompt_of(item) for items in held_out.values() for item in items}
     rest = [item for item in train if prompt_of(item) not in kept_out]
     if not rest:
+        num_held_out = sum(map(len, held_out.values()))
         raise DataError(
-            f"data: {train_name} has {len(train)} distinct problems, and with {len(validation)} of them held out "
+            f"data: {train_name} has {len(train)} distinct problems, and with {num_held_out} of them held out "
             "(data.num_validation) none is left to train on"
         )
-    return _first(rest, data.num_train, f"data.num_train: without those held out, {train_name}"), validation
+    return _first(rest, data.num_train, f"data.num_train: without those held out, {train_name}"), held_out
 
 
 def _first(items: list[Item], wanted: int | None, where: str) -> list[Item]:

@@ -44,6 +44,22 @@ def the_file_is_named(config: Config) -> None:
         raise Invalid("data.train_data_path", f"required where data.dataset_name is {name}")
 
 
+def several_validation_files_have_names(config: Config) -> None:
+    """Each is validated by itself, with metrics of that name; only where validation is a loss."""
+    key, paths = "data.val_data_paths", config.data.val_data_paths
+    if not paths:
+        return
+    if config.algorithm == "grpo":
+        raise Invalid(key, "GRPO validates on one file: set data.val_data_path")
+    if config.data.val_data_path is not None:
+        raise Invalid(key, "data.val_data_path is given too")
+    if not is_local(config.data.dataset_name):
+        raise Invalid(key, f"only files are validated on apart, and data.dataset_name is {config.data.dataset_name}")
+    for name in paths:
+        if not re.fullmatch(r"[\w.-]+", name):
+            raise Invalid(key, f"{shown(name)} is no name for a metric: letters, digits, '_', '.' and '-' are")
+
+
 def the_dataset_fits_the_algorithm(config: Config) -> None:
     """Only DPO learns from preferences, and only SFT from conversations."""
     name = config.data.dataset_name
@@ -114,6 +130,7 @@ RULES: tuple[Rule, ...] = (
     lengths_fit,
     the_task_is_named,
     the_file_is_named,
+    several_validation_files_have_names,
     the_dataset_fits_the_algorithm,
     worse_solutions_are_written,
     the_system_message_is_given_once,

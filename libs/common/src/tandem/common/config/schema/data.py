@@ -33,6 +33,9 @@ class Data(Section, frozen=True, kw_only=True):
     """JSONL file of training problems; here and below, one that ends in ``.gz`` is compressed."""
     val_data_path: NonEmptyStr | None = None
     """JSONL file of validation problems; null holds `num_validation` out of the training file."""
+    val_data_paths: dict[str, NonEmptyStr] | None = None
+    """SFT and DPO: several such files in the place of one, by names of their own. Each is also evaluated by itself
+    (`val_NAME/loss`), and `num_validation` and `val_batches` are of each."""
     input_key: NonEmptyStr
     """Field that holds the question."""
     output_key: NonEmptyStr
