@@ -13,7 +13,7 @@ import pytest
 from data_harness import character_tokenizer, data_config
 
 from tandem.common.batch import TrainingBatch
-from tandem.common.config import Config
+from tandem.common.config import Config, notices
 from tandem.common.config.named import NAMED
 from tandem.common.errors import ConfigError, DataError, TandemError
 from tandem.common.tokenizer import Tokenizer
@@ -364,6 +364,11 @@ def test_of_openmathinstruct_the_wanted_field_is_learned(tmp_path: Path, monkeyp
 
 
 # --- configuration ---------------------------------------------------------------------------------------------------
+
+
+def test_a_seed_of_the_data_is_said_to_be_in_vain() -> None:
+    config = data_config("sft", dataset_name="openmathinstruct2", seed=3)
+    assert notices(config)[0] == ("data.seed (3) has no effect: prompts decide what is held out, sft.seed the order")
 
 
 def test_named_data_sets_bring_their_splits_and_fields() -> None:

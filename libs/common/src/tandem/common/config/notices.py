@@ -111,6 +111,13 @@ def _rewards(config: Config) -> Iterator[str]:
         yield _vain(f"{key}.reward_weights", estimator.reward_weights, f"{key}.name is {estimator.name}")
 
 
+def _seed(config: Config) -> Iterator[str]:
+    """NeMo-RL draws what it holds out of some data sets."""
+    if config.data.seed is not None:
+        why = f"prompts decide what is held out, {config.algorithm}.seed the order"
+        yield _vain("data.seed", config.data.seed, why)
+
+
 def _puzzle(config: Config) -> Iterator[str]:
     """NeMo-RL's file inherits another dataset, which its script for the puzzle never reads."""
     if config.data.dataset_name == "sliding_puzzle" and len(config.env) > 1:
@@ -138,6 +145,7 @@ _NOTICES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _megatron,
     _data_parallel,
     _rewards,
+    _seed,
     _puzzle,
     _nodes,
 )

@@ -29,6 +29,9 @@ class Data(Section, frozen=True, kw_only=True):
     num_validation: PositiveInt | None = None
     """New. Validation problems to make, to use or to hold out; null means every one of `val_data_path` or
     `val_split`, and 256 where there is neither."""
+    seed: int | None = None
+    """Accepted, because NeMo-RL draws what it holds out with it; here the prompts decide that, and the algorithm's seed
+    the order."""
     train_data_path: NonEmptyStr | None = None
     """JSONL file of training problems; here and below, one that ends in ``.gz`` is compressed."""
     val_data_path: NonEmptyStr | None = None
