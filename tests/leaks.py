@@ -23,6 +23,7 @@ _SHARED_MEMORY = "/dev/shm"
 def mark_processes() -> None:
     """Have whatever this process starts from now on tell whose it is."""
     os.environ[_MARK] = str(os.getpid())
+    os.environ["SPT_NOENV"] = "1"  # or processes that give themselves a title would write it over their environment
 
 
 class Started(psutil.Process):

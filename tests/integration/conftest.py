@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.integration import trainer_harness
+from tests.integration import consoles, trainer_harness
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -17,7 +17,14 @@ def converted_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def console_server(converted_checkpoints: None) -> Iterator[None]:
+    """Start the process that commands are forked from before a test could count it among what the test left behind."""
+    with consoles.nursery():
+        yield
+
+
 @pytest.fixture(scope="session")
 def rank_server(converted_checkpoints: None) -> None:
-    """Start the process that ranks are forked from before a test could count it among what the test left behind."""
+    """Start the process that ranks are forked from, likewise."""
     trainer_harness.start_server()

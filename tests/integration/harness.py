@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from itertools import product
@@ -16,9 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import yaml
 
 from tandem.coordinator.journal import StepRecord, read_journal
+from tandem.coordinator.nursery import Child
+from tests.integration import consoles
 
 TIMEOUT_S = 240.0
 BIN = Path(sys.executable).parent
@@ -134,7 +138,20 @@ def copy_examples(stage_steps: int = 5) -> None:
 
 def coordinator(*arguments: str | Path, timeout_s: float = TIMEOUT_S) -> subprocess.CompletedProcess[str]:
     """Run the command to its end."""
-    command = [str(BIN / "coordinator"), *map(str, arguments)]
+    words = [str(word) for word in arguments]
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
+        process = consoles.start("coordinator", words, out, errors)
+        try:
+            code = process.wait(timeout_s)
+        finally:
+            process.kill()
+        texts = [os.pread(file.fileno(), 1 << 24, 0).decode() for file in (out, errors)]
+    return subprocess.CompletedProcess(["coordinator", *words], code, *texts)
+
+
+def typed(*words: str, timeout_s: float = TIMEOUT_S) -> subprocess.CompletedProcess[str]:
+    """Run an installed command to its end, as a user does."""
+    command = [str(BIN / words[0]), *words[1:]]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
 
 
@@ -147,18 +164,21 @@ class Command:
     def __init__(self, *words: str | Path) -> None:
         self._log = Path(f"output-{time.monotonic_ns()}.txt")
         path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), os.getcwd()]))
-        with self._log.open("wb") as out:
-            command = [str(BIN / str(words[0])), *map(str, words[1:])]
-            self.process = subprocess.Popen(
-                command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONPATH": path}
-            )
+        command, arguments = words[0], [str(word) for word in words[1:]]
+        self.process: Child | subprocess.Popen[bytes]
+        with self._log.open("wb") as out, pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", path)
+            if command in consoles.COMMANDS:
+                self.process = consoles.start(str(command), arguments, out)
+            else:
+                self.process = subprocess.Popen([BIN / command, *arguments], stdout=out, stderr=subprocess.STDOUT)
 
     def __enter__(self) -> Command:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.process.kill()
-        self.process.wait()
+        self.process.wait(TIMEOUT_S)
 
     def output(self) -> str:
         """Return what it has printed so far."""
@@ -177,7 +197,7 @@ class Command:
 
     def wait(self) -> int:
         """Wait for its end; return the exit code."""
-        return self.process.wait(timeout=TIMEOUT_S)
+        return self.process.wait(TIMEOUT_S)
 
     def signal(self, number: signal.Signals) -> None:
         """Send it a signal."""
@@ -190,7 +210,7 @@ class Command:
 
 def process_of(run: Command, kind: str, index: int = 0) -> psutil.Process:
     """Return a process that the coordinator launched."""
-    found = [c for c in run.children() if f"tandem.{kind}.cli" in " ".join(c.cmdline())]
+    found = [c for c in run.children() if " ".join(c.cmdline()).startswith(f"{kind} --coordinator")]
     return sorted(found, key=lambda process: process.create_time())[index]
 
 

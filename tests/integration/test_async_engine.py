@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.harness import Command, coordinator, steps_of, write_config
+from tests.integration.harness import Command, coordinator, process_of, steps_of, write_config
 
 SLEEP_S = 25.0
 SLOW = f"""
@@ -62,7 +62,7 @@ def test_what_a_killed_engine_held_is_made_by_another() -> None:
     config = write_config(ASYNC | {"grpo": {"max_num_steps": 12, "max_rollout_turns": 2}})
     with Command("coordinator", "up", config) as run:
         run.wait_for("step 2/12")
-        victim = next(process for process in run.children() if "tandem.rollout.cli" in process.cmdline())
+        victim = process_of(run, "rollout")
         victim.kill()
         run.wait_for(r"rollout-\d is lost: killed by SIGKILL.*; another is launched in its place")
         assert run.wait() == 0, run.output()

@@ -16,7 +16,16 @@ import pytest
 
 from tandem.common.messages import PROTOCOL_VERSION, Hello, ToRefit
 from tandem.common.wire import Link
-from tests.integration.harness import GYM, Command, coordinator, merged, steps_of, wait_until, write_config
+from tests.integration.harness import (
+    GYM,
+    Command,
+    coordinator,
+    merged,
+    process_of,
+    steps_of,
+    wait_until,
+    write_config,
+)
 
 CHARACTERS = "0123456789+-= "
 
@@ -147,7 +156,7 @@ def test_a_disk_that_is_full_while_saving_loses_no_earlier_checkpoint() -> None:
     config = write_config({"grpo": {"max_num_steps": 1000, "val_period": 500}, "checkpointing": {"save_period": 20}})
     with Command("coordinator", "up", config) as run:
         wait_until(lambda: Path("run/checkpoints/step_20/training.json").exists(), lambda: "the first checkpoint")
-        (trainer,) = (c for c in run.children() if "tandem.trainer.cli" in " ".join(c.cmdline()))
+        trainer = process_of(run, "trainer")
         # No file of the trainer may grow past this: what writing to a full disk feels like.
         psutil.Process(trainer.pid).rlimit(resource.RLIMIT_FSIZE, (4096, 4096))
         assert run.wait() == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.integration.harness import coordinator, copy_examples, steps_of
+from tests.integration.harness import copy_examples, steps_of, typed
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = ["grpo.max_num_steps=2", "policy.train_micro_batch_size=64"]
@@ -20,15 +20,15 @@ def commands() -> list[str]:
 
 def test_the_commands_of_the_readme_run() -> None:
     copy_examples()
-    typed = commands()
-    assert typed[0] == "coordinator up examples/arithmetic.yaml"
-    assert len(typed) == 8
-    for command in typed:
+    lines = commands()
+    assert lines[0] == "coordinator up examples/arithmetic.yaml"
+    assert len(lines) == 8
+    for command in lines:
         words = command.split()[1:]
         more = SHORT if words[0] == "up" else []
         if "--resume" in words:
             more = ["grpo.max_num_steps=3", *SHORT[1:]]
-        ended = coordinator(*words, *more, timeout_s=280)
+        ended = typed("coordinator", *words, *more, timeout_s=280)
         assert ended.returncode == 0, f"{command}: {ended.stdout[-2000:]}{ended.stderr}"
     assert [s.step for s in steps_of("results/arithmetic")] == [0, 1, 2, 3]
     assert Path("results/arithmetic/report.png").exists()

@@ -62,6 +62,11 @@ def one_host_two_of_each(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return undisturbed_run(tmp_path_factory.mktemp("two"), merged(CONFIG, TWO_OF_EACH))
 
 
+def _command(before: tuple[str, ...], name: str) -> list[str]:
+    """Return the words that start a console command behind others, which start a program and not a name."""
+    return [*before, str(BIN / name)] if before else [name]
+
+
 @contextlib.contextmanager
 def on_two_hosts(
     over: dict[str, Any], elsewhere: tuple[str, ...], here: tuple[str, ...] = (), damages: Sequence[str] = ()
@@ -74,9 +79,9 @@ def on_two_hosts(
     trainers, engines = (config.get("cluster", {}).get(kind, 1) for kind in ("trainers", "rollouts"))
     config = merged(config, {"cluster": {"launch": {"trainers": trainers, "refit": True}}})
     with contextlib.ExitStack() as stack:
-        run = stack.enter_context(Command(*here, BIN / "coordinator", "up", write_config(config)))
+        run = stack.enter_context(Command(*_command(here, "coordinator"), "up", write_config(config)))
         address = ["--coordinator", run.wait_for(r"listens on (tcp://\S+)")[1]]
-        words = [*elsewhere, str(BIN / "rollout"), *address]
+        words = [*_command(elsewhere, "rollout"), *address]
         harmed = [[*elsewhere, sys.executable, damaged_rollout.__file__, each, *address] for each in damages]
         starts = [*harmed, *[words] * (engines - len(harmed))]
         yield run, [stack.enter_context(Command(*start)) for start in starts], words

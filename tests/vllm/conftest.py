@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Iterator
 from multiprocessing import resource_tracker
 from pathlib import Path
 
 import pytest
 
 from tandem.rollout.engines.vllm import insides
+from tests.integration import consoles
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None and "torch" not in sys.modules
 """vLLM reads its environment once, so nothing may have imported torch before: these tests run on their own."""
@@ -20,6 +22,13 @@ if HAS_VLLM:
     sys.path.append(str(Path(__file__).parents[1] / "unit"))  # tiny models, and ways to refit an engine from them
 else:
     collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def console_server() -> Iterator[None]:
+    """Start the process that commands are forked from before a test could count it among what the test left behind."""
+    with consoles.nursery():
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -38,6 +38,7 @@ from tandem.common.wire import Arrays, Frames, Link, encode
 _IDLE_POLL_S = 1.0
 _REMEMBERED_COMMANDS = 16
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 class Member:
@@ -205,6 +206,22 @@ def _parser(kind: ServiceKind) -> argparse.ArgumentParser:
 
 def die_with(parent_pid: int) -> None:
     """Have the kernel kill this process when the one that started it dies, kill -9 included."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # it died before the line above
         os._exit(1)
+
+
+@contextlib.contextmanager
+def reaper() -> Iterator[None]:
+    """Become the parent of descendants whose own parent ends inside the block."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        _prctl(_PR_SET_CHILD_SUBREAPER, 0)
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

@@ -6,6 +6,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from tandem.common import collector
@@ -87,13 +88,17 @@ def _up(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
     for notice in notices(config):
         print(f"note: {notice}", flush=True)
-    from tandem.coordinator.launch import make_importable
-    from tandem.coordinator.report import format_summary, write_report
-    from tandem.coordinator.run import Mode, run
+    from tandem.coordinator.launch import make_importable, preload
+    from tandem.coordinator.nursery import Nursery
 
     make_importable(arguments.config)
-    mode: Mode = "resume" if arguments.resume else "restart" if arguments.restart else "new"
-    finish = run(config, mode, lambda text: print(text, flush=True))
+    # First: what follows imports much as well.
+    with Nursery(partial(preload, config), config.cluster.deadlines.join_s) as nursery:
+        from tandem.coordinator.report import format_summary, write_report
+        from tandem.coordinator.run import Mode, run
+
+        mode: Mode = "resume" if arguments.resume else "restart" if arguments.restart else "new"
+        finish = run(config, mode, lambda text: print(text, flush=True), nursery)
     folder = Path(config.logger.log_dir)
     match finish.outcome:
         case "finished":

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import secrets
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import msgspec
 
+from tandem.common.config import Config
 from tandem.common.messages import ServiceKind
+from tandem.coordinator.nursery import Child, Nursery
 
 _TERMINATE_GRACE_S = 3.0
 _LOG_TAIL_LINES = 3
-_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
-"""Compute threads sleep while they have nothing to do: training and generation take turns on the same cores, and
-threads that spin would take them from whoever is at work."""
 
 
 def make_importable(config_file: str | Path) -> None:
@@ -33,6 +32,15 @@ def make_importable(config_file: str | Path) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([*(path for path in inherited if path not in ("", folder)), folder])
 
 
+def preload(config: Config) -> None:
+    """Import what the services that the coordinator launches take long to import."""
+    from tandem.coordinator.shape import launched_processes
+
+    for kind, count in launched_processes(config).items():
+        if count:
+            importlib.import_module(f"tandem.{kind}.cli").preload()
+
+
 class Launched(msgspec.Struct, frozen=True, kw_only=True):
     """A process the coordinator started."""
 
@@ -41,7 +49,7 @@ class Launched(msgspec.Struct, frozen=True, kw_only=True):
     kind: ServiceKind
     number: int
     log: Path
-    process: subprocess.Popen[bytes]
+    process: Child
 
     @property
     def name(self) -> str:
@@ -50,7 +58,7 @@ class Launched(msgspec.Struct, frozen=True, kw_only=True):
 
     def describe_death(self) -> str:
         """Say how it ended, with the last lines it wrote."""
-        code = self.process.returncode
+        code = self.process.wait(0.0)
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         lines = self.log.read_text(errors="replace").strip().splitlines()[-_LOG_TAIL_LINES:]
         return f"{how}; last in {self.log}: {' | '.join(lines) or 'nothing'}"
@@ -59,8 +67,9 @@ class Launched(msgspec.Struct, frozen=True, kw_only=True):
 class LocalProcesses:
     """The launched processes. They die with this one, whatever ends it: the kernel sees to that."""
 
-    def __init__(self, coordinator: str, log_folder: Path) -> None:
+    def __init__(self, coordinator: str, log_folder: Path, nursery: Nursery) -> None:
         self._coordinator = coordinator
+        self._nursery = nursery
         self._log_folder = log_folder
         self._running: dict[str, Launched] = {}
         self._launched: dict[str, ServiceKind] = {}
@@ -70,16 +79,9 @@ class LocalProcesses:
         """Start one process; its output goes to ``<kind>-<number>.log`` in the log folder."""
         launch_id = secrets.token_hex(8)
         log = self._log_folder / f"{kind}-{number}.log"
-        command = [sys.executable, "-m", f"tandem.{kind}.cli", "--coordinator", self._coordinator]
-        command += ["--launch-id", launch_id, "--launched-by", str(os.getpid())]
+        arguments = ("--coordinator", self._coordinator, "--launch-id", launch_id, "--launched-by", str(os.getpid()))
         with log.open("ab") as out:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env={**_ENVIRONMENT, **os.environ},
-            )
+            process = self._nursery.start(f"tandem.{kind}.cli", arguments, out)
         launched = Launched(launch_id=launch_id, kind=kind, number=number, log=log, process=process)
         self._running[launch_id] = launched
         self._launched[launched.name] = kind
@@ -107,7 +109,7 @@ class LocalProcesses:
     def stop(self, grace_s: float) -> None:
         """Wait `grace_s` for the processes to end, then terminate them, then kill them."""
         self._wait(grace_s)
-        for end in (subprocess.Popen.terminate, subprocess.Popen.kill):
+        for end in (Child.terminate, Child.kill):
             for launched in self._running.values():
                 end(launched.process)
             self._wait(_TERMINATE_GRACE_S)

@@ -35,6 +35,7 @@ from tandem.coordinator.journal_file import JOURNAL_NAME, new_run_id, refuse_jou
 from tandem.coordinator.launch import LocalProcesses, make_importable
 from tandem.coordinator.loop import Loop
 from tandem.coordinator.members import Pulse, Registry
+from tandem.coordinator.nursery import Nursery
 from tandem.coordinator.plan import SynchronousPlan
 from tandem.coordinator.progress import Progress
 from tandem.coordinator.recorder import Recorder
@@ -51,10 +52,12 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     """Checkpoint folder; empty to start from the model."""
 
 
-def run(config: Config, mode: Mode, say: Callable[[str], None], wanted_by: tuple[str, ...] = ()) -> Finish:
+def run(
+    config: Config, mode: Mode, say: Callable[[str], None], nursery: Nursery, wanted_by: tuple[str, ...] = ()
+) -> Finish:
     """Run `config`, and before it the run that makes its model, if that has not been done yet.
 
-    `wanted_by` are the prerequisites that led here.
+    `nursery` forks the services. `wanted_by` are the prerequisites that led here.
 
     Raises:
         TandemError: something is wrong that is known before any process starts.
@@ -63,7 +66,7 @@ def run(config: Config, mode: Mode, say: Callable[[str], None], wanted_by: tuple
     if config.prerequisite is not None:
         if config.prerequisite in wanted_by:
             raise ConfigError(f"prerequisite: {' needs '.join([*wanted_by, config.prerequisite])}: a circle")
-        finish = _run_prerequisite(config, config.prerequisite, say, (*wanted_by, config.prerequisite))
+        finish = _run_prerequisite(config, config.prerequisite, say, nursery, (*wanted_by, config.prerequisite))
         if finish is not None and finish.outcome != "finished":
             return finish
         if mode == "resume" and not (Path(config.logger.log_dir) / JOURNAL_NAME).exists():
@@ -87,11 +90,11 @@ def run(config: Config, mode: Mode, say: Callable[[str], None], wanted_by: tuple
             writers.add(_mlflow(config, run_id))
         journal = _open_journal(config, mode, run_id)
         stack.callback(journal.close)
-        return _run(config, feed, journal, hub, writers, say)
+        return _run(config, feed, journal, hub, writers, say, nursery)
 
 
 def _run_prerequisite(
-    config: Config, path: str, say: Callable[[str], None], wanted_by: tuple[str, ...]
+    config: Config, path: str, say: Callable[[str], None], nursery: Nursery, wanted_by: tuple[str, ...]
 ) -> Finish | None:
     """Bring the prerequisite run to its end, from wherever it stands; None if it had ended already."""
     earlier = load_config(path)
@@ -108,7 +111,7 @@ def _run_prerequisite(
     elif Path(config.policy.model_name).exists():
         return None
     say(f"prerequisite {path}: making {config.policy.model_name}")
-    finish = run(earlier, "resume" if has_begun else "new", say, wanted_by)
+    finish = run(earlier, "resume" if has_begun else "new", say, nursery, wanted_by)
     if finish.outcome == "finished" and not Path(config.policy.model_name).exists():
         raise ModelError(
             f"policy.model_name: the prerequisite {path} has ended, but {config.policy.model_name!r} does not exist"
@@ -216,7 +219,13 @@ def _where_to_start(journal: Journal, checkpoints: CheckpointFolder) -> Start:
 
 
 def _run(
-    config: Config, feed: Feed, journal: Journal, hub: wire.Hub, writers: MetricWriters, say: Callable[[str], None]
+    config: Config,
+    feed: Feed,
+    journal: Journal,
+    hub: wire.Hub,
+    writers: MetricWriters,
+    say: Callable[[str], None],
+    nursery: Nursery,
 ) -> Finish:
     checkpoints = CheckpointFolder(
         Path(config.checkpointing.checkpoint_dir),
@@ -240,7 +249,7 @@ def _run(
         checkpoint_folder=checkpoints.temporary_pattern,
     )
     with contextlib.ExitStack() as stack:
-        processes = LocalProcesses(hub.address, Path(config.logger.log_dir) / "logs")
+        processes = LocalProcesses(hub.address, Path(config.logger.log_dir) / "logs", nursery)
         pulse = Pulse(interval_s=config.cluster.heartbeat_interval_s, timeout_s=config.cluster.heartbeat_timeout_s)
         registry = Registry(hub, expected_processes(config), config_to_json(config), journal.run_id, pulse)
         progress = Progress(config, shape, journal.steps())
@@ -265,7 +274,7 @@ def _run(
 
 
 def _launch(config: Config, processes: LocalProcesses, registry: Registry) -> None:
-    """Start what the coordinator launches itself; heavy imports of all of them overlap."""
+    """Start what the coordinator launches itself."""
     for kind, count in launched_processes(config).items():
         for index in range(count):
             registry.reserve(processes.start(kind, index))

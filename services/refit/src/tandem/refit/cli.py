@@ -15,5 +15,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_service("refit", ToRefit, RefitService, argv)
 
 
+def preload() -> None:
+    """Import what takes long: nothing does."""
+
+
 if __name__ == "__main__":
     sys.exit(main())

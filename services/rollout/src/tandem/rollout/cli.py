@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Sequence
@@ -16,6 +17,12 @@ from tandem.rollout.engines.vllm import insides
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one rollout process until the run ends; return the exit code."""
     return run_service("rollout", ToRollout, _make, argv)
+
+
+def preload() -> None:
+    """Import what takes long, and touch no device; not vLLM, whose environment depends on the engine."""
+    importlib.import_module("tandem.rollout.service")
+    importlib.import_module("tandem.rollout.engines.transformers")
 
 
 def _make(member: Member) -> Service:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Sequence
 
@@ -12,6 +13,12 @@ from tandem.common.service import Member, Service, run_service
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one trainer process until the run ends; return the exit code."""
     return run_service("trainer", ToTrainer, _make, argv)
+
+
+def preload() -> None:
+    """Import what takes long, and touch no device."""
+    importlib.import_module("tandem.trainer.service")
+    importlib.import_module("tandem.trainer.backends.dtensor")  # and with it what Megatron-Core's needs as well
 
 
 def _make(member: Member) -> Service:

@@ -1,7 +1,7 @@
 """vLLM's insides: its releases, starting and ending it; `part`, `worker` and `float8` know the rest.
 
-vLLM reads much of its environment while it is imported, so nothing here imports it, or torch, before a function is
-called: `prepare_environment` first, in a process of its own. vLLM seeds that process's random numbers and disables its
+vLLM reads much of its environment while it is imported, so nothing here imports it before a function is called:
+`prepare_environment` first, in a process of its own. vLLM seeds that process's random numbers and disables its
 `torch.set_num_threads`.
 """
 
@@ -56,10 +56,15 @@ _ANSWER_S = 300.0
 
 
 def prepare_environment(num_threads: int) -> None:
-    """Set what vLLM and OpenMP read once, where the user has not. Before torch is imported."""
+    """Set what vLLM, torch and OpenMP read once, where the user has not; in torch itself where it has been imported."""
     on_device = _ON_A_CPU if _installed(_CPU) else _ON_A_GPU
     for name, value in {**_ENVIRONMENT, **on_device, "OMP_NUM_THREADS": str(num_threads)}.items():
         os.environ.setdefault(name, value)
+    if "torch" in sys.modules:
+        import torch._dynamo
+
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        torch._dynamo.config.disable = os.environ.get("TORCHDYNAMO_DISABLE") == "1"
 
 
 def check_release() -> None:

@@ -1,0 +1,256 @@
+"""A process that has imported what services need, and forks them.
+
+Importing torch and transformers takes seconds of a core in every process. Done once, in a process that does nothing
+else, it is done by the time the first service is wanted: each then starts in milliseconds, one in the place of a lost
+one too, and what was imported is in memory once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import IO, NoReturn
+
+import msgspec
+from setproctitle import setproctitle
+
+from tandem.common import collector
+from tandem.common.errors import DeadlineExceeded, ServiceLost
+from tandem.common.service import die_with, reaper
+
+_NAME = "the process that forks services"
+_ATTEMPTS = 2
+_KILLED_S = 10.0
+"""How long the kernel may take to end a process that was killed."""
+_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""Compute threads sleep while they have nothing to do: training and generation take turns on the same cores, and
+threads that spin would take them from whoever is at work. Read when torch is imported."""
+_WHILE_IMPORTING = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""Whoever asks torch for a GPU would otherwise begin to use it, and what is forked afterwards could not."""
+
+
+class Birth(msgspec.Struct, frozen=True, kw_only=True):
+    """What a forked process is to be, as if it had been started by a command."""
+
+    module: str
+    """Its ``main`` is given the arguments, and returns the exit code."""
+    arguments: tuple[str, ...]
+    folder: str
+    environment: dict[str, str]
+
+
+class Child:
+    """A forked process, with what `subprocess.Popen` has for one that was started by a command."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        """Negative: the signal that ended it."""
+
+    def poll(self) -> int | None:
+        """Return the exit code, None while it runs."""
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        """Wait for its end; return the exit code. Raises `subprocess.TimeoutExpired`."""
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+            time.sleep(0.01)
+        return code
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send it a signal, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it."""
+        self.send_signal(signal.SIGKILL)
+
+
+class Nursery:
+    """The process that services are forked from; it ends with this one. What it forks are children of this process.
+
+    The first is best made before this process has threads and much memory: what it is then, all that it forks are.
+    """
+
+    def __init__(self, preload: Callable[[], None], deadline_s: float) -> None:
+        """Fork it. It calls `preload`; whatever that raises is left to the process that needs what is missing.
+
+        Args:
+            preload: imports modules, and does nothing that has threads or touches a device.
+            deadline_s: how long a start may take, of the first of which importing may be a part.
+
+        """
+        self._preload = preload
+        self._deadline_s = deadline_s
+        self._process, self._orders = self._begin()
+
+    def __enter__(self) -> Nursery:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def start(self, module: str, arguments: Sequence[str], out: IO[bytes], errors: IO[bytes] | None = None) -> Child:
+        """Run the ``main`` of a module in a new process, with this one's folder and environment.
+
+        Raises:
+            ServiceLost: the process that forks has ended.
+            DeadlineExceeded: it did not answer in time.
+
+        """
+        birth = Birth(module=module, arguments=tuple(arguments), folder=os.getcwd(), environment=dict(os.environ))
+        code = 0
+        for _ in range(_ATTEMPTS):
+            if (pid := self._ask_for(birth, out, errors or out)) is not None:
+                return Child(pid)
+            code = self._end()  # if someone killed it, that is no reason not to start anything
+            self._process, self._orders = self._begin()
+        raise ServiceLost(_NAME, f"starting {module}", f"it ended again and again, at last with code {code}")
+
+    def close(self) -> None:
+        """End it; what it has forked lives on."""
+        self._end()
+
+    def _ask_for(self, birth: Birth, out: IO[bytes], errors: IO[bytes]) -> int | None:
+        """Return the id of the process that was born, None if there is nobody to ask any more."""
+        with contextlib.suppress(OSError), reaper(), os.fdopen(os.memfd_create("birth"), "w+b") as order:
+            order.write(msgspec.json.encode(birth))
+            order.seek(0)
+            socket.send_fds(self._orders, [b"."], [order.fileno(), out.fileno(), errors.fileno()])
+            if not select.select([self._orders], [], [], self._deadline_s)[0]:
+                what = f"it did not fork {birth.module} within {self._deadline_s:g} s"
+                raise DeadlineExceeded(_NAME, "importing modules", what)
+            if answer := self._orders.recv(32):
+                return int(answer)
+        return None
+
+    def _end(self) -> int:
+        self._orders.close()
+        self._process.kill()
+        return self._process.wait(_KILLED_S)
+
+    def _begin(self) -> tuple[Child | subprocess.Popen[bytes], socket.socket]:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        owner = os.getpid()
+        for stream in (sys.stdout, sys.stderr):  # or what they have not written yet would be written twice
+            stream.flush()
+        pid = os.fork()
+        if pid:
+            theirs.close()
+            return Child(pid), ours
+        try:
+            serve(theirs.fileno(), owner, self._preload)
+        finally:
+            os._exit(1)
+
+
+def serve(orders_fd: int, owner: int, preload: Callable[[], None]) -> NoReturn:
+    """Be the process that forks what the owner orders, until that ends or closes its socket."""
+    gc.freeze()  # what the owner no longer needs is not this process's to collect: files would be closed, say
+    die_with(owner)
+    _forget_owner(orders_fd)
+    setproctitle("coordinator: forks services")
+    os.environ.update({**_ENVIRONMENT, **_WHILE_IMPORTING, **os.environ})
+    with collector.paused(), contextlib.suppress(Exception):
+        preload()
+    gc.freeze()  # or looking for garbage would make each child copy what was imported
+    orders = socket.socket(fileno=orders_fd)
+    while True:
+        word, descriptors, *_ = socket.recv_fds(orders, 1, 3)
+        if not word:
+            os._exit(0)
+        between = os.fork()
+        if between == 0:
+            between = os.getpid()
+            if os.fork() == 0:
+                _become(orders, between, owner, *descriptors)
+            os._exit(0)  # which makes its child one of the owner's, who asked for orphans
+        os.waitpid(between, 0)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _forget_owner(keep_fd: int) -> None:
+    """Give up what came with the fork: files and sockets, the terminal, and how signals are handled."""
+    os.closerange(3, keep_fd)
+    os.closerange(keep_fd + 1, os.sysconf("SC_OPEN_MAX"))
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches all that was started there
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in range(3):
+        os.dup2(nowhere, descriptor)
+    os.close(nowhere)
+
+
+def _become(orders: socket.socket, between: int, owner: int, order: int, out: int, errors: int) -> NoReturn:
+    """Be the process that was ordered, to its end."""
+    code = 1
+    try:
+        while (parent := os.getppid()) == between:
+            time.sleep(0.0005)
+        if parent != owner:  # which has ended
+            os._exit(1)
+        with os.fdopen(order, "rb") as file:
+            birth = msgspec.json.decode(file.read(), type=Birth)
+        os.dup2(out, 1)
+        os.dup2(errors, 2)
+        orders.send(str(os.getpid()).encode())
+        for descriptor in (orders.detach(), out, errors):
+            os.close(descriptor)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", buffering=1, closefd=False)
+        code = _run(birth)
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        _end(code)
+
+
+def _run(birth: Birth) -> int:
+    os.chdir(birth.folder)
+    os.environ.clear()
+    os.environ.update({**_ENVIRONMENT, **birth.environment})
+    paths = birth.environment.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path += [path for path in paths if path and path not in sys.path]
+    command = birth.module.split(".")[1]
+    sys.argv = [command, *birth.arguments]
+    setproctitle(" ".join(sys.argv))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    main: Callable[[Sequence[str]], int] = importlib.import_module(birth.module).main
+    return main(birth.arguments)
+
+
+def _end(code: int) -> NoReturn:
+    """End as an interpreter does, but for taking itself apart: the stack below is the owner's."""
+    with contextlib.suppress(BaseException):
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)

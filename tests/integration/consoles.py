@@ -1,0 +1,64 @@
+"""The console commands, forked from a process that has imported what they need.
+
+They are the same processes but for the start of Python and its imports, which would be most of the processor time of
+all tests. The process that forks is a new interpreter, so that nothing of pytest's is in them. What checks the commands
+themselves runs them as a user does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import IO
+
+from tandem.coordinator.nursery import Child, Nursery, serve
+
+COMMANDS = ("coordinator", "trainer", "rollout", "refit")
+_DEADLINE_S = 120.0
+_MODULES = (
+    "tandem.coordinator.run",
+    "tandem.coordinator.report",
+    "tandem.trainer.service",
+    "tandem.trainer.backends.dtensor",
+    "tandem.rollout.service",
+    "tandem.rollout.engines.transformers",
+    "transformers.models.qwen3.modeling_qwen3",
+    "reasoning_gym",
+    "tandem.trainer.backends.megatron.backend",  # last: Megatron-Core is not installed beside vLLM
+)
+
+
+def start(command: str, arguments: Sequence[str], out: IO[bytes], errors: IO[bytes] | None = None) -> Child:
+    """Start a console command with this process's folder and environment."""
+    return nursery().start(f"tandem.{command}.cli", arguments, out, errors)
+
+
+@cache
+def nursery() -> Nursery:
+    """Return what commands are forked from; it ends with this process."""
+    return _OfAnInterpreter(_preload, _DEADLINE_S)
+
+
+class _OfAnInterpreter(Nursery):
+    """A nursery that is a new interpreter and no fork of this process."""
+
+    def _begin(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            words = [sys.executable, "-m", __name__, str(theirs.fileno()), str(os.getpid())]
+            return subprocess.Popen(words, pass_fds=[theirs.fileno()], cwd=Path(__file__).parents[2]), ours
+
+
+def _preload() -> None:
+    for module in _MODULES:
+        importlib.import_module(module)
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]), int(sys.argv[2]), _preload)

@@ -1,0 +1,181 @@
+"""Forked services: what they are given, whose children they are, and what is left when one of the family is killed."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tandem.common.errors import DeadlineExceeded, ServiceLost
+from tandem.coordinator.nursery import Child, Nursery
+
+PATIENCE_S = 20.0
+SERVICE = """
+import json, os, sys, time
+imported_in = os.getpid()
+
+def main(arguments):
+    match arguments[0]:
+        case "tell":
+            here = {"folder": os.getcwd(), "parent": os.getppid(), "imported_here": imported_in == os.getpid()}
+            print(json.dumps({**here, "arguments": arguments, "argv": sys.argv, "mark": os.environ.get("MARK")}))
+        case "fail":
+            raise ValueError("on purpose")
+        case "leave":
+            sys.exit(7)
+        case "wait":
+            print("waiting", flush=True)
+            time.sleep(60)
+    return 3
+"""
+
+OWNER = """
+import os, time
+from tandem.coordinator.nursery import Nursery
+
+nursery = Nursery(lambda: None, 20.0)
+arguments = ["--coordinator", "tcp://127.0.0.1:1", "--launched-by", str(os.getpid())]
+nursery.start("tandem.refit.cli", arguments, open(os.devnull, "wb"))
+print("ready", flush=True)
+time.sleep(60)
+"""
+"""Has a service that looks for its coordinator."""
+
+
+@pytest.fixture(autouse=True)
+def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Write a module that can be a service to a folder that only `PYTHONPATH` names; return its name."""
+    folder = tmp_path / "modules" / "family"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").touch()
+    (folder / "member.py").write_text(SERVICE)
+    monkeypatch.setenv("PYTHONPATH", str(folder.parent), prepend=os.pathsep)
+    return "family.member"
+
+
+@pytest.fixture
+def nursery() -> Iterator[Nursery]:
+    with Nursery(lambda: None, PATIENCE_S) as made:
+        yield made
+
+
+def born(nursery: Nursery, *words: str) -> tuple[Child, Path]:
+    log = Path(f"{words[0]}.log")
+    with log.open("wb") as out:
+        return nursery.start("family.member", words, out), log
+
+
+def told(nursery: Nursery) -> dict[str, object]:
+    child, log = born(nursery, "tell", "a b")
+    assert child.wait(PATIENCE_S) == 3
+    found: dict[str, object] = json.loads(log.read_text())
+    return found
+
+
+def test_a_child_is_given_what_a_command_would_be(
+    nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MARK", "set after the nursery was made")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert told(nursery) == {
+        "folder": str(tmp_path / "elsewhere"),
+        "arguments": ["tell", "a b"],
+        "argv": ["member", "tell", "a b"],
+        "mark": "set after the nursery was made",
+        "parent": os.getpid(),
+        "imported_here": True,
+    }
+
+
+def test_what_was_imported_before_is_not_imported_again(tmp_path: Path) -> None:
+    def preload() -> None:
+        sys.path.append(str(tmp_path / "modules"))
+        importlib.import_module("family.member")
+        raise ImportError("what is missing is for the service to report")
+
+    with Nursery(preload, PATIENCE_S) as made:
+        assert told(made)["imported_here"] is False
+
+
+@pytest.mark.parametrize(("word", "code", "says"), [("fail", 1, "ValueError: on purpose"), ("leave", 7, "")])
+def test_how_it_ends_is_known(nursery: Nursery, word: str, code: int, says: str) -> None:
+    child, log = born(nursery, word)
+    assert child.wait(PATIENCE_S) == code
+    assert says in log.read_text()
+
+
+def test_a_module_that_is_not_there_is_named_in_the_log(nursery: Nursery) -> None:
+    with Path("log").open("wb") as out:
+        child = nursery.start("family.stranger", [], out)
+    assert child.wait(PATIENCE_S) == 1
+    assert "No module named 'family.stranger'" in Path("log").read_text()
+
+
+def test_a_child_that_is_killed_tells_by_what(nursery: Nursery) -> None:
+    child, log = born(nursery, "wait")
+    while not log.read_text():
+        time.sleep(0.01)
+    assert child.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        child.wait(0.02)
+    child.kill()
+    assert child.wait(PATIENCE_S) == -signal.SIGKILL
+    child.terminate()  # does nothing to whoever has its number now
+
+
+def test_children_live_on_and_others_are_born_after_the_nursery_was_killed(nursery: Nursery) -> None:
+    child, _ = born(nursery, "wait")
+    (forking,) = (p for p in psutil.Process().children() if "forks services" in " ".join(p.cmdline()))
+    forking.kill()
+    assert told(nursery)["parent"] == os.getpid()
+    assert child.poll() is None
+    child.kill()
+    child.wait(PATIENCE_S)
+
+
+def test_an_import_that_does_not_end_is_named() -> None:
+    with Nursery(lambda: time.sleep(60), 0.3) as made, pytest.raises(DeadlineExceeded) as caught:
+        born(made, "tell")
+    assert re.search(r"while importing modules: it did not fork family.member within 0.3 s", str(caught.value))
+
+
+def test_an_import_that_kills_is_named() -> None:
+    def preload() -> None:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    with Nursery(preload, PATIENCE_S) as made, pytest.raises(ServiceLost) as caught:
+        born(made, "tell")
+    assert "while starting family.member: it ended again and again, at last with code -11" in str(caught.value)
+
+
+def test_nothing_holds_what_its_owner_held() -> None:
+    read, write = os.pipe()
+    with Nursery(lambda: None, PATIENCE_S) as made:
+        child, _ = born(made, "wait")
+        os.close(write)
+        assert os.read(read, 1) == b""  # which waits for as long as someone could write
+        child.kill()
+        child.wait(PATIENCE_S)
+    os.close(read)
+
+
+def test_nothing_survives_an_owner_that_is_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE) as owner:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == b"ready\n"
+        family = psutil.Process(owner.pid).children(recursive=True)
+        assert len(family) == 2
+        owner.kill()
+        assert psutil.wait_procs(family, PATIENCE_S)[1] == []
