@@ -208,10 +208,15 @@ class Command:
         return psutil.Process(self.process.pid).children(recursive=True)
 
 
+def processes_of(run: Command, kind: str) -> list[psutil.Process]:
+    """Return the processes of a kind that the coordinator launched, in the order in which it did."""
+    found = [c for c in run.children() if " ".join(c.cmdline()).startswith(f"{kind} --coordinator")]
+    return sorted(found, key=lambda process: process.create_time())
+
+
 def process_of(run: Command, kind: str, index: int = 0) -> psutil.Process:
     """Return a process that the coordinator launched."""
-    found = [c for c in run.children() if " ".join(c.cmdline()).startswith(f"{kind} --coordinator")]
-    return sorted(found, key=lambda process: process.create_time())[index]
+    return processes_of(run, kind)[index]
 
 
 def wait_until(

@@ -23,6 +23,7 @@ from tests.integration.harness import (
     merged,
     process_of,
     steps_of,
+    typed,
     wait_until,
     write_config,
 )
@@ -32,7 +33,10 @@ CHARACTERS = "0123456789+-= "
 
 def refusal(over: dict[str, Any], *overrides: str) -> str:
     """Run a bad configuration; return its one line of error. No process was launched, no run was begun."""
-    ended = coordinator("up", write_config(over), *overrides)
+    return line_of(coordinator("up", write_config(over), *overrides))
+
+
+def line_of(ended: subprocess.CompletedProcess[str]) -> str:
     assert ended.returncode in (1, 2), ended.stdout + ended.stderr
     assert "launched" not in ended.stdout
     assert not Path("run").exists()
@@ -77,7 +81,8 @@ def test_a_dataset_on_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("HF_HOME", str(Path("home").absolute()))
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    line = refusal({"data": {"dataset_name": "nobody/nothing"}})
+    # Typed: all this is read when its library is imported.
+    line = line_of(typed("coordinator", "up", str(write_config({"data": {"dataset_name": "nobody/nothing"}}))))
     assert line.startswith("data.dataset_name: cannot load 'nobody/nothing', split 'train': ")
     assert f"{endpoint} cannot be reached (Connection refused)" in line
 
