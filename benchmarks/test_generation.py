@@ -87,7 +87,7 @@ def make_engine(model: Any) -> TransformersEngine:
     )
     source = weights_of(dict(model.named_parameters())).layout
     programs = plan({"trainer-0": source}, {"rollout-0": engine.layouts()[0]}, allow_alias=False).programs
-    engine.install([programs["rollout-0"]], {})
+    engine.install([programs["rollout-0"]])
     engine.apply(0, 60.0)
     return engine
 

@@ -129,7 +129,7 @@ def install(engine: Engine, source: Layout, *, allow_alias: bool) -> int:
     """Return the bytes that every refit copies."""
     (wanted,) = engine.layouts()
     programs = plan({"trainer-0": source}, {"rollout-0": wanted}, allow_alias=allow_alias).programs
-    return engine.install([programs["rollout-0"]], {}).num_bytes
+    return engine.install([programs["rollout-0"]]).num_bytes
 
 
 @contextlib.contextmanager

@@ -131,7 +131,7 @@ class Bench:
         (wanted,) = self.engine.layouts()
         made = plan({"trainer-0": source}, {"rollout-0": wanted}, allow_alias=False).programs["rollout-0"]
         assert {transfer.transport for transfer in made.receives} == {"cuda_ipc" if DEVICE == "cuda" else "shm"}
-        self.engine.install([made], {})
+        self.engine.install([made])
         self.names = [tensor.name for tensor in wanted.tensors]
         self.version = 0
         self.sent: dict[str, torch.Tensor] = {}

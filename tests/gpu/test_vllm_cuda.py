@@ -132,7 +132,7 @@ def refit(trainer: Trainer, vllm: Any, version: int) -> None:
     (wanted,) = vllm.layouts()
     program = plan({"trainer-0": trainer.layout}, {"rollout-0": wanted}, allow_alias=False).programs["rollout-0"]
     assert {transfer.transport for transfer in program.receives} == {"cuda_ipc"}
-    vllm.install([program], {})
+    vllm.install([program])
     vllm.apply(version, 60.0)
 
 

@@ -73,7 +73,7 @@ def make_programs(source: Layout, engine: Engine, *, allow_alias: bool = False) 
 def refit(engine: Engine, model: Any, version: int) -> None:
     """Bring an engine to what `model` holds, by a whole refit out of the memory of a copy of it."""
     source = copy.deepcopy(model)
-    engine.install(make_programs(shared_layout(source), engine), {})
+    engine.install(make_programs(shared_layout(source), engine))
     engine.apply(version, 60.0)
 
 

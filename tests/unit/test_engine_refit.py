@@ -39,7 +39,7 @@ def test_weights_arrive_through_shared_memory(architecture: str, allow_alias: bo
     model = make_model(architecture, tmp_path)
     engine: Engine = empty_engine(tmp_path)
     num_model_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    bound = engine.install(make_programs(shared_layout(model), engine, allow_alias=allow_alias), {})
+    bound = engine.install(make_programs(shared_layout(model), engine, allow_alias=allow_alias))
     assert engine.version is None
     assert bound.num_bytes == (0 if allow_alias else num_model_bytes)
     assert engine.apply(0, 60.0) == {"trainer-0>rollout-0": bound.num_bytes}
@@ -62,7 +62,7 @@ def test_a_restarted_trainer_is_installed_anew_whether_aliased_before_or_not(tmp
     models = [make_model("qwen3", tmp_path, seed=seed) for seed in range(3)]
     engine = empty_engine(tmp_path)
     for version, (model, allow_alias) in enumerate(zip(models, [True, False, True], strict=True)):
-        engine.install(make_programs(shared_layout(model), engine, allow_alias=allow_alias), {})
+        engine.install(make_programs(shared_layout(model), engine, allow_alias=allow_alias))
         assert engine.version is None
         engine.apply(version, 60.0)
         assert held_by(engine) == digest_of(model)
@@ -74,7 +74,7 @@ def test_a_source_that_is_gone_leaves_the_engine_without_a_version(tmp_path: Pat
     model = make_model("qwen3", tmp_path)
     engine = empty_engine(tmp_path)
     (program,) = make_programs(shared_layout(model), engine, allow_alias=False)
-    engine.install([program], {})
+    engine.install([program])
     engine.apply(0, 60.0)
     (transfer,) = program.receives
     gone = tuple(
@@ -83,7 +83,7 @@ def test_a_source_that_is_gone_leaves_the_engine_without_a_version(tmp_path: Pat
     )
     lost = msgspec.structs.replace(program, receives=(msgspec.structs.replace(transfer, source_storages=gone),))
     with pytest.raises(RefitError, match="trainer-0"):
-        engine.install([lost], {})
+        engine.install([lost])
     assert engine.version is None
     with pytest.raises(RefitError, match="no whole weight version"):
         engine.step()

@@ -230,7 +230,7 @@ def test_an_engine_serves_no_token_until_it_holds_a_whole_version(model: Any, tm
     with pytest.raises(RefitError, match="no transfer program"):
         engine.apply(0, 60.0)
     source = copy.deepcopy(model)
-    engine.install(make_programs(shared_layout(source), engine), {})
+    engine.install(make_programs(shared_layout(source), engine))
     assert engine.version is None
     engine.add_request(request(0, PROMPT))
     with pytest.raises(RefitError, match="no whole weight version"):

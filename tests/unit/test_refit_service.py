@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from plan_harness import PRIVATE, SHARED
 
 from tandem.common.config import build_config
-from tandem.common.errors import NotSupportedYet, RefitError
+from tandem.common.errors import RefitError
 from tandem.common.messages import CommitVersion, Message, PlanTransfers, TransfersPlanned, VersionCommitted
 from tandem.refit import layout
 from tandem.refit.adapters.catalogue import from_config
@@ -141,6 +141,9 @@ def test_digests_of_something_else_are_refused() -> None:
         service.commit(digests)
 
 
-def test_weights_are_not_sent_to_one_of_several_workers() -> None:
-    with pytest.raises(NotSupportedYet, match=r"rollout-0 has several workers.*start rollout-0 beside the trainers"):
-        Service(address=PRIVATE).plan()
+def test_the_workers_of_an_engine_are_in_one_mesh() -> None:
+    """So that an engine that is lost is brought back over one, whichever of its workers needs what."""
+    service = Service(address=PRIVATE)
+    planned = service.plan()
+    sharing = [mesh for mesh in planned.meshes if "rollout-0/0" in mesh.members]
+    assert [set(mesh.members) for mesh in sharing] == [{*PARTS, "trainer-0"}]

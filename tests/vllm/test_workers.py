@@ -22,12 +22,25 @@ from tandem.rollout.engines.vllm.engine import VllmEngine
 from tandem.rollout.engines.vllm.insides import Llm
 from tandem.rollout.engines.vllm.workers import Workers
 from tests import leaks
-from tests.integration.harness import Command, all_gone, process_of, wait_until, write_config
+from tests.integration import test_two_hosts
+from tests.integration.by_hand import refits_of, undisturbed_run
+from tests.integration.harness import Command, all_gone, merged, process_of, wait_until, write_config
+from tests.integration.test_two_hosts import on_two_hosts
 from tests.vllm.test_run import JUDGE, SEVENS, curve
 from tests.vllm.vllm_harness import CHANGES, all_parameters, refit, running, tiny_model, train
 
 TWO = {"tensor_parallel_size": 2}
 EXPERTS = {"tensor_parallel_size": 2, "expert_parallel_size": 2}
+OF_TWO = merged(
+    SEVENS,
+    {
+        "grpo": {"max_num_steps": 6},
+        "policy": {"generation": {"backend": "vllm", "vllm_cfg": TWO}},
+        # Beside another host, the loss of an engine is noticed by its silence.
+        "cluster": {"heartbeat_timeout_s": 6.0},
+    },
+)
+other_host = test_two_hosts.other_host
 
 
 def load_as_vllm_does(monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, torch.Tensor]]]:
@@ -141,7 +154,7 @@ def test_an_update_in_flight_reaches_both_workers_between_two_tokens(tmp_path: P
 def engine_processes(run: Command) -> tuple[psutil.Process, list[psutil.Process]]:
     """Return the rollout process of a run, and its workers."""
     rollout = process_of(run, "rollout")
-    return rollout, [child for child in rollout.children() if child.cmdline() == rollout.cmdline()]
+    return rollout, [child for child in rollout.children() if "Worker" in " ".join(child.cmdline())]
 
 
 def sockets() -> set[str]:
@@ -149,36 +162,66 @@ def sockets() -> set[str]:
     return {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if "@vllm" in line}
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of an undisturbed run whose engine has two workers beside the trainer."""
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "judging.py").write_text(JUDGE)
+    return undisturbed_run(folder, OF_TWO)
+
+
+def assert_same_curves(run: Path, whole: Path) -> None:
+    """Every sample was drawn again from its own seed: none is lost, and none counted twice."""
+    for metric in ("reward", "loss", "mean_generation_length"):
+        assert curve(run, metric).tolist() == curve(whole, metric).tolist(), metric
+
+
 @pytest.mark.timeout(600)
 def test_kill_9_of_a_worker_or_of_its_engine_changes_nothing_but_the_time_it_takes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
     Path("judging.py").write_text(JUDGE)
-    config = write_config(SEVENS)
-    arguments = ["policy.generation.backend=vllm", "policy.generation.vllm_cfg.tensor_parallel_size=2"]
-    arguments += ["grpo.max_num_steps=6"]
     segments_before, sockets_before = leaks.segments(), sockets()
-    for folder in ("whole", "killed"):
-        with Command("coordinator", "up", config, *arguments, f"logger.log_dir={folder}") as run:
-            if folder == "killed":
-                for step, worker in ((2, 1), (4, None)):
-                    run.wait_for(rf"step {step}/6")
-                    rollout, workers = engine_processes(run)
-                    assert len(workers) == 2
-                    (rollout if worker is None else workers[worker]).send_signal(signal.SIGKILL)
-                    assert all_gone([rollout, *workers], 10.0) == []
-                run.wait_for(r"rollout-0 is lost: exited with code 1.*worker 1 of vLLM's 2 has ended")
-                run.wait_for(r"rollout-0 is lost: killed by SIGKILL.*; another is launched in its place")
-            assert run.wait() == 0, run.output()
-    # Every sample was drawn again from its own seed: none is lost, and none counted twice.
-    for metric in ("reward", "loss", "mean_generation_length"):
-        assert curve("killed", metric).tolist() == curve("whole", metric).tolist(), metric
-    assert curve("whole", "token_mult_prob_error").max() < 1.001
-    rewards = curve("whole", "reward")
+    with Command("coordinator", "up", write_config(OF_TWO)) as run:
+        for step, worker in ((2, 1), (4, None)):
+            run.wait_for(rf"step {step}/6")
+            rollout, workers = engine_processes(run)
+            assert len(workers) == 2
+            (rollout if worker is None else workers[worker]).send_signal(signal.SIGKILL)
+            assert all_gone([rollout, *workers], 10.0) == []
+        run.wait_for(r"rollout-0 is lost: exited with code 1.*worker 1 of vLLM's 2 has ended")
+        run.wait_for(r"rollout-0 is lost: killed by SIGKILL.*; another is launched in its place")
+        assert run.wait() == 0, run.output()
+    assert_same_curves(Path("run"), whole)
+    assert curve(whole, "token_mult_prob_error").max() < 1.001
+    rewards = curve(whole, "reward")
     assert rewards[-2:].mean() > rewards[:2].mean()
     assert leaks.segments_left(segments_before) == set()
     wait_until(lambda: sockets() <= sockets_before, lambda: "no socket to be left", timeout_s=10.0)
     assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.timeout(600)
+def test_workers_on_another_host_are_sent_their_shares_and_so_is_a_replacement(
+    whole: Path, other_host: tuple[str, ...]
+) -> None:
+    Path("judging.py").write_text(JUDGE)
+    with on_two_hosts(OF_TWO, other_host) as (run, engines, words):
+        run.wait_for("step 2/6")
+        engines[0].signal(signal.SIGKILL)
+        run.wait_for(r"rollout-0 is lost: .*; start another: rollout --coordinator")
+        with Command(*words) as another:
+            assert run.wait() == 0, run.output() + another.output()
+            assert another.wait() == 0
+    assert_same_curves(Path("run"), whole)
+    for one in refits_of():
+        across = {link: n for link, n in one.num_bytes.items() if link.startswith("trainer-0>")}
+        within = {link: n for link, n in one.num_bytes.items() if link not in across}
+        assert across.keys() == {"trainer-0>rollout-0/0", "trainer-0>rollout-0/1"}
+        # What both have whole crosses once, and is passed on.
+        assert within.keys() <= {"rollout-0/0>rollout-0/1", "rollout-0/1>rollout-0/0"}
+        assert 0 < sum(within.values()) < sum(across.values())
+        assert not one.quarantined

@@ -49,7 +49,7 @@ def refit(engine: VllmEngine, model: Any, version: int, *, allow_alias: bool = F
     programs = make_programs(shared_layout(source), engine, allow_alias=allow_alias)
     transports = {transfer.transport for program in programs for transfer in program.receives}
     assert transports <= {"shm", "alias"}, "both are on this host"
-    engine.install(programs, {})
+    engine.install(programs)
     engine.apply(version, 60.0)
     return source
 

@@ -101,12 +101,12 @@ class Transfers:
                     **self._orders.promise(member, Phase.CONNECTING, self._build_s),
                 ),
             )
-            for member in mesh.members
+            for member in processes_in(mesh)
         ]
 
     def mesh_of(self, engine: str) -> PlannedMesh | None:
         """Return the mesh over which weights stream to an engine, if any do."""
-        return next((mesh for mesh in self.plan.meshes if engine in mesh.members), None)
+        return next((mesh for mesh in self.plan.meshes if engine in processes_in(mesh)), None)
 
     def _take_layouts(self, engine: str, layouts: dict[str, bytes]) -> None:
         if self._planned is not None and self._layouts[engine] != layouts:
@@ -121,6 +121,11 @@ class Transfers:
             if counted != planned:
                 what = f"{counted} bytes were counted on {link}, where {planned or 'none'} were planned"
                 raise CommandFailed(member, Phase.REFITTING.value, what)
+
+
+def processes_in(mesh: PlannedMesh) -> list[str]:
+    """Return the processes whose parts are in a mesh."""
+    return list(dict.fromkeys(map(process_of, mesh.members)))
 
 
 def by_part(member: str, sent: tuple[bytes, ...]) -> dict[str, bytes]:

@@ -37,7 +37,7 @@ from tandem.common.messages import (
 from tandem.coordinator.decisions import Action, Deadlines, Dispatch, Phase, RecordRefit, Replace, RunShape
 from tandem.coordinator.engines import ON_THEIR_WAY, EngineState, RefitProgress, Status
 from tandem.coordinator.orders import Orders
-from tandem.coordinator.transfers import SERVICE, Transfers, by_part
+from tandem.coordinator.transfers import SERVICE, Transfers, by_part, processes_in
 
 _MOST_FAILURES = 2
 """Attempts at one version that may fail before the run does."""
@@ -286,7 +286,7 @@ class WeightPlane:
 
     def _group(self, engine: str) -> _Group:
         mesh = self._transfers.mesh_of(engine)
-        return mesh, [engine] if mesh is None else [member for member in mesh.members if member in self.engines]
+        return mesh, [engine] if mesh is None else [name for name in processes_in(mesh) if name in self.engines]
 
     def _groups(self) -> list[_Group]:
         """Return every engine in one group: it receives over one mesh at most, and passes on over the same."""

@@ -7,7 +7,6 @@ for the other ends of streams, within the order's deadline.
 
 from __future__ import annotations
 
-import datetime
 import socket
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, Protocol, assert_never
 
 import torch
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from tandem.common.errors import RefitError
 from tandem.common.memory import MemoryMeter
@@ -31,6 +30,7 @@ from tandem.common.messages import (
     Refit,
     Refitted,
 )
+from tandem.common.parts import process_of
 from tandem.common.service import Member
 from tandem.refit import program
 from tandem.refit.digests import comparison
@@ -108,8 +108,12 @@ class Digesting(Protocol):
 class Holder(Protocol):
     """Something whose weights take part in refits: a trainer's backend or an engine. It has a part or more."""
 
-    def install(self, programs: Sequence[TransferProgram], groups: Mapping[str, stream.Group]) -> Installed:
-        """Bind the program of each part. `groups` are looked up, by name of the mesh, whenever the program runs."""
+    def install(self, programs: Sequence[TransferProgram]) -> Installed:
+        """Bind the program of each part, in place of the one before it. Raises `RefitError`."""
+        ...
+
+    def connect(self, mesh: Mesh, meeting: stream.Meeting, timeout_s: float) -> None:
+        """Join a mesh with each part that is in it, in place of an earlier time. Raises `RefitError`."""
         ...
 
     def apply(self, version: int, deadline_s: float, only: Collection[str]) -> dict[str, int]:
@@ -136,6 +140,8 @@ class Weights:
         self.storages = storages
         self._program: TransferProgram | None = None
         self._bound: BoundProgram | None = None
+        self._groups: dict[str, stream.Group] = {}
+        """By mesh; looked up whenever the program runs."""
         self._aliased: set[str] = set()
         """Storages that the installed program has re-pointed at the sender's memory."""
 
@@ -144,18 +150,30 @@ class Weights:
         """Its layout, as that of the only part."""
         return (self.layout,)
 
-    def install(self, programs: Sequence[TransferProgram], groups: Mapping[str, stream.Group]) -> BoundProgram:
+    def install(self, programs: Sequence[TransferProgram]) -> BoundProgram:
         """Bind a program, in place of the one before it."""
         (program,) = programs
-        self.close()
+        self._unbind()
         aliased = {name for t in program.receives if t.transport == "alias" for name in t.destination_storages}
         for name in self._aliased - aliased:
             # It still lies in the sender's memory, which cannot be written: a copy into it would fault.
             self.storages[name].data = torch.empty_like(self.storages[name])
         self._aliased = aliased
-        self._bound = bind(program, self.storages, groups)
+        self._bound = bind(program, self.storages, self._groups)
         self._program = program
         return self._bound
+
+    def connect(self, mesh: Mesh, meeting: stream.Meeting, timeout_s: float) -> None:
+        """Join a mesh, if the program has it."""
+        if self._program is None:
+            raise RefitError("no transfer program is installed")
+        if self._program.member not in mesh.members:
+            return
+        if former := self._groups.pop(mesh.name, None):
+            former.close()
+        device = next((tensor.device.type for tensor in self.storages.values()), "cpu")
+        store = meeting.store(timeout_s)
+        self._groups[mesh.name] = stream.connect(mesh, self._program.member, store, device, timeout_s)
 
     def apply(self, version: int, deadline_s: float, only: Collection[str]) -> dict[str, int]:
         """Run the program."""
@@ -180,7 +198,13 @@ class Weights:
         return () if self._bound is None else self._bound.misquantised()
 
     def close(self) -> None:
-        """Let go of the program."""
+        """Let go of the program, and leave all meshes."""
+        self._unbind()
+        for group in self._groups.values():
+            group.close()
+        self._groups.clear()
+
+    def _unbind(self) -> None:
         if self._bound is not None:
             self._bound.close()
         self._bound = self._program = None
@@ -191,7 +215,8 @@ class _Joining(NamedTuple):
 
     order: ConnectMesh
     mesh: Mesh
-    store: PrefixStore
+    meeting: stream.Meeting
+    store: Store
     deadline: float
 
 
@@ -203,8 +228,6 @@ class Endpoint:
         self._holder = holder
         self._verify: Verify = member.config.refit.verify
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._store: TCPStore | None = None
-        self._groups: dict[str, stream.Group] = {}
         self._joining: dict[str, _Joining] = {}
         self._order: Attest | None = None
         self._digest: Digesting | None = None
@@ -262,37 +285,26 @@ class Endpoint:
         self._order = self._digest = None
 
     def close(self) -> None:
-        """Leave all meshes."""
+        """Join nothing more, digest nothing more. The holder leaves its meshes itself."""
         self.abandon_digest()
         self._joining.clear()
-        for group in self._groups.values():
-            group.close()
-        self._groups.clear()
-        self._store = None
 
     def _install(self, order: InstallProgram) -> None:
         self.abandon_digest()
-        bound = self._holder.install([program.decode(encoded) for encoded in order.programs], self._groups)
+        bound = self._holder.install([program.decode(encoded) for encoded in order.programs])
         reply = ProgramInstalled(command_id=order.command_id, num_copies=bound.num_copies, num_bytes=bound.num_bytes)
         self._member.reply(order.command_id, reply)
 
     def _connect(self, order: ConnectMesh) -> None:
-        former = self._groups.pop(order.mesh, None)
-        if former is not None:
-            former.close()
-        if self._store is None:
-            self._store = TCPStore(
-                order.rendezvous_host,
-                order.rendezvous_port,
-                is_master=False,
-                use_libuv=False,
-                timeout=datetime.timedelta(seconds=order.deadline_s),
-            )
-        store = PrefixStore(f"refit/{order.mesh}/{order.epoch}", self._store)
         mesh = Mesh(order.mesh, order.members)
-        stream.announce(mesh, self._member.name, store, self._device)
+        prefix = f"refit/{order.mesh}/{order.epoch}"
+        meeting = stream.Meeting(order.rendezvous_host, order.rendezvous_port, prefix)
+        store = meeting.store(order.deadline_s)
+        for part in order.members:
+            if process_of(part) == self._member.name:
+                stream.announce(mesh, part, store, self._device)
         # Whoever it waits for may be dead, and is then to be replaced: nothing else may wait for that.
-        self._joining[order.mesh] = _Joining(order, mesh, store, time.monotonic() + order.deadline_s)
+        self._joining[order.mesh] = _Joining(order, mesh, meeting, store, time.monotonic() + order.deadline_s)
 
     def _go_on_joining(self, joining: _Joining) -> None:
         """Connect a mesh if everybody is there."""
@@ -304,9 +316,7 @@ class Endpoint:
                 return
             del self._joining[order.mesh]
             with self._member.phase(f"connecting mesh {order.mesh}"):
-                self._groups[order.mesh] = stream.connect(
-                    joining.mesh, self._member.name, joining.store, self._device, max(left_s, _POLL_S)
-                )
+                self._holder.connect(joining.mesh, joining.meeting, max(left_s, _POLL_S))
             self._member.reply(order.command_id, MeshConnected(command_id=order.command_id, mesh=order.mesh))
         except Exception as error:
             self._joining.pop(order.mesh, None)

@@ -7,10 +7,9 @@ next order. No weights pass through it.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from typing import assert_never
 
-from tandem.common.errors import NotSupportedYet, RefitError
+from tandem.common.errors import RefitError
 from tandem.common.messages import (
     CommitVersion,
     PlannedMesh,
@@ -27,7 +26,6 @@ from tandem.refit.cost import cost
 from tandem.refit.digests import comparison
 from tandem.refit.digests.comparison import Digests, Held, Verdict
 from tandem.refit.layout import Layout
-from tandem.refit.program import Mesh
 
 
 class RefitService:
@@ -68,7 +66,6 @@ class RefitService:
         self._sources = {name: layout.decode(encoded) for name, encoded in order.sources.items()}
         self._destinations = {name: layout.decode(encoded) for name, encoded in order.destinations.items()}
         plan = planner.plan(self._sources, self._destinations, allow_alias=order.allow_alias)
-        _refuse_streams_to_workers(plan.meshes)
         predicted = cost(plan.links, {**self._sources, **self._destinations}, len(self._sources), self._rates)
         num_bytes: dict[str, int] = {}
         for link in plan.links:
@@ -116,15 +113,3 @@ class RefitService:
             if part in digests:
                 engines.setdefault(process_of(part), {})[part] = held, digests[part]
         return comparison.compare({member: (self._sources[member], sources[member]) for member in sources}, engines)
-
-
-def _refuse_streams_to_workers(meshes: Iterable[Mesh]) -> None:
-    """Raise `NotSupportedYet` if weights would have to be sent to one of several workers of an engine."""
-    for mesh in meshes:
-        for part in mesh.members:
-            if process_of(part) != part:
-                engine = process_of(part)
-                raise NotSupportedYet(
-                    f"{engine} has several workers, which read weights out of a trainer's memory, but no trainer is on "
-                    f"its host that has all of them: start {engine} beside the trainers"
-                )

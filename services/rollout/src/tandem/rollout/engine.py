@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal, Protocol
 
 import msgspec
@@ -13,8 +13,8 @@ from tandem.common.messages import SamplingParameters
 from tandem.refit.digests.task import Sampling
 from tandem.refit.endpoint import Digesting, Installed
 from tandem.refit.layout import Layout
-from tandem.refit.program import TransferProgram
-from tandem.refit.transports.stream import Group
+from tandem.refit.program import Mesh, TransferProgram
+from tandem.refit.transports.stream import Meeting
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,12 +83,15 @@ class Engine(Protocol):
         """Describe the weights that each of its parts wants, read from the live parameters."""
         ...
 
-    def install(self, programs: Sequence[TransferProgram], groups: Mapping[str, Group]) -> Installed:
+    def install(self, programs: Sequence[TransferProgram]) -> Installed:
         """Bind the program of each part to its parameters, in place of the one before it.
 
-        The engine holds no version until `apply`.
-        `groups` are looked up, by name of the mesh, whenever the program runs. Raises `RefitError`.
+        The engine holds no version until `apply`. Raises `RefitError`.
         """
+        ...
+
+    def connect(self, mesh: Mesh, meeting: Meeting, timeout_s: float) -> None:
+        """Join a mesh over which the programs installed have weights stream. Raises `RefitError`."""
         ...
 
     def apply(self, version: int, deadline_s: float, only: Collection[str] = ()) -> dict[str, int]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tandem.common.parts import process_of
 from tandem.refit.program import Mesh, Transfer
 
 
 def meshes(transfers: Sequence[Transfer], order: Sequence[str]) -> tuple[Mesh, ...]:
     """Return a mesh for each cluster of receivers that pass bytes on to each other, with all that send to them.
+
+    The parts of a process are in one cluster: what is connected, lost and brought back is the process.
 
     Args:
         transfers: all of a plan.
@@ -17,17 +20,23 @@ def meshes(transfers: Sequence[Transfer], order: Sequence[str]) -> tuple[Mesh, .
     """
     cluster: dict[str, set[str]] = {}
     senders: dict[str, set[str]] = {}
-    for transfer in transfers:
-        if transfer.transport != "stream":
-            continue
-        mine = cluster.setdefault(transfer.destination, {transfer.destination})
-        if transfer.round == 0:
-            senders.setdefault(transfer.destination, set()).add(transfer.source)
-            continue
-        theirs = cluster.setdefault(transfer.source, {transfer.source})
+    first_part: dict[str, str] = {}
+
+    def join(one: str, other: str) -> None:
+        mine, theirs = (cluster.setdefault(part, {part}) for part in (one, other))
         if theirs is not mine:
             mine |= theirs
             cluster.update(dict.fromkeys(theirs, mine))
+
+    for transfer in transfers:
+        if transfer.transport != "stream":
+            continue
+        receiver = transfer.destination
+        join(receiver, first_part.setdefault(process_of(receiver), receiver))
+        if transfer.round == 0:
+            senders.setdefault(receiver, set()).add(transfer.source)
+        else:
+            join(receiver, transfer.source)
     made: list[Mesh] = []
     done: set[str] = set()
     for receiver in order:
@@ -36,5 +45,5 @@ def meshes(transfers: Sequence[Transfer], order: Sequence[str]) -> tuple[Mesh, .
             done |= receivers
             sending = set().union(*(senders.get(member, ()) for member in receivers)) - receivers
             ranks = [m for m in order if m in receivers] + [m for m in order if m in sending]
-            made.append(Mesh(f"to {receiver}", tuple(ranks)))
+            made.append(Mesh(f"to {process_of(receiver)}", tuple(ranks)))
     return tuple(made)

@@ -43,6 +43,22 @@ class Message(NamedTuple):
     is_send: bool
 
 
+class Meeting(NamedTuple):
+    """Where the members of a mesh find each other, as plain data."""
+
+    host: str
+    port: int
+    prefix: str
+    """New for each attempt."""
+
+    def store(self, timeout_s: float) -> Store:
+        """Return a new connection to it."""
+        timeout = timedelta(seconds=timeout_s)
+        return PrefixStore(
+            self.prefix, TCPStore(self.host, self.port, is_master=False, use_libuv=False, timeout=timeout)
+        )
+
+
 class _Guarded(NamedTuple):
     """A message between CPUs under way."""
 

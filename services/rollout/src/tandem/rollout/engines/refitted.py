@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -13,8 +13,8 @@ from tandem.common.parts import process_of
 from tandem.refit.digests.task import Sampling
 from tandem.refit.endpoint import Digesting, Holder, Installed
 from tandem.refit.layout import Layout
-from tandem.refit.program import TransferProgram
-from tandem.refit.transports.stream import Group
+from tandem.refit.program import Mesh, TransferProgram
+from tandem.refit.transports.stream import Meeting
 from tandem.rollout.engine import Request
 from tandem.rollout.engines.stopping import StopStrings, load_detokenizer
 
@@ -28,7 +28,7 @@ class EngineWeights(Holder, Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of the programs."""
+        """Let go of the programs, and leave all meshes."""
         ...
 
 
@@ -68,14 +68,18 @@ class RefittedEngine:
         """Describe the weights that each of its parts wants, read from the live parameters."""
         return self._weights.layouts
 
-    def install(self, programs: Sequence[TransferProgram], groups: Mapping[str, Group]) -> Installed:
+    def install(self, programs: Sequence[TransferProgram]) -> Installed:
         """Bind the program of each part to its parameters, in place of the one before it.
 
         The engine holds no version until `apply`. Raises `RefitError`.
         """
         self._version = None
         self._member = process_of(programs[0].member)
-        return self._weights.install(programs, groups)
+        return self._weights.install(programs)
+
+    def connect(self, mesh: Mesh, meeting: Meeting, timeout_s: float) -> None:
+        """Join a mesh over which weights stream. Raises `RefitError`."""
+        self._weights.connect(mesh, meeting, timeout_s)
 
     def apply(self, version: int, deadline_s: float, only: Collection[str] = ()) -> dict[str, int]:
         """Run the installed program and hold `version`; return the bytes on each link.

@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import functools
 import mmap
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -25,7 +25,8 @@ from tandem.rollout.engines.vllm.weights import weights_of
 
 if TYPE_CHECKING:
     from tandem.refit.endpoint import Weights
-    from tandem.refit.transports.stream import Group
+    from tandem.refit.program import Mesh
+    from tandem.refit.transports.stream import Meeting
 
 
 class PackedExperts(msgspec.Struct, frozen=True, eq=False):
@@ -98,11 +99,15 @@ class Part:
         self._weights = weights_of(settings, self.parameters(), model.dtype, sizes, self._rank, block)
         return layout.encode(self._weights.layout)
 
-    def install(self, programs: Sequence[bytes], groups: Mapping[str, Group]) -> tuple[int, int]:
+    def install(self, programs: Sequence[bytes]) -> tuple[int, int]:
         """Bind its own of the programs of all parts; return how many copies and bytes it moves. Raises `RefitError`."""
         self._digest = None
-        bound = self._described().install([program.decode(programs[self._rank])], groups)
+        bound = self._described().install([program.decode(programs[self._rank])])
         return bound.num_copies, bound.num_bytes
+
+    def connect(self, mesh: Mesh, meeting: Meeting, timeout_s: float) -> None:
+        """Join a mesh, if its program has it. Raises `RefitError`."""
+        self._described().connect(mesh, meeting, timeout_s)
 
     def apply(self, version: int, deadline_s: float, only: Collection[str]) -> dict[str, int]:
         """Run its program; return the bytes on each link. Raises `RefitError`."""
@@ -145,7 +150,7 @@ class Part:
             self._sleeper.wake_up()
 
     def close(self) -> None:
-        """Let go of the program."""
+        """Let go of the program, and leave all meshes."""
         if self._weights is not None:
             self._weights.close()
 

@@ -5,14 +5,14 @@ Every call goes to all workers at once and returns when the last has answered: t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from tandem.refit import layout, program
 from tandem.refit.digests.comparison import Digests, from_bytes
 from tandem.refit.digests.task import Sampling
-from tandem.refit.program import TransferProgram
-from tandem.refit.transports.stream import Group
+from tandem.refit.program import Mesh, TransferProgram
+from tandem.refit.transports.stream import Meeting
 from tandem.rollout.engines.vllm.insides import Llm
 
 _SAY_SO_S = 10.0
@@ -50,11 +50,14 @@ class Workers:
         self._llm = llm
         self.layouts = tuple(map(layout.decode, llm.ask("describe")))
 
-    def install(self, programs: Sequence[TransferProgram], groups: Mapping[str, Group]) -> WorkersInstalled:
-        """Bind the program of each worker. Groups are known to a worker in this process only."""
-        encoded = [program.encode(each) for each in programs]
-        done = self._llm.ask("install", encoded, groups if len(programs) == 1 else {})
+    def install(self, programs: Sequence[TransferProgram]) -> WorkersInstalled:
+        """Bind the program of each worker."""
+        done = self._llm.ask("install", [program.encode(each) for each in programs])
         return WorkersInstalled(sum(copies for copies, _ in done), sum(num_bytes for _, num_bytes in done))
+
+    def connect(self, mesh: Mesh, meeting: Meeting, timeout_s: float) -> None:
+        """Have each worker that is in it join a mesh."""
+        self._llm.ask("connect", mesh, meeting, timeout_s, timeout_s=timeout_s + _SAY_SO_S)
 
     def apply(self, version: int, deadline_s: float, only: Collection[str]) -> dict[str, int]:
         """Run all programs."""
@@ -74,5 +77,5 @@ class Workers:
         return tuple(dict.fromkeys(name for names in self._llm.ask("misquantised") for name in names))
 
     def close(self) -> None:
-        """Let go of the programs."""
+        """Let go of the programs, and leave all meshes."""
         self._llm.ask("close")
