@@ -117,12 +117,15 @@ def hold_out(
     """
     train = _distinct(train, identity)
     train_name = data.train_data_path or f"{data.dataset_name}[{data.split}]"
-    names = {"": train_name}
     if apart:
         names = {"": f"{data.dataset_name}[{data.val_split}]", **sources.validation_paths(data)}
+        source = {name: _distinct(items, identity) for name, items in apart.items()}
+    else:
+        names = {"": train_name}
+        source = {"": sorted(train, key=lambda item: _position(prompt_of(item)))}
     held_out = {
-        name: _first(_distinct(items, identity), data.num_validation, f"data.num_validation: {names[name]}")
-        for name, items in (apart or {"": sorted(train, key=lambda item: _position(prompt_of(item)))}).items()
+        name: _first(items, data.num_validation, f"data.num_validation: {names[name]}")
+        for name, items in source.items()
     }
     kept_out = {prompt_of(item) for items in held_out.values() for item in items}
     rest = [item for item in train if prompt_of(item) not in kept_out]
