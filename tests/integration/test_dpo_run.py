@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tandem.coordinator.data import epoch_stream
 from tests.integration.harness import coordinator, copy_examples, deterministic, steps_of, weights_of, write_config
 
 NUM_STEPS = 6
@@ -75,6 +76,38 @@ def test_a_bad_pair_is_one_line_before_anything_starts() -> None:
     expected = "pairs.jsonl:2 has no field 'rejected' (data.rejected_key); its fields are prompt, chosen"
     assert ended.stderr.strip() == f"error: {expected}"
     assert not Path("run").exists()
+
+
+def test_a_pair_that_cannot_be_tokenised_ends_the_run_when_it_is_drawn_and_put_right_lets_it_go_on() -> None:
+    num_pairs = 20 * 16
+    (late,) = epoch_stream(42, num_pairs, num_pairs - 16, 1)
+    dpo = {
+        "algorithm": "dpo",
+        "dpo": {"max_num_epochs": 1, "val_period": 20, "val_at_start": False},
+        "policy": {"optimizer": {"kwargs": {"lr": 1e-3}}},
+        "data": {
+            "train_data_path": "pairs.jsonl",
+            "val_data_path": "held_out.jsonl",
+            "num_train": None,
+            "num_validation": None,
+        },
+        "checkpointing": {"save_period": 19},
+    }
+    config = write_config(dpo)
+    Path("held_out.jsonl").write_text(json.dumps({"prompt": "0", "chosen": "1", "rejected": "2"}))
+    right = [json.dumps({"prompt": f"{i} + 1", "chosen": f" = {i + 1}", "rejected": "-"}) for i in range(num_pairs)]
+    wrong = [line.replace("+", "plus") if index == late else line for index, line in enumerate(right)]
+    Path("pairs.jsonl").write_text("\n".join(wrong))
+    ended = coordinator("up", config)
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1] == (
+        f"error: problem 'pairs.jsonl:{late + 1}': the tokenizer in model does not know the character 'l'"
+    )
+    assert [step.step for step in steps_of()] == list(range(1, 20))
+    Path("pairs.jsonl").write_text("\n".join(right))
+    resumed = coordinator("up", config, "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    assert [step.step for step in steps_of()] == list(range(1, 21))
 
 
 def test_the_example_runs() -> None:
