@@ -96,6 +96,18 @@ def plain_grpo(
     return history
 
 
+def assert_same_steps(
+    found: Sequence[dict[str, float]], expected: Sequence[tuple[float, float]], tolerance: float = TOLERANCE
+) -> None:
+    """Compare the metrics of batches with what `plain_grpo` found of as many optimizer steps each."""
+    num_steps, rest = divmod(len(expected), len(found))
+    assert rest == 0
+    for index, metrics in enumerate(found):
+        losses, norms = zip(*expected[num_steps * index : num_steps * (index + 1)], strict=True)
+        assert metrics["loss"] == pytest.approx(np.mean(losses), abs=tolerance)
+        assert metrics["grad_norm"] == pytest.approx(np.mean(norms), rel=tolerance)
+
+
 def assert_same_weights(found: dict[str, torch.Tensor], model: Any, tolerance: float = TOLERANCE) -> None:
     expected = dict(model.named_parameters())
     assert found.keys() == expected.keys()

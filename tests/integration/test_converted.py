@@ -49,8 +49,7 @@ def test_any_box_of_any_tensor_is_found_in_what_megatron_has(model: str, tmp_pat
             ends = [sorted(random.integers(0, n + 1, 2).tolist()) for n in tensor.shape]
             box = Box(tuple(a for a, _ in ends), tuple(b - a for a, b in ends))
             if box.num_elements:
-                region = tuple(map(slice, box.start, box.stop))
-                assert torch.equal(found.read(name, tensor.shape, box), tensor[region]), (name, box)
+                assert torch.equal(found.read(name, tensor.shape, box), tensor[box.region]), (name, box)
 
 
 def test_names_and_order_of_rows_are_those_of_megatron(tmp_path: Path) -> None:

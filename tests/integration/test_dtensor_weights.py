@@ -52,7 +52,7 @@ def read_piecewise(layouts: Sequence[Layout], num_replicas: int = 1) -> dict[str
                 fd = os.open(f"/proc/{storage.address.pid}/fd/{storage.address.fd}", os.O_RDONLY)
                 with mmap.mmap(fd, storage.num_bytes, mmap.MAP_SHARED, mmap.PROT_READ) as mapped:
                     view = np.ndarray(piece.box.shape, np.float32, mapped, piece.offset, piece.strides)
-                    region = tuple(map(slice, piece.box.start, piece.box.stop))
+                    region = piece.box.region
                     assert not count[region].any() or np.array_equal(whole_tensor[region], view), "replicas are equal"
                     whole_tensor[region] = view
                     count[region] += 1

@@ -82,7 +82,7 @@ def take_step(backend: Any, number: int) -> None:
         into, size = parameter.main_grad, parameter.element_size()
         into.zero_()
         for tensor, piece in held.pieces[name]:
-            region = tuple(map(slice, piece.box.start, piece.box.stop))
+            region = piece.box.region
             strides = [stride // size for stride in piece.strides]
             there = into.as_strided(piece.box.shape, strides, into.storage_offset() + piece.offset // size)
             there.copy_(gradient_of(tensor.name, tensor.shape, number)[region])

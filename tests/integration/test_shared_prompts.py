@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -21,7 +20,7 @@ from tandem.trainer import packing, step
 from tandem.trainer.attention import prepare_to_share
 from tandem.trainer.backends.dtensor import DTensorBackend
 from tandem.trainer.sharing import find_prompts
-from tests.integration.reference import assert_same_weights, plain_grpo, trained_weights
+from tests.integration.reference import assert_same_steps, assert_same_weights, plain_grpo, trained_weights
 from tests.integration.test_dtensor import train_rank
 from tests.integration.trainer_harness import ARCHITECTURES, make_batch, make_config, make_groups, make_model, run_ranks
 
@@ -49,11 +48,9 @@ def test_steps_with_shared_prompts_match_a_plain_loop(architecture: str, world_s
     expected = plain_grpo(model, batches, size=8, temperature=0.7, kl=0.1)
 
     ranks = run_ranks(world_size, train_counting_tokens, config, batches, tmp_path / "saved")
-    for index, (metrics, num_tokens) in enumerate(zip(*ranks[0][:2], strict=True)):
-        steps = expected[2 * index : 2 * index + 2]
-        assert metrics["loss"] == pytest.approx(np.mean([loss for loss, _ in steps]), abs=TOLERANCE)
-        assert metrics["grad_norm"] == pytest.approx(np.mean([norm for _, norm in steps]), rel=TOLERANCE)
-        assert num_tokens > 0, "prompts were shared"
+    metrics, num_tokens = ranks[0][:2]
+    assert_same_steps(metrics, expected, TOLERANCE)
+    assert min(num_tokens) > 0, "prompts were shared"
     assert_same_weights(trained_weights(tmp_path / "saved"), model)
 
 

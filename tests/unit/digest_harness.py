@@ -23,7 +23,7 @@ def random_tensor(shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> to
 
 
 def part(values: torch.Tensor, box: Box) -> torch.Tensor:
-    return values[tuple(itertools.starmap(slice, zip(box.start, box.stop, strict=True)))]
+    return values[box.region]
 
 
 def boxes_between(cuts: Sequence[Sequence[int]]) -> list[Box]:

@@ -69,7 +69,7 @@ def fill(layout: Layout, values: Values) -> Memory:
 
 
 def part(values: NDArray[np.float64], box: Box) -> NDArray[np.float64]:
-    return values[tuple(itertools.starmap(slice, zip(box.start, box.stop, strict=True)))]
+    return values[box.region]
 
 
 def number(shapes: Mapping[str, tuple[int, ...]]) -> Values:

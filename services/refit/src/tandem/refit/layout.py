@@ -62,6 +62,11 @@ class Box(msgspec.Struct, frozen=True, array_like=True):
         """One past the last index along each dimension."""
         return tuple(a + n for a, n in zip(self.start, self.shape, strict=True))
 
+    @property
+    def region(self) -> tuple[slice, ...]:
+        """What to index the global tensor with."""
+        return tuple(map(slice, self.start, self.stop))
+
     def contains(self, other: Box) -> bool:
         """Say whether `other` lies inside this box; an empty box may lie on its edge."""
         if len(other.start) != len(self.start):

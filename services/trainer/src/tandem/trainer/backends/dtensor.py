@@ -135,9 +135,7 @@ class DTensorBackend:
             if name not in tensors or tensors[name].shape != parameter.shape:
                 raise CheckpointError(f"{folder} is a checkpoint of another model: {name} differs")
         for name, parameter in self._parameters.items():
-            box = shards.box_of(parameter)
-            region = tuple(slice(start, stop) for start, stop in zip(box.start, box.stop, strict=True))
-            shards.local_of(parameter).copy_(tensors[name][region])
+            shards.local_of(parameter).copy_(tensors[name][shards.box_of(parameter).region])
         self._load_optimizer(folder)
 
     def offload(self) -> None:

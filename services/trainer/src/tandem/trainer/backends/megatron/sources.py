@@ -46,7 +46,7 @@ class SafetensorsFolder:
                 "bfloat16, float16 or float32"
             )
         _require_shape(name, shape, found.get_shape())
-        tensor: torch.Tensor = found[_region(box)]
+        tensor: torch.Tensor = found[box.region]
         return tensor
 
 
@@ -61,7 +61,7 @@ class TensorsInMemory:
         if name not in self._tensors:
             raise ModelError(f"the model lacks {name}")
         _require_shape(name, shape, self._tensors[name].shape)
-        return self._tensors[name].detach()[_region(box)]
+        return self._tensors[name].detach()[box.region]
 
 
 def folder_of(source: str) -> Path:
@@ -80,7 +80,3 @@ def folder_of(source: str) -> Path:
 def _require_shape(name: str, expected: Sequence[int], found: Sequence[int]) -> None:
     if tuple(expected) != tuple(found):
         raise ModelError(f"{name} should have shape {tuple(expected)}, the checkpoint has {tuple(found)}")
-
-
-def _region(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(start, stop) for start, stop in zip(box.start, box.stop, strict=True))

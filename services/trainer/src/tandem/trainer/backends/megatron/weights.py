@@ -230,8 +230,7 @@ def _scatter(flat: torch.Tensor, transfer: _Transfer, tensors: dict[str, torch.T
     """Write what has been received into whole tensors."""
     first = 0
     for name, piece in transfer.pieces:
-        region = tuple(slice(start, stop) for start, stop in zip(piece.box.start, piece.box.stop, strict=True))
-        part = tensors[name][region]
+        part = tensors[name][piece.box.region]
         # A copy: bytes that lie between those of other types need not be aligned.
         part.copy_(flat[first : first + part.nbytes].clone().view(part.dtype).view(part.shape))
         first += part.nbytes
