@@ -6,12 +6,16 @@ clipping, torch's AdamW), and `train_step` of each backend, alone in its process
 entropy of each distribution, and in float64 what it reports. Two numbers of each turn: until the gradients are there,
 and with clipping and the optimizer. Loss and gradient norm of every turn must be those of the loop.
 
-Seconds are the processor's, of all threads, so that other work on the machine disturbs them less.
+Seconds are the processor's, of all threads, so that other work on the machine disturbs them less. Freed memory stays
+with the process: glibc would give it back now and then, and that what lies at the end of the heap is one way's or
+another's decides who takes it again, which is up to 3% of a step.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -61,6 +65,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("NRL_MEGATRON_CHECKPOINT_DIR", str(tmp_path / "converted"))
     before = torch.get_num_threads()
     torch.set_num_threads(1)
+    _keep_freed_memory()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch.manual_seed(0)
     settings = transformers.Qwen3Config(**MODEL)
@@ -70,6 +75,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     torch.set_num_threads(before)
 
 
+def _keep_freed_memory() -> None:
+    """Tell glibc never to give the end of the heap back, and to take nothing from outside of it (`mallopt(3)`)."""
+    trim_threshold, mmap_max = -1, -4
+    libc = ctypes.CDLL(None)
+    assert libc.mallopt(trim_threshold, 2**31 - 1)
+    assert libc.mallopt(mmap_max, 0)
+
+
 class Way:
     """A kind of training step: what it did last, and the seconds until its gradients were there."""
 
@@ -77,12 +90,16 @@ class Way:
         self.loss = self.grad_norm = 0.0
         self.started = 0.0
         self.passes: list[float] = []
+        self.faults: list[int] = []
 
     def turn(self) -> float:
         """Return the processor's seconds of a whole step."""
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         self.started = time.process_time()
         self.step()
-        return time.process_time() - self.started
+        seconds = time.process_time() - self.started
+        self.faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults)
+        return seconds
 
     def has_gradients(self) -> None:
         """Note that forward and backward are over."""
@@ -188,6 +205,9 @@ def test_backends_against_a_plain_loop(benchmark: BenchmarkFixture, folder: Path
         {
             "parameters": loop.model.num_parameters(),
             "load average of the machine": os.getloadavg(),
+            "pages taken in a step, medians": {
+                name: statistics.median(way.faults[-NUM_ROUNDS:]) for name, way in ways.items()
+            },
             "median seconds": medians,
             f"times as fast as {LOOP}, medians of the rounds' ratios": shares,
             "seconds": seconds,

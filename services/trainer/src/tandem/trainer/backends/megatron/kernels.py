@@ -121,14 +121,16 @@ def rotate(
 def _of_row(
     bounds: torch.Tensor, angles_P11D: torch.Tensor, cp_size: int, cp_rank: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines of this rank's tokens."""
-    cosine_P1D, sine_P1D = (angles_P11D.cos().to(dtype)[:, 0], angles_P11D.sin().to(dtype)[:, 0])
+    """Return cosines and sines of this rank's tokens; the sines of first halves are negative."""
     taken = []
     for start, end in itertools.pairwise(bounds.tolist()):
         chunk = (end - start) // (2 * cp_size)
         firsts = (cp_rank * chunk, (2 * cp_size - 1 - cp_rank) * chunk)
         taken += [slice(first, first + chunk) for first in firsts] if cp_size > 1 else [slice(end - start)]
-    return torch.cat([cosine_P1D[part] for part in taken]), torch.cat([sine_P1D[part] for part in taken])
+    cosine_P1D, sine_P1D = angles_P11D[:, 0].cos(), angles_P11D[:, 0].sin()
+    sine_P1D[..., : sine_P1D.shape[-1] // 2].neg_()
+    cosine_N1D, sine_N1D = (torch.cat([of_P1D[part] for part in taken]) for of_P1D in (cosine_P1D, sine_P1D))
+    return cosine_N1D.to(dtype), sine_N1D.to(dtype)
 
 
 class _Rotation(torch.autograd.Function):
@@ -137,23 +139,20 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_NHD: torch.Tensor, cosine_N1D: torch.Tensor, sine_N1D: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(cosine_N1D, sine_N1D)
-        return _rotated(x_NHD, cosine_N1D, sine_N1D, 1.0)
+        return _swapped(x_NHD).mul_(sine_N1D).addcmul_(x_NHD, cosine_N1D)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         cosine_N1D, sine_N1D = ctx.saved_tensors
-        return _rotated(grads[0], cosine_N1D, sine_N1D, -1.0), None, None
+        grad_NHD = grads[0]
+        return _swapped(grad_NHD).mul_(_swapped(sine_N1D)).addcmul_(grad_NHD, cosine_N1D), None, None
 
 
-def _rotated(x_NHD: torch.Tensor, cosine_N1D: torch.Tensor, sine_N1D: torch.Tensor, sign: float) -> torch.Tensor:
+def _swapped(x_NHD: torch.Tensor) -> torch.Tensor:
+    """Return the second halves of heads before the first ones."""
     first_NHD, second_NHD = x_NHD.chunk(2, dim=-1)
-    sine_N1D = sine_N1D[..., : first_NHD.shape[-1]]
-    rotated_NHD = x_NHD * cosine_N1D
-    half_NHD, other_NHD = rotated_NHD.chunk(2, dim=-1)
-    half_NHD.addcmul_(second_NHD, sine_N1D, value=-sign)
-    other_NHD.addcmul_(first_NHD, sine_N1D, value=sign)
-    return rotated_NHD
+    return torch.cat((second_NHD, first_NHD), dim=-1)
 
 
 def add_weight_gradient(input_NE: torch.Tensor, grad_NV: torch.Tensor, total_VE: torch.Tensor) -> None:
