@@ -20,8 +20,8 @@ import torch.distributed as dist
 _LOGITS = 2**26
 """Logits that may exist at once unless the caller says otherwise: 256 MiB of float32."""
 
-_CACHED = 2**18
-"""Logits that stay in the cache of a core of a CPU from one operation on them to the next: 1 MiB of float32."""
+_CACHED = 2**17
+"""Logits that stay in the cache of a core of a CPU from one operation on them to the next: 512 KiB of float32."""
 
 _NEVER = -1e30
 """The logit of what is no token: its probability is zero, and zero times this is not NaN, as with infinity."""
@@ -87,12 +87,12 @@ class _Scores(torch.autograd.Function):
         is_here_K = (row_K >= 0) & (row_K < num_tokens)
         row_K = row_K.clamp(0, num_rows - 1)
 
-        exp_RV = None
+        logits_RV = None
         parts = []
         for hidden_RH, row_R in zip(torch.split(hidden_KH, chunk), torch.split(row_K, chunk), strict=True):
-            exp_RV = None  # before the next is made
-            part_4R, exp_RV = _sums(_logits(hidden_RH, weight_VH, temperature), row_R, num_tokens)
-            parts.append(part_4R)
+            logits_RV = None  # before the next are made
+            logits_RV = _logits(hidden_RH, weight_VH, temperature)
+            parts.append(_sums(logits_RV, row_R, num_tokens))
         max_K, sum_K, weighted_K, target_logit_K = torch.cat(parts, dim=1)
         target_logit_K = target_logit_K.where(is_here_K, 0.0)
 
@@ -109,7 +109,8 @@ class _Scores(torch.autograd.Function):
             sum_K, weighted_K, target_logit_K = sums_3K
         log_sum_K = sum_K.log()
 
-        ctx.save_for_backward(hidden_KH, weight_VH, row_K, is_here_K, max_K, scale_K / sum_K, exp_RV if keeps else None)
+        exp_KV = logits_RV if keeps else None
+        ctx.save_for_backward(hidden_KH, weight_VH, row_K, is_here_K, max_K, scale_K / sum_K, exp_KV)
         ctx.temperature, ctx.vocabulary = temperature, vocabulary
         ctx.num_tokens, ctx.chunk = num_tokens, chunk
         entropy_K = log_sum_K - weighted_K / sum_K
@@ -151,30 +152,22 @@ class _Scores(torch.autograd.Function):
         return grad_hidden_KH, grad_weight_VH, None, None, None, None, None
 
 
-def _sums(logits_RV: torch.Tensor, row_R: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return, by token, the largest logit and, relative to it, what the scores are made of; and the exponentials.
+def _sums(logits_RV: torch.Tensor, row_R: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """Return, by token, the largest logit and, relative to it, what the scores are made of.
 
     With ``x`` the logits less their largest, ``[4, R]`` holds that largest, the sums of ``exp(x)`` and ``x exp(x)``,
-    and ``x`` of row ``row_R``. The logits' memory is used up.
+    and ``x`` of row ``row_R``. In the place of the logits are the exponentials then.
     """
     logits_RV[:, num_tokens:] = _NEVER
-    if logits_RV.is_cuda:
-        return _sums_at_once(logits_RV, row_R)
-    size = max(1, _CACHED // logits_RV.shape[1])
+    size = len(logits_RV) if logits_RV.is_cuda else _CACHED // logits_RV.shape[1]
     parts = []
-    for logits_BV, row_B in zip(torch.split(logits_RV, size), torch.split(row_R, size), strict=True):
-        part_4B, exp_BV = _sums_at_once(logits_BV, row_B)
-        logits_BV.copy_(exp_BV)
-        parts.append(part_4B)
-    return torch.cat(parts, dim=1), logits_RV
-
-
-def _sums_at_once(logits_RV: torch.Tensor, row_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    max_R = logits_RV.amax(dim=1)
-    logits_RV -= max_R[:, None]
-    target_R = logits_RV.gather(1, row_R[:, None])[:, 0]
-    exp_RV = logits_RV.exp()
-    return torch.stack([max_R, exp_RV.sum(dim=1), logits_RV.mul_(exp_RV).sum(dim=1), target_R]), exp_RV
+    for logits_BV, row_B in zip(*(torch.split(tensor, max(1, size)) for tensor in (logits_RV, row_R)), strict=True):
+        max_B = logits_BV.amax(dim=1)
+        below_BV = logits_BV - max_B[:, None]
+        target_B = below_BV.gather(1, row_B[:, None])[:, 0]
+        exp_BV = torch.exp(below_BV, out=logits_BV)
+        parts.append(torch.stack([max_B, exp_BV.sum(dim=1), below_BV.mul_(exp_BV).sum(dim=1), target_B]))
+    return torch.cat(parts, dim=1)
 
 
 def _logits(hidden_RH: torch.Tensor, weight_CH: torch.Tensor, temperature: float) -> torch.Tensor:
