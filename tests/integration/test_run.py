@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import signal
@@ -45,6 +46,9 @@ def test_one_command_runs_grpo_and_leaves_results(whole: Path) -> None:
         assert sum(parts.values()) == pytest.approx(step.seconds["total"], rel=0.01, abs=2e-3)
     assert ["val_accuracy" in s.metrics for s in steps] == [False, True, False, True]
     assert [bool(s.checkpoint) for s in steps] == [False, True, False, True]
+    for step in steps[1::2]:
+        record = json.loads((whole / "checkpoints" / f"step_{step.step}" / "training.json").read_text())
+        assert record["metric"] == step.metrics["val_reward"], "what checkpoints are ranked by"
     assert (whole / "report.png").stat().st_size > 5000
     assert (whole / "report.json").exists()
 
