@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from tandem.common.errors import DeadlineExceeded, ServiceLost
+from tandem.coordinator import nursery as nursery_module
 from tandem.coordinator.nursery import Child, Nursery
 
 PATIENCE_S = 20.0
@@ -106,6 +107,18 @@ def test_what_was_imported_before_is_not_imported_again(tmp_path: Path) -> None:
 
     with Nursery(preload, PATIENCE_S) as made:
         assert told(made)["imported_here"] is False
+
+
+def test_an_import_that_begins_to_use_a_gpu_is_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nursery_module, "_GPU_MEMORY", str(tmp_path / "gpu"))
+
+    def preload() -> None:
+        sys.path.append(str(tmp_path / "modules"))
+        importlib.import_module("family.member")
+        os.open(tmp_path / "gpu", os.O_RDWR | os.O_CREAT)
+
+    with Nursery(preload, PATIENCE_S) as made:
+        assert told(made)["imported_here"] is True
 
 
 @pytest.mark.parametrize(("word", "code", "says"), [("fail", 1, "ValueError: on purpose"), ("leave", 7, "")])

@@ -39,6 +39,8 @@ _ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 threads that spin would take them from whoever is at work. Read when torch is imported."""
 _WHILE_IMPORTING = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """Whoever asks torch for a GPU would otherwise begin to use it, and what is forked afterwards could not."""
+_GPU_MEMORY = "/dev/nvidia-uvm"
+"""What CUDA opens when a process begins to use it."""
 
 
 class Birth(msgspec.Struct, frozen=True, kw_only=True):
@@ -177,6 +179,9 @@ def serve(orders_fd: int, owner: int, preload: Callable[[], None]) -> NoReturn:
     os.environ.update({**_ENVIRONMENT, **_WHILE_IMPORTING, **os.environ})
     with collector.paused(), contextlib.suppress(Exception):
         preload()
+    if _uses_a_gpu():  # a library did so while it was imported; begin anew without, and let each service import
+        os.set_inheritable(orders_fd, True)
+        os.execv(sys.executable, [sys.executable, "-m", "tandem.coordinator.nursery", str(orders_fd), str(owner)])
     gc.freeze()  # or looking for garbage would make each child copy what was imported
     orders = socket.socket(fileno=orders_fd)
     while True:
@@ -192,6 +197,10 @@ def serve(orders_fd: int, owner: int, preload: Callable[[], None]) -> NoReturn:
         os.waitpid(between, 0)
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def _uses_a_gpu() -> bool:
+    return any(os.path.realpath(entry.path) == _GPU_MEMORY for entry in os.scandir("/proc/self/fd"))
 
 
 def _forget_owner(keep_fd: int) -> None:
@@ -254,3 +263,7 @@ def _end(code: int) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]), int(sys.argv[2]), lambda: None)
