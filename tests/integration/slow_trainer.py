@@ -23,7 +23,7 @@ def busy_file(step: int) -> Path:
 def _sync(paths: Iterable[Path]) -> int:
     """Sync for real, once the disk has time."""
     paths = list(paths)
-    step = int(paths[0].parents[1].name.rpartition("_")[2])
+    step = int(paths[0].parents[1].name.rpartition("_")[2].partition(".")[0])
     while busy_file(step).exists():
         time.sleep(0.02)
     return _real_sync(paths)

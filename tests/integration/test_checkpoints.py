@@ -308,8 +308,10 @@ def no_pickle() -> Iterator[None]:
 
 
 # Rank 0 fails in config.json, of 1 kB, or in the weights, of 67 kB; rank 1 in its optimizer state, of 66 kB.
-@pytest.mark.parametrize(("failing_rank", "most_bytes"), [(0, 100), (0, 3000), (1, 10_000)])
-@pytest.mark.parametrize("has_room_for_copies", [True, False])
+@pytest.mark.parametrize(
+    ("failing_rank", "most_bytes", "has_room_for_copies"),
+    [(0, 100, True), (0, 3000, True), (0, 3000, False), (1, 10_000, True)],
+)
 def test_a_full_disk_on_one_rank_is_its_error_and_training_goes_on(
     failing_rank: int, most_bytes: int, has_room_for_copies: bool, tmp_path: Path
 ) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from tests.integration import slow_trainer
 from tests.integration.by_hand import assert_same_results, undisturbed_run
-from tests.integration.harness import Command, coordinator, merged, steps_of, weights_of, write_config
+from tests.integration.harness import Command, coordinator, merged, process_of, steps_of, weights_of, write_config
 from tests.integration.slow_trainer import busy_file
 
 SIX = {"grpo": {"max_num_steps": 6, "val_period": 0}, "checkpointing": {"metric_name": "reward"}}
@@ -38,7 +38,9 @@ def run_with_slow_disk(config: Path) -> Iterator[tuple[Command, Command]]:
 
 
 def checkpoints() -> set[str]:
-    return {path.name for path in Path("run/checkpoints").iterdir() if not path.is_symlink()}
+    """Return the names of folders, without what makes a temporary one unique."""
+    folders = (path for path in Path("run/checkpoints").iterdir() if not path.is_symlink())
+    return {re.sub(r"(step_\d+)\.\w+", r"\1", path.name) for path in folders}
 
 
 def test_a_step_is_done_while_the_one_before_is_written_and_the_next_to_be_saved_waits(undisturbed: Path) -> None:
@@ -72,7 +74,7 @@ def test_kill_9_while_a_checkpoint_is_written_loses_only_that_one(victim: str, u
         if victim == "trainer":
             assert re.search(r"error: trainer-0 failed while .*: no heartbeat for \d+ s", run.output()), run.output()
     assert checkpoints() == {"step_2", ".writing_step_4"}
-    assert len(list(Path("run/checkpoints/.writing_step_4").rglob("*.safetensors"))) >= 1, "half of it"
+    assert list(Path("run/checkpoints").glob(".writing_step_4.*/policy/*.safetensors")), "half of it"
     resumed = coordinator("up", write_config(SIX), "--resume")
     assert resumed.returncode == 0, resumed.stderr
     assert "resuming at step 3 " in resumed.stdout
@@ -91,6 +93,19 @@ def test_ctrl_c_waits_until_the_checkpoint_is_written() -> None:
         assert run.wait() == 130, run.output()
         assert trainer.wait() == 0
     assert {"step_2"} <= checkpoints() <= {"step_2", "step_3", "step_4"}
+
+
+def test_a_run_that_fails_waits_until_the_checkpoint_is_written() -> None:
+    busy_file(2).touch()
+    with run_with_slow_disk(write_config(merged(SIX, BY_HAND))) as (run, _):
+        run.wait_for("step 3/6")
+        process_of(run, "refit").kill()
+        run.wait_for("refit-0 failed while .*; the run ends as soon as its last checkpoint is written")
+        assert checkpoints() == {".writing_step_2"}
+        busy_file(2).unlink()
+        assert run.wait() == 1
+        assert re.search(r"^error: refit-0 failed while .*: killed by SIGKILL", run.output(), re.MULTILINE)
+    assert checkpoints() == {"step_2"}
 
 
 def test_a_disk_that_never_comes_back_has_a_deadline() -> None:

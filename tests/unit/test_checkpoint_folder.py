@@ -57,6 +57,7 @@ def test_what_a_crash_left_half_written_never_counts() -> None:
     assert set(folder.all()) == {1}
     again = make()
     assert not half.exists()
+    assert again.temporary_pattern != folder.temporary_pattern, "who wrote there may still be writing"
     assert again.newest(up_to=9) == (1, Path("ck/step_1"))
     assert again.newest(up_to=0) is None
 

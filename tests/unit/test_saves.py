@@ -20,6 +20,7 @@ from tandem.coordinator.decisions import (
     PublishCheckpoint,
     Replied,
     RunShape,
+    Say,
     Ticked,
 )
 
@@ -149,7 +150,8 @@ def test_a_trainer_that_dies_takes_the_checkpoint_along() -> None:
 
 def test_a_run_that_fails_for_another_reason_waits_for_the_checkpoint() -> None:
     cluster, owed = writing(EVERY_STEP)
-    assert lose(cluster, "refit-0") == []
+    why = "refit-0 failed while generating: killed by SIGKILL"
+    assert lose(cluster, "refit-0") == [Say(text=f"{why}; the run ends as soon as its last checkpoint is written")]
     assert cluster.plan.phase is Phase.WRITING
     before = kinds(cluster)
     for member in ("rollout-1", "refit-0"):
@@ -160,14 +162,14 @@ def test_a_run_that_fails_for_another_reason_waits_for_the_checkpoint() -> None:
     assert kinds(cluster) == before
     publish, finish = finish_writing(cluster, owed)
     assert publish == PublishCheckpoint(step=1)
-    assert str(only_finish([finish]).error) == "refit-0 failed while generating: killed by SIGKILL"
+    assert str(only_finish([finish]).error) == why
     assert not any(isinstance(a, CommitStep) and a.step > 1 for a in cluster.done)
 
 
 def test_a_trainer_that_dies_after_it_has_written_its_part_leaves_the_checkpoint_whole() -> None:
     cluster, owed = writing(EVERY_STEP)
     finish_writing(cluster, owed[:1])
-    assert lose(cluster, "trainer-0") == []
+    assert [type(action) for action in lose(cluster, "trainer-0")] == [Say]
     publish, finish = finish_writing(cluster, owed[1:])
     assert publish == PublishCheckpoint(step=1)
     assert str(only_finish([finish]).error) == "trainer-0 failed while generating: killed by SIGKILL"

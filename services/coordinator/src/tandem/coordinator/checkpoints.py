@@ -8,6 +8,7 @@ always whole. The link ``latest`` then points to it.
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 from pathlib import Path
 
@@ -38,13 +39,17 @@ class CheckpointFolder:
     def __init__(self, root: Path, *, keep_top_k: int | None, higher_is_better: bool) -> None:
         """`keep_top_k` of None keeps all."""
         self._root = root
+        self._temporary = f"{_TEMPORARY}{{step}}.{secrets.token_hex(4)}"
         self._keep_top_k = keep_top_k
         self._higher_is_better = higher_is_better
 
     @property
     def temporary_pattern(self) -> str:
-        """Path of the folder ranks write to, with ``{step}`` standing for the step."""
-        return str(self._root.absolute() / (_TEMPORARY + "{step}"))
+        """Path of the folder ranks write to, with ``{step}`` standing for the step.
+
+        No other run has it: a rank whose coordinator was killed may write on for a while, beside the run that resumes.
+        """
+        return str(self._root.absolute() / self._temporary)
 
     def prepare(self) -> None:
         """Make the folder and clear what a crash left half-written or half-deleted."""

@@ -169,6 +169,12 @@ class CommitStep(msgspec.Struct, frozen=True, kw_only=True):
     """Wall seconds by phase of this step, and ``total``."""
 
 
+class Say(msgspec.Struct, frozen=True, kw_only=True):
+    """Let the user know."""
+
+    text: str
+
+
 class Finish(msgspec.Struct, frozen=True, kw_only=True):
     """The run is over: end every process."""
 
@@ -185,6 +191,7 @@ Action = (
     | RecordRefit
     | PublishCheckpoint
     | CommitStep
+    | Say
     | Finish
 )
 

@@ -48,6 +48,7 @@ from tandem.coordinator.decisions import (
     RecordRefit,
     Replace,
     Replied,
+    Say,
     Ticked,
 )
 from tandem.coordinator.feed import Feed
@@ -189,6 +190,8 @@ class Loop:
                 self._recorder.publish_checkpoint(step)
             case CommitStep():
                 self._commit(action)
+            case Say(text=text):
+                self._recorder.note(text)
             case Finish():
                 self._finish = action
             case other:

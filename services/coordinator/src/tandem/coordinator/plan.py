@@ -52,6 +52,7 @@ from tandem.coordinator.decisions import (
     Phase,
     Replied,
     RunShape,
+    Say,
     Ticked,
 )
 from tandem.coordinator.draws import Draws, Teaches
@@ -379,7 +380,7 @@ class SynchronousPlan:
             self._hands.clear()
             self.plane.stop()
             self._enter(Phase.WRITING)
-            return []
+            return [Say(text=f"{error}; the run ends as soon as its last checkpoint is written")]
         self._enter(Phase.FINISHED)
         self.orders.outstanding.clear()
         return [Finish(outcome="failed", error=self._error or error)]
