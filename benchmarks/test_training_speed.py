@@ -38,7 +38,7 @@ from tandem.trainer.losses import Counts, make_loss
 
 NUM_SEQUENCES, LENGTH = 8, 256
 NUM_TARGETS = NUM_SEQUENCES * (LENGTH - 1)
-NUM_ROUNDS = 9
+NUM_ROUNDS = 25
 RATE, CLIP = 1e-6, 1.0
 LOOP = "hugging face"
 ADAM = {"lr": RATE, "min_lr": RATE, "weight_decay": 0.0}
