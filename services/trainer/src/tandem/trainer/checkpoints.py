@@ -49,7 +49,8 @@ class State(NamedTuple):
     model: Any
     """Whose configuration is written, and by whose names the policy's tensors go; it need have no weights."""
     policy: Iterable[Mapping[str, torch.Tensor]]
-    """Whole tensors in CPU memory of their own, a batch at a time on rank 0. Collective: all ranks go through it."""
+    """Whole tensors in CPU memory of their own, a batch at a time. Other ranks than 0 get empty batches, and go through
+    all of them too: making one may be collective."""
     policy_bytes: int
     """Of all its tensors."""
     optimizer: Callable[[], Iterator[Part]]
@@ -78,7 +79,7 @@ def save(folder: Path, state: State, config: Config, *, max_file_bytes: int = MA
     writer = policy_files.Writer(folder / POLICY, state.model, max_file_bytes) if is_first else None
     needed = sum(part.elements.nbytes for part in state.optimizer()) + (state.policy_bytes if is_first else 0)
     shortage = _shortage(needed)
-    policy = (policy_files.by_checkpoint_names(state.model, batch) for batch in state.policy)
+    policy = (policy_files.by_checkpoint_names(state.model, batch) if batch else batch for batch in state.policy)
     optimizer = box_files.snapshot(state.optimizer())
     num_bytes: Future[int] = Future()
     if shortage:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -20,10 +21,10 @@ _INDEX = "model.safetensors.index.json"
 
 
 def gathered(model: Any, parameters: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the whole tensors of each decoder layer, and of what is outside of them, on the CPU, in their own memory.
+    """Yield the whole tensors of each decoder layer, and of what is outside of them: on rank 0, else nothing.
 
-    Beside `parameters` these are the model's persistent buffers. Collective where parameters are sharded: every rank
-    must go through all of it.
+    They are on the CPU, in memory of their own. Beside `parameters` these are the model's persistent buffers.
+    Collective where parameters are sharded: every rank must go through all of it.
     """
     saved = model.state_dict().keys()
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
@@ -36,7 +37,12 @@ def gathered(model: Any, parameters: Mapping[str, torch.Tensor]) -> Iterator[dic
         if name not in ignored:
             groups.setdefault(group, {})[name] = tensor
     for tensors in groups.values():
-        yield {name: whole_of(tensor).to("cpu", copy=True) for name, tensor in tensors.items()}
+        copies = {}
+        for name, tensor in tensors.items():
+            whole = whole_of(tensor)
+            if dist.get_rank() == 0:
+                copies[name] = whole.to("cpu", copy=True)
+        yield copies
 
 
 def by_checkpoint_names(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
