@@ -40,6 +40,9 @@ def attend(
     has_kernel = query_LHD.is_cuda and query_LHD.dtype in (torch.bfloat16, torch.float16)
     if has_kernel and query_LHD.shape[2] == value_MGD.shape[2]:
         return _attend_on_gpu(query_LHD, key_MGD, value_MGD, segments, scale)
+    if query_LHD.is_cuda:  # what is left there takes as many heads of keys as of queries, or makes all scores
+        num_each = query_LHD.shape[1] // key_MGD.shape[1]
+        key_MGD, value_MGD = (tensor.repeat_interleave(num_each, dim=1) for tensor in (key_MGD, value_MGD))
     mask_RS = _mask(segments, query_LHD)
     parts, query, key = [], 0, 0
     for (num_queries, num_keys), run in itertools.groupby(segments):
