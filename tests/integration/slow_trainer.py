@@ -1,6 +1,7 @@
 """A trainer process whose disk takes as long over a checkpoint as a test wants: a script that tests start.
 
-A checkpoint of step N is not synced while the working directory has a file ``busy_N``.
+A checkpoint of step N is not synced while the working directory has a file ``busy_N``. With a file ``no_memory`` there,
+the process believes that its host has none left.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from pathlib import Path
 
 from tandem.trainer import checkpoints, cli
 
+NO_MEMORY = Path("no_memory")
+
 _real_sync = checkpoints.sync
+_real_available = checkpoints.available_bytes
 
 
 def busy_file(step: int) -> Path:
@@ -29,6 +33,11 @@ def _sync(paths: Iterable[Path]) -> int:
     return _real_sync(paths)
 
 
+def _available() -> int:
+    return 0 if NO_MEMORY.exists() else _real_available()
+
+
 if __name__ == "__main__":
     checkpoints.sync = _sync
+    checkpoints.available_bytes = _available
     sys.exit(cli.main())

@@ -16,7 +16,7 @@ import pytest
 from tests.integration import slow_trainer
 from tests.integration.by_hand import assert_same_results, undisturbed_run
 from tests.integration.harness import Command, coordinator, merged, process_of, steps_of, weights_of, write_config
-from tests.integration.slow_trainer import busy_file
+from tests.integration.slow_trainer import NO_MEMORY, busy_file
 
 SIX = {"grpo": {"max_num_steps": 6, "val_period": 0}, "checkpointing": {"metric_name": "reward"}}
 BY_HAND = {"cluster": {"launch": {"rollouts": 1, "refit": True}, "heartbeat_timeout_s": 5.0}}
@@ -60,6 +60,20 @@ def test_a_step_is_done_while_the_one_before_is_written_and_the_next_to_be_saved
     for name in checkpoints():
         assert weights_of(Path("run/checkpoints") / name) == weights_of(undisturbed / "checkpoints" / name), name
     assert [Path(step.checkpoint).name for step in steps_of()] == ["", "step_2", "", "step_4", "", "step_6"]
+
+
+def test_without_memory_for_a_copy_the_run_says_so_and_waits(undisturbed: Path) -> None:
+    NO_MEMORY.touch()
+    busy_file(2).touch()
+    with run_with_slow_disk(write_config(merged(SIX, BY_HAND))) as (run, _):
+        run.wait_for("step 1/6")
+        time.sleep(2.0)
+        assert "step 2/6" not in run.output()
+        busy_file(2).unlink()
+        assert run.wait() == 0, run.output()
+        said = re.findall(r"^training has waited for a checkpoint to be written: .* only if 2 fit", run.output(), re.M)
+    assert len(said) == 3
+    assert_same_results("run", undisturbed)
 
 
 @pytest.mark.parametrize("victim", ["coordinator", "trainer"])
