@@ -35,7 +35,6 @@ from tandem.common.messages import (
     RendezvousOpened,
     Reply,
     SamplesFinished,
-    ServiceKind,
     Trained,
 )
 from tandem.coordinator.decisions import (
@@ -58,7 +57,9 @@ from tandem.coordinator.decisions import (
 from tandem.coordinator.draws import Draws, Teaches
 from tandem.coordinator.hands import BalancedHands, DealtHands, GroupSize, Hands, Sizes, Task
 from tandem.coordinator.orders import Orders, Promise
+from tandem.coordinator.roster import Roster
 from tandem.coordinator.saves import Saves
+from tandem.coordinator.stopwatch import Stopwatch
 from tandem.coordinator.weights import WeightPlane
 
 _SET_UP = (Phase.JOINING, Phase.BUILDING, Phase.PLANNING, Phase.INSTALLING, Phase.CONNECTING)
@@ -73,14 +74,12 @@ class SynchronousPlan:
         `teaches` says whether one is worth training on, where the shape has dynamic sampling; by default they all are.
         """
         self.shape = shape
-        self.phase = Phase.JOINING
         self.step = shape.first_step - 1
         """The step in progress, or the last one done."""
-        self.members: dict[str, ServiceKind] = {}
         self.orders = Orders(now)
         self.plane = WeightPlane(shape, self.orders)
-        self._phase_since = self._step_since = now
-        self._seconds: dict[str, float] = {}
+        self._roster = Roster(shape.expected)
+        self._watch = Stopwatch(now)
         self._draws = Draws(shape, teaches or bool)
         self._hands = _make_hands(shape, self.orders, sizes or _alike)
         self._saves = Saves(shape, self.orders)
@@ -94,6 +93,11 @@ class SynchronousPlan:
         self._is_interrupted = False
         self._error: ServiceError | None = None
         """Why the run has failed, while it only waits for a checkpoint."""
+
+    @property
+    def phase(self) -> Phase:
+        """What the run is doing."""
+        return self._watch.phase
 
     def handle(self, event: Event) -> list[Action]:
         """Take one event; return the actions it leads to, in order."""
@@ -113,7 +117,7 @@ class SynchronousPlan:
     def _take(self, event: Event) -> list[Action]:
         match event:
             case Joined(member=member, kind=kind):
-                self.members[member] = kind
+                self._roster.add(member, kind)
                 is_wanted = member in self.plane.engines and self._error is None
                 return self.plane.take_replacement(member) if is_wanted else []
             case Replied(member=member, reply=reply):
@@ -160,7 +164,7 @@ class SynchronousPlan:
             self._saves.give_up()
         elif self._error is not None:
             return []
-        if self._is_interrupted and self.members.get(member) == "rollout":
+        if self._is_interrupted and self._roster.kind(member) == "rollout":
             self.orders.drop(member)
             return []
         if self.phase in _SET_UP or member not in self.plane.engines:
@@ -182,7 +186,7 @@ class SynchronousPlan:
         """Leave the current phase, in which nothing is outstanding, and enter the one that follows."""
         match self.phase:
             case Phase.JOINING:
-                return self._build() if self._everyone_is_here() else []
+                return [] if self._roster.missing() else self._build()
             case Phase.BUILDING:
                 return self._plan_transfers() if self._has_engines() else self._begin()
             case Phase.PLANNING:
@@ -222,11 +226,11 @@ class SynchronousPlan:
         meet = OpenRendezvous(**self._promise("trainer-0"))
         return [
             Dispatch(member="trainer-0", order=meet),
-            *(Dispatch(member=e, order=BuildEngine(**self._promise(e))) for e in self._all("rollout")),
+            *(Dispatch(member=e, order=BuildEngine(**self._promise(e))) for e in self._roster.all("rollout")),
         ]
 
     def _build_trainers(self, opened: RendezvousOpened) -> list[Action]:
-        ranks = self._all("trainer")
+        ranks = self._roster.all("trainer")
         return [
             Dispatch(
                 member=rank,
@@ -244,7 +248,7 @@ class SynchronousPlan:
 
     def _plan_transfers(self) -> list[Action]:
         self._enter(Phase.PLANNING)
-        return self.plane.plan_transfers(self._all("trainer"), self._all("rollout"))
+        return self.plane.plan_transfers(self._roster.all("trainer"), self._roster.all("rollout"))
 
     def _refit(self) -> list[Action]:
         self._enter(Phase.REFITTING)
@@ -252,9 +256,7 @@ class SynchronousPlan:
 
     def _begin(self) -> list[Action]:
         """Everything is built: validate the starting weights if asked to, else start the first step."""
-        self._note_phase_seconds()  # of the first refit: no step's
-        self._step_since = self._now
-        self._seconds = {}
+        self._watch.begin_step(self._now)  # what came before was no step
         if self._is_interrupted:
             return self._finish("interrupted")
         if self.shape.validate_at_start and self.step == 0:
@@ -266,8 +268,7 @@ class SynchronousPlan:
             return self._end()
         self.step += 1
         self._is_trained = self._is_committed = False
-        self._step_since = self._now
-        self._seconds = {}
+        self._watch.begin_step(self._now)
         return self._generate(self._draws.begin()) if self._has_engines() else self._train()
 
     def _generate(self, groups: range) -> list[Action]:
@@ -304,15 +305,14 @@ class SynchronousPlan:
         return [] if self._saves.is_out else self._copy()
 
     def _copy(self) -> list[Action]:
-        return self._saves.copy(self.step, self._all("trainer"))
+        return self._saves.copy(self.step, self._roster.all("trainer"))
 
     def _write(self) -> list[Action]:
-        write = self._saves.write(self._all("trainer"))
+        write = self._saves.write(self._roster.all("trainer"))
         return write + (self._next_step() if self._is_committed else self._commit_step())
 
     def _commit_step(self) -> list[Action]:
-        self._note_phase_seconds()
-        seconds = {**self._seconds, "total": self._now - self._step_since}
+        seconds = self._watch.read(self._now)
         self._is_committed = True
         return [CommitStep(step=self.step, version=self._version, seconds=seconds), *self._next_step()]
 
@@ -354,8 +354,10 @@ class SynchronousPlan:
 
     def _check_deadlines(self) -> None:
         """Raise `DeadlineExceeded` for the first order, or process, that is late."""
-        if self.phase is Phase.JOINING and self._now - self._phase_since > self.shape.deadlines.join:
-            raise DeadlineExceeded("coordinator", "waiting for processes to join", self.missing())
+        allowed_s = self.shape.deadlines.join
+        if self.phase is Phase.JOINING and self._watch.in_phase(self._now) > allowed_s:
+            what = f"{self._roster.missing()} did not join within {allowed_s:g} s"
+            raise DeadlineExceeded("coordinator", "waiting for processes to join", what)
         late = self.orders.overdue()
         if late is not None:
             if late.phase is Phase.WRITING:
@@ -364,13 +366,6 @@ class SynchronousPlan:
         not_replaced = self.plane.overdue()
         if not_replaced is not None:
             raise not_replaced
-
-    def missing(self) -> str:
-        """Say which processes a run that is joining still waits for."""
-        joined = {kind: len(self._all(kind)) for kind in self.shape.expected}
-        absent = {kind: n - joined[kind] for kind, n in self.shape.expected.items() if n > joined[kind]}
-        counts = " and ".join(f"{n} {kind}" for kind, n in absent.items())
-        return f"{counts} did not join within {self.shape.deadlines.join:g} s"
 
     def _fail(self, error: ServiceError) -> list[Action]:
         """End the run, at once unless a checkpoint is being written that can still be whole."""
@@ -396,13 +391,6 @@ class SynchronousPlan:
     def _now(self) -> float:
         return self.orders.now
 
-    def _all(self, kind: ServiceKind) -> list[str]:
-        """Members of a kind, in the order of their index."""
-        return sorted((m for m, k in self.members.items() if k == kind), key=lambda m: int(m.rpartition("-")[2]))
-
-    def _everyone_is_here(self) -> bool:
-        return all(len(self._all(kind)) >= n for kind, n in self.shape.expected.items())
-
     def _is_over(self) -> bool:
         return self.phase is Phase.FINISHED
 
@@ -416,16 +404,7 @@ class SynchronousPlan:
         return self.shape.has_engines
 
     def _enter(self, phase: Phase) -> None:
-        self._note_phase_seconds()
-        self.phase = phase
-        self._phase_since = self._now
-
-    def _note_phase_seconds(self) -> None:
-        """Add the time since the phase began to the step's breakdown, once."""
-        name = _BREAKDOWN.get(self.phase)
-        if name is not None:
-            self._seconds[name] = self._seconds.get(name, 0.0) + self._now - self._phase_since
-        self._phase_since = self._now
+        self._watch.enter(phase, self._now)
 
     def _allowed_s(self) -> float:
         deadlines = self.shape.deadlines
@@ -443,12 +422,12 @@ class SynchronousPlan:
 
     def _dispatch_prompts(self, purpose: Purpose, groups: range) -> list[Action]:
         task = Task(step=self.step, purpose=purpose, phase=self.phase, allowed_s=self._allowed_s(), groups=groups)
-        return self._hands.deal(task, self._all("rollout"))
+        return self._hands.deal(task, self._roster.all("rollout"))
 
     def _dispatch_batches(self, purpose: Purpose) -> list[Action]:
         return [
             DispatchBatch(member=rank, step=self.step, purpose=purpose, **self._promise(rank))
-            for rank in self._all("trainer")
+            for rank in self._roster.all("trainer")
         ]
 
 
@@ -460,13 +439,3 @@ def _make_hands(shape: RunShape, orders: Orders, sizes: Sizes) -> Hands:
 
 def _alike(task: Task) -> list[GroupSize]:
     return [GroupSize(num_samples=1, num_tokens=1)] * len(task.groups)
-
-
-_BREAKDOWN: dict[Phase, str] = {
-    Phase.GENERATING: "generation",
-    Phase.TRAINING: "training",
-    Phase.REFITTING: "refit",
-    Phase.VALIDATING: "validation",
-    Phase.SAVING: "checkpointing",
-}
-"""Phases that a step's time is divided into; the trainer's own breakdown of training comes with `Trained`."""
