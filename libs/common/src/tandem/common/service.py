@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import os
 import secrets
 import signal
@@ -23,6 +22,7 @@ from typing import Any, Protocol
 from tandem.common import collector
 from tandem.common.config import Config, config_from_json
 from tandem.common.errors import TandemError, WireError
+from tandem.common.kinship import die_with
 from tandem.common.messages import (
     PROTOCOL_VERSION,
     Command,
@@ -37,8 +37,6 @@ from tandem.common.wire import Arrays, Frames, Link, encode
 
 _IDLE_POLL_S = 1.0
 _REMEMBERED_COMMANDS = 16
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
 
 
 class Member:
@@ -202,26 +200,3 @@ def _parser(kind: ServiceKind) -> argparse.ArgumentParser:
     parser.add_argument("--launch-id", default="", help=argparse.SUPPRESS)
     parser.add_argument("--launched-by", type=int, default=0, help=argparse.SUPPRESS)
     return parser
-
-
-def die_with(parent_pid: int) -> None:
-    """Have the kernel kill this process when the one that started it dies, kill -9 included."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it died before the line above
-        os._exit(1)
-
-
-@contextlib.contextmanager
-def reaper() -> Iterator[None]:
-    """Become the parent of descendants whose own parent ends inside the block."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    try:
-        yield
-    finally:
-        _prctl(_PR_SET_CHILD_SUBREAPER, 0)
-
-
-def _prctl(option: int, value: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, value, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

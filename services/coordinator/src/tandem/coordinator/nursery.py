@@ -28,7 +28,7 @@ from setproctitle import setproctitle
 
 from tandem.common import collector
 from tandem.common.errors import DeadlineExceeded, ServiceLost
-from tandem.common.service import die_with, reaper
+from tandem.common.kinship import die_with, reaper
 
 _NAME = "the process that forks services"
 _ATTEMPTS = 2

@@ -15,7 +15,7 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.platforms import current_platform
 
 from tandem.common.errors import TandemError
-from tandem.common.service import die_with
+from tandem.common.kinship import die_with
 from tandem.rollout.engines.vllm import float8
 from tandem.rollout.engines.vllm.part import Part, kept_parameters, map_experts
 
