@@ -8,6 +8,7 @@ each process counts its share (PSS).
 from __future__ import annotations
 
 import contextlib
+import importlib
 import statistics
 import subprocess
 import sys
@@ -98,7 +99,7 @@ class Forked(Way):
     def starting(self, family: Family) -> Iterator[Callable[[str, Any], Started]]:
         def preload() -> None:
             for service in dict.fromkeys(SERVICES):
-                importing.importlib.import_module(f"tandem.{service}.cli").preload()
+                importlib.import_module(f"tandem.{service}.cli").preload()
 
         before = set(psutil.Process().children())
         with Nursery(preload, TIMEOUT_S) as nursery:
