@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import shlex
 import signal
@@ -45,6 +46,25 @@ def test_ctrl_c_saves_and_the_run_goes_on_from_there() -> None:
     resumed = coordinator("up", config, "--resume", f"grpo.max_num_steps={done + 1}")
     assert resumed.returncode == 0, resumed.stderr
     assert steps_of()[-1].step == done + 1
+
+
+def test_ctrl_c_before_the_first_step_is_no_error_either() -> None:
+    os.mkfifo("never_written.jsonl")
+    with Command("coordinator", "up", write_config({"data": {"train_data_path": "never_written.jsonl"}})) as run:
+        wait_until(lambda: bool(run.children()), lambda: "it to begin")
+        time.sleep(0.5)  # and to wait for the data
+        run.signal(signal.SIGINT)
+        assert run.wait() == 130
+        assert run.output() == "new qwen3 model in model\ninterrupted before the run had begun\n"
+    assert not Path("run").exists()
+    config = write_config({"grpo": {"max_num_steps": 1}})
+    with Command("coordinator", "up", config) as run:
+        run.wait_for("listens on")  # what it launches has not joined yet
+        run.signal(signal.SIGINT)
+        assert run.wait() == 130, run.output()
+        words = shlex.split(run.wait_for(r"continue with: coordinator (.*)")[1])
+    assert coordinator(*words).returncode == 0
+    assert [step.step for step in steps_of()][-1] == 1
 
 
 def test_what_it_says_after_ctrl_c_goes_on_also_from_within_the_prerequisite() -> None:

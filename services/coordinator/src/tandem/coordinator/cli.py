@@ -88,24 +88,33 @@ def _up(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
     for notice in notices(config):
         print(f"note: {notice}", flush=True)
+    from tandem.coordinator.decisions import Finish
+    from tandem.coordinator.journal_file import JOURNAL_NAME
     from tandem.coordinator.launch import make_importable, preload
     from tandem.coordinator.nursery import Nursery
 
     make_importable(arguments.config)
-    # First: what follows imports much as well.
-    with Nursery(partial(preload, config), config.cluster.deadlines.join_s) as nursery:
-        from tandem.coordinator.report import format_summary, write_report
-        from tandem.coordinator.run import Mode, run
-
-        mode: Mode = "resume" if arguments.resume else "restart" if arguments.restart else "new"
-        finish = run(config, mode, lambda text: print(text, flush=True), nursery)
     folder = Path(config.logger.log_dir)
+    try:
+        # First: what follows imports much as well.
+        with Nursery(partial(preload, config), config.cluster.deadlines.join_s) as nursery:
+            from tandem.coordinator.run import Mode, run
+
+            mode: Mode = "resume" if arguments.resume else "restart" if arguments.restart else "new"
+            finish = run(config, mode, lambda text: print(text, flush=True), nursery)
+    except KeyboardInterrupt:  # before the loop began, which takes it for itself
+        finish = Finish(outcome="interrupted")
     match finish.outcome:
         case "finished":
+            from tandem.coordinator.report import format_summary, write_report
+
             write_report(folder, folder)
             print(format_summary(folder), flush=True)
             return 0
         case "interrupted":
+            if config.prerequisite is None and not (folder / JOURNAL_NAME).exists():
+                print("interrupted before the run had begun", flush=True)
+                return _EXIT_INTERRUPTED
             words = ["coordinator", "up", arguments.config, *arguments.overrides, "--resume"]
             print(f"interrupted; continue with: {shlex.join(words)}", flush=True)
             return _EXIT_INTERRUPTED
