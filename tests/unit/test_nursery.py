@@ -191,6 +191,6 @@ def test_nothing_survives_an_owner_that_is_killed() -> None:
         assert owner.stdout is not None
         assert owner.stdout.readline() == b"ready\n"
         family = psutil.Process(owner.pid).children(recursive=True)
-        assert len(family) == 2
+        assert len(family) in (2, 3)  # the one that was between them may not be collected yet
         owner.kill()
         assert psutil.wait_procs(family, PATIENCE_S)[1] == []
