@@ -29,7 +29,8 @@ def main(arguments):
     match arguments[0]:
         case "tell":
             here = {"folder": os.getcwd(), "parent": os.getppid(), "imported_here": imported_in == os.getpid()}
-            print(json.dumps({**here, "arguments": arguments, "argv": sys.argv, "mark": os.environ.get("MARK")}))
+            here |= {"arguments": arguments, "argv": sys.argv, "mark": os.environ.get("MARK"), "path": sys.path[0]}
+            print(json.dumps(here))
         case "fail":
             raise ValueError("on purpose")
         case "leave":
@@ -95,6 +96,7 @@ def test_a_child_is_given_what_a_command_would_be(
         "argv": ["member", "tell", "a b"],
         "mark": "set after the nursery was made",
         "parent": os.getpid(),
+        "path": str(tmp_path / "modules"),
         "imported_here": True,
     }
 

@@ -246,7 +246,7 @@ def _run(birth: Birth) -> int:
     os.environ.clear()
     os.environ.update({**_ENVIRONMENT, **birth.environment})
     paths = birth.environment.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path += [path for path in paths if path and path not in sys.path]
+    sys.path[:0] = [path for path in paths if path and path not in sys.path]  # before installed packages, as ever
     command = birth.module.split(".")[1]
     sys.argv = [command, *birth.arguments]
     setproctitle(" ".join(sys.argv))
