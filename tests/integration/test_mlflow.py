@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -93,14 +92,3 @@ def test_what_a_server_does_not_take_is_sent_later(tmp_path: Path, capsys: pytes
     files.rename(tmp_path / "away")
     writer.close()
     assert capsys.readouterr().err == f"logger.mlflow: the end of the run could not be sent to {files.as_uri()}\n"
-
-
-def test_without_the_package_it_is_said_which_extra_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    Path("hide").mkdir()
-    Path("hide/mlflow.py").write_text("raise ImportError('hidden by the test')\n")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.path.abspath("hide"), os.environ.get("PYTHONPATH", "")]))
-    ended = coordinator("up", write_config(OVER))
-    assert ended.returncode == 2
-    (line,) = ended.stderr.splitlines()
-    assert line == "error: logger.mlflow_enabled: the package mlflow is not installed; pip install 'tandem[mlflow]'"
-    assert not Path("run").exists()

@@ -92,14 +92,3 @@ def test_what_the_service_refuses_ends_in_a_line_and_begins_no_run(monkeypatch: 
     assert line.startswith("error: logger.wandb_enabled: ")
     assert "launched" not in ended.stdout
     assert not Path("run").exists()
-
-
-def test_without_the_package_it_is_said_which_extra_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    Path("hide").mkdir()
-    Path("hide/wandb.py").write_text("raise ImportError('hidden by the test')\n")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.path.abspath("hide"), os.environ.get("PYTHONPATH", "")]))
-    ended = coordinator("up", write_config(OVER))
-    assert ended.returncode == 2
-    (line,) = ended.stderr.splitlines()
-    assert line == "error: logger.wandb_enabled: the package wandb is not installed; pip install 'tandem[wandb]'"
-    assert not Path("run").exists()
