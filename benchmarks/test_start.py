@@ -8,7 +8,6 @@ each process counts its share (PSS).
 from __future__ import annotations
 
 import contextlib
-import importlib
 import statistics
 import subprocess
 import sys
@@ -23,6 +22,7 @@ import pytest
 from measure import Turns
 from pytest_benchmark.fixture import BenchmarkFixture
 
+from tandem.coordinator.launch import preload
 from tandem.coordinator.nursery import Child, Nursery
 
 NUM_ROUNDS = 7
@@ -97,12 +97,8 @@ class Way:
 class Forked(Way):
     @contextlib.contextmanager
     def starting(self, family: Family) -> Iterator[Callable[[str, Any], Started]]:
-        def preload() -> None:
-            for service in dict.fromkeys(SERVICES):
-                importlib.import_module(f"tandem.{service}.cli").preload()
-
         before = set(psutil.Process().children())
-        with Nursery(preload, TIMEOUT_S) as nursery:
+        with Nursery(lambda: preload(("trainer", "rollout")), TIMEOUT_S) as nursery:
             family.processes += set(psutil.Process().children()) - before
             yield lambda service, out: nursery.start("benchmarks.importing", [service], out)
 

@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO
 
+from tandem.coordinator.launch import preload
 from tandem.coordinator.nursery import Child, Nursery, serve
 
 COMMANDS = ("coordinator", "trainer", "rollout", "refit")
@@ -24,10 +25,6 @@ _DEADLINE_S = 120.0
 _MODULES = (
     "tandem.coordinator.run",
     "tandem.coordinator.report",
-    "tandem.trainer.service",
-    "tandem.trainer.backends.dtensor",
-    "tandem.rollout.service",
-    "tandem.rollout.engines.transformers",
     "transformers.models.qwen3.modeling_qwen3",
     "reasoning_gym",
     "tandem.trainer.backends.megatron.backend",  # last: Megatron-Core is not installed beside vLLM
@@ -56,6 +53,7 @@ class _OfAnInterpreter(Nursery):
 
 
 def _preload() -> None:
+    preload(("trainer", "rollout"))
     for module in _MODULES:
         importlib.import_module(module)
 

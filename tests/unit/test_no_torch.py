@@ -40,7 +40,8 @@ def test_help_needs_neither_torch_nor_transformers() -> None:
 def test_the_coordinator_forks_before_anything_has_threads() -> None:
     """As numpy has, of the library that it multiplies with."""
     probe = (
-        "import os, tandem.coordinator.cli, tandem.coordinator.launch, tandem.coordinator.nursery\n"
+        "import os, tandem.coordinator.cli, tandem.coordinator.launch\n"
+        "import tandem.coordinator.nursery, tandem.coordinator.shape\n"
         "print(len(os.listdir('/proc/self/task')))"
     )
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True, timeout=60)

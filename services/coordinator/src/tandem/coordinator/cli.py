@@ -92,12 +92,14 @@ def _up(arguments: argparse.Namespace) -> int:
     from tandem.coordinator.journal_file import JOURNAL_NAME
     from tandem.coordinator.launch import make_importable, preload
     from tandem.coordinator.nursery import Nursery
+    from tandem.coordinator.shape import launched_processes
 
     make_importable(arguments.config)
     folder = Path(config.logger.log_dir)
     try:
         # First: what follows imports much as well.
-        with Nursery(partial(preload, config), config.cluster.deadlines.join_s) as nursery:
+        kinds = [kind for kind, count in launched_processes(config).items() if count]
+        with Nursery(partial(preload, kinds), config.cluster.deadlines.join_s) as nursery:
             from tandem.coordinator.run import Mode, run
 
             mode: Mode = "resume" if arguments.resume else "restart" if arguments.restart else "new"

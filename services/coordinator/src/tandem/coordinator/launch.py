@@ -8,11 +8,11 @@ import secrets
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 
-from tandem.common.config import Config
 from tandem.common.messages import ServiceKind
 from tandem.coordinator.nursery import Child, Nursery
 
@@ -32,13 +32,10 @@ def make_importable(config_file: str | Path) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([*(path for path in inherited if path not in ("", folder)), folder])
 
 
-def preload(config: Config) -> None:
-    """Import what the services that the coordinator launches take long to import."""
-    from tandem.coordinator.shape import launched_processes
-
-    for kind, count in launched_processes(config).items():
-        if count:
-            importlib.import_module(f"tandem.{kind}.cli").preload()
+def preload(kinds: Iterable[ServiceKind]) -> None:
+    """Import what services of these kinds take long to import."""
+    for kind in kinds:
+        importlib.import_module(f"tandem.{kind}.cli").preload()
 
 
 class Launched(msgspec.Struct, frozen=True, kw_only=True):
