@@ -58,13 +58,13 @@ class StepGroups:
         self.num_drawn = 0
         """Groups that were asked for of the data, those included that are still to come."""
         self.num_ready = 0
-        self.requests: dict[int, None] = {}
-        """`Generate` orders that count, in order; answered ones as well."""
+        self.num_requests = 0
+        """`Generate` orders that are not answered."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether every sample of every group is there."""
-        return self.num_ready == len(self.groups) == self.num_drawn
+        """Whether every sample of every group is there, and who made them has nothing more to say."""
+        return self.num_ready == len(self.groups) == self.num_drawn and not self.num_requests
 
     def results_of(self, group: Group) -> list[SampleScored]:
         """Return a group's results in the order of its samples."""
@@ -76,6 +76,8 @@ class GroupTable:
 
     def __init__(self) -> None:
         self._steps: dict[tuple[int, Purpose], StepGroups] = {}
+        self._of_request: dict[int, StepGroups] = {}
+        """By the command id of a `Generate` that is not answered."""
         self._of_engine: dict[str, dict[Group, None]] = {}
         """In flight or ready, in the order in which they were assigned."""
 
@@ -107,10 +109,18 @@ class GroupTable:
     def assign(self, groups: Iterable[Group], engine: str, request: int) -> None:
         """Note that an engine was asked for groups that have waited; all are of one step."""
         for group in groups:
+            if request not in self._of_request:
+                self._of_request[request] = self._steps[group.step, group.purpose]
+                self._of_request[request].num_requests += 1
             group.state, group.engine, group.request = GroupState.IN_FLIGHT, engine, request
             group.unfinished = set(range(group.size.num_samples))
             self._of_engine.setdefault(engine, {})[group] = None
-            self._steps[group.step, group.purpose].requests[request] = None
+
+    def close_request(self, request: int) -> None:
+        """Note that a `Generate` is answered, or given up; nothing if the request was another."""
+        of_step = self._of_request.pop(request, None)
+        if of_step is not None:
+            of_step.num_requests -= 1
 
     def take_results(self, engine: str, finished: SamplesFinished) -> list[tuple[Group, int]]:
         """Keep results; return of each group how many were new. What comes twice, or was given up, is no result."""
@@ -140,7 +150,6 @@ class GroupTable:
         for group in groups:
             of_step = self._steps[group.step, group.purpose]
             of_step.num_ready -= group.state is GroupState.READY
-            of_step.requests.pop(group.request, None)
             assert group.engine is not None, "only what was assigned is put back"
             del self._of_engine[group.engine][group]
             group.state = GroupState.WAITING
@@ -160,6 +169,7 @@ class GroupTable:
 
     def clear(self) -> None:
         """Forget all groups but those that are being trained on: the run ends."""
+        self._of_request.clear()
         for step, purpose in [*self._steps]:
             groups = self._steps[step, purpose].groups
             if not any(group.state is GroupState.TAKEN for group in groups):

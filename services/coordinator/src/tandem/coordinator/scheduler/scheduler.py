@@ -199,6 +199,7 @@ class Scheduler:
                 self._assignment.finished(member, group, num_samples)
             return []
         self.requests.close(reply.command_id)
+        self.groups.close_request(reply.command_id)
         if isinstance(reply, Trained):
             self.progress.has_update |= reply.has_update
         if isinstance(reply, CheckpointSaved):
@@ -229,6 +230,7 @@ class Scheduler:
             return []
         if member not in self.publication.engines:
             raise ServiceLost(member, self.phase.value, why)
+        self._drop_generation(member)
         return self.publication.take_loss(member, self.phase.value, why)
 
     # --- rules -------------------------------------------------------------------------------------------------------
@@ -429,8 +431,7 @@ class Scheduler:
 
     def _is_complete(self, of_step: StepGroups) -> bool:
         """Tell whether all groups that were drawn are ready, and every version in them is attested."""
-        is_answered = of_step.is_ready and not any(request in self.requests for request in of_step.requests)
-        return is_answered and self.publication.is_settled
+        return of_step.is_ready and self.publication.is_settled
 
     def _is_evaluated(self) -> bool:
         if not self.spec.has_engines:
@@ -513,7 +514,7 @@ class Scheduler:
         actions: list[Action] = []
         while self.publication.suspects:
             engine = self.publication.suspects.pop(0)
-            self.requests.drop(engine, *_GENERATION)
+            self._drop_generation(engine)
             groups = self.groups.of_engine(engine, GroupState.IN_FLIGHT, GroupState.READY)
             self._assignment.withdraw(engine)
             actions += self._put_back(groups)
@@ -525,7 +526,7 @@ class Scheduler:
         moved: list[Group] = []
         for engine in self._assignment.overstayed(self.requests.now):
             groups = self.groups.of_engine(engine, GroupState.IN_FLIGHT)
-            self.requests.drop(engine, *_GENERATION)
+            self._drop_generation(engine)
             fields = self.requests.notice(self.spec.deadlines.generate)
             cancel = fields["command_id"]
             step, purpose = groups[0].step, groups[0].purpose
@@ -534,6 +535,12 @@ class Scheduler:
             )
             moved += groups
         return [*stops, *self._put_back(moved)]
+
+    def _drop_generation(self, engine: str) -> None:
+        """Wait no longer for what an engine was asked to generate."""
+        for request in [*self.requests.of(engine, *_GENERATION)]:
+            self.requests.close(request.command_id)
+            self.groups.close_request(request.command_id)
 
     def _put_back(self, groups: Iterable[Group]) -> list[Action]:
         """Have groups wait again; discard what was made of them."""
