@@ -23,7 +23,7 @@ class GroupState(enum.Enum):
     WAITING = "waiting for an engine"
     IN_FLIGHT = "being generated"
     READY = "every sample is there"
-    TAKEN = "being trained on"
+    TAKEN = "trained on, or counted"
 
 
 class Group:
@@ -155,9 +155,9 @@ class GroupTable:
             group.state = GroupState.WAITING
             group.unfinished, group.results = set(), {}
 
-    def take(self, step: int) -> None:
-        """Note that trainers have begun to train on a step's groups: no engine is asked for them again."""
-        for group in self._steps[step, "train"].groups:
+    def take(self, step: int, purpose: Purpose) -> None:
+        """Note that a step's groups are trained on, or counted: no engine is asked for them again."""
+        for group in self._steps[step, purpose].groups:
             group.state = GroupState.TAKEN
             self._forget_engine(group)
 
@@ -168,7 +168,7 @@ class GroupTable:
             self._forget_engine(group)
 
     def clear(self) -> None:
-        """Forget all groups but those that are being trained on: the run ends."""
+        """Forget all groups but those that are trained on, or counted: the run ends."""
         self._of_request.clear()
         for step, purpose in [*self._steps]:
             groups = self._steps[step, purpose].groups

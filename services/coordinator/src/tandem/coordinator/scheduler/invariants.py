@@ -69,4 +69,6 @@ def _validate_step(scheduler: Scheduler) -> None:
     if progress.is_training:
         waiting = scheduler.requests.num_for(Phase.TRAINING)
         assert waiting, "somebody trains"
-        assert bool(taken) == scheduler.spec.has_engines, "trained on are the step's groups"
+        assert {group.purpose for group in taken} == ({"train"} if scheduler.spec.has_engines else set()), (
+            "trained on are the step's groups"
+        )

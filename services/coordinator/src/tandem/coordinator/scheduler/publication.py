@@ -18,7 +18,7 @@ no longer count it says in `suspects`. It raises `ServiceError` where the run ca
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 
 from tandem.common.errors import CommandFailed, DeadlineExceeded, ServiceLost
 from tandem.common.messages import (
@@ -96,6 +96,8 @@ class Publication:
         """Whether any engine was."""
         self._is_transferred = False
         """Whether every engine that it was begun with holds it, and digests are taken."""
+        self._num_behind = 0
+        """Engines that hold an older version; some may be lost meanwhile."""
         self._trainers: list[str] = []
         self._connecting: dict[str, set[int]] = {}
         """Requests that must be answered before a mesh is connected again."""
@@ -112,17 +114,16 @@ class Publication:
     @property
     def is_transferring(self) -> bool:
         """Whether the version that trainers hold is on its way to the first engines that get it."""
-        return self._is_readable and not self._is_transferred and len(self.engines) > 0
+        is_on_its_way = self._is_begun or self._spec.is_synchronous
+        return self._is_readable and is_on_its_way and not self._is_transferred and len(self.engines) > 0
 
     @property
     def is_settled(self) -> bool:
         """Whether trainers may step: every engine has what it needs of the version they hold, and that is proven."""
         if not len(self.engines):
             return True
-        is_read = self._is_transferred and not self.engines.num_having(Status.REFITTING) and not self._unattested
-        if not self._spec.is_synchronous:
-            return is_read
-        return is_read and not self._committing and self.engines.num_attested == len(self.engines)
+        is_read = self._is_transferred and not self.engines.num_having(Status.REFITTING)
+        return is_read and not self._unattested and not self._committing and self._is_everything_attested()
 
     def can_generate(self, engine: str, oldest_version: int, newest_version: int) -> bool:
         """Tell whether an engine holds weights within these bounds."""
@@ -133,10 +134,6 @@ class Publication:
             and self._is_transferred_to(state)
             and oldest_version <= state.version <= newest_version
         )
-
-    def is_proven(self, engines: Iterable[str]) -> bool:
-        """Tell whether engines hold nothing that is not attested."""
-        return all(name in self.engines and self.engines[name].is_attested for name in engines)
 
     def overdue(self) -> DeadlineExceeded | None:
         """Return the error of a replacement that did not come in time."""
@@ -159,6 +156,7 @@ class Publication:
         self._has_update = has_update
         self._is_readable = True
         self._is_begun = self._is_transferred = False
+        self._num_behind = self.engines.num_having(Status.HOLDING)
 
     def withdraw(self) -> None:
         """Take note that trainers begin to step: the version can be read no longer."""
@@ -173,11 +171,14 @@ class Publication:
 
     # --- rules -------------------------------------------------------------------------------------------------------
 
-    def run_rules(self) -> list[Action]:
-        """Do what can be done now for the version to reach engines, and to be attested."""
+    def run_rules(self, is_free: Callable[[str], bool]) -> list[Action]:
+        """Do what can be done now for the version to reach engines, and to be attested.
+
+        `is_free` tells whether an engine that holds an older version may take this one now.
+        """
         if not len(self.engines):
             return []
-        return [*self._connect_meshes(), *self._publish(), *self._begin_attesting(), *self._commit()]
+        return [*self._connect_meshes(), *self._publish(is_free), *self._begin_attesting(), *self._commit()]
 
     def _connect_meshes(self) -> list[Action]:
         """Connect engines anew that have all they need but a mesh, once those that they share it with have, too."""
@@ -194,25 +195,34 @@ class Publication:
                 actions += orders
         return actions
 
-    def _publish(self) -> list[Action]:
+    def _publish(self, is_free: Callable[[str], bool]) -> list[Action]:
         """Bring engines to the version that trainers hold: all together, or those that come later by themselves."""
         if not self._is_readable:
             return []
-        if not self._is_begun:
-            if self._spec.is_synchronous and self.engines.num_having(*COMING_BACK):
-                return []  # nobody could go on without them
-            self._is_begun = True
-            self._digests = {}
-            now = self._requests.now
-            self._record = RefitProgress(started_at=now, deadline=now + self._deadlines.refit)
-            takers = self.engines.having(Status.READY, Status.HOLDING)
-            for name in takers:
-                self.engines[name].num_failures = 0
-            return self._refit(takers, everybody=len(takers) == len(self.engines))
-        takers = self.engines.having(Status.READY)
-        if takers:
-            self._record.deadline = max(self._record.deadline, self._requests.now + self._deadlines.refit)
-        return self._refit(takers, everybody=False)
+        if self._is_begun and not self.engines.num_having(Status.READY) and self._num_behind == 0:
+            return []
+        if not self._is_begun and self._spec.is_synchronous and self.engines.num_having(*COMING_BACK):
+            return []  # nobody could go on without them
+        takers = [name for name in self.engines.having(Status.READY, Status.HOLDING) if self._may_take(name, is_free)]
+        if not takers:
+            return []
+        now = self._requests.now
+        if self._is_begun:
+            self._record.deadline = max(self._record.deadline, now + self._deadlines.refit)
+            return self._refit(takers, everybody=False)
+        self._is_begun = True
+        self._digests = {}
+        self._record = RefitProgress(started_at=now, deadline=now + self._deadlines.refit)
+        for name in takers:
+            self.engines[name].num_failures = 0
+        return self._refit(takers, everybody=len(takers) == len(self.engines))
+
+    def _may_take(self, name: str, is_free: Callable[[str], bool]) -> bool:
+        """Tell whether an engine can be refitted: it lacks the version, and what it holds is done with and attested."""
+        engine = self.engines[name]
+        if engine.status is Status.READY:
+            return True
+        return engine.version < self.version and engine.is_attested and is_free(name)
 
     def _refit(self, takers: list[str], *, everybody: bool) -> list[Action]:
         """Order engines to receive the version, and others to send what they need for it."""
@@ -226,6 +236,7 @@ class Publication:
         for member in dict.fromkeys([*senders, *takers]):
             fields = self._requests.open(member, Phase.REFITTING, self._remaining_s())
             if member in takers:
+                self._num_behind -= self.engines[member].status is Status.HOLDING
                 self.engines.move(self.engines[member], Status.REFITTING, version=self.version)
                 self.engines[member].awaited = {fields["command_id"]}
             fields["deadline_s"] *= _SHARE_OF_TRANSFER
@@ -235,12 +246,14 @@ class Publication:
 
     def _begin_attesting(self) -> list[Action]:
         """Have digests taken of a version that has reached every engine it was begun with, beside what follows."""
-        on_the_way = self.engines.num_having(Status.READY, Status.REFITTING, *COMING_BACK)
-        if not self._is_begun or self._is_transferred or on_the_way:
+        if not self._is_begun or self._is_transferred or self.engines.num_having(Status.REFITTING):
+            return []
+        if self._spec.is_synchronous and self.engines.num_having(Status.READY, *COMING_BACK):
             return []
         self._is_transferred = True
         self._record.transferred(self._requests.now)
-        return self._attest([*self._trainers, *self.engines.names()])
+        holders = [name for name in self.engines.having(Status.HOLDING) if self.engines[name].version == self.version]
+        return self._attest([*self._trainers, *holders])
 
     def _commit(self) -> list[Action]:
         """Have the engines attested whose digests are all here, unless others are still computing theirs."""
@@ -357,9 +370,7 @@ class Publication:
             else:
                 self.engines.attest(engine, is_attested=True)
                 self._record.engines.append(name)
-        if self.engines.num_attested < len(self.engines) or not len(self.engines):
-            return []
-        return [self._finish_record(reply.digest)]
+        return [self._finish_record(reply.digest)] if len(self.engines) and self._is_everything_attested() else []
 
     # --- one engine --------------------------------------------------------------------------------------------------
 
@@ -379,6 +390,11 @@ class Publication:
         self._digests.pop(engine.name, None)
         self._unattested.discard(engine.name)
         self.suspects.append(engine.name)
+
+    def _is_everything_attested(self) -> bool:
+        """Tell whether no engine holds what is not attested; in synchronous training, whether all hold the version."""
+        expected = len(self.engines) if self._spec.is_synchronous else self.engines.num_having(Status.HOLDING)
+        return self.engines.num_attested == expected
 
     def _is_transferred_to(self, engine: Engine) -> bool:
         """Tell whether an engine may serve tokens: the others that are refitted with it hold the version as well."""

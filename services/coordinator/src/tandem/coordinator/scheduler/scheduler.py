@@ -243,7 +243,7 @@ class Scheduler:
             return self._rule_finish()
         if self._stage is not None:
             return self._rule_set_up()
-        actions = self.publication.run_rules() + self._put_back_suspects()
+        actions = self.publication.run_rules(self._is_free) + self._put_back_suspects()
         for rule in (
             self._rule_start,
             self._rule_offer,
@@ -330,6 +330,8 @@ class Scheduler:
             return self._draw("validate", progress.number, self.spec.num_validation_groups)
         if not self._is_evaluated():
             return []
+        if self.spec.has_engines:
+            self.groups.take(self.step, "validate")
         progress.is_validating, progress.is_validated = False, True
         return self._run_rules()
 
@@ -394,7 +396,7 @@ class Scheduler:
             of_step = self.groups.of_step(self.step, "train")
             if of_step is None or not self._is_complete(of_step) or self._lacks_groups(of_step):
                 return []
-            self.groups.take(self.step)
+            self.groups.take(self.step, "train")
         self.progress.is_training = True
         self.publication.withdraw()
         return self._dispatch_batches("train")
@@ -457,6 +459,10 @@ class Scheduler:
                 "grpo.dynamic_sampling_max_gen_batches too low",
             )
         return True
+
+    def _is_free(self, engine: str) -> bool:
+        """Tell whether an engine has nothing in flight, so that its weights may change."""
+        return not self.groups.of_engine(engine, GroupState.IN_FLIGHT)
 
     def _can_generate(self, engine: str, group: Group) -> bool:
         """Tell whether an engine holds weights young enough for a group; to validate, those of the step itself."""
