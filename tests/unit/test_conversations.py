@@ -106,7 +106,7 @@ def test_validation_takes_so_many_batches_or_everything(val_batches: int, count:
 
 @pytest.mark.parametrize(("val_batches", "easy", "hard"), [(1, 5, 8), (0, 5, 12)])
 def test_several_files_are_validated_on_each_by_itself(val_batches: int, easy: int, hard: int) -> None:
-    for name, numbers in {"train": range(40), "easy": range(5), "hard": range(30, 42)}.items():
+    for name, numbers in {"train": range(5, 30), "easy": range(5), "hard": range(30, 42)}.items():
         jsonl([{"prompt": str(i), "chosen": " = 1", "rejected": " = 2"} for i in numbers], f"{name}.jsonl")
     paths = {"easy": "easy.jsonl", "hard": "hard.jsonl"}
     config = data_config("dpo", dataset_name="jsonl", train_data_path="train.jsonl", val_data_paths=paths)
@@ -118,7 +118,20 @@ def test_several_files_are_validated_on_each_by_itself(val_batches: int, easy: i
     found = [parts(tokenizer, batch, row)[0] for row in range(0, len(batch.lengths_S), 2)]
     assert found == [f"<bos>{i}" for i in (*range(easy), *range(30, 30 + hard))]
     assert feed.validation_parts == {"easy": 2 * easy, "hard": 2 * hard}, "sequences"
-    assert len(load_conversations(config).train) == 40 - 5 - 10, "nothing is trained on that is in one of them"
+    assert len(load_conversations(config).train) == 25
+
+
+def test_a_pair_that_is_trained_on_and_validated_on_is_refused_with_both_places() -> None:
+    for name, numbers in {"train": range(40), "easy": range(41, 45), "hard": range(30, 34)}.items():
+        jsonl([{"prompt": str(i), "chosen": " = 1", "rejected": " = 2"} for i in numbers], f"{name}.jsonl")
+    paths = {"easy": "easy.jsonl", "hard": "hard.jsonl"}
+    settings = {"dataset_name": "jsonl", "train_data_path": "train.jsonl", "val_data_paths": paths}
+    assert error_of(data_config("dpo", **settings)) == (
+        "data: train.jsonl:31 and hard.jsonl:1 hold the same problem (and 3 more), which would be trained on and "
+        "validated on: take it out of one of them"
+    )
+    sets = load_conversations(data_config("dpo", **settings, num_train=30))
+    assert len(sets.train) == 30, "what is not trained on does no harm"
 
 
 def test_one_set_has_no_parts() -> None:
@@ -162,9 +175,20 @@ def test_the_fields_of_pairs_are_named() -> None:
 def test_a_prompt_may_have_several_pairs_and_all_are_held_out_with_it() -> None:
     rows = [{"prompt": str(i % 5), "chosen": str(i), "rejected": "0"} for i in range(1, 21)]
     sets = load_conversations(data_config("dpo", **jsonl([*rows, rows[0]])))
-    assert len(sets.train) == 16
+    assert len(sets.train) == 17, "one of them twice"
     (held_out,) = sets.validation
     assert all(pair.prompt != held_out.prompt for pair in sets.train)
+    assert sets.num_set_aside == 3
+
+
+def test_conversations_that_all_begin_alike_are_split_by_what_follows() -> None:
+    rows = [{"messages": chat("u1", f"a{i % 20}")} for i in range(40)]
+    settings = jsonl(rows) | {"dataset_name": "openai_format", "num_validation": 8, "num_train": 32}
+    sets = load_conversations(data_config("sft", **settings))
+    train, validation = ([c.answers[0][0]["content"] for c in part] for part in (sets.train, sets.validation))
+    assert (len(train), len(validation)) == (32, 8)
+    assert not set(train) & set(validation), "what is the same is on the same side"
+    assert sorted(train + validation) == sorted(str(i % 20) for i in range(40))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,15 @@ from tandem.common.config.schema import Dpo, Sft
 from tandem.common.messages import Purpose, SamplesFinished
 from tandem.common.tokenizer import Tokenizer
 from tandem.common.wire import Arrays
-from tandem.coordinator.data import ChatEncoder, Conversation, Drawn, encode_now, left_out, load_conversations
+from tandem.coordinator.data import (
+    ChatEncoder,
+    Conversation,
+    Drawn,
+    encode_now,
+    left_out,
+    load_conversations,
+    set_aside,
+)
 
 Sequences = tuple[tuple[tuple[int, ...], tuple[bool, ...]], ...]
 """One conversation: for each of its answers the tokens of prompt and answer, and which of them count in the loss."""
@@ -42,7 +50,8 @@ class GivenFeed:
         num_items = len(sets.train) + num_held_out
         too_long = left_out(num_too_long, self._train.num_checked + num_held_out, num_items)
         ties = f"data: {sets.num_ties} of {num_items + sets.num_ties} left out: ties" if sets.num_ties else None
-        self.notices = tuple(filter(None, (too_long, ties)))
+        num_rows = len(sets.train) + len(sets.validation) + sets.num_set_aside
+        self.notices = tuple(filter(None, (too_long, ties, set_aside(sets.num_set_aside, num_rows))))
         # Every rank is sent the same.
         self._training_batch = functools.lru_cache(maxsize=1)(self._draw_batch)
 

@@ -15,7 +15,7 @@ from tandem.common.messages import Problem
 from tandem.common.tokenizer import Messages
 from tandem.coordinator.data import sources
 from tandem.coordinator.data.prompts import PromptWriter, solution_writer
-from tandem.coordinator.data.split import hold_out, load_problems
+from tandem.coordinator.data.split import Identity, hold_out, load_problems
 from tandem.coordinator.data.trees import threads
 
 
@@ -37,6 +37,8 @@ class ConversationSets(msgspec.Struct, frozen=True, kw_only=True):
     """By the names that ``data.val_data_paths`` gives; a set that is alone has the name ``""``."""
     num_ties: int = 0
     """Pairs of which neither is the better one; they are left out."""
+    num_set_aside: int = 0
+    """Conversations of neither side: they are too much like those held out to be trained on."""
 
     @property
     def validation(self) -> list[Conversation]:
@@ -60,6 +62,7 @@ def load_conversations(config: Config) -> ConversationSets:
         return ConversationSets(
             train=[write(problem) for problem in problems.train],
             held_out={name: [write(problem) for problem in part] for name, part in problems.held_out.items()},
+            num_set_aside=problems.num_set_aside,
         )
     writer = PromptWriter(data)
     num_ties = 0
@@ -74,14 +77,20 @@ def load_conversations(config: Config) -> ConversationSets:
         return [msgspec.structs.replace(c, prompt=writer.with_system_message(c.prompt)) for c in kept]
 
     train, apart = sources.rows(data)
-    kept, held_out = hold_out(
+    sides = hold_out(
         data,
         conversations(train),
         {name: conversations(rows) for name, rows in apart.items()},
-        prompt_of=lambda conversation: _text(conversation.prompt),
-        identity=lambda conversation: _text(conversation.prompt, *conversation.answers),
+        Identity(
+            place=lambda conversation: conversation.name,
+            prompt=lambda conversation: _text(conversation.prompt),
+            content=lambda conversation: _text(conversation.prompt, *conversation.answers),
+        ),
+        keep_prompts_together=True,
     )
-    return ConversationSets(train=kept, held_out=held_out, num_ties=num_ties)
+    return ConversationSets(
+        train=sides.train, held_out=sides.held_out, num_ties=num_ties, num_set_aside=sides.num_set_aside
+    )
 
 
 class ConversationWriter:

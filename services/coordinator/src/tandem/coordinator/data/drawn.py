@@ -84,3 +84,11 @@ def left_out(num_too_long: int, num_checked: int, num_items: int) -> str | None:
     if num_checked == num_items:
         return f"data: {num_too_long} of {num_items} left out: {why}"
     return f"data: {num_too_long} of the first {num_checked} left out, and others when it is their turn: {why}"
+
+
+def set_aside(num_set_aside: int, num_items: int) -> str | None:
+    """Return what a user should know of items that are too much like those held out; None where there are none."""
+    if not num_set_aside:
+        return None
+    why = "what is held out (data.num_validation) has the same prompt or content"
+    return f"data: {num_set_aside} of {num_items} left out: {why}"

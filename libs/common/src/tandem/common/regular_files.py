@@ -1,0 +1,36 @@
+"""What lies at a path, asked before it is opened: a FIFO waits for a writer for ever, and a device may never end."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+_KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a character device",
+    stat.S_IFBLK: "a block device",
+    stat.S_IFDIR: "a directory",
+}
+
+
+def irregular(path: str | Path) -> str | None:
+    """Return what a path is, such as ``a FIFO``, if something is there that is no regular file; links are followed."""
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError):  # whoever opens it says what is wrong
+        return None
+    return _KINDS.get(stat.S_IFMT(mode))
+
+
+def irregular_within(folder: str | Path) -> str | None:
+    """Return ``'PATH' is a FIFO`` for the first thing in a folder, at any depth, that is neither file nor folder.
+
+    The path may also be such a thing itself, or a file, or nothing.
+    """
+    for path in (Path(folder), *sorted(Path(folder).rglob("*"))):
+        kind = irregular(path)
+        if kind not in (None, _KINDS[stat.S_IFDIR]):
+            return f"{str(path)!r} is {kind}"
+    return None
