@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 
 _KINDS = {
@@ -24,12 +25,9 @@ def irregular(path: str | Path) -> str | None:
     return _KINDS.get(stat.S_IFMT(mode))
 
 
-def irregular_within(folder: str | Path) -> str | None:
-    """Return ``'PATH' is a FIFO`` for the first thing in a folder, at any depth, that is neither file nor folder.
-
-    The path may also be such a thing itself, or a file, or nothing.
-    """
-    for path in (Path(folder), *sorted(Path(folder).rglob("*"))):
+def first_irregular(paths: Iterable[Path]) -> str | None:
+    """Return ``'PATH' is a FIFO`` for the first of some paths that is neither file nor folder, if there is one."""
+    for path in paths:
         kind = irregular(path)
         if kind not in (None, _KINDS[stat.S_IFDIR]):
             return f"{str(path)!r} is {kind}"

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from tandem.common.errors import ConfigError
+from tandem.common.regular_files import irregular
 
 COMMAND_LINE = "command line"
 
@@ -88,13 +89,16 @@ def _read_chain(path: Path, children: tuple[Path, ...]) -> list[Layer]:
     layers: list[Layer] = []
     for name in names_of_parents:
         parent = Path(os.path.normpath(path.parent / name))
-        if not parent.is_file():
+        if not parent.exists():
             raise ConfigError(f"{path}: defaults: there is no file {parent}")
         layers += _read_chain(parent, (*children, here))
     return [*layers, Layer(source=str(path), settings=settings)]
 
 
 def _read_file(path: Path) -> Plain:
+    kind = irregular(path)
+    if kind is not None:
+        raise ConfigError(f"{path}: cannot be read: it is {kind}, not a file")
     try:
         content: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except FileNotFoundError:
@@ -103,6 +107,8 @@ def _read_file(path: Path) -> Plain:
         raise ConfigError(f"{path}: {_syntax(error)}") from None
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {error.full_key}: cannot be resolved: {str(error).splitlines()[0]}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: nested too deeply") from None
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else "it does not hold YAML text"
         raise ConfigError(f"{path}: cannot be read: {reason}") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Never
 
@@ -17,6 +18,7 @@ from tandem.common.wire import Arrays
 from tandem.coordinator.data import (
     ChatEncoder,
     Conversation,
+    ConversationWriter,
     Drawn,
     encode_now,
     left_out,
@@ -40,10 +42,14 @@ class GivenFeed:
         self._section = section
         self._chat = ChatEncoder(config, tokenizer)
         sets = load_conversations(config)
-        self._train = Drawn(config, sets.train, self._encode)
         num_validation = section.val_batches * section.val_global_batch_size
         most = num_validation if num_validation > 0 else None
         held_out = {name: part[:most] for name, part in sets.held_out.items()}
+        conversations = itertools.chain(sets.train, *held_out.values())
+        self._chat.check_characters(
+            ((c.name, (c.prompt, *c.answers)) for c in conversations), ConversationWriter.literals(config)
+        )
+        self._train = Drawn(config, sets.train, self._encode)
         self._validation = {name: encode_now(part, self._encode) for name, part in held_out.items()}
         num_held_out, num_kept = (sum(map(len, parts.values())) for parts in (held_out, self._validation))
         num_too_long = self._train.num_too_long + num_held_out - num_kept

@@ -40,8 +40,9 @@ class GrpoFeed:
         self._config = config
         encoder = PromptEncoder(config, tokenizer)
         problems = load_problems(config)
-        self._train = Drawn(config, problems.train, encoder.encode)
         held_out = problems.validation[: config.grpo.max_val_samples]
+        encoder.check_characters([*problems.train, *held_out])
+        self._train = Drawn(config, problems.train, encoder.encode)
         self._validation = encode_now(held_out, encoder.encode)
         num_too_long = self._train.num_too_long + len(held_out) - len(self._validation)
         num_checked, num_items = self._train.num_checked + len(held_out), len(self._train) + len(held_out)

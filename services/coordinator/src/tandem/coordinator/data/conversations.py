@@ -14,7 +14,7 @@ from tandem.common.errors import DataError
 from tandem.common.messages import Problem
 from tandem.common.tokenizer import Messages
 from tandem.coordinator.data import sources
-from tandem.coordinator.data.prompts import PromptWriter, solution_writer
+from tandem.coordinator.data.prompts import PromptWriter, literal_text, solution_writer
 from tandem.coordinator.data.split import Identity, hold_out, load_problems
 from tandem.coordinator.data.trees import threads
 
@@ -100,6 +100,13 @@ class ConversationWriter:
         self._prompts = PromptWriter(config.data)
         keys = ("solution_template", "rejected_template") if config.algorithm == "dpo" else ("solution_template",)
         self._solutions = [solution_writer(f"data.{key}", getattr(config.data, key)) for key in keys]
+
+    @staticmethod
+    def literals(config: Config) -> dict[str, str]:
+        """Return what the templates of prompts and solutions say whatever the problem, by the key to change."""
+        keys = ("solution_template", "rejected_template")
+        texts = {f"data.{key}": literal_text(getattr(config.data, key) or "") for key in keys}
+        return PromptWriter(config.data).literals() | {key: text for key, text in texts.items() if text}
 
     def __call__(self, problem: Problem) -> Conversation:
         """Return the problem's prompt with its solution, and for DPO a worse one. Raises `DataError`, `ConfigError`."""

@@ -18,7 +18,7 @@ from tandem.common.config.problem import MAX_SHOWN
 from tandem.common.config.schema import Data
 from tandem.common.errors import ConfigError, DataError, nearest
 from tandem.common.messages import Problem
-from tandem.common.regular_files import irregular, irregular_within
+from tandem.common.regular_files import first_irregular, irregular
 from tandem.common.sliding_puzzle import render, shuffled, solved
 from tandem.coordinator.data.hub import only_the_cache, why_unreachable
 
@@ -151,7 +151,7 @@ def hub(name: str, split: str, subset: str | None) -> Rows:
     import datasets
 
     is_here = Path(name).exists()
-    strange = irregular_within(name) if is_here else None
+    strange = first_irregular(itertools.chain([Path(name)], Path(name).rglob("*"))) if is_here else None
     if strange is not None:
         raise DataError(f"data.dataset_name: cannot load {name!r}: {strange}, not a data file")
     unreachable = "" if is_here else why_unreachable()
