@@ -150,9 +150,9 @@ def test_what_is_no_file_is_not_opened(tokenizer: Tokenizer, name: str) -> None:
     [
         ("{% for i in range(10**9) %}x{% endfor %}", "refuses messages of user: Range too big"),
         (f"{'{% for i in range(10**5) %}' * 4}{'{% endfor %}' * 4}", "takes longer than 0.5 s for one conversation"),
-        ("{{ 10 ** 10 ** 10 }}", "takes longer than 0.5 s for one conversation"),
+        ("{{ 10 ** (10 ** 10) }}", "takes longer than 0.5 s for one conversation"),
         ("{{ 'a' * 10 ** 13 }}", "needs too much memory for one conversation"),
-        ("{{ 'a' * 10 ** 8 }}", "makes 100,000,000 characters of one conversation"),
+        ("{{ messages[-1].content * 2 * 10 ** 7 }}", "makes 100,000,000 characters of one conversation"),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "calls itself without end"),
         ("{{ 1 / 0 }}", "refuses messages of user: division by zero"),
         (
@@ -164,7 +164,8 @@ def test_what_is_no_file_is_not_opened(tokenizer: Tokenizer, name: str) -> None:
 def test_a_template_that_does_not_end_is_stopped(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, template: str, what: str
 ) -> None:
-    monkeypatch.setattr(chat_templates, "DEADLINE_S", 0.5)
+    if "0.5" in what:
+        monkeypatch.setattr(chat_templates, "DEADLINE_S", 0.5)
     broken = load_tokenizer(config(name="model", chat_template=template))
     handler = signal.getsignal(signal.SIGALRM)
     message = f"^policy.tokenizer.chat_template: the chat template of model {what}"

@@ -89,7 +89,7 @@ def _read_chain(path: Path, children: tuple[Path, ...]) -> list[Layer]:
     layers: list[Layer] = []
     for name in names_of_parents:
         parent = Path(os.path.normpath(path.parent / name))
-        if not parent.exists():
+        if not parent.is_file():
             raise ConfigError(f"{path}: defaults: there is no file {parent}")
         layers += _read_chain(parent, (*children, here))
     return [*layers, Layer(source=str(path), settings=settings)]
@@ -97,7 +97,7 @@ def _read_chain(path: Path, children: tuple[Path, ...]) -> list[Layer]:
 
 def _read_file(path: Path) -> Plain:
     kind = irregular(path)
-    if kind is not None:
+    if kind is not None and not path.is_dir():
         raise ConfigError(f"{path}: cannot be read: it is {kind}, not a file")
     try:
         content: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
@@ -107,8 +107,6 @@ def _read_file(path: Path) -> Plain:
         raise ConfigError(f"{path}: {_syntax(error)}") from None
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {error.full_key}: cannot be resolved: {str(error).splitlines()[0]}") from None
-    except RecursionError:
-        raise ConfigError(f"{path}: nested too deeply") from None
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else "it does not hold YAML text"
         raise ConfigError(f"{path}: cannot be read: {reason}") from None

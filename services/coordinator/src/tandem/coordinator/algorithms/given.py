@@ -25,6 +25,7 @@ from tandem.coordinator.data import (
     load_conversations,
     set_aside,
 )
+from tandem.coordinator.data.step_size import check_step_size
 
 Sequences = tuple[tuple[tuple[int, ...], tuple[bool, ...]], ...]
 """One conversation: for each of its answers the tokens of prompt and answer, and which of them count in the loss."""
@@ -42,6 +43,7 @@ class GivenFeed:
         self._section = section
         self._chat = ChatEncoder(config, tokenizer)
         sets = load_conversations(config)
+        check_step_size(config, len(sets.train))
         num_validation = section.val_batches * section.val_global_batch_size
         most = num_validation if num_validation > 0 else None
         held_out = {name: part[:most] for name, part in sets.held_out.items()}

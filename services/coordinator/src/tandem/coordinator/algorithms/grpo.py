@@ -26,6 +26,7 @@ from tandem.coordinator.algorithms.rewards import (
     training_rewards,
 )
 from tandem.coordinator.data import Drawn, PromptEncoder, encode_now, left_out, load_problems, sample_seed, set_aside
+from tandem.coordinator.data.step_size import check_step_size
 from tandem.coordinator.samples import SampleStore
 
 
@@ -40,6 +41,7 @@ class GrpoFeed:
         self._config = config
         encoder = PromptEncoder(config, tokenizer)
         problems = load_problems(config)
+        check_step_size(config, len(problems.train))
         held_out = problems.validation[: config.grpo.max_val_samples]
         encoder.check_characters([*problems.train, *held_out])
         self._train = Drawn(config, problems.train, encoder.encode)
