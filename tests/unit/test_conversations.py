@@ -16,7 +16,7 @@ from tandem.common.batch import TrainingBatch
 from tandem.common.config import Config, notices
 from tandem.common.config.named import NAMED
 from tandem.common.errors import ConfigError, DataError, TandemError
-from tandem.common.tokenizer import Tokenizer
+from tandem.common.tokenizer import Tokenizer, load_tokenizer
 from tandem.coordinator.algorithms import make_feed
 from tandem.coordinator.data import load_conversations
 
@@ -292,6 +292,74 @@ def on_the_hub(
     return config
 
 
+@pytest.mark.parametrize(
+    ("name", "row", "message"),
+    [
+        (
+            "HelpSteer3",
+            {"context": chat("u1"), "response1": "2", "overall_preference": 1},
+            " is no pair of responses: Object missing required field `response2`",
+        ),
+        (
+            "HelpSteer3",
+            {"context": chat("u1"), "response1": "2", "response2": None, "overall_preference": 1},
+            " is no pair of responses: Expected `str`, got `null` - at `$.response2`",
+        ),
+        ("squad", {"context": "1", "question": "2"}, " is no question about a passage: Object missing required field"),
+        (
+            "squad",
+            {"context": "1", "question": "2", "answers": {"text": [], "answer_start": []}},
+            " is no question about a passage: Expected `array` of length >= 1 - at `$.answers.text`",
+        ),
+    ],
+)
+def test_a_row_of_a_data_set_that_is_not_what_its_name_says_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, row: dict[str, Any], message: str
+) -> None:
+    config = on_the_hub(name, [row, row], tmp_path, monkeypatch)
+    assert error_of(config).startswith(f"{NAMED[name].path}[{config.data.split}]:0{message}")
+
+
+def nothing(problem: Any) -> Any:
+    return None
+
+
+def no_content(problem: Any) -> Any:
+    return [{"role": "assistant"}]
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [("nothing", "Expected `str | array`, got `null`"), ("no_content", "Object missing required field `content`")],
+)
+def test_a_solution_that_is_none_is_named_with_its_line(function: str, message: str) -> None:
+    settings = jsonl([{"input": "1", "output": "2"}, {"input": "2", "output": "3"}])
+    config = data_config("sft", **settings, solution_template=f"{__name__}:{function}")
+    found = error_of(config)
+    assert found.startswith("problem 'rows.jsonl:")
+    assert f"{__name__}:{function} returned neither a text nor a list of messages: {message}" in found
+
+
+def test_a_system_message_that_is_no_text_is_named() -> None:
+    rows = [{"talk": chat("u1", "a2"), "rules": "3"}, {"talk": chat("u4", "a5"), "rules": None}]
+    config = data_config("sft", **jsonl(rows), chat_key="talk", system_key="rules")
+    assert error_of(config) == "rows.jsonl:2: 'rules' is no text (data.system_key)"
+
+
+def test_a_conversation_that_the_template_refuses_is_named_with_its_line() -> None:
+    config = data_config(
+        "sft",
+        **(
+            jsonl([{"messages": chat("u1", "a2")}] * 2 + [{"messages": chat("u3", "a4")}])
+            | {"dataset_name": "openai_format"}
+        ),
+    )
+    character_tokenizer(config)
+    Path("model/chat_template.jinja").write_text("{{ raise_exception('no') }}")
+    with pytest.raises(ConfigError, match=r"refuses messages of user: no \(problem 'rows.jsonl:\d'\)$"):
+        make_feed(config, load_tokenizer(config))
+
+
 # --- SFT -------------------------------------------------------------------------------------------------------------
 
 
@@ -343,6 +411,30 @@ def test_every_thread_of_a_tree_is_a_conversation() -> None:
         ("trees.jsonl.gz:3, thread 1", chat("s5", "u9", "a0")),
         ("other.jsonl:1, thread 1", chat("s5", "u0", "a0")),
     ]
+
+
+def test_a_thread_of_which_nothing_else_is_left_comes_once() -> None:
+    tree = node("u1", node("a2", node("u3"), node("u4")), node("a2"))
+    other = node("u5", node("a6", node("u7", node("a8"))))
+    sets = load_conversations(data_config("sft", **(jsonl([tree, other]) | {"dataset_name": "open_assistant"})))
+    names = [c.name for c in (*sets.train, *sets.validation)]
+    places = ["rows.jsonl:1, thread 1", "rows.jsonl:1, thread 3", "rows.jsonl:2, thread 1"]
+    assert sorted(names) == places, "the same words elsewhere in the tree are another thread"
+
+
+def test_a_tree_as_deep_as_a_row_may_be_is_read_and_a_deeper_one_is_refused() -> None:
+    def chain(length: int) -> dict[str, Any]:
+        tree = node("a2")
+        for _ in range(length):
+            tree = node("a2", node("u1", tree))
+        return node("u1", tree)
+
+    config = data_config("sft", **(jsonl([chain(48), chain(0)]) | {"dataset_name": "open_assistant"}))
+    assert (
+        max(len(c.answers[0]) for c in load_conversations(config).train + load_conversations(config).validation) == 97
+    )
+    jsonl([chain(0), chain(60)])
+    assert error_of(config) == "rows.jsonl:2 is nested more than 200 levels deep"
 
 
 @pytest.mark.parametrize(

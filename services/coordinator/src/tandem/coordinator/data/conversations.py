@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -135,7 +136,9 @@ def _reader(config: Config) -> Read | None:
 def _chat(chat_key: str, where: str, row: sources.Row, data: Data) -> Conversation:
     messages = _messages(where, chat_key, sources.field(where, row, "chat_key", chat_key))
     if data.system_key is not None and messages[0]["role"] != "system":
-        system = str(sources.field(where, row, "system_key", data.system_key))
+        system = sources.field(where, row, "system_key", data.system_key)
+        if not isinstance(system, str):
+            raise DataError(f"{where}: {data.system_key!r} is no text (data.system_key)")
         messages = [{"role": "system", "content": system}, *messages]
     spoken = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if not spoken or spoken[0] == 0:
@@ -143,12 +146,27 @@ def _chat(chat_key: str, where: str, row: sources.Row, data: Data) -> Conversati
     return Conversation(name=where, prompt=messages[: spoken[0]], answers=(messages[spoken[0] :],))
 
 
+class _Answers(msgspec.Struct, frozen=True):
+    """The right ones; the first is learned."""
+
+    text: Annotated[list[str], msgspec.Meta(min_length=1)]
+
+
+class _SquadRow(msgspec.Struct, frozen=True):
+    """Other fields are ignored."""
+
+    context: str
+    question: str
+    answers: _Answers
+
+
 def _squad(where: str, row: sources.Row, data: Data) -> Conversation:
     """As NeMo-RL has it: the passage is the system message."""
+    asked = _converted(where, row, _SquadRow, "question about a passage")
     return Conversation(
         name=where,
-        prompt=[{"role": "system", "content": row["context"]}, {"role": "user", "content": row["question"]}],
-        answers=(_answer(row["answers"]["text"][0]),),
+        prompt=[{"role": "system", "content": asked.context}, {"role": "user", "content": asked.question}],
+        answers=(_answer(asked.answers.text[0]),),
     )
 
 
@@ -199,13 +217,33 @@ def _ranked(where: str, row: sources.Row) -> Conversation:
     )
 
 
+class _HelpSteerRow(msgspec.Struct, frozen=True):
+    """Other fields are ignored."""
+
+    context: Any
+    response1: str
+    response2: str
+    overall_preference: float
+
+
 def _help_steer(where: str, row: sources.Row, data: Data) -> Conversation | None:
     """A negative preference is for the first response."""
-    first, second, preference = _answer(row["response1"]), _answer(row["response2"]), row["overall_preference"]
-    if preference == 0:
+    pair = _converted(where, row, _HelpSteerRow, "pair of responses")
+    if pair.overall_preference == 0:
         return None
-    prompt = _messages(where, "context", row["context"], role="user")
-    return Conversation(name=where, prompt=prompt, answers=(first, second) if preference < 0 else (second, first))
+    first, second = _answer(pair.response1), _answer(pair.response2)
+    answers = (first, second) if pair.overall_preference < 0 else (second, first)
+    return Conversation(name=where, prompt=_messages(where, "context", pair.context, role="user"), answers=answers)
+
+
+Parsed = TypeVar("Parsed")
+
+
+def _converted(where: str, row: sources.Row, kind: type[Parsed], what: str) -> Parsed:
+    try:
+        return msgspec.convert(row, kind)
+    except msgspec.ValidationError as error:
+        raise DataError(f"{where} is no {what}: {error}") from error
 
 
 # --- messages --------------------------------------------------------------------------------------------------------

@@ -111,18 +111,31 @@ def solution_writer(key: str, template: str) -> Callable[[Problem], Messages]:
         raise ConfigError(f"{key}: cannot import {template!r}: {error}") from error
 
     def write(problem: Problem) -> Messages:
+        where = f"problem {problem.problem_id!r}: {key} {template}"
         try:
-            return _said(function(problem))
+            solution = function(problem)
         except Exception as error:  # the function is the user's
-            raise DataError(
-                f"problem {problem.problem_id!r}: {key} {template} raised {type(error).__name__}: {error}"
-            ) from error
+            reason = " ".join(str(error).split())
+            raise DataError(f"{where} raised {type(error).__name__}: {reason}") from error
+        try:
+            return _said(msgspec.convert(solution, str | list[_Message]))
+        except msgspec.ValidationError as error:
+            raise DataError(f"{where} returned neither a text nor a list of messages: {error}") from error
 
     return write
 
 
-def _said(solution: str | Messages) -> Messages:
-    return [{"role": "assistant", "content": solution}] if isinstance(solution, str) else solution
+class _Message(msgspec.Struct, frozen=True):
+    """What a function that writes conversations must return a list of."""
+
+    role: str
+    content: str
+
+
+def _said(solution: str | list[_Message]) -> Messages:
+    if isinstance(solution, str):
+        return [{"role": "assistant", "content": solution}]
+    return [{"role": message.role, "content": message.content} for message in solution]
 
 
 def fill_template(key: str, template: str, problem: Problem) -> str:
