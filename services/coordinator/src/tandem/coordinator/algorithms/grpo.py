@@ -25,7 +25,15 @@ from tandem.coordinator.algorithms.rewards import (
     is_truncated,
     training_rewards,
 )
-from tandem.coordinator.data import Drawn, PromptEncoder, encode_now, left_out, load_problems, sample_seed, set_aside
+from tandem.coordinator.data import (
+    LazyDataset,
+    PromptEncoder,
+    encode_now,
+    left_out,
+    load_problems,
+    sample_seed,
+    set_aside,
+)
 from tandem.coordinator.data.step_size import check_step_size
 from tandem.coordinator.samples import SampleStore
 
@@ -44,7 +52,7 @@ class GrpoFeed:
         check_step_size(config, len(problems.train))
         held_out = problems.validation[: config.grpo.max_val_samples]
         encoder.check_characters([*problems.train, *held_out])
-        self._train = Drawn(config, problems.train, encoder.encode)
+        self._train = LazyDataset(config, problems.train, encoder.encode)
         self._validation = encode_now(held_out, encoder.encode)
         num_too_long = self._train.num_too_long + len(held_out) - len(self._validation)
         num_checked, num_items = self._train.num_checked + len(held_out), len(self._train) + len(held_out)

@@ -15,8 +15,8 @@ from tandem.common.tokenizer import load_tokenizer
 from tandem.coordinator.algorithms import make_feed
 from tandem.coordinator.algorithms.given import GivenFeed
 from tandem.coordinator.algorithms.grpo import GrpoFeed
-from tandem.coordinator.data import Drawn, epoch_stream
-from tandem.coordinator.data.drawn import NUM_CHECKED
+from tandem.coordinator.data import LazyDataset, epoch_stream
+from tandem.coordinator.data.lazy import NUM_CHECKED
 
 NUM = 2 * NUM_CHECKED
 TOO_LONG = "longer than data.max_input_seq_length and policy.max_total_sequence_length allow"
@@ -67,14 +67,14 @@ def test_only_the_first_items_are_encoded_at_once_and_the_rest_when_they_are_dra
         return str(item)
 
     config = data_config("sft", **rows())
-    drawn = Drawn(config, range(NUM), encode)
+    lazy = LazyDataset(config, range(NUM), encode)
     order = epoch_stream(config.sft.seed, NUM, 0, NUM)
     assert asked == order[:NUM_CHECKED]
-    assert drawn.draw(0, NUM) == [str(item) for item in order]
+    assert lazy.draw(0, NUM) == [str(item) for item in order]
     assert asked == order, "each once"
     made = data_config("sft", num_train=NUM)
     asked.clear()
-    Drawn(made, range(NUM), encode)
+    LazyDataset(made, range(NUM), encode)
     assert len(asked) == NUM, "what a task made is wrong altogether if it is wrong anywhere"
 
 

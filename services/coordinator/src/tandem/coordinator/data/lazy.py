@@ -1,4 +1,4 @@
-"""Items that are tokenised when they are drawn: a run begins without having tokenised its whole data set."""
+"""A lazily tokenised data set: a run begins without having tokenised all of it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _NUM_KEPT = 4096
 """Encoded items that are kept, for who asks again: a step is asked for several times."""
 
 
-class Drawn(Generic[Item, Encoded]):
-    """The training items of a run, each encoded when it is drawn.
+class LazyDataset(Generic[Item, Encoded]):
+    """The training items of a run, each encoded when a step first takes it.
 
     An item that does not fit the context is left out: where it would be drawn, the next that fits is. So what is drawn
     depends on the items and on nothing that happened before, and a resumed run draws the same.
