@@ -146,7 +146,7 @@ def test_a_child_that_is_killed_tells_by_what(nursery: Nursery) -> None:
         child.wait(0.02)
     child.kill()
     assert child.wait(PATIENCE_S) == -signal.SIGKILL
-    child.terminate()  # does nothing to whoever has its number now
+    child.send_signal(signal.SIGTERM)  # does nothing to whoever has its number now
 
 
 def test_children_live_on_and_others_are_born_after_the_nursery_was_killed() -> None:
