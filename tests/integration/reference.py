@@ -86,7 +86,8 @@ def plain_grpo(
                 advantage = samples[i]["advantage"]
                 loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
                 difference = references[i] - logprobs
-                loss = loss + kl * (difference.exp() - 1 - difference)
+                weight = (logprobs - logprobs.detach()).exp()  # its gradient is that of where samples are drawn
+                loss = loss + kl * weight * (difference.exp() - 1 - difference)
                 total = total + loss[samples[i]["mask"]].sum() / num_tokens
             total.backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

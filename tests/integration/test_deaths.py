@@ -101,11 +101,8 @@ def test_a_terminal_that_closes_has_the_run_saved() -> None:
     with subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=theirs) as run:
         os.close(theirs)
         seen = b""
-        while b"step 3/1000" not in seen:
-            try:
-                seen += os.read(ours, 1 << 16)
-            except OSError as e:
-                raise AssertionError(seen.decode()) from e
+        while not re.search(rb"step \d{2,}/1000", seen):  # it shows a few moments a second
+            seen += os.read(ours, 1 << 16)
         children = psutil.Process(run.pid).children(recursive=True)
         os.close(ours)
         assert run.wait(TIMEOUT_S) == 130

@@ -117,16 +117,21 @@ def with_kl(estimate: Callable[[Sequence], torch.Tensor]) -> Formula:
     return formula
 
 
+def one(of: Sequence) -> torch.Tensor:
+    """The gradient of it is that of the token's log-probability: of where the samples are drawn."""
+    return (of.current_K - of.current_K.detach()).exp()
+
+
 def k1(of: Sequence) -> torch.Tensor:
-    return (of.current_K - of.reference_K).clamp(-1.0, 1.0)
+    return one(of) * (of.current_K - of.reference_K).clamp(-1.0, 1.0)
 
 
 def k2(of: Sequence) -> torch.Tensor:
-    return ((of.reference_K - of.current_K).square() / 2).clamp(max=0.4)
+    return (one(of) * (of.reference_K - of.current_K).square() / 2).clamp(max=0.4)
 
 
 def k3(of: Sequence) -> torch.Tensor:
-    return unclamped_k3(of.reference_K - of.current_K).clamp(max=0.4)
+    return (one(of) * unclamped_k3(of.reference_K - of.current_K)).clamp(max=0.4)
 
 
 def reweighted_k3(of: Sequence) -> torch.Tensor:

@@ -2,8 +2,8 @@
 
 It consumes messages from the hub, deaths of launched processes, the clock, and Ctrl-C and its like; it turns each into
 an event for `tandem.coordinator.plan` and carries out the actions that come back: orders to processes, journal commits,
-published checkpoints. It waits at most `_POLL_S` at a time, on the hub, and every process that owes an answer has a deadline in
-the plan, so nothing here can wait for ever.
+published checkpoints. It waits at most `_POLL_S` at a time, on the hub, and every process that owes an answer has a
+deadline in the plan, so nothing here can wait for ever.
 """
 
 from __future__ import annotations

@@ -25,23 +25,25 @@ def kl_divergence(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, kind
 
 
 def kl_penalty(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, settings: LossFn) -> torch.Tensor:
-    """Return the configured estimate at each token, within its clamps, as loss or reward take it."""
+    """Return the configured estimate at each token, within its clamps, as a reward takes it."""
     return _clamped(_estimate(logprobs, reference_logprobs, settings), settings.kl_output_clamp_value)
 
 
-def reweighted_kl_penalty(
+def weighted_kl_penalty(
     logprobs_BT: torch.Tensor,
     reference_logprobs_BT: torch.Tensor,
-    generation_logprobs_BT: torch.Tensor,
+    sampler_logprobs_BT: torch.Tensor,
     settings: LossFn,
 ) -> torch.Tensor:
-    """Return the same, each token weighted by its probability now over its probability in generation, with gradient.
+    """Return the same as a loss takes it: weighted by the token's probability over that in sampling, with gradient.
 
-    Over tokens that another policy g sampled, the mean of (p / g) k1 or (p / g) k3 is KL(p || reference), and its
-    gradient is that of the divergence; the gradient of k1 or k3 alone misses the part that comes from where the samples
-    are drawn (Tang and Munos 2025, arXiv:2506.09477). The output clamp is over the product.
+    Over tokens that a policy g sampled, the mean of (p / g) k1 or (p / g) k3 is KL(p || reference), and its gradient is
+    that of the divergence. The gradient of k1 or k3 alone misses the part that comes from where the samples are drawn;
+    for k1 its mean is zero (Tang and Munos 2025, arXiv:2506.09477). So `sampler_logprobs_BT` are those in training
+    itself, without gradient, where the two policies count as one: all weights are 1 then. The output clamp is over the
+    product.
     """
-    weights_BT = finite_ratio(logprobs_BT - generation_logprobs_BT)
+    weights_BT = finite_ratio(logprobs_BT - sampler_logprobs_BT)
     estimate_BT = weights_BT * _estimate(logprobs_BT, reference_logprobs_BT, settings)
     return _clamped(estimate_BT, settings.kl_output_clamp_value)
 

@@ -10,8 +10,9 @@ import torch
 from tandem.common.config.schema import LossFn
 from tandem.trainer.losses.aggregate import Counts, Report, aggregate
 from tandem.trainer.losses.importance import importance_weights, sequence_means
-from tandem.trainer.losses.kl import kl_divergence, kl_penalty, reweighted_kl_penalty
+from tandem.trainer.losses.kl import kl_divergence, weighted_kl_penalty
 from tandem.trainer.packing import MicroBatch
+from tandem.trainer.scoring import TokenScores
 
 
 def probability_ratios(
@@ -62,8 +63,8 @@ def clip(ratios_BT: torch.Tensor, settings: LossFn) -> torch.Tensor:
 class PolicyGradientLoss:
     """The surrogate, weighted for the sampler, plus a KL penalty: GRPO (arXiv:2402.03300, equation 3) and its kin.
 
-    An object serves one optimizer step. Called with a micro-batch, the log-probabilities of its tokens under the policy
-    in training (with gradient) and the policy's entropy at each position, it returns a scalar.
+    An object serves one optimizer step. Called with a micro-batch and the scores of its tokens under the policy in
+    training, it returns a scalar.
     """
 
     NAMES = (
@@ -83,9 +84,9 @@ class PolicyGradientLoss:
         self._counts = counts
         self.report = Report(self.NAMES, counts.tokens, device)
 
-    def __call__(self, batch: MicroBatch, logprobs_BT: torch.Tensor, entropy_BT: torch.Tensor) -> torch.Tensor:
+    def __call__(self, batch: MicroBatch, scores_BT: TokenScores) -> torch.Tensor:
         """Return the micro-batch's share of the loss."""
-        settings, mask_BT = self._settings, batch.loss_mask_BT
+        settings, mask_BT, logprobs_BT = self._settings, batch.loss_mask_BT, scores_BT.logprobs
         current_BT = logprobs_BT.detach()
         # Before the first optimizer step on a rollout batch the previous policy is the current one, to the bit.
         is_current = batch.previous_logprobs_BT is None or settings.force_on_policy_ratio
@@ -103,7 +104,7 @@ class PolicyGradientLoss:
             mask_BT,
             kl_BT,
             kl_divergence(previous_BT, current_BT, "k3"),
-            entropy_BT,
+            scores_BT.entropy,
             is_clipped_BT,
             ratios_BT,
             clip(ratios_BT, settings),
@@ -120,6 +121,5 @@ class PolicyGradientLoss:
             return torch.zeros_like(logprobs_BT)
         reference_BT = batch.reference_logprobs_BT
         assert reference_BT is not None, "a KL penalty needs the reference's log-probabilities"
-        if settings.use_on_policy_kl_approximation:
-            return reweighted_kl_penalty(logprobs_BT, reference_BT, batch.generation_logprobs_BT, settings)
-        return kl_penalty(logprobs_BT, reference_BT, settings)
+        sampler_BT = batch.generation_logprobs_BT if settings.use_on_policy_kl_approximation else logprobs_BT.detach()
+        return weighted_kl_penalty(logprobs_BT, reference_BT, sampler_BT, settings)
