@@ -122,8 +122,13 @@ def one(of: Sequence) -> torch.Tensor:
     return (of.current_K - of.current_K.detach()).exp()
 
 
+def bounded(weight_K: torch.Tensor, of: Sequence) -> torch.Tensor:
+    """Past the bound on the log-ratio the weight has no gradient either."""
+    return torch.where((of.reference_K - of.current_K).abs() <= 1.0, weight_K, weight_K.detach())
+
+
 def k1(of: Sequence) -> torch.Tensor:
-    return one(of) * (of.current_K - of.reference_K).clamp(-1.0, 1.0)
+    return bounded(one(of), of) * (of.current_K - of.reference_K).clamp(-1.0, 1.0)
 
 
 def k2(of: Sequence) -> torch.Tensor:
@@ -131,11 +136,11 @@ def k2(of: Sequence) -> torch.Tensor:
 
 
 def k3(of: Sequence) -> torch.Tensor:
-    return (one(of) * unclamped_k3(of.reference_K - of.current_K)).clamp(max=0.4)
+    return (bounded(one(of), of) * unclamped_k3(of.reference_K - of.current_K)).clamp(max=0.4)
 
 
 def reweighted_k3(of: Sequence) -> torch.Tensor:
-    weight_K = (of.current_K - of.generation_K).exp()
+    weight_K = bounded((of.current_K - of.generation_K).exp(), of)
     return (weight_K * unclamped_k3(of.reference_K - of.current_K)).clamp(max=0.4)
 
 

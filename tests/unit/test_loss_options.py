@@ -253,6 +253,21 @@ def test_the_gradient_of_the_penalty_in_the_loss_is_that_of_its_mean(kind: str) 
         assert without.abs().max() < 1e-12, "alone it pulls nowhere"
 
 
+def test_past_the_bound_on_the_log_ratio_no_penalty_pulls() -> None:
+    log_ratio = torch.tensor([3.0, -3.0, 1.0], dtype=torch.float64)
+    logprobs = torch.full((3,), -5.0, dtype=torch.float64, requires_grad=True)
+    config = settings(kl_input_clamp_value=2.0, reference_policy_kl_type="k1")
+    for sampler in (logprobs.detach(), logprobs.detach() - 0.5):
+        penalty = weighted_kl_penalty(logprobs, logprobs.detach() + log_ratio, sampler, config)
+        (gradient,) = torch.autograd.grad(penalty.sum(), logprobs)
+        weight = float((logprobs - sampler).detach()[0].exp())
+        # Of p / g times -log(reference / p): p / g times (1 - the log-ratio).
+        assert gradient.tolist()[:2] == [0.0, 0.0]
+        penalty = weighted_kl_penalty(logprobs, logprobs.detach() + log_ratio / 2, sampler, config)
+        (gradient,) = torch.autograd.grad(penalty.sum(), logprobs)
+        assert gradient.tolist() == pytest.approx((weight * (1.0 - log_ratio / 2)).tolist(), rel=1e-12)
+
+
 @pytest.mark.parametrize("kind", ["k1", "k3"])
 def test_reweighted_the_penalty_has_value_and_gradient_of_the_divergence(kind: str) -> None:
     """Over all tokens that another policy may draw, weighted by its probabilities; the gradient is autograd's."""

@@ -26,7 +26,8 @@ def kl_divergence(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, kind
 
 def kl_penalty(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, settings: LossFn) -> torch.Tensor:
     """Return the configured estimate at each token, within its clamps, as a reward takes it."""
-    return _clamped(_estimate(logprobs, reference_logprobs, settings), settings.kl_output_clamp_value)
+    log_ratio = _clamped(reference_logprobs - logprobs, settings.kl_input_clamp_value)
+    return _clamped(_of_log_ratio(log_ratio, settings.reference_policy_kl_type), settings.kl_output_clamp_value)
 
 
 def weighted_kl_penalty(
@@ -44,7 +45,11 @@ def weighted_kl_penalty(
     product.
     """
     weights_BT = finite_ratio(logprobs_BT - sampler_logprobs_BT)
-    estimate_BT = weights_BT * _estimate(logprobs_BT, reference_logprobs_BT, settings)
+    log_ratios_BT = reference_logprobs_BT - logprobs_BT
+    bounded_BT = _clamped(log_ratios_BT, settings.kl_input_clamp_value)
+    # Past the bound nothing pulls the policy back, nor does it push it away from where it samples.
+    weights_BT = torch.where(bounded_BT == log_ratios_BT, weights_BT, weights_BT.detach())
+    estimate_BT = weights_BT * _of_log_ratio(bounded_BT, settings.reference_policy_kl_type)
     return _clamped(estimate_BT, settings.kl_output_clamp_value)
 
 
@@ -55,11 +60,6 @@ def finite_ratio(log_ratio: torch.Tensor) -> torch.Tensor:
     """
     is_finite = log_ratio.detach().exp().isfinite()
     return torch.where(is_finite, log_ratio, -math.inf).exp()
-
-
-def _estimate(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, settings: LossFn) -> torch.Tensor:
-    log_ratio = _clamped(reference_logprobs - logprobs, settings.kl_input_clamp_value)
-    return _of_log_ratio(log_ratio, settings.reference_policy_kl_type)
 
 
 def _of_log_ratio(log_ratio: torch.Tensor, kind: KlType) -> torch.Tensor:

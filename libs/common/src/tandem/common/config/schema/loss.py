@@ -38,9 +38,9 @@ class LossFn(Section, frozen=True, kw_only=True):
     """Subtract the divergence from the reward of each token, before advantages are normalised, and not from the loss.
     Only with ``grpo.adv_estimator.name: reinforce_plus_plus``."""
     use_on_policy_kl_approximation: bool = False
-    """Weight the KL estimate of each token by its probability now over its probability in generation, with gradient:
-    the estimate and its gradient are then right for samples of a policy other than the one in training (Tang and
-    Munos 2025, arXiv:2506.09477)."""
+    """Weight the KL estimate of each token by its probability now over its probability in generation: the estimate and
+    its gradient are then right for samples of a policy other than the one in training. Without it both are those for
+    samples of that policy itself (Tang and Munos 2025, arXiv:2506.09477)."""
     ratio_clip_min: Annotated[float, Meta(ge=0, le=1)] = 0.2
     """The probability ratio is clipped below at 1 minus this."""
     ratio_clip_max: NonNegativeFloat = 0.2
