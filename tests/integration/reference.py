@@ -38,6 +38,7 @@ def sequences_of(batch: TrainingBatch) -> list[dict[str, torch.Tensor]]:
             "mask": torch.from_numpy(batch.loss_mask_T[end - length : end])[1:],
             "generation": torch.from_numpy(batch.generation_logprobs_T[end - length : end])[1:],
             "advantage": torch.tensor(batch.advantages_S[row]),
+            "reward": torch.tensor(batch.rewards_S[row]),
         }
         for row, (length, end) in enumerate(zip(batch.lengths_S, ends, strict=True))
     ]

@@ -47,6 +47,7 @@ class Sequence(NamedTuple):
     reference_K: torch.Tensor
     advantage: torch.Tensor
     """Of the sequence, or of each counted token."""
+    reward: float
 
     @property
     def ratio_K(self) -> torch.Tensor:
@@ -144,6 +145,16 @@ def reweighted_k3(of: Sequence) -> torch.Tensor:
     return (weight_K * unclamped_k3(of.reference_K - of.current_K)).clamp(max=0.4)
 
 
+def with_positive_nll(of: Sequence) -> torch.Tensor:
+    """Add 0.5 times the mean over the tokens of sequences with a reward above zero, as a part of that over all."""
+    own = sequences_of(BATCH)
+    share = sum(int(each["mask"].sum()) for each in own if each["reward"] > 0) / sum(
+        int(each["mask"].sum()) for each in own
+    )
+    assert 0 < share < 1
+    return ppo(of) - (0.5 / share * of.current_K if of.reward > 0 else 0.0)
+
+
 def unclamped_k3(log_ratio_K: torch.Tensor) -> torch.Tensor:
     """The log-ratio is clamped all the same."""
     bounded_K = log_ratio_K.clamp(-1.0, 1.0)
@@ -193,6 +204,7 @@ CASES: dict[str, tuple[dict[str, Any], Formula]] = {
     "k3": (K3, with_kl(k3)),
     "k3 in the reward": (K3 | {"use_kl_in_reward": True}, ppo),
     "k3, reweighted": (K3 | {"use_on_policy_kl_approximation": True}, with_kl(reweighted_k3)),
+    "positive examples": ({"positive_example_nll_weight": 0.5}, with_positive_nll),
     "correction without bounds": (CORRECTION, lambda of: of.weight_K * ppo(of)),
     "tis": (bounds("tis", 0.8, 1.2), tis),
     "icepop": (bounds("icepop", 0.7, 1.3), icepop),
@@ -265,7 +277,9 @@ def plain(folder: Path, other_policies: tuple[Float32s, Float32s]) -> dict[str, 
         logprobs_of_three = (own["generation"], before["generation"], origin["generation"])
         generation_K, previous_K, reference_K = (values[own["mask"]] for values in logprobs_of_three)
         current_K = logprobs_of(model, own["token_ids"], TEMPERATURE)[own["mask"]]
-        sequences.append(Sequence(current_K, previous_K, generation_K, reference_K, own["advantage"]))
+        sequences.append(
+            Sequence(current_K, previous_K, generation_K, reference_K, own["advantage"], float(own["reward"]))
+        )
     parameters = list(model.parameters())
     done = {}
     for name, (options, formula) in CASES.items():

@@ -14,7 +14,7 @@ from tandem.trainer.scoring import TokenScores
 
 CPU = torch.device("cpu")
 MASK_BT = torch.tensor([[False, True, True, True], [False, False, True, False]])
-COUNTS = Counts(tokens=4, sequences=2)
+COUNTS = Counts(tokens=4, sequences=2, positive_tokens=3)
 
 
 def settings(**changes: Any) -> LossFn:
@@ -38,6 +38,7 @@ def micro_batch(**changes: Any) -> MicroBatch:
         "advantages_BT": torch.tensor([[1.5], [-0.5]], dtype=torch.float64).expand(2, 4),
         "previous_logprobs_BT": logprobs(),
         "reference_logprobs_BT": logprobs(),
+        "is_positive_BT": torch.tensor([[True], [False]]).expand(2, 4),
     }
     return MicroBatch(**defaults | changes)
 

@@ -308,10 +308,36 @@ def test_a_penalty_in_the_reward_is_reported_and_not_in_the_loss() -> None:
     assert report_of(config, batch)["kl"] > 0
 
 
+# --- likelihood of what had a reward --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("token_level", [True, False])
+def test_the_likelihood_of_positive_examples_is_a_mean_over_their_tokens(token_level: bool) -> None:
+    """arXiv:2504.05118, equation 10: of the three tokens of the first row, whatever the mean of the rest."""
+    without = loss_and_gradient(settings(token_level_loss=token_level), micro_batch())
+    config = settings(token_level_loss=token_level, positive_example_nll_weight=0.3)
+    loss, gradient_BT = loss_and_gradient(config, micro_batch())
+    nll = -sum(float(CURRENT_BT[place]) for place in ROWS[0]) / 3
+    assert loss == pytest.approx(without[0] + 0.3 * nll, rel=1e-12)
+    assert report_of(config, micro_batch())["positive_example_nll"] == pytest.approx(4 * nll, rel=1e-12)
+    added_BT = gradient_BT - without[1]
+    for place in PLACES:
+        assert float(added_BT[place]) == pytest.approx(-0.3 / 3 if place in ROWS[0] else 0.0, abs=1e-12)
+
+
+def test_a_batch_without_a_positive_example_has_no_likelihood_to_raise() -> None:
+    batch = micro_batch(is_positive_BT=torch.zeros(2, 4, dtype=torch.bool))
+    counts = Counts(tokens=4, sequences=2)
+    config = settings(positive_example_nll_weight=0.3)
+    found = PolicyGradientLoss(config, counts, CPU)(batch, scores(CURRENT_BT))
+    assert float(found) == loss_and_gradient(settings(), batch)[0]
+
+
 # --- any micro-batching ----------------------------------------------------------------------------------------------
 
 OPTIONS = [
     settings(reference_policy_kl_penalty=0.1),
+    settings(positive_example_nll_weight=0.3),
     settings(token_level_loss=False, ratio_clip_max=0.28, ratio_clip_c=3.0),
     gspo(use_importance_sampling_correction=True),
     gspo(

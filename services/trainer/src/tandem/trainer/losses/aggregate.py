@@ -25,6 +25,8 @@ class Counts(msgspec.Struct, frozen=True):
     """Tokens that count in the loss."""
     sequences: int
     """Sequences with at least one such token."""
+    positive_tokens: int = 0
+    """Such tokens of sequences whose reward is above zero."""
 
 
 def aggregate(values_BT: torch.Tensor, mask_BT: torch.Tensor, counts: Counts, *, token_level: bool) -> torch.Tensor:

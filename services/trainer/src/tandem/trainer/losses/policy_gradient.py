@@ -63,6 +63,9 @@ def clip(ratios_BT: torch.Tensor, settings: LossFn) -> torch.Tensor:
 class PolicyGradientLoss:
     """The surrogate, weighted for the sampler, plus a KL penalty: GRPO (arXiv:2402.03300, equation 3) and its kin.
 
+    With `positive_example_nll_weight` mu, plus mu times the mean of -log p over the tokens of the global batch whose
+    sample has a reward above zero (VAPO, Yue et al. 2025, arXiv:2504.05118, equations 9 and 10).
+
     An object serves one optimizer step. Called with a micro-batch and the scores of its tokens under the policy in
     training, it returns a scalar.
     """
@@ -82,7 +85,8 @@ class PolicyGradientLoss:
     def __init__(self, settings: LossFn, counts: Counts, device: torch.device) -> None:
         self._settings = settings
         self._counts = counts
-        self.report = Report(self.NAMES, counts.tokens, device)
+        names = self.NAMES if settings.positive_example_nll_weight == 0 else (*self.NAMES, "positive_example_nll")
+        self.report = Report(names, counts.tokens, device)
 
     def __call__(self, batch: MicroBatch, scores_BT: TokenScores) -> torch.Tensor:
         """Return the micro-batch's share of the loss."""
@@ -100,6 +104,7 @@ class PolicyGradientLoss:
         kl_BT = self._kl(batch, logprobs_BT)
         if settings.reference_policy_kl_penalty > 0 and not settings.use_kl_in_reward:
             loss_BT = loss_BT + settings.reference_policy_kl_penalty * kl_BT
+        nll = [] if settings.positive_example_nll_weight == 0 else [self._positive_nll(batch, logprobs_BT)]
         self.report.add(
             mask_BT,
             kl_BT,
@@ -111,8 +116,14 @@ class PolicyGradientLoss:
             (batch.generation_logprobs_BT - previous_BT).abs().exp(),
             weights_BT,
             is_outside_BT,
+            *nll,
         )
-        return aggregate(loss_BT, mask_BT, self._counts, token_level=settings.token_level_loss)
+        loss = aggregate(loss_BT, mask_BT, self._counts, token_level=settings.token_level_loss)
+        for nll_BT in nll:
+            loss = loss + settings.positive_example_nll_weight * aggregate(
+                nll_BT, mask_BT, self._counts, token_level=True
+            )
+        return loss
 
     def _kl(self, batch: MicroBatch, logprobs_BT: torch.Tensor) -> torch.Tensor:
         """Return the divergence from the reference at each token; zeros without a penalty."""
@@ -123,3 +134,9 @@ class PolicyGradientLoss:
         assert reference_BT is not None, "a KL penalty needs the reference's log-probabilities"
         sampler_BT = batch.generation_logprobs_BT if settings.use_on_policy_kl_approximation else logprobs_BT.detach()
         return weighted_kl_penalty(logprobs_BT, reference_BT, sampler_BT, settings)
+
+    def _positive_nll(self, batch: MicroBatch, logprobs_BT: torch.Tensor) -> torch.Tensor:
+        """Return -log p where the sample's reward is above zero, scaled so that the mean over all tokens is theirs."""
+        assert batch.is_positive_BT is not None, "GRPO has rewards"
+        scale = self._counts.tokens / max(1, self._counts.positive_tokens)
+        return torch.where(batch.is_positive_BT, -logprobs_BT * scale, 0.0)

@@ -71,5 +71,8 @@ class LossFn(Section, frozen=True, kw_only=True):
     """The upper bound of such weights."""
     truncated_importance_sampling_ratio_min: NonNegativeFloat | None = None
     """The lower bound of such weights; null means 0, and only with tis."""
+    positive_example_nll_weight: NonNegativeFloat = 0.0
+    """Weight of minus the log-probability of samples whose reward, scaled and shaped, is above 0: the mean over their
+    tokens in the global batch (VAPO, Yue et al. 2025, arXiv:2504.05118, equation 10). 0 leaves it out."""
     token_level_loss: bool = True
     """True: the mean over all tokens of the global batch. False: the mean over sequences of each sequence's mean."""
