@@ -80,9 +80,10 @@ def train_rank(rank: int, config: Config, batches: list[TrainingBatch], folder: 
     return metrics
 
 
-@pytest.mark.parametrize(
-    "loss", [GSPO, CISPO, RLOO, VAPO, KL_IN_REWARD], ids=["gspo", "cispo", "rloo", "vapo", "reinforce++"]
-)
+LOSSES = {"gspo": GSPO, "cispo": CISPO, "rloo": RLOO, "vapo": VAPO, "reinforce++": KL_IN_REWARD}
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 def test_no_way_of_sharing_a_batch_makes_a_difference(tmp_path: Path, loss: dict[str, Any]) -> None:
     model = make_model(tmp_path / "model")
     batches = [make_batch(seed=1), make_batch(seed=2)]
