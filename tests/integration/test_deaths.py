@@ -141,19 +141,20 @@ def heeds(pid: int) -> bool:
     return bool(int(caught, 16) & 1 << (signal.SIGTERM - 1))
 
 
-def test_ctrl_c_before_the_first_step_is_no_error_either() -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+def test_an_interrupt_before_the_first_step_is_no_error_either(number: signal.Signals) -> None:
     os.mkfifo("never_written.jsonl")
     with Command("coordinator", "up", write_config({"data": {"train_data_path": "never_written.jsonl"}})) as run:
         wait_until(lambda: bool(run.children()), lambda: "it to begin")
         time.sleep(0.5)  # and to wait for the data
-        run.signal(signal.SIGINT)
+        run.signal(number)
         assert run.wait() == 130
         assert run.output() == "new qwen3 model in model\ninterrupted before the run had begun\n"
     assert not Path("run").exists()
     config = write_config({"grpo": {"max_num_steps": 1}})
     with Command("coordinator", "up", config) as run:
         run.wait_for("listens on")  # what it launches has not joined yet
-        run.signal(signal.SIGINT)
+        run.signal(number)
         assert run.wait() == 130, run.output()
         words = shlex.split(run.wait_for(r"continue with: coordinator (.*)")[1])
     assert coordinator(*words).returncode == 0
