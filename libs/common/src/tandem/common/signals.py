@@ -17,7 +17,7 @@ from types import FrameType
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _OUTPUTS = (1, 2)
-_STUCK_S = 10.0
+_STUCK_S = 20.0
 """How long a process that was asked to end may be in a computation or a system call that hears of nothing."""
 
 
