@@ -183,6 +183,7 @@ def training_batch(
         loss_mask_T=loss_mask_T,
         generation_logprobs_T=arrays.generation_logprobs_T,
         advantages_S=advantages_GN.reshape(-1),
+        rewards_S=rewards_S.astype(np.float32),
     )
     return batch, metrics
 
