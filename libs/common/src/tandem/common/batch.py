@@ -77,6 +77,8 @@ class TrainingBatch(RaggedArrays, frozen=True, kw_only=True):
     """True where the token counts in the loss."""
     generation_logprobs_T: Float32s
     advantages_S: Float32s
+    rewards_S: Float32s = msgspec.field(default_factory=lambda: np.zeros(0, dtype=np.float32))
+    """What advantages were made of; none where there are no rewards."""
 
     def part(self, first: int, count: int) -> TrainingBatch:
         """Return `count` sequences from `first` on, uncopied."""
@@ -88,4 +90,5 @@ class TrainingBatch(RaggedArrays, frozen=True, kw_only=True):
             loss_mask_T=self.loss_mask_T[tokens],
             generation_logprobs_T=self.generation_logprobs_T[tokens],
             advantages_S=self.advantages_S[rows],
+            rewards_S=self.rewards_S[rows],
         )

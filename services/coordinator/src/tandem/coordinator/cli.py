@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from tandem.common import collector
+from tandem.common import collector, signals
 from tandem.common.config import dump_yaml, load_config, notices
 from tandem.common.errors import ConfigError, TandemError
 
@@ -95,6 +95,7 @@ def _up(arguments: argparse.Namespace) -> int:
     from tandem.coordinator.spec import launched_processes
 
     make_importable(arguments.config)
+    signals.interrupt_when_asked()
     folder = Path(config.logger.log_dir)
     try:
         # First: what follows imports much as well.

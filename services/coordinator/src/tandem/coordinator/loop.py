@@ -1,21 +1,22 @@
 """The loop that carries out what the scheduler decides.
 
-It consumes messages from the hub, deaths of launched processes, the clock and Ctrl-C; it turns each into an event for
-`tandem.coordinator.scheduler` and carries out the actions that come back: orders to processes, journal commits,
-published checkpoints. It waits at most `_POLL_S` at a time, on the hub, and every process that owes an answer has a
-deadline in the scheduler, so nothing here can wait for ever.
+It consumes messages from the hub, deaths of launched processes, the clock, and Ctrl-C and its like; it turns each into
+an event for `tandem.coordinator.scheduler` and carries out the actions that come back: orders to processes, journal
+commits, published checkpoints. It waits at most `_POLL_S` at a time, on the hub, and every process that owes an answer
+has a deadline in the scheduler, so nothing here can wait for ever.
 """
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Iterator
-from types import FrameType
 from typing import assert_never
 
 import msgspec
 
+from tandem.common import signals
 from tandem.common.messages import (
     Attested,
     CheckpointCopied,
@@ -63,6 +64,8 @@ from tandem.coordinator.scheduler.events import (
 _CAUSE_S = 0.5
 """How long after an error the death of a process that caused it may show."""
 _POLL_S = 0.1
+_ASKED_ONCE_S = 2.0
+"""Signals that ask the run to end within so long of each other are one request, unless they are Ctrl-C."""
 _RESEND_AFTER = 0.5
 """Share of its deadline after which an unanswered order is sent once more; receivers know a repetition by its id."""
 
@@ -95,28 +98,29 @@ class Loop:
         self._refits = RefitLedger()
         self._sent: dict[int, Sent] = {}
         self._interrupts = 0
+        self._asked_at = -math.inf
         self._finish: Finish | None = None
 
     def run(self) -> Finish:
         """Run until the scheduler finishes; return how it did."""
-        previous = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
-        try:
+        with signals.heard(self._on_signal):
             while self._finish is None:
                 for event, arrays in self._events():
                     self._keep(event, arrays)
                     self._handle(event)
                 self._recorder.show(self._scheduler, self._registry)
-            return self._finish
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+        return self._finish
 
     def _handle(self, event: Event) -> None:
         for action in self._scheduler.handle(event):
             self._carry_out(action)
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._interrupts += 1
+    def _on_signal(self, number: int) -> None:
+        # `timeout` and systemd ask twice at once; only who presses Ctrl-C again means it.
+        now = time.monotonic()
+        if number == signal.SIGINT or now - self._asked_at > _ASKED_ONCE_S:
+            self._interrupts += 1
+        self._asked_at = now
 
     def _events(self) -> Iterator[tuple[Event, Arrays]]:
         """Wait for what happens next, `_POLL_S` at most, and end with a tick."""
@@ -266,7 +270,7 @@ class Loop:
         self._ledger = StepLedger()
 
     def stop(self, reason: str) -> None:
-        """End every process: ask, wait, terminate, kill."""
+        """End every process: ask, wait, kill."""
         self._registry.broadcast(Shutdown(reason=reason))
         failed = self._finish is not None and self._finish.outcome == "failed"
         # After a failure other ranks may sit in a collective operation that nothing will ever complete.

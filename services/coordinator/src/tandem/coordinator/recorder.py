@@ -5,6 +5,7 @@ from __future__ import annotations
 from tandem.common.config import Config, config_to_json
 from tandem.common.telemetry import MetricWriters
 from tandem.coordinator.checkpoints import CheckpointFolder, CheckpointRecord
+from tandem.coordinator.health import Health
 from tandem.coordinator.journal import Journal, RefitRecord, StepRecord
 from tandem.coordinator.ledger import RefitLedger, StepLedger
 from tandem.coordinator.members import Registry
@@ -29,6 +30,7 @@ class Recorder:
         self._checkpoints = checkpoints
         self._writers = writers
         self._progress = progress
+        self._health = Health(config)
 
     @property
     def num_examples(self) -> int:
@@ -60,7 +62,7 @@ class Recorder:
         self._journal.record_checkpoint(step, str(self._checkpoints.publish(record)))
 
     def commit(self, action: CommitStep, ledger: StepLedger) -> None:
-        """Write a step to the journal: then it is done. Then write its metrics where people look at them."""
+        """Write a step to the journal: then it is done. Then write its metrics where people look, and what is wrong."""
         seconds = ledger.breakdown(action.seconds)
         record = StepRecord(
             step=action.step,
@@ -71,6 +73,8 @@ class Recorder:
         record = self._journal.commit_step(record)
         self._writers.write(record.step, record.metrics, record.seconds)
         self._progress.commit(record)
+        for line in self._health.warnings(record.metrics):
+            self.note(line)
 
     def record_refit(self, action: RecordRefit, ledger: RefitLedger) -> None:
         """Write to the journal that a version has reached engines, and is attested."""

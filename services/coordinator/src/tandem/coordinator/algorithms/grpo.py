@@ -25,7 +25,16 @@ from tandem.coordinator.algorithms.rewards import (
     is_truncated,
     training_rewards,
 )
-from tandem.coordinator.data import Drawn, PromptEncoder, encode_now, left_out, load_problems, sample_seed
+from tandem.coordinator.data import (
+    LazyDataset,
+    PromptEncoder,
+    encode_now,
+    left_out,
+    load_problems,
+    sample_seed,
+    set_aside,
+)
+from tandem.coordinator.data.step_size import check_step_size
 from tandem.coordinator.samples import SampleStore
 
 
@@ -40,12 +49,16 @@ class GrpoFeed:
         self._config = config
         encoder = PromptEncoder(config, tokenizer)
         problems = load_problems(config)
-        self._train = Drawn(config, problems.train, encoder.encode)
+        check_step_size(config, len(problems.train))
         held_out = problems.validation[: config.grpo.max_val_samples]
+        encoder.check_characters([*problems.train, *held_out])
+        self._train = LazyDataset(config, problems.train, encoder.encode)
         self._validation = encode_now(held_out, encoder.encode)
         num_too_long = self._train.num_too_long + len(held_out) - len(self._validation)
         num_checked, num_items = self._train.num_checked + len(held_out), len(self._train) + len(held_out)
-        self.notices = tuple(filter(None, (left_out(num_too_long, num_checked, num_items),)))
+        too_long = left_out(num_too_long, num_checked, num_items)
+        num_rows = len(self._train) + len(problems.validation) + problems.num_set_aside
+        self.notices = tuple(filter(None, (too_long, set_aside(problems.num_set_aside, num_rows))))
         self._stop_token_ids = (tokenizer.eos_id, *(config.policy.generation.stop_token_ids or ()))
         self._store = SampleStore()
 
@@ -170,6 +183,7 @@ def training_batch(
         loss_mask_T=loss_mask_T,
         generation_logprobs_T=arrays.generation_logprobs_T,
         advantages_S=advantages_GN.reshape(-1),
+        rewards_S=rewards_S.astype(np.float32),
     )
     return batch, metrics
 
