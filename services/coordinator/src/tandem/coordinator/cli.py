@@ -88,11 +88,11 @@ def _up(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
     for notice in notices(config):
         print(f"note: {notice}", flush=True)
-    from tandem.coordinator.decisions import Finish
     from tandem.coordinator.journal_file import JOURNAL_NAME
     from tandem.coordinator.launch import make_importable, preload
     from tandem.coordinator.nursery import Nursery
-    from tandem.coordinator.shape import launched_processes
+    from tandem.coordinator.scheduler.events import Finish
+    from tandem.coordinator.spec import launched_processes
 
     make_importable(arguments.config)
     signals.interrupt_when_asked()

@@ -12,7 +12,7 @@ from typing import Protocol
 from tandem.common.batch import TrainingBatch
 from tandem.common.messages import PromptGroup, Purpose, SamplesFinished, SamplingParameters
 from tandem.common.wire import Arrays
-from tandem.coordinator.hands import GroupSize, Task
+from tandem.coordinator.scheduler.events import DrawPrompts, GroupSize
 
 
 class Feed(Protocol):
@@ -65,8 +65,8 @@ class Feed(Protocol):
         ...
 
 
-def group_sizes(feed: Feed, task: Task) -> list[GroupSize]:
-    """Return what each prompt group of a task asks of an engine."""
-    longest = feed.sampling(task.purpose).max_new_tokens
-    groups = feed.prompt_groups(task.step, task.purpose, task.groups)
-    return [GroupSize(num_samples=len(g.seeds), num_tokens=len(g.prompt_ids) + longest) for g in groups]
+def group_sizes(feed: Feed, drawn: DrawPrompts) -> tuple[GroupSize, ...]:
+    """Return what each rollout group that is drawn asks of an engine."""
+    longest = feed.sampling(drawn.purpose).max_new_tokens
+    groups = feed.prompt_groups(drawn.step, drawn.purpose, drawn.groups)
+    return tuple(GroupSize(num_samples=len(g.seeds), num_tokens=len(g.prompt_ids) + longest) for g in groups)

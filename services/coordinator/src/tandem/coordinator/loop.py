@@ -1,9 +1,9 @@
-"""The loop that carries out what the plan decides.
+"""The loop that carries out what the scheduler decides.
 
 It consumes messages from the hub, deaths of launched processes, the clock, and Ctrl-C and its like; it turns each into
-an event for `tandem.coordinator.plan` and carries out the actions that come back: orders to processes, journal commits,
-published checkpoints. It waits at most `_POLL_S` at a time, on the hub, and every process that owes an answer has a
-deadline in the plan, so nothing here can wait for ever.
+an event for `tandem.coordinator.scheduler` and carries out the actions that come back: orders to processes, journal
+commits, published checkpoints. It waits at most `_POLL_S` at a time, on the hub, and every process that owes an answer
+has a deadline in the scheduler, so nothing here can wait for ever.
 """
 
 from __future__ import annotations
@@ -33,18 +33,26 @@ from tandem.common.messages import (
     TrainerBuilt,
 )
 from tandem.common.wire import Arrays, Frames, encode
-from tandem.coordinator.decisions import (
+from tandem.coordinator.feed import Feed, group_sizes
+from tandem.coordinator.launch import LocalProcesses
+from tandem.coordinator.ledger import RefitLedger, StepLedger
+from tandem.coordinator.members import Registry
+from tandem.coordinator.recorder import Recorder
+from tandem.coordinator.scheduler import Scheduler
+from tandem.coordinator.scheduler.events import (
     Action,
     CommitStep,
     DiscardSamples,
     Dispatch,
     DispatchBatch,
     DispatchPrompts,
+    DrawPrompts,
     Erred,
     Event,
     Finish,
     Interrupted,
     Lost,
+    PromptsDrawn,
     PublishCheckpoint,
     RecordRefit,
     Replace,
@@ -52,12 +60,6 @@ from tandem.coordinator.decisions import (
     Say,
     Ticked,
 )
-from tandem.coordinator.feed import Feed
-from tandem.coordinator.launch import LocalProcesses
-from tandem.coordinator.ledger import RefitLedger, StepLedger
-from tandem.coordinator.members import Registry
-from tandem.coordinator.plan import SynchronousPlan
-from tandem.coordinator.recorder import Recorder
 
 _CAUSE_S = 0.5
 """How long after an error the death of a process that caused it may show."""
@@ -81,13 +83,13 @@ class Loop:
 
     def __init__(
         self,
-        plan: SynchronousPlan,
+        scheduler: Scheduler,
         registry: Registry,
         processes: LocalProcesses,
         feed: Feed,
         recorder: Recorder,
     ) -> None:
-        self._plan = plan
+        self._scheduler = scheduler
         self._registry = registry
         self._processes = processes
         self._feed = feed
@@ -100,15 +102,18 @@ class Loop:
         self._finish: Finish | None = None
 
     def run(self) -> Finish:
-        """Run until the plan finishes; return how it did."""
+        """Run until the scheduler finishes; return how it did."""
         with signals.heard(self._on_signal):
             while self._finish is None:
                 for event, arrays in self._events():
                     self._keep(event, arrays)
-                    for action in self._plan.handle(event):
-                        self._carry_out(action)
-                self._recorder.show(self._plan, self._registry)
+                    self._handle(event)
+                self._recorder.show(self._scheduler, self._registry)
         return self._finish
+
+    def _handle(self, event: Event) -> None:
+        for action in self._scheduler.handle(event):
+            self._carry_out(action)
 
     def _on_signal(self, number: int) -> None:
         # `timeout` and systemd ask twice at once; only who presses Ctrl-C again means it.
@@ -148,7 +153,7 @@ class Loop:
 
     def _keep(self, event: Event, arrays: Arrays) -> None:
         """Keep what a reply brings besides the fact that it came."""
-        if not isinstance(event, Replied) or event.reply.command_id not in self._plan.orders.outstanding:
+        if not isinstance(event, Replied) or event.reply.command_id not in self._scheduler.requests:
             return
         match event.reply:
             case SamplesFinished() as finished:
@@ -179,6 +184,9 @@ class Loop:
         match action:
             case Dispatch(member=member, order=order):
                 self._send(member, order, None)
+            case DrawPrompts(step=step, purpose=purpose):
+                sizes = group_sizes(self._feed, action)
+                self._handle(PromptsDrawn(now=time.monotonic(), step=step, purpose=purpose, sizes=sizes))
             case DispatchPrompts():
                 self._send_prompts(action)
             case DispatchBatch():
@@ -209,7 +217,7 @@ class Loop:
 
     def _resend(self, now: float) -> None:
         """Send unanswered orders once more, in case their connection broke on the way."""
-        self._sent = {i: sent for i, sent in self._sent.items() if i in self._plan.orders.outstanding}
+        self._sent = {i: sent for i, sent in self._sent.items() if i in self._scheduler.requests}
         for command_id, sent in self._sent.items():
             if now > sent.resend_at:
                 self._registry.send(sent.member, sent.frames)
@@ -219,7 +227,7 @@ class Loop:
         order = Generate(
             command_id=action.command_id,
             deadline_s=action.deadline_s,
-            oldest=action.oldest,
+            oldest=action.cancel_before,
             step=action.step,
             purpose=action.purpose,
             sampling=self._feed.sampling(action.purpose),

@@ -5,13 +5,13 @@ from __future__ import annotations
 from tandem.common.config import Config, config_to_json
 from tandem.common.telemetry import MetricWriters
 from tandem.coordinator.checkpoints import CheckpointFolder, CheckpointRecord
-from tandem.coordinator.decisions import CommitStep, RecordRefit
 from tandem.coordinator.health import Health
 from tandem.coordinator.journal import Journal, RefitRecord, StepRecord
 from tandem.coordinator.ledger import RefitLedger, StepLedger
 from tandem.coordinator.members import Registry
-from tandem.coordinator.plan import SynchronousPlan
 from tandem.coordinator.progress import Progress
+from tandem.coordinator.scheduler import Scheduler
+from tandem.coordinator.scheduler.events import CommitStep, RecordRefit
 
 
 class Recorder:
@@ -42,9 +42,9 @@ class Recorder:
         self._journal.record_event("coordinator", text)
         self._progress.note(text)
 
-    def show(self, plan: SynchronousPlan, registry: Registry) -> None:
+    def show(self, scheduler: Scheduler, registry: Registry) -> None:
         """Bring the live display up to date."""
-        self._progress.show(plan, registry)
+        self._progress.show(scheduler, registry)
 
     def publish_checkpoint(self, step: int) -> None:
         """Give a written checkpoint of a step that is done its final name.
