@@ -394,7 +394,7 @@ SENT: dict[str, tuple[Tampering, str]] = {
     "lengths too long": (put(LENGTHS, 1, 500), f"{TOKENS}: 22 numbers, does not fit lengths_S, which add up to 517"),
     "lengths too short": (put(LENGTHS, 1, 4), f"{TOKENS}: 22 numbers, does not fit lengths_S, which add up to 21"),
     "negative length": (put(LENGTHS, 1, -5), f"{LENGTHS}: -5 for sequence 1, must be at least 1"),
-    "lengths that shift": (put(LENGTHS, slice(0, 2), [3, 7]), r"lengths_S\[0\]: 3, must be that of the prompt, 3, .*"),
+    "lengths that shift": (put(LENGTHS, slice(0, 2), [3, 7]), f"{LENGTHS}: 3 for sequence 0, must be that of .*"),
     "fewer versions": (swap(VERSIONS, lambda a: a[:-1]), f"{VERSIONS}: 21 numbers, does not fit .*"),
     "version to come": (put(VERSIONS, 3, 4), f"{VERSIONS}: 4 for token 3, .* that the engine held then: 3"),
     "version long gone": (put(VERSIONS, 3, 2), f"{VERSIONS}: 2 for token 3, .* that the engine held then: 3"),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -227,18 +227,18 @@ def _samples_finished(asked: _Asked, reply: SamplesFinished, arrays: Arrays) -> 
     """
     _same(asked, reply, "step", "purpose")
     bundle = SampleArrays.from_frames(arrays)
-    lengths_S, num = bundle.lengths_S, len(reply.samples)
-    _must(len(lengths_S) == num, "lengths_S", f"{len(lengths_S)} sequences", f"as many as the {num} samples")
+    found, num = len(bundle.lengths_S), len(reply.samples)
+    _must(found == num, "lengths_S", f"{found} sequences", f"as many as the {num} samples")
     bundle.check(asked.limits.vocabulary)
-    prompts = _check_samples(asked, reply.samples, lengths_S)
-    _check_prompts(bundle, prompts)
+    _check_prompts(bundle, _check_samples(asked, reply.samples, bundle))
     made_S = np.add.reduceat(bundle.loss_mask_T, bundle.offsets()[:-1], dtype=np.int64)
     for row, (sample, made) in enumerate(zip(reply.samples, made_S.tolist(), strict=True)):
-        said = sample.response_length
-        _must(said == made, f"samples[{row}].response_length", said, f"{made}, as loss_mask_T has it")
+        _fits(sample.response_length == made, row, "response_length", sample, "{}, as loss_mask_T has it", made)
     versions = asked.member.versions
     held = versions[bisect.bisect_left(versions, asked.oldest_version) :]
-    wrong_T = bundle.loss_mask_T & ~np.isin(bundle.versions_T, held)
+    wrong_T = bundle.loss_mask_T
+    for version in held:
+        wrong_T = wrong_T & (bundle.versions_T != version)
     bundle.refuse("versions_T", wrong_T, f"must be a version that the engine held then: {_some(held)}")
     for sample in reply.samples:
         if (sample.group, sample.sample) not in asked.arrived:  # an order that is sent again is answered again
@@ -335,43 +335,50 @@ def rule_of(message: type[Message]) -> str:
 # --- what rules are made of ------------------------------------------------------------------------------------------
 
 
-def _check_samples(asked: _Asked, samples: Iterable[SampleScored], lengths_S: Int32s) -> list[tuple[int, ...]]:
-    """Compare what is said of each sample with its order; return their prompts."""
+def _check_samples(asked: _Asked, samples: Sequence[SampleScored], bundle: SampleArrays) -> list[Int32s]:
+    """Compare what is said of each sample with its order, and its length with that; return the samples' prompts."""
     order: Generate = asked.order
     limits, groups = asked.limits, {group.group: group for group in order.groups}
     seen: set[tuple[int, int]] = set()
-    prompts = []
-    for row, (sample, length) in enumerate(zip(samples, lengths_S.tolist(), strict=True)):
-        at = f"samples[{row}]"
+    prompts: dict[int, Int32s] = {}
+    for row, sample in enumerate(samples):
         group = groups.get(sample.group)
         if group is None:
-            raise WireError(f"{at}.group: {sample.group}, must be one that was asked for")
-        num_prompt, num_made, turns = len(group.prompt_ids), sample.response_length, sample.num_turns
-        said = sample.prompt_length
-        _must(sample.sample < len(group.seeds), f"{at}.sample", sample.sample, f"below {len(group.seeds)}")
-        _must((sample.group, sample.sample) not in seen, f"{at}.sample", sample.sample, "one that is not there twice")
-        _must(said == num_prompt, f"{at}.prompt_length", said, f"{num_prompt}, as asked for")
-        _must(turns <= limits.max_turns, f"{at}.num_turns", turns, f"at most {limits.max_turns}")
-        most = min(turns * order.sampling.max_new_tokens, limits.max_tokens - num_prompt)
-        _must(turns <= num_made <= most, f"{at}.response_length", num_made, f"from {turns} to {most}")
-        _must(length <= limits.max_tokens, f"lengths_S[{row}]", length, f"at most {limits.max_tokens}")
-        fits = length == num_prompt + num_made if turns == 1 else length >= num_prompt + num_made
-        _must(fits, f"lengths_S[{row}]", length, f"that of the prompt, {num_prompt}, and what follows, {num_made}")
+            raise WireError(f"samples[{row}].group: {sample.group}, must be one that was asked for")
+        prompt, made, turns = len(group.prompt_ids), sample.response_length, sample.num_turns
+        _fits(sample.sample < len(group.seeds), row, "sample", sample, "below {}", len(group.seeds))
+        _fits((sample.group, sample.sample) not in seen, row, "sample", sample, "one that is not there twice")
+        _fits(sample.prompt_length == prompt, row, "prompt_length", sample, "{}, as asked for", prompt)
+        _fits(turns <= limits.max_turns, row, "num_turns", sample, "at most {}", limits.max_turns)
+        most = min(turns * order.sampling.max_new_tokens, limits.max_tokens - prompt)
+        _fits(turns <= made <= most, row, "response_length", sample, "from {} to {}", turns, most)
         can_end = sample.finish_reason != "turns" or turns == limits.max_turns
-        _must(can_end, f"{at}.finish_reason", "turns", f"another after {turns} of {limits.max_turns}")
+        _fits(can_end, row, "finish_reason", sample, "another after {} of {}", turns, limits.max_turns)
         seen.add((sample.group, sample.sample))
-        prompts.append(group.prompt_ids)
-    return prompts
+        if sample.group not in prompts:
+            prompts[sample.group] = np.array(group.prompt_ids, np.int32)
+    bundle.refuse("lengths_S", bundle.lengths_S > limits.max_tokens, f"must be at most {limits.max_tokens}")
+    said_S = np.array([sample.prompt_length + sample.response_length for sample in samples])
+    # Between two responses the environment has spoken.
+    is_all_S = np.array([sample.num_turns == 1 for sample in samples])
+    wrong_S = (bundle.lengths_S < said_S) | (is_all_S & (bundle.lengths_S > said_S))
+    bundle.refuse("lengths_S", wrong_S, "must be that of the prompt and of what follows it")
+    return [prompts[sample.group] for sample in samples]
 
 
-def _check_prompts(bundle: SampleArrays, prompts: list[tuple[int, ...]]) -> None:
+def _fits(holds: bool, row: int, field: str, sample: SampleScored, must: str, *values: int) -> None:
+    """Raise `WireError` unless something holds of a field of a sample; there are many, and no text is made of most."""
+    if not holds:
+        _must(False, f"samples[{row}].{field}", getattr(sample, field), must.format(*values))
+
+
+def _check_prompts(bundle: SampleArrays, prompts: list[Int32s]) -> None:
     """Compare the beginning of each sequence with the prompt that was asked for."""
-    arrays = {prompt: np.array(prompt, np.int32) for prompt in {*prompts}}
     sizes_S = np.array([len(prompt) for prompt in prompts])
     # Where each token of each prompt is in the bundle.
     place_P = np.arange(sizes_S.sum()) + np.repeat(bundle.offsets()[:-1] - np.cumsum(sizes_S) + sizes_S, sizes_S)
     wrong_T = np.zeros(len(bundle.token_ids_T), np.bool_)
-    wrong_T[place_P] = bundle.token_ids_T[place_P] != np.concatenate([arrays[prompt] for prompt in prompts])
+    wrong_T[place_P] = bundle.token_ids_T[place_P] != np.concatenate(prompts)
     bundle.refuse("token_ids_T", wrong_T, "must be that of the prompt")
     wrong_T[place_P] = bundle.loss_mask_T[place_P]
     bundle.refuse("loss_mask_T", wrong_T, "must be False within the prompt")
