@@ -20,7 +20,8 @@ class MathVerify:
     def score(self, problem: Problem, response: str) -> Score:
         """Parse both and compare; a response that is the reference, letter for letter, needs no parsing.
 
-        The library's own time limits use signals, which only a main thread may; `Scorer` limits the time instead.
+        The library's own time limits use signals, which do not end what computes in C, such as a power of powers; the
+        process in which this runs is killed instead.
         """
         answer = reference(problem)
         correct = response.strip() == answer or _equal(answer, response)
