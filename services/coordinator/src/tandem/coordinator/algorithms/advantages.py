@@ -35,19 +35,22 @@ def advantages(
 
 
 def decoupled_advantages(
-    rewards_GNC: NDArray[np.float64], settings: AdvEstimator, counts_GN: NDArray[np.bool_]
+    rewards_GNC: NDArray[np.float64], settings: AdvEstimator, counts_GN: NDArray[np.bool_] | None = None
 ) -> NDArray[np.float32]:
     """Return the advantage of each sample by GDPO (Liu et al. 2026, arXiv:2601.05242, section 3).
 
     ``A = sum over c of w_c A_c``, where ``A_c`` is `group_advantages` of one component and ``w_c`` its weight: so that
     a component whose rewards lie close together counts as much as one whose rewards are far apart. Then A minus its
     mean over the whole batch, divided by its (unbiased) standard deviation, so that its size does not grow with ``C``.
-    A sample that does not count in `counts_GN`, or has nothing to be compared with, is in neither, and has zero.
+    A sample that does not count in `counts_GN` (None: all do), or has nothing to be compared with, is in neither, and
+    has zero.
 
     Returns:
         ``advantages_GN``.
 
     """
+    if counts_GN is None:
+        counts_GN = np.ones(rewards_GNC.shape[:2], dtype=np.bool_)
     weights_C = settings.reward_weights or (1.0,) * rewards_GNC.shape[2]
     parts = [
         counted_advantages(

@@ -110,10 +110,12 @@ class Scorer:
     def close(self) -> None:
         """End what runs the environment; a thread that hangs is left to the end of the process."""
         self._wanted.clear()
-        if self._pool is not None:
-            self._pool.close()
-        if self._server is not None:
-            self._server.close()
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
 
     def _started(self) -> ThreadPool | WorkerPool:
         assert self._pool is not None, "await_ready comes first"
