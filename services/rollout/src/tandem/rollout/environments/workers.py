@@ -69,7 +69,7 @@ class ForkServer:
                 self._orders.settimeout(max(0.01, deadline - time.monotonic()))
                 if not (data := self._orders.recv(1 << 16)):
                     raise ConfigError(
-                        f"env.{self._name}: importing it ended the process: {how_it_ended(self._lifeline)}"
+                        f"env.{self._name}: importing its class ended the process: {how_it_ended(self._lifeline)}"
                     )
                 for message in reader.messages(data):
                     imported = _imported.decode(message)
