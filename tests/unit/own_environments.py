@@ -180,6 +180,8 @@ class Misbehaves:
                 raise LookupError("no such\n\ud800letter")
             case "crash":
                 os.kill(os.getpid(), signal.SIGSEGV)
+            case "group":
+                os.killpg(0, signal.SIGKILL)
             case "exit":
                 os._exit(3)
             case "sys.exit":

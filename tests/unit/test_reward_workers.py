@@ -107,7 +107,7 @@ def test_answers_that_freeze_math_verify_are_worth_nothing(start: Start, capfd: 
 
 def test_a_worker_is_replaced_whatever_ends_it_and_the_others_responses_are_scored(start: Start) -> None:
     scorer = start(here("Misbehaves", on_error="zero", timeout_s=0.7, num_workers=2))
-    kinds = ["abc", "freeze", "crash", "exit", "sys.exit", "raise", "fork", "abcd"]
+    kinds = ["abc", "freeze", "crash", "exit", "sys.exit", "raise", "fork", "abcd", "group"]
     found = results(scorer, *kinds, *["x" * n for n in range(100)])
     prefix = "environment 'mine', problem 'p1': "
     where = r" \(.*/own_environments\.py:\d+, in score\)"
@@ -120,13 +120,14 @@ def test_a_worker_is_replaced_whatever_ends_it_and_the_others_responses_are_scor
         prefix + re.escape(r"LookupError: no such \ud800letter") + where,
         None,
         None,
+        prefix + "its worker process ended: killed by SIGKILL",
     ]
     for failure, pattern in zip(failures(found), expected, strict=False):
         assert (failure is None) == (pattern is None)
         assert failure is None or re.fullmatch(str(pattern), failure)
     assert found[0] == Score(3.0, True)
     assert found[6] == Score(4.0, True)
-    assert found[8:] == [Score(float(n), True) for n in range(100)]
+    assert found[9:] == [Score(float(n), True) for n in range(100)]
 
 
 def test_a_worker_that_is_killed_while_it_waits_is_replaced(start: Start) -> None:

@@ -16,9 +16,11 @@ from typing import NamedTuple
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 WATCH = b"w"
+"""Asks a guardian to end also what its owner starts; see `fork_guarded`."""
 _ENDED_S = 5.0
 """How long the kernel may take to end processes that were killed."""
 _DYING_S = 0.3
+"""How long a process may take from closing its files to its end."""
 _LOOK_S = 1.0
 """How often a guardian looks what its owner has started."""
 

@@ -72,6 +72,7 @@ def _fork_workers(orders: socket.socket) -> socket.socket | None:
             orders.close()
             calls, lifeline = descriptors
             fork_guarded(lifeline, server)
+            os.setsid()  # who kills its own process group shall not kill the run
             os.set_inheritable(calls, False)
             return socket.socket(fileno=calls)
         for descriptor in descriptors:
