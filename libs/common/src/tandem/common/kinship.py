@@ -17,6 +17,9 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 WATCH = b"w"
 """Asks a guardian to end also what its owner starts; see `fork_guarded`."""
+TRACE = b"t"
+"""Asks a guardian to have its child say where it is (SIGUSR1, if that listens), and then to end it."""
+_SAYING_S = 0.1
 _ENDED_S = 5.0
 """How long the kernel may take to end processes that were killed."""
 _DYING_S = 0.3
@@ -111,7 +114,10 @@ def _guard(child: int, owner: int, lifeline: int, woken: int) -> None:
     code, watches = None, False
     while os.getppid() == owner and code is None:
         if lifeline in dict(poll.poll(_LOOK_S * 1000 if watches else None)):
-            if _read(lifeline) != WATCH:
+            if (word := _read(lifeline)) != WATCH:
+                if word == TRACE:
+                    os.kill(child, signal.SIGUSR1)
+                    time.sleep(_SAYING_S)
                 break
             watches = True
         _read(woken)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import gc
 import inspect
 import os
@@ -82,6 +83,7 @@ def _fork_workers(orders: socket.socket) -> socket.socket | None:
 def _work(calls: socket.socket, config: Config) -> None:
     """Make the environment and answer calls, until the other end is closed."""
     setproctitle(f"rollout: scores with {config.data.environment}")
+    faulthandler.register(signal.SIGUSR1)  # its guardian asks where it is stuck; written in C, whoever has the GIL
     with contextlib.suppress(OSError):  # if memory runs out, this is what may be done without
         Path("/proc/self/oom_score_adj").write_text("1000")
     try:

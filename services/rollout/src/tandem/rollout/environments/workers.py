@@ -25,7 +25,7 @@ import msgspec
 
 from tandem.common.config import Config, config_to_json
 from tandem.common.errors import ConfigError, RewardError
-from tandem.common.kinship import WATCH
+from tandem.common.kinship import TRACE, WATCH
 from tandem.rollout.environments.channel import Answer, Imported, Reader, Ready, framed, packed
 from tandem.rollout.environments.outcomes import Failure, Job, Outcome, line, timed_out
 
@@ -341,6 +341,9 @@ class WorkerPool:
         """End a worker, put another in its place, and find out which of its jobs is to blame."""
         self._workers.remove(worker)
         self._selector.unregister(worker.calls)
+        if failure.timed_out:
+            with contextlib.suppress(OSError):
+                worker.lifeline.send(TRACE)  # where it is stuck, for the log
         worker.close()
         if worker.ready is None:
             raise ConfigError(f"env.{self._name}: making the environment failed: {failure.what}")
