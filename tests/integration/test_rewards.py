@@ -35,7 +35,7 @@ def test_a_run_survives_expressions_that_freeze_math_verify() -> None:
     """Reference answers are parsed where responses are: some here never come to an end, whatever the response."""
     answers = ("9^{9^{9^9}}", "7", "12", "100000000!", "3", "5")
     problems = [{"input": f"{n}", "output": answers[n % len(answers)]} for n in range(90)]
-    config = write_config({"env": {"math": {"timeout_s": 0.5, "num_workers": 2}}})
+    config = write_config({"env": {"math": {"timeout_s": 1.5, "num_workers": 4}}})
     Path("frozen.jsonl").write_text("".join(f"{json.dumps(problem)}\n" for problem in problems))
     ended = coordinator("up", config, "data.train_data_path=frozen.jsonl")
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -44,13 +44,15 @@ def test_a_run_survives_expressions_that_freeze_math_verify() -> None:
     assert [step.step for step in steps] == [1, 2, 3]
     # Each group has one problem, and four samples; two thirds of all problems can be scored.
     late = [step.metrics.get("environment_timeouts", 0.0) for step in steps]
-    assert sum(late) >= 4
-    assert all(count % 4 == 0 for count in late)
+    assert 4 <= sum(late) <= 36
     assert late == [step.metrics.get("environment_failures", 0.0) for step in steps]
-    said = re.findall(r"environment 'math' took longer than 0\.5 s .*", ended.stdout)
-    assert len(said) in (1, 2)  # the first and the tenth
+    said = re.findall(r"environment 'math' took longer than 1\.5 s .*", ended.stdout)
+    assert 1 <= len(said) <= 2  # the first and the tenth
     assert "the sample is worth nothing, the first so far" in said[0]
-    assert LOG.read_text().count("environment 'math' took longer than 0.5 s") >= sum(late)
+    log = LOG.read_text()
+    assert log.count("environment 'math' took longer than 1.5 s") >= sum(late)
+    frozen = {int(number) for number in re.findall(r"^  problem: 'frozen\.jsonl:(\d+)'", log, re.MULTILINE)}
+    assert frozen & {line for line in range(1, 91) if (line - 1) % 6 in (0, 3)}
 
 
 RAISES = """
@@ -187,7 +189,7 @@ def started() -> list[int]:
 
 @pytest.mark.parametrize("source", [STARTS, IN_THREADS], ids=["processes", "threads"])
 def test_what_an_environment_has_started_ends_with_the_run(source: str) -> None:
-    ended = coordinator("up", own(source, {"grpo": {"max_num_steps": 1, "val_period": 0}}))
+    ended = coordinator("up", own(source, {"grpo": {"max_num_steps": 1}}))
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert len(started()) >= 3 * 16
     assert left(started()) == []
@@ -195,8 +197,10 @@ def test_what_an_environment_has_started_ends_with_the_run(source: str) -> None:
 
 @pytest.mark.parametrize("whom", ["the rollout process", "the coordinator"])
 def test_what_an_environment_has_started_ends_with_whoever_is_killed(whom: str) -> None:
-    with Command("coordinator", "up", own(STARTS, {"grpo": {"max_num_steps": 50, "val_period": 0}})) as run:
-        wait_until(lambda: len(started()) >= 48, lambda: "processes to be started")
+    with Command("coordinator", "up", own(STARTS, {"grpo": {"max_num_steps": 50}})) as run:
+        wait_until(
+            lambda: len(started()) >= 48, lambda: "processes to be started", died=lambda: run.process.poll() is not None
+        )
         rollout = process_of(run, "rollout")
         below = [child.pid for child in rollout.children(recursive=True)]
         assert len(below) >= 48 + 4

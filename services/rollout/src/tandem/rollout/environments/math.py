@@ -32,3 +32,7 @@ def _equal(answer: str, response: str) -> bool:
     wanted = math_verify.parse(f"${answer}$", parsing_timeout=None)
     given = math_verify.parse(response, parsing_timeout=None)
     return bool(math_verify.verify(wanted, given, timeout_seconds=None))
+
+
+# The first time takes half a second; done here, no worker that is forked from who imported this has it before it.
+_equal("\\frac{1}{2}", "thus $x = 0.5$")
