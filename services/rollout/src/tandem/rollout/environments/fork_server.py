@@ -49,8 +49,9 @@ def main(orders_fd: int, lifeline_fd: int, owner: int) -> None:
     config = config_from_json(settings)
     try:
         orders.sendall(packed(Imported(runs_in=runs_in(config))))
-    except TandemError as error:
-        orders.sendall(packed(Imported(error=line(str(error)))))
+    except Exception as error:  # what is built in may lack a package
+        what = str(error) if isinstance(error, TandemError) else f"{type(error).__name__}: {error}"
+        orders.sendall(packed(Imported(error=line(what))))
     calls = _fork_workers(orders)
     if calls is not None:
         with contextlib.suppress(ConnectionError):  # the rollout process has ended
