@@ -84,6 +84,7 @@ def make_batch() -> TrainingBatch:
         loss_mask_T=np.tile(np.arange(LENGTH) >= LENGTH // 4, NUM_SEQUENCES),
         generation_logprobs_T=np.full(num_tokens, -2.0, dtype=np.float32),
         advantages_S=random.normal(0.0, 1.0, NUM_SEQUENCES).astype(np.float32),
+        rewards_S=np.zeros(NUM_SEQUENCES, dtype=np.float32),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -19,7 +20,7 @@ from tandem.common.errors import RewardError
 from tandem.common.messages import SampleScored
 from tandem.coordinator.algorithms.advantages import decoupled_advantages, group_advantages
 from tandem.coordinator.algorithms.grpo import training_batch
-from tandem.coordinator.algorithms.rewards import scaled, shaped
+from tandem.coordinator.algorithms.rewards import has_spread, scaled, shaped
 
 EPSILON = 1e-6
 
@@ -310,3 +311,96 @@ def test_gdpo_needs_components_and_a_weight_for_each() -> None:
     config = with_grpo(adv_estimator=AdvEstimator(name="gdpo", reward_weights=(1.0,)))
     with pytest.raises(RewardError, match=r"reward_weights: 1 weights, but .* gave right, short$"):
         training_batch(config, *gdpo_samples())
+
+
+# --- samples that are dropped ----------------------------------------------------------------------------------------
+
+
+def with_failures(samples: list[SampleScored], numbers: Sequence[int]) -> list[SampleScored]:
+    """Return samples of which these were dropped, with a reward that must not count."""
+    return [
+        msgspec.structs.replace(sample, failure="why", timed_out=number == 0, dropped=True, reward=99.0, correct=True)
+        if number in numbers
+        else sample
+        for number, sample in enumerate(samples)
+    ]
+
+
+@pytest.mark.parametrize("leave_one_out", [True, False])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_a_dropped_sample_does_not_train_and_is_in_nobodys_baseline(leave_one_out: bool, normalize: bool) -> None:
+    estimator = AdvEstimator(normalize_rewards=normalize, use_leave_one_out_baseline=leave_one_out)
+    rewards = [[1.0, 0.0, 6.0], [2.0, 0.0, 0.0]]
+    samples, sample_arrays = samples_and_arrays(rewards)
+    batch, metrics = training_batch(
+        with_grpo(adv_estimator=estimator), with_failures(samples, [1, 4, 5]), sample_arrays
+    )
+    # Of the first group 1 and 6 are left: each is the other's baseline, or 3.5 is both's. Of the second only one is.
+    if leave_one_out:
+        first, last = -5.0, 5.0  # a baseline of one sample has no deviation to divide by
+    elif normalize:
+        first, last = -2.5 / (2.5 + EPSILON), 2.5 / (2.5 + EPSILON)
+    else:
+        first, last = -2.5, 2.5
+    assert batch.advantages_S.tolist() == pytest.approx([first, 0.0, last, 0.0, 0.0, 0.0])
+    starts = np.concatenate([[0], np.cumsum(sample_arrays.lengths_S)])
+    for number in range(6):
+        own = slice(starts[number], starts[number + 1])
+        expected = np.zeros_like(batch.loss_mask_T[own]) if number in (1, 4, 5) else sample_arrays.loss_mask_T[own]
+        np.testing.assert_array_equal(batch.loss_mask_T[own], expected)
+    assert metrics["reward"] == pytest.approx(3.0)
+    assert metrics["reward_std"] == pytest.approx(math.sqrt((4 + 9 + 1) / 3))
+    assert (metrics["reward_min"], metrics["reward_max"], metrics["accuracy"]) == (1.0, 6.0, 1.0)
+    assert metrics["groups_without_spread"] == 0.5
+    assert metrics["mean_generation_length"] == 3.5
+    assert [metrics[f"environment_{what}"] for what in ("failures", "timeouts", "dropped")] == [3.0, 0.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("minus_baseline", "expected"), [(True, [-2.5, 0.0, 2.5, 0.0, 0.0, 0.0]), (False, [1.0, 0.0, 6.0, 0.5, 0.0, 0.0])]
+)
+def test_reinforce_plus_plus_without_dropped_samples(minus_baseline: bool, expected: list[float]) -> None:
+    estimator = AdvEstimator(name="reinforce_plus_plus", minus_baseline=minus_baseline)
+    samples, sample_arrays = samples_and_arrays()
+    batch, _ = training_batch(with_grpo(adv_estimator=estimator), with_failures(samples, [1, 4, 5]), sample_arrays)
+    assert batch.advantages_S.tolist() == expected
+
+
+def test_gdpo_compares_and_normalises_over_what_is_left() -> None:
+    estimator = AdvEstimator(name="gdpo", normalize_rewards=False, use_leave_one_out_baseline=False)
+    samples, sample_arrays = gdpo_samples()
+    batch, metrics = training_batch(
+        with_grpo(adv_estimator=estimator), with_failures(samples, [2, 4, 5]), sample_arrays
+    )
+    # Left are (1, 0) and (0, 5): 0.5 - 2.5 and -0.5 + 2.5, of mean 0 and deviation sqrt(8); and one with nobody beside.
+    assert batch.advantages_S.tolist() == pytest.approx([-2 / math.sqrt(8), 2 / math.sqrt(8), 0.0, 0.0, 0.0, 0.0])
+    assert (metrics["reward/right"], metrics["reward/short"]) == pytest.approx((2 / 3, 2.0))
+
+
+def test_a_step_of_which_everything_was_dropped_has_no_rewards_and_trains_nothing() -> None:
+    samples, sample_arrays = samples_and_arrays()
+    scaling = RewardScaling(enabled=True)
+    batch, metrics = training_batch(with_grpo(reward_scaling=scaling), with_failures(samples, range(6)), sample_arrays)
+    assert not batch.loss_mask_T.any()
+    assert not batch.advantages_S.any()
+    assert not {"reward", "reward_std", "accuracy", "training_reward"} & metrics.keys()
+    assert metrics["groups_without_spread"] == 1.0
+    assert (metrics["environment_failures"], metrics["environment_timeouts"]) == (6.0, 1.0)
+
+
+def test_a_failure_that_is_worth_nothing_is_a_sample_like_others() -> None:
+    samples, sample_arrays = samples_and_arrays()
+    failed = [msgspec.structs.replace(sample, failure="why") for sample in samples]
+    batch, metrics = training_batch(grpo_config(), failed, sample_arrays)
+    plain, usual = training_batch(grpo_config(), samples, sample_arrays)
+    np.testing.assert_array_equal(batch.advantages_S, plain.advantages_S)
+    np.testing.assert_array_equal(batch.loss_mask_T, plain.loss_mask_T)
+    assert metrics == usual | {"environment_failures": 6.0, "environment_timeouts": 0.0, "environment_dropped": 0.0}
+
+
+def test_dropped_samples_make_no_spread() -> None:
+    samples = samples_and_arrays()[0][:3]
+    for dropped, expected in (([], True), ([2], True), ([0], True), ([0, 1], False), ([0, 1, 2], False)):
+        assert has_spread(grpo_config().grpo, with_failures(samples, dropped)) is expected
+    alike = [msgspec.structs.replace(sample, reward=1.0) for sample in samples]
+    assert not has_spread(grpo_config().grpo, with_failures(alike, [1]))

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from engine_harness import reference_logprobs
-from rollout_harness import WAIT_S, Rollout, Talks, count, tokens_of
+from rollout_harness import Rollout, tokens_of
 
 from tandem.common.batch import SampleArrays
-from tandem.common.messages import Problem, PromptGroup
+from tandem.common.messages import PromptGroup
 from tandem.rollout.conversation import turn_seed
-from tandem.rollout.environments import Score, Turn
-
-__all__ = ["Talks"]  # found here by its path
-Messages = Sequence[Mapping[str, str]]
 
 
 @pytest.fixture
@@ -27,46 +23,12 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Rollout]]:
     started: list[Rollout] = []
 
     def make(environment: str, **settings: Any) -> Rollout:
-        started.append(Rollout(tmp_path / str(len(started)), f"{__name__}.{environment}", **settings))
+        started.append(Rollout(tmp_path / str(len(started)), f"own_environments.{environment}", **settings))
         return started[-1]
 
     yield make
     for rollout in started:
         rollout.service.close()
-
-
-class Scores:
-    """Scores and has nothing to say."""
-
-    def score(self, problem: Problem, response: str) -> Score:
-        return Score(float(len(response)), correct=False)
-
-
-class Fails:
-    """Answers once, and then does what it was told to."""
-
-    release = threading.Event()
-
-    def __init__(self, *, how: str) -> None:
-        self.how = how
-
-    def step(self, problem: Problem, conversation: Messages) -> Any:
-        if count(conversation) == 1:
-            return Turn([{"role": "user", "content": "é" if self.how == "unknown" else "1"}])
-        match self.how:
-            case "raises":
-                raise LookupError("no such room")
-            case "hangs":
-                self.release.wait(WAIT_S)
-            case "reward":
-                return Turn([{"role": "user", "content": "1"}], reward=float("nan"))
-            case "nothing":
-                return Turn([])
-            case "text":
-                return Turn("1")  # type: ignore[arg-type]
-            case "assistant":
-                return Turn([{"role": "assistant", "content": "1"}])
-        return None
 
 
 # --- tokens ----------------------------------------------------------------------------------------------------------
@@ -215,21 +177,20 @@ def test_an_environment_that_fails_in_a_later_turn_is_named(
     start: Callable[..., Rollout], how: str, message: str
 ) -> None:
     rollout = start("Fails", kwargs={"how": how})
-    assert rollout.error(rollout.group(0, [1])) == message
+    where = r" \(.*/own_environments\.py:\d+, in step\)" if how == "raises" else ""
+    assert re.fullmatch(re.escape(message) + where, rollout.error(rollout.group(0, [1])))
 
 
 def test_an_answer_that_the_tokenizer_cannot_take_is_named(start: Callable[..., Rollout]) -> None:
     rollout = start("Fails", kwargs={"how": "unknown"})
     message = rollout.error(rollout.group(0, [1]))
-    assert message.startswith("environment 'mine': the tokenizer in ")
+    assert message.startswith("environment 'mine', problem 'p0': the tokenizer in ")
     assert message.endswith("does not know the character 'é'")
 
 
 def test_an_answer_that_takes_too_long_is_named(start: Callable[..., Rollout]) -> None:
-    Fails.release.clear()
     rollout = start("Fails", kwargs={"how": "hangs"}, timeout_s=0.2)
     message = rollout.error(rollout.group(0, [1]))
-    Fails.release.set()
     assert message.startswith("environment 'mine' took longer than 0.2 s")
     assert "'p0'" in message
 

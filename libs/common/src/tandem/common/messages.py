@@ -348,6 +348,12 @@ class SampleScored(Message, frozen=True, kw_only=True):
     correct: bool
     response: str
     """What followed the prompt, a line for each message, for logs and the report; the tokens are what trains."""
+    failure: str = ""
+    """Why the environment gave the last response no score, on one line; empty if it did, or if a limit came first."""
+    timed_out: bool = False
+    """Whether that is because it took too long."""
+    dropped: bool = False
+    """Whether the sample counts nowhere for that (``env.NAME.on_error: drop``); else it has its turns' rewards."""
 
 
 class SamplesFinished(Message, frozen=True, kw_only=True, tag=True):

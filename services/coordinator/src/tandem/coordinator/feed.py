@@ -44,8 +44,8 @@ class Feed(Protocol):
         """Return these prompt groups of `step`."""
         ...
 
-    def take_samples(self, finished: SamplesFinished, arrays: Arrays) -> None:
-        """Keep finished samples until their step's batch is made."""
+    def take_samples(self, finished: SamplesFinished, arrays: Arrays) -> Sequence[str]:
+        """Keep finished samples until their step's batch is made; return what a user should know of them."""
         ...
 
     def discard_samples(self, step: int, purpose: Purpose, groups: Sequence[int]) -> None:

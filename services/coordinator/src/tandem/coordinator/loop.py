@@ -157,7 +157,8 @@ class Loop:
             return
         match event.reply:
             case SamplesFinished() as finished:
-                self._feed.take_samples(finished, arrays)
+                for line in self._feed.take_samples(finished, arrays):
+                    self._recorder.note(line)
                 return  # more answers follow
             case Trained() as trained:
                 self._ledger.trained(trained)

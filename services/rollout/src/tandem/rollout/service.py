@@ -19,7 +19,7 @@ from typing import Literal, assert_never
 from tandem.common import collector
 from tandem.common.batch import SampleArrays
 from tandem.common.config import Config
-from tandem.common.errors import DataError, RewardError, WireError
+from tandem.common.errors import DataError, WireError
 from tandem.common.memory import MemoryMeter
 from tandem.common.messages import (
     Attest,
@@ -43,7 +43,7 @@ from tandem.refit import layout
 from tandem.refit.endpoint import Endpoint
 from tandem.rollout.conversation import Conversation
 from tandem.rollout.engine import Completion, Engine
-from tandem.rollout.environments import Score, Scorer, Turn
+from tandem.rollout.environments import Score, Scorer, Turn, Unscored
 
 _REWARD_POLL_S = 0.001
 _UNSCORED = Score(0.0, correct=False)
@@ -140,6 +140,7 @@ class RolloutService:
         self._scorer = Scorer(self._config)
         self._engine = _make_engine(self._config)
         self._endpoint = Endpoint(self._member, self._engine)
+        self._scorer.await_ready()  # it has begun beside the engine
         layouts = tuple(map(layout.encode, self._engine.layouts()))
         reply = EngineBuilt(command_id=order.command_id, layouts=layouts)
         self._member.reply(order.command_id, reply)
@@ -257,20 +258,24 @@ class RolloutService:
             self._awaited.add(number)
         environments.submit(number, conversation.group.problem, tuple(conversation.messages))
 
-    def _answer(self, results: list[tuple[int, Score | Turn]]) -> None:
+    def _answer(self, results: list[tuple[int, Score | Turn | Unscored]]) -> None:
         """Send the samples that have ended; let the others go on."""
         finished: dict[int, list[tuple[SampleScored, SampleArrays]]] = {}
         for number, result in results:
             self._awaited.discard(number)
             generation = self._generation_of[number]
             conversation = generation.conversations[number]
-            if isinstance(result, Score):
-                sample = conversation.finish(result, "score")
-            elif (limit := self._go_on(conversation, result)) is not None:
-                sample = conversation.finish(_UNSCORED, limit)
-            else:
-                self._answered.append(number)
-                continue
+            ended = self._go_on(conversation, result) if isinstance(result, Turn) else result
+            match ended:
+                case None:
+                    self._answered.append(number)
+                    continue
+                case Score():
+                    sample = conversation.finish(ended, "score")
+                case Unscored():
+                    sample = conversation.finish(_UNSCORED, "score", ended)
+                case _:
+                    sample = conversation.finish(_UNSCORED, ended)
             finished.setdefault(generation.order.command_id, []).append(sample)
             del generation.conversations[number], self._generation_of[number]
         for command_id, samples in finished.items():
@@ -284,8 +289,8 @@ class RolloutService:
             arrays = SampleArrays.concatenate([arrays for _, arrays in samples])
             self._member.reply(command_id, message, arrays.to_frames())
 
-    def _go_on(self, conversation: Conversation, turn: Turn) -> Literal["length", "turns"] | None:
-        """Add what the environment said, if another response may follow; else return the limit that ends the sample."""
+    def _go_on(self, conversation: Conversation, turn: Turn) -> Literal["length", "turns"] | Unscored | None:
+        """Add what the environment said, if another response may follow; else return what ends the sample."""
         assert self._tokenizer is not None
         conversation.reward += turn.reward
         if conversation.num_turns >= self._config.grpo.max_rollout_turns:
@@ -293,7 +298,7 @@ class RolloutService:
         try:
             token_ids = self._tokenizer.encode_continuation(turn.messages, conversation.last_id)
         except DataError as error:
-            raise RewardError(f"environment {self._config.data.environment!r}: {error}") from error
+            return self._environments().refuse(conversation.group.problem, conversation.messages, str(error))
         if conversation.num_tokens + len(token_ids) >= self._config.policy.max_total_sequence_length:
             return "length"
         conversation.add_answer(turn.messages, token_ids)

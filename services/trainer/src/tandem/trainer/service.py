@@ -24,6 +24,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tandem.common import collector
 from tandem.common.batch import TrainingBatch
+from tandem.common.config import Config
 from tandem.common.errors import WireError
 from tandem.common.memory import MemoryMeter
 from tandem.common.messages import (
@@ -124,8 +125,7 @@ class TrainerService:
         try:
             batch = TrainingBatch.from_frames(arrays)
             # Where what was cut off does not count, all of a step may be.
-            may_mask_all = self._config.algorithm == "grpo" and self._config.grpo.overlong_filtering
-            batch.check(self._vocabulary, may_mask_all=may_mask_all)
+            batch.check(self._vocabulary, may_mask_all=_may_mask_all(self._config))
             num_parts = sum(order.parts.values()) if isinstance(order, Evaluate) else 0
             if num_parts not in (0, len(batch.lengths_S)):
                 raise WireError(f"parts: {num_parts} sequences, must be all {len(batch.lengths_S)}")
@@ -229,3 +229,9 @@ class TrainerService:
             return
         reply = CheckpointSaved(command_id=order.command_id, num_bytes=num_bytes.result())
         self._member.reply(order.command_id, reply)
+
+
+def _may_mask_all(config: Config) -> bool:
+    """Tell whether a batch may have no token that counts: all truncated, or all dropped by their environment."""
+    drops = any(environment.on_error == "drop" for environment in config.env.values())
+    return config.algorithm == "grpo" and (config.grpo.overlong_filtering or drops)

@@ -152,8 +152,7 @@ class _Shares:
     def counts(self, rows: Sequence[int]) -> Counts:
         """Return what the means over these sequences divide by."""
         counted = self._counted_S[list(rows)]
-        rewards_S = self._batch.rewards_S
-        positive = int(counted[rewards_S[list(rows)] > 0].sum()) if len(rewards_S) else 0
+        positive = int(counted[self._batch.rewards_S[list(rows)] > 0].sum())
         return Counts(tokens=int(counted.sum()), sequences=int((counted > 0).sum()), positive_tokens=positive)
 
     def micro_batches(self, rows: Sequence[int], tokens: _Tokens) -> list[MicroBatch]:

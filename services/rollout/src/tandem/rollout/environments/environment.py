@@ -1,10 +1,16 @@
-"""The protocol of environments, and how the configuration names one."""
+"""The protocol of environments, and how the configuration names one.
+
+A class may say where it runs: ``runs_in = "threads"`` for one that is cheap, safe to call from several threads at once,
+and never stuck; without that it runs in worker processes, which can be killed.
+"""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
-from typing import Protocol
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import Literal, Protocol, get_args
 
 import msgspec
 
@@ -16,7 +22,7 @@ from tandem.common.messages import Problem
 from tandem.common.tokenizer import Messages
 
 
-class Score(msgspec.Struct, frozen=True):
+class Score(msgspec.Struct, frozen=True, tag=True):
     """What a response is worth."""
 
     reward: float
@@ -28,7 +34,7 @@ class Score(msgspec.Struct, frozen=True):
     finite numbers."""
 
 
-class Turn(msgspec.Struct, frozen=True):
+class Turn(msgspec.Struct, frozen=True, tag=True):
     """What the environment says to a response that does not end the sample."""
 
     messages: Messages
@@ -37,26 +43,29 @@ class Turn(msgspec.Struct, frozen=True):
     """Added to the sample's reward; any finite number."""
 
 
-Step = Callable[[Problem, Messages], Score | Turn]
+HEAVY = ("math", "reasoning_gym")
+"""Built-in environments that the rollout process does not import: they take a second, and may be stuck in C."""
+RunsIn = Literal["processes", "threads"]
+Step = Callable[[Problem, Messages], Score | Turn | Awaitable[Score | Turn]]
 
 
 class Environment(Protocol):
-    """Scores responses. Called from several threads at once."""
+    """Scores responses. Each worker process has one of its own; where it runs in threads, all threads have the same."""
 
     def score(self, problem: Problem, response: str) -> Score:
-        """Score one response to one problem."""
+        """Score one response to one problem. May be ``async def``."""
         ...
 
 
 class ConversingEnvironment(Protocol):
-    """Answers responses, and scores the last. Called from several threads at once.
+    """Answers responses, and scores the last.
 
     It need not remember anything: it is shown the whole conversation each time. A sample's reward is that of its score
     and of all its turns together; one that is cut short has that of its turns, and is not correct.
     """
 
     def step(self, problem: Problem, conversation: Messages) -> Score | Turn:
-        """Answer or score the last response to a problem.
+        """Answer or score the last response to a problem. May be ``async def``.
 
         `conversation` is what was said after the prompt: the policy's responses (role ``assistant``), with the
         environment's own messages between them.
@@ -76,6 +85,24 @@ def step_of(environment: Environment | ConversingEnvironment) -> Step:
 def converses(environment: Environment | ConversingEnvironment) -> bool:
     """Tell whether an environment may answer."""
     return callable(getattr(environment, "step", None))
+
+
+def is_async(environment: Environment | ConversingEnvironment) -> bool:
+    """Tell whether an environment's method is a coroutine function."""
+    return inspect.iscoroutinefunction(getattr(environment, "step", None) or getattr(environment, "score", None))
+
+
+def runs_in(config: Config) -> RunsIn:
+    """Import what ``data.environment`` names; return where it runs. Raises `ConfigError` if it cannot be imported."""
+    name = str(config.data.environment)
+    where: object = getattr(_factory(name, config.env[name], config), "runs_in", "processes")
+    try:
+        known: RunsIn = msgspec.convert(where, RunsIn)
+    except msgspec.ValidationError:
+        choices = " or ".join(map(repr, get_args(RunsIn)))
+        path = config.env[name].class_path
+        raise ConfigError(f"env.{name}.class: {path}.runs_in is {where!r}, not {choices}") from None
+    return known
 
 
 def make_environment(config: Config) -> Environment | ConversingEnvironment:
@@ -104,7 +131,7 @@ def _factory(name: str, settings: Settings, config: Config) -> Callable[..., Env
         case "reasoning_gym":
             from tandem.rollout.environments.reasoning_gym import ReasoningGym
 
-            return lambda **arguments: ReasoningGym(str(config.data.task), **arguments)
+            return partial(ReasoningGym, str(config.data.task))
         case "math":
             from tandem.rollout.environments.math import MathVerify
 
@@ -132,4 +159,6 @@ def _import(key: str, path: str) -> Callable[..., Environment | ConversingEnviro
         made: Callable[..., Environment | ConversingEnvironment] = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"{key}: cannot import {path!r}: {error}") from error
+    except (Exception, SystemExit) as error:  # the module may be anyone's
+        raise ConfigError(f"{key}: cannot import {path!r}: {type(error).__name__}: {error}") from error
     return made
