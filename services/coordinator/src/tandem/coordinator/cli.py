@@ -151,8 +151,11 @@ def _way_out(error: DamagedCheckpoint, arguments: argparse.Namespace) -> str:
 
 def _check(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
+    from tandem.coordinator.model_folder import check_model
+
+    about_model = check_model(config)
     print(dump_yaml(config), end="")
-    for notice in notices(config):
+    for notice in [*notices(config), *about_model]:
         print(f"note: {notice}", file=sys.stderr)
     return 0
 

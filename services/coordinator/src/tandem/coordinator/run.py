@@ -33,6 +33,7 @@ from tandem.coordinator.journal_file import JOURNAL_NAME, new_run_id, refuse_jou
 from tandem.coordinator.launch import LocalProcesses, make_importable
 from tandem.coordinator.loop import Loop
 from tandem.coordinator.members import Pulse, Registry
+from tandem.coordinator.model_folder import check_model
 from tandem.coordinator.nursery import Nursery
 from tandem.coordinator.plan import SynchronousPlan
 from tandem.coordinator.progress import Progress
@@ -126,6 +127,8 @@ def _make_model(config: Config, say: Callable[[str], None]) -> None:
     if folder.exists():
         if not (folder / "config.json").exists():
             raise ModelError(f"policy.model_name: {str(folder)!r} holds no config.json, so it is no model")
+        for notice in check_model(config):
+            say(f"note: {notice}")
         return
     if config.policy.new_model is None:
         raise ModelError(
