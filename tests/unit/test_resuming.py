@@ -230,14 +230,16 @@ def test_what_a_trainer_finds_damaged_is_told_from_other_failures() -> None:
     assert run.resuming().damage_in(Finish(outcome="finished"), start) is None
 
 
-@pytest.mark.parametrize(
-    ("digest", "verify", "is_refused"),
-    [(5, "full", False), (6, "full", True), (6, "sampled", False), (0, "full", False)],
-)
-def test_weights_that_are_not_those_of_the_journal_are_refused(digest: int, verify: str, is_refused: bool) -> None:
-    run = Run()
-    record = RefitRecord(
-        version=6,
+def test_a_run_that_starts_over_is_held_against_no_earlier_weights() -> None:
+    run = Run(steps=range(0))
+    run.journal.record_refit(refit(version=0))
+    assert run.start() == Start(first_step=1, resume_from="")
+    refuse_other_weights(run.journal, run.checkpoints, 0, 6, "full")
+
+
+def refit(version: int) -> RefitRecord:
+    return RefitRecord(
+        version=version,
         engines=("rollout-0",),
         num_bytes={},
         seconds={},
@@ -247,7 +249,15 @@ def test_weights_that_are_not_those_of_the_journal_are_refused(digest: int, veri
         quarantined={},
         verify="full",
     )
-    run.journal.record_refit(record)
+
+
+@pytest.mark.parametrize(
+    ("digest", "verify", "is_refused"),
+    [(5, "full", False), (6, "full", True), (6, "sampled", False), (0, "full", False)],
+)
+def test_weights_that_are_not_those_of_the_journal_are_refused(digest: int, verify: str, is_refused: bool) -> None:
+    run = Run()
+    run.journal.record_refit(refit(version=6))
     given = run.journal, run.checkpoints, 6, digest, verify
     if not is_refused:
         refuse_other_weights(*given)

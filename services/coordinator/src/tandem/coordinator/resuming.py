@@ -48,8 +48,7 @@ class Resuming:
         if from_step is not None and from_step not in self._steps:
             raise CheckpointError(f"--from {from_step}: that step has no checkpoint; {self._choices(from_step)}")
         if not self._steps:
-            if self._journal.last_step() is not None:
-                self._journal.forget_after(-1)
+            self._journal.forget_after(-1)  # also refits, where no step was done
             return Start(first_step=1, resume_from="")
         step = self._steps[-1] if from_step is None else from_step
         folder = self._checkpoints.folder_of(step)
