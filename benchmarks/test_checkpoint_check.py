@@ -2,8 +2,8 @@
 
 A Qwen3 of 41M parameters in float32 with AdamW, one rank, one thread for training, and the files in the page cache,
 where reading costs the least and checking the most. In turns in one process: building the trainer from a checkpoint
-with a manifest, and from the same files without one, which are believed. A thread checks while others load, so beside the
-seconds stand those of processors, which it takes from whatever else there is to do.
+with a manifest, and from the same files without one, which are believed. A thread checks while others load, so beside
+the seconds stand those of processors, which it takes from whatever else there is to do.
 """
 
 from __future__ import annotations
