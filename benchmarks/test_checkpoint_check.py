@@ -30,7 +30,7 @@ from tandem.trainer.backends.dtensor import DTensorBackend
 NUM_ROUNDS = 9
 CHECKED, BELIEVED = "checked", "believed"
 MOST = 1.2
-"""Seconds of processors with the check over those without; half of what is above one is noise of a busy machine."""
+"""Seconds of processors with the check over those without."""
 
 
 @pytest.fixture
