@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tandem.common import collector, signals
 from tandem.common.config import dump_yaml, load_config, notices
-from tandem.common.errors import ConfigError, TandemError
+from tandem.common.errors import ConfigError, DamagedCheckpoint, TandemError
 
 _EXIT_FAILED = 1
 _EXIT_BAD_INPUT = 2
@@ -42,6 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return _EXIT_BAD_INPUT
+    except DamagedCheckpoint as error:
+        print(f"error: {error}; {_way_out(error, arguments)}", file=sys.stderr)
+        return _EXIT_FAILED
     except TandemError as error:
         print(f"error: {error}", file=sys.stderr)
         return _EXIT_FAILED
@@ -56,6 +59,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if rest:
         arguments.overrides += rest
+    if arguments.command == "up" and arguments.from_step is not None and not arguments.resume:
+        parser.error("--from STEP says where to --resume: give both")
     return arguments
 
 
@@ -67,6 +72,13 @@ def _parser() -> argparse.ArgumentParser:
     how = up.add_mutually_exclusive_group()
     how.add_argument("--resume", action="store_true", help="continue the run that is in the run folder")
     how.add_argument("--restart", action="store_true", help="set an earlier run in the run folder aside and begin anew")
+    up.add_argument(
+        "--from",
+        dest="from_step",
+        type=int,
+        metavar="STEP",
+        help="with --resume: go on from the checkpoint of this step, and do later ones again",
+    )
     check = commands.add_parser("check", help="validate a configuration and print it resolved; starts nothing")
     _add_config_arguments(check)
     report = commands.add_parser("report", help="summarise a run: curves as PNG and JSON, and where the time went")
@@ -104,7 +116,7 @@ def _up(arguments: argparse.Namespace) -> int:
             from tandem.coordinator.run import Mode, run
 
             mode: Mode = "resume" if arguments.resume else "restart" if arguments.restart else "new"
-            finish = run(config, mode, lambda text: print(text, flush=True), nursery)
+            finish = run(config, mode, lambda text: print(text, flush=True), nursery, from_step=arguments.from_step)
     except KeyboardInterrupt:  # before the loop began, which takes it for itself
         finish = Finish(outcome="interrupted")
     match finish.outcome:
@@ -126,10 +138,24 @@ def _up(arguments: argparse.Namespace) -> int:
             return _EXIT_FAILED
 
 
+def _way_out(error: DamagedCheckpoint, arguments: argparse.Namespace) -> str:
+    """Return what to type after a checkpoint was found damaged."""
+    words = ["coordinator", "up", arguments.config, *arguments.overrides]
+    if error.config_file:
+        words = ["coordinator", "up", error.config_file]
+    if error.whole is None:
+        return f"no other checkpoint is whole: begin anew with {shlex.join([*words, '--restart'])}"
+    how = ["--resume", "--from", str(error.whole)]
+    return f"the newest that is whole is that of step {error.whole}: {shlex.join([*words, *how])}"
+
+
 def _check(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
+    from tandem.coordinator.model_folder import check_model
+
+    about_model = check_model(config)
     print(dump_yaml(config), end="")
-    for notice in notices(config):
+    for notice in [*notices(config), *about_model]:
         print(f"note: {notice}", file=sys.stderr)
     return 0
 

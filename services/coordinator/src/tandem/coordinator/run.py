@@ -10,8 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-import msgspec
-
 from tandem.common import collector, wire
 from tandem.common.config import (
     Config,
@@ -22,7 +20,7 @@ from tandem.common.config import (
     resume_differences,
     to_plain,
 )
-from tandem.common.errors import ConfigError, ModelError, RunFolderError
+from tandem.common.errors import ConfigError, DamagedCheckpoint, ModelError, RunFolderError
 from tandem.common.telemetry import MetricWriters, MlflowRun, MlflowWriter, TensorBoardWriter, WandbRun, WandbWriter
 from tandem.common.tokenizer import load_tokenizer, write_new_model
 from tandem.coordinator.algorithms import make_feed
@@ -34,10 +32,12 @@ from tandem.coordinator.journal_file import JOURNAL_NAME, new_run_id, refuse_jou
 from tandem.coordinator.launch import LocalProcesses, make_importable
 from tandem.coordinator.loop import Loop
 from tandem.coordinator.members import Pulse, Registry
+from tandem.coordinator.model_folder import check_model
 from tandem.coordinator.nursery import Nursery
 from tandem.coordinator.progress import Progress
 from tandem.coordinator.recorder import Recorder
 from tandem.coordinator.replies import Limits, Replies
+from tandem.coordinator.resuming import Resuming
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import Finish
 from tandem.coordinator.spec import KINDS, expected_processes, launched_processes, run_spec
@@ -45,20 +45,18 @@ from tandem.coordinator.spec import KINDS, expected_processes, launched_processe
 Mode = Literal["new", "resume", "restart"]
 
 
-class Start(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a run begins."""
-
-    first_step: int
-    resume_from: str
-    """Checkpoint folder; empty to start from the model."""
-
-
 def run(
-    config: Config, mode: Mode, say: Callable[[str], None], nursery: Nursery, wanted_by: tuple[str, ...] = ()
+    config: Config,
+    mode: Mode,
+    say: Callable[[str], None],
+    nursery: Nursery,
+    wanted_by: tuple[str, ...] = (),
+    from_step: int | None = None,
 ) -> Finish:
     """Run `config`, and before it the run that makes its model, if that has not been done yet.
 
-    `nursery` forks the services. `wanted_by` are the prerequisites that led here.
+    `nursery` forks the services. `wanted_by` are the prerequisites that led here. `from_step` names the step to resume
+    after, where it is not the newest with a checkpoint.
 
     Raises:
         TandemError: something is wrong that is known before any process starts.
@@ -91,7 +89,7 @@ def run(
             writers.add(_mlflow(config, run_id))
         journal = _open_journal(config, mode, run_id)
         stack.callback(journal.close)
-        return _run(config, feed, journal, hub, writers, say, nursery)
+        return _run(config, feed, journal, hub, writers, say, nursery, from_step)
 
 
 def _run_prerequisite(
@@ -112,7 +110,11 @@ def _run_prerequisite(
     elif Path(config.policy.model_name).exists():
         return None
     say(f"prerequisite {path}: making {config.policy.model_name}")
-    finish = run(earlier, "resume" if has_begun else "new", say, nursery, wanted_by)
+    try:
+        finish = run(earlier, "resume" if has_begun else "new", say, nursery, wanted_by)
+    except DamagedCheckpoint as error:
+        error.config_file = error.config_file or path
+        raise
     if finish.outcome == "finished" and not Path(config.policy.model_name).exists():
         raise ModelError(
             f"policy.model_name: the prerequisite {path} has ended, but {config.policy.model_name!r} does not exist"
@@ -126,6 +128,8 @@ def _make_model(config: Config, say: Callable[[str], None]) -> None:
     if folder.exists():
         if not (folder / "config.json").exists():
             raise ModelError(f"policy.model_name: {str(folder)!r} holds no config.json, so it is no model")
+        for notice in check_model(config):
+            say(f"note: {notice}")
         return
     if config.policy.new_model is None:
         raise ModelError(
@@ -204,21 +208,6 @@ def _set_aside(folder: Path, say: Callable[[str], None]) -> None:
     say(f"{folder} moved to {aside}")
 
 
-def _where_to_start(journal: Journal, checkpoints: CheckpointFolder) -> Start:
-    """Find the newest checkpoint of a step that is done; what was done after it is done again."""
-    last = journal.last_step()
-    if last is None:
-        return Start(first_step=1, resume_from="")
-    newest = checkpoints.newest(up_to=last)
-    if newest is None:
-        journal.forget_after(-1)
-        return Start(first_step=1, resume_from="")
-    step, folder = newest
-    journal.forget_after(step)
-    journal.record_checkpoint(step, str(folder))  # the run may have ended before it could
-    return Start(first_step=step + 1, resume_from=str(folder.absolute()))
-
-
 def _run(
     config: Config,
     feed: Feed,
@@ -227,15 +216,18 @@ def _run(
     writers: MetricWriters,
     say: Callable[[str], None],
     nursery: Nursery,
+    from_step: int | None,
 ) -> Finish:
     checkpoints = CheckpointFolder(
         Path(config.checkpointing.checkpoint_dir),
         keep_top_k=config.checkpointing.keep_top_k,
         higher_is_better=config.checkpointing.higher_is_better,
+        run_id=journal.run_id,
     )
     if config.checkpointing.enabled:
         checkpoints.prepare()
-    start = _where_to_start(journal, checkpoints)
+    resuming = Resuming(config, journal, checkpoints, say)
+    start = resuming.start(from_step)
     if start.first_step > 1:
         say(f"resuming at step {start.first_step} from {start.resume_from}")
     if start.first_step > feed.num_steps:
@@ -268,9 +260,14 @@ def _run(
             _launch(config, processes, registry)
             finish = loop.run()
             outcome = finish.outcome
-            return finish
+            damage = resuming.damage_in(finish, start)
+        except DamagedCheckpoint as error:
+            damage = error
         finally:
             loop.stop(f"the run {outcome}" if outcome == "finished" else f"the run was {outcome}")
+        if damage is not None:
+            raise resuming.with_way_out(damage, start.first_step - 1)
+        return finish
 
 
 def _launch(config: Config, processes: LocalProcesses, registry: Registry) -> None:
