@@ -1,0 +1,174 @@
+"""All that can be known to be wrong with a run before it starts; `coordinator check` and `coordinator up` call it.
+
+Nothing is written that stays, and no service is started. Data is read, and a few of its items are tokenised. Code of
+the user's own is imported in a process of its own, within a deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from tandem.common import collector, wire
+from tandem.common.config import Config, config_to_json, load_config
+from tandem.common.errors import ConfigError, DataError, ModelError, TandemError
+from tandem.common.sources import package_folder
+from tandem.common.threads import refuse_threads
+from tandem.common.tokenizer import Tokenizer, load_tokenizer, write_new_model
+from tandem.coordinator.algorithms import make_feed
+from tandem.coordinator.launch import make_importable
+from tandem.coordinator.own_code import has_own_code
+from tandem.coordinator.prerequisite import Mode, Ready, differences, has_begun, model_differences, model_problem
+from tandem.coordinator.spec import launched_processes
+
+
+def preflight(source: str, config: Config, mode: Mode) -> Ready:
+    """Look a run through, and the one before it if that will run, and load its data.
+
+    Raises:
+        TandemError: what is wrong with it; if that is several things, a `ConfigError` that has them all.
+
+    """
+    with tempfile.TemporaryDirectory() as folder, collector.paused():  # tokenizers and data sets import much
+        return _look_through(source, config, mode, Path(folder), ())[0]
+
+
+def _look_through(
+    source: str, config: Config, mode: Mode, scratch: Path, wanted_by: tuple[str, ...]
+) -> tuple[Ready, Tokenizer]:
+    make_importable(source)
+    earlier: tuple[Ready, Tokenizer] | None = None
+    if (path := config.prerequisite) is not None:
+        if path in wanted_by:
+            raise ConfigError(f"prerequisite: {' needs '.join([*wanted_by, path])}: a circle")
+        its_config = load_config(path)
+        if has_begun(its_config) or not Path(config.policy.model_name).exists():
+            (scratch / "earlier").mkdir()
+            earlier = _look_through(path, its_config, mode, scratch / "earlier", (*wanted_by, path))
+    problems: list[TandemError] = []
+    with _own_code_imported(config, scratch) as own_code:
+        for look in (_find_extras, refuse_threads, _find_folders, _listen):
+            with _noted(problems):
+                look(config)
+        feed = None
+        with _noted(problems):
+            tokenizer = _tokenizer(config, mode, scratch, earlier)
+            feed = make_feed(config, tokenizer)
+        with _noted(problems):
+            own_code()
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
+        raise ConfigError(*(line for problem in problems for line in _lines(problem)))
+    assert feed is not None, "or there is a problem"
+    return Ready(config=config, source=source, feed=feed, prerequisite=earlier[0] if earlier else None), tokenizer
+
+
+@contextlib.contextmanager
+def _noted(problems: list[TandemError]) -> Iterator[None]:
+    try:
+        yield
+    except TandemError as problem:
+        problems.append(problem)
+    except MemoryError:
+        problems.append(DataError("data: there is not enough memory to load it"))
+
+
+def _lines(problem: TandemError) -> tuple[str, ...]:
+    return problem.problems if isinstance(problem, ConfigError) else (str(problem),)
+
+
+def _find_extras(config: Config) -> None:
+    """Find packages that only some runs need, where their processes are started here."""
+    missing = [
+        f"logger.{package}_enabled: the package {package} is not installed; pip install 'tandem[{package}]'"
+        for package in ("wandb", "mlflow")
+        if getattr(config.logger, f"{package}_enabled") and package_folder(package) is None
+    ]
+    launched = launched_processes(config)
+    if launched.get("rollout") and config.policy.generation.backend == "vllm" and package_folder("vllm") is None:
+        missing.append("policy.generation.backend: vllm, but vLLM is not installed; pip install 'tandem[vllm]'")
+    if missing:
+        raise ConfigError(*missing)
+
+
+def _find_folders(config: Config) -> None:
+    """Find out whether what the run writes can be written."""
+    folders = {"logger.log_dir": config.logger.log_dir}
+    if config.checkpointing.enabled:
+        folders["checkpointing.checkpoint_dir"] = config.checkpointing.checkpoint_dir
+    problems = []
+    for key, name in folders.items():
+        folder = Path(name).absolute()
+        there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        if not there.is_dir():
+            problems.append(f"{key}: {name!r} cannot be made: {str(there)!r} is a file")
+        elif not os.access(there, os.W_OK | os.X_OK) or os.statvfs(there).f_flag & os.ST_RDONLY:
+            problems.append(f"{key}: {name!r} cannot be written: no permission to write to {str(there)!r}")
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _listen(config: Config) -> None:
+    wire.Hub(config.cluster.address).close()
+
+
+def _tokenizer(config: Config, mode: Mode, scratch: Path, earlier: tuple[Ready, Tokenizer] | None) -> Tokenizer:
+    """Load the tokenizer, or the one that will be in the folder of a model that is yet to be made."""
+    policy = config.policy
+    folder, is_own = Path(policy.model_name), policy.tokenizer.name == policy.model_name
+    if earlier is not None and (not folder.exists() or (mode == "restart" and differences(earlier[0]))):
+        earlier[1].save(made := scratch / "model")
+    elif (problem := model_problem(config)) is not None:
+        raise ModelError(problem)
+    elif policy.new_model is not None and (not folder.exists() or (mode == "restart" and model_differences(config))):
+        write_new_model(made := scratch / "model", policy.new_model)
+    else:
+        return load_tokenizer(config)
+    return load_tokenizer(config, made if is_own else None)
+
+
+@contextlib.contextmanager
+def _own_code_imported(config: Config, scratch: Path) -> Iterator[Callable[[], None]]:
+    """Import the user's own code in another process; yield what waits for its end and raises its complaints."""
+    kinds = [kind for kind, count in launched_processes(config).items() if count and has_own_code(config, kind)]
+    if not kinds:
+        yield lambda: None
+        return
+    order, answer, output = scratch / "order.json", scratch / "answer.json", scratch / "output.txt"
+    order.write_bytes(config_to_json(config))
+    command = [sys.executable, "-m", "tandem.coordinator.own_code", str(order), str(answer), *kinds]
+    with output.open("wb") as out:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
+    deadline_s = config.cluster.deadlines.join_s
+
+    def complain() -> None:
+        try:
+            process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            raise ConfigError(
+                f"importing the classes that the configuration names takes over {deadline_s:g} s"
+            ) from None
+        if not answer.exists():
+            last = (output.read_text(errors="replace").strip().splitlines() or ["nothing"])[-1]
+            raise ConfigError(
+                f"importing the classes that the configuration names ended the process (exit code "
+                f"{process.returncode}); its last line: {last}"
+            )
+        problems = msgspec.json.decode(answer.read_bytes(), type=list[str])
+        if problems:
+            raise ConfigError(*problems)
+
+    try:
+        yield complain
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, 9)
+        process.wait()
