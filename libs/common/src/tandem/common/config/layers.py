@@ -195,6 +195,8 @@ def _sets(node: Any, parts: Sequence[str]) -> bool:
     """Whether the settings `node` give a value to the path `parts`, or to a whole of which it is a part."""
     for part in parts:
         if isinstance(node, Mapping):
+            if part == "0" and part not in node:
+                continue  # a single entry, written without the list around it
             if part not in node:
                 return False
             node = node[part]
