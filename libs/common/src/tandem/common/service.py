@@ -137,6 +137,9 @@ def run_service(
         pid=os.getpid(),
         launch_id=arguments.launch_id,
     )
+    if not arguments.launched_by:
+        timeout_s = f"{arguments.join_timeout:g}"
+        print(f"{kind}: waiting for a coordinator at {arguments.coordinator}, up to {timeout_s} s", flush=True)
     try:
         _heed_signals(arguments.launched_by)
         link: Link[Any] = Link(arguments.coordinator, kind, identity, incoming)

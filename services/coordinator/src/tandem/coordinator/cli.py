@@ -120,7 +120,8 @@ def _up(arguments: argparse.Namespace) -> int:
     try:
         # First: what follows imports much as well.
         kinds = [kind for kind, count in launched_processes(config).items() if count]
-        with Nursery(partial(preload, kinds), config.cluster.deadlines.join_s) as nursery:
+        environment = config.policy.megatron_cfg.environment
+        with Nursery(partial(preload, kinds, environment), config.cluster.deadlines.join_s) as nursery:
             from tandem.coordinator.preflight import preflight
             from tandem.coordinator.prerequisite import Mode
             from tandem.coordinator.run import run

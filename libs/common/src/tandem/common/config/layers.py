@@ -47,6 +47,10 @@ class Layers(msgspec.Struct, frozen=True, kw_only=True):
         parts = _parts(key)
         return next((layer.source for layer in reversed(self.layers) if _sets(layer.settings, parts)), self.main)
 
+    def is_set(self, key: str) -> bool:
+        """Say whether any layer sets `key`."""
+        return _sets(self.merged, _parts(key))
+
 
 def read_layers(path: Path, overrides: Sequence[str]) -> Layers:
     """Read a file, everything it inherits from, and the overrides.

@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from tandem.common.config.checks import broken_rules
 from tandem.common.config.conform import config_type, conform
-from tandem.common.config.derive import fill
+from tandem.common.config.derive import DERIVED, fill
 from tandem.common.config.layers import Layer, Layers, merge, read_layers
 from tandem.common.config.megatron import fit_megatron
 from tandem.common.config.problem import Invalid
@@ -31,6 +31,10 @@ RESOLVERS: dict[str, Callable[[Any, Any], Any]] = {
     "max": max,
 }
 """What ``${name:a,b}`` computes, as in NeMo-RL."""
+
+
+_DERIVED = frozenset(rule.key for rule in DERIVED)
+"""Keys that, where nobody set them, are wrong only because others are."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), *, to_run: bool = True) -> Config:
@@ -59,7 +63,11 @@ def _build(layers: Layers, *, to_run: bool) -> Config:
         config = fit_megatron(config, to_run=to_run)
         broken_rules(config).complain()
     except Invalid as problem:
-        lines = (": ".join(filter(None, (layers.source_of(each.key), each.key, each.text))) for each in problem.all)
+        problems = [each for each in problem.all if each.key not in _DERIVED or layers.is_set(each.key)]
+        lines = (
+            ": ".join(filter(None, (layers.source_of(each.key), each.key, each.text)))
+            for each in problems or problem.all
+        )
         raise ConfigError(*dict.fromkeys(lines)) from None
     return config
 

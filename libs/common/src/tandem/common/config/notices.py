@@ -49,6 +49,8 @@ def _backends(config: Config) -> Iterator[str]:
     """Megatron-Core wins, and brings its own optimizer and schedule."""
     policy = config.policy
     if not policy.megatron_cfg.enabled:
+        if policy.megatron_cfg.env_vars:
+            yield _vain(f"{_MEGATRON}.env_vars", policy.megatron_cfg.env_vars, f"{_MEGATRON}.enabled is false")
         return
     why = f"{_MEGATRON}.enabled is true"
     if policy.dtensor_cfg.enabled:
