@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import msgspec
@@ -23,6 +24,7 @@ from tandem.common.sources import package_folder
 from tandem.common.threads import refuse_threads
 from tandem.common.tokenizer import Tokenizer, load_tokenizer, write_new_model
 from tandem.coordinator.algorithms import make_feed
+from tandem.coordinator.data.hub import only_the_cache, why_unreachable
 from tandem.coordinator.launch import make_importable
 from tandem.coordinator.own_code import has_own_code
 from tandem.coordinator.prerequisite import Mode, Ready, differences, has_begun, model_differences, model_problem
@@ -131,8 +133,14 @@ def _tokenizer(config: Config, mode: Mode, scratch: Path, earlier: tuple[Ready, 
     elif policy.new_model is not None and (not folder.exists() or (mode == "restart" and model_differences(config))):
         write_new_model(made := scratch / "model", policy.new_model)
     else:
-        return load_tokenizer(config)
-    return load_tokenizer(config, made if is_own else None)
+        made, is_own = folder, False
+    with contextlib.nullcontext() if is_own or Path(policy.tokenizer.name).exists() else _hub_or_cache():
+        return load_tokenizer(config, made if is_own else None)
+
+
+def _hub_or_cache() -> AbstractContextManager[None]:
+    """Let a tokenizer be looked for in the cache alone where the Hub cannot be reached: it is asked for minutes."""
+    return only_the_cache() if why_unreachable() else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
