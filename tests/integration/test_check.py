@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -227,9 +226,9 @@ def test_the_version_is_said() -> None:
 
 
 def test_a_service_by_hand_says_whom_it_waits_for() -> None:
-    ended = typed("refit", "--coordinator", "tcp://127.0.0.1:9", "--join-timeout", "0.5")
+    ended = typed("refit", "--coordinator", "tcp://127.0.0.1:9", "--join-timeout", "1.5")
     assert ended.returncode == 1
-    assert ended.stdout == "refit: waiting for a coordinator at tcp://127.0.0.1:9, up to 0.5 s\n"
+    assert ended.stdout == "refit: waiting for a coordinator at tcp://127.0.0.1:9, up to 1.5 s\n"
 
 
 def test_environment_variables_of_megatron_reach_trainers_before_their_group_is_made() -> None:
@@ -249,8 +248,6 @@ def test_environment_variables_of_megatron_reach_trainers_before_their_group_is_
         assert "nowhere0" in run.output()
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_that_cannot_be_written() -> None:
-    Path("closed").mkdir(mode=0o500)
-    (line, *_) = errors(write_config({"logger": {"log_dir": "closed/run"}}))
-    assert line == f"logger.log_dir: 'closed/run' cannot be written: no permission to write to '{Path.cwd()}/closed'"
+    found = errors(write_config({"logger": {"log_dir": "/proc/run"}, "checkpointing": {"checkpoint_dir": "kept"}}))
+    assert found == ["logger.log_dir: '/proc/run' cannot be written: '/proc': No such file or directory"]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import sys
+import types
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,6 +14,8 @@ import pytest
 from tandem.common.config import load_config, notices
 from tandem.common.errors import ConfigError
 from tandem.coordinator.cli import main
+from tandem.coordinator.launch import preload
+from tandem.coordinator.nursery import Nursery
 
 SMALL = """
 grpo: {}
@@ -209,3 +215,50 @@ def test_keys_of_another_algorithm_get_a_notice() -> None:
         "sft (seed) has no effect: algorithm is grpo"
     ]
     assert not any("algorithm is" in line for line in notices(load_config("small.yaml")))
+
+
+ENV_VARS = "policy.megatron_cfg.env_vars"
+
+
+def test_environment_variables_of_megatron() -> None:
+    """As NeMo-RL v0.3's ``sft_openmathinstruct2_megatron.yaml`` has them."""
+    Path("recipe.yaml").write_text(
+        "defaults: small.yaml\n"
+        "policy:\n"
+        "  optimizer: null\n"
+        "  megatron_cfg:\n"
+        "    enabled: true\n"
+        "    env_vars: {PYTORCH_CUDA_ALLOC_CONF: 'expandable_segments:False', NUMBER: 3}\n"
+    )
+    expected = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False", "NUMBER": "3"}
+    assert load_config("recipe.yaml").policy.megatron_cfg.environment == expected
+    assert load_config("recipe.yaml", [f"{ENV_VARS}=null"]).policy.megatron_cfg.environment == {}
+    (*_, line) = notices(load_config("recipe.yaml", ["policy.megatron_cfg.enabled=false", "policy.optimizer={}"]))
+    assert line.startswith(f"{ENV_VARS} ({{")
+    assert line.endswith("has no effect: policy.megatron_cfg.enabled is false")
+    found = problems_of("recipe.yaml", f"{ENV_VARS}={{A: true, B: [1], 'C D': x}}")
+    assert found == (
+        f"command line: {ENV_VARS}.A: expected text or a number, got true",
+        f"command line: {ENV_VARS}.B: expected text or a number, got [1]",
+        f"command line: {ENV_VARS}: 'C D' is no name of an environment variable",
+    )
+    assert problems_of("recipe.yaml", f"{ENV_VARS}=[A]") == (
+        f'command line: {ENV_VARS}: expected a mapping or null, got ["A"]',
+    )
+
+
+def test_what_is_imported_before_trainers_are_forked_sees_their_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("tells.py").write_text("import os, pathlib\npathlib.Path('seen').write_text(os.environ['TANDEM_TOLD'])\n")
+    monkeypatch.syspath_prepend(Path.cwd())
+    module = types.ModuleType("tandem.tells.cli")
+
+    def preload_tells() -> None:
+        importlib.import_module("tells")
+
+    module.preload = preload_tells  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tandem.tells.cli", module)
+    with Nursery(partial(preload, ["tells"], {"TANDEM_TOLD": "yes"}), 30.0) as nursery, Path("out").open("wb") as out:  # type: ignore[list-item]
+        monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))
+        assert nursery.start("tandem.refit.cli", ["--help"], out).wait(30.0) == 0
+    assert Path("seen").read_text() == "yes"
+    assert "TANDEM_TOLD" not in os.environ

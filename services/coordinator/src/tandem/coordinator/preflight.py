@@ -112,8 +112,11 @@ def _find_folders(config: Config) -> None:
         there = next(parent for parent in (folder, *folder.parents) if parent.exists())
         if not there.is_dir():
             problems.append(f"{key}: {name!r} cannot be made: {str(there)!r} is a file")
-        elif not os.access(there, os.W_OK | os.X_OK) or os.statvfs(there).f_flag & os.ST_RDONLY:
-            problems.append(f"{key}: {name!r} cannot be written: no permission to write to {str(there)!r}")
+            continue
+        try:
+            os.rmdir(tempfile.mkdtemp(prefix=".tandem-", dir=there))
+        except OSError as error:
+            problems.append(f"{key}: {name!r} cannot be written: {str(there)!r}: {error.strerror}")
     if problems:
         raise ConfigError(*problems)
 
