@@ -165,7 +165,8 @@ def _own_code_imported(config: Config, scratch: Path) -> Iterator[Callable[[], N
             process.wait(deadline_s)
         except subprocess.TimeoutExpired:
             raise ConfigError(
-                f"importing the classes that the configuration names takes over {deadline_s:g} s"
+                f"importing the classes that the configuration names takes over {deadline_s:g} s "
+                "(cluster.deadlines.join_s)"
             ) from None
         if not answer.exists():
             last = (output.read_text(errors="replace").strip().splitlines() or ["nothing"])[-1]
