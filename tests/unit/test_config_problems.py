@@ -243,7 +243,7 @@ def test_environment_variables_of_megatron() -> None:
         f"command line: {ENV_VARS}: 'C D' is no name of an environment variable",
     )
     assert problems_of("recipe.yaml", f"{ENV_VARS}=[A]") == (
-        f'command line: {ENV_VARS}: expected a mapping or null, got ["A"]',
+        f'command line: {ENV_VARS}: expected a mapping, got ["A"]',
     )
 
 
