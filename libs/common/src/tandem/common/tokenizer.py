@@ -151,8 +151,8 @@ def load_tokenizer(config: Config, folder: Path | None = None) -> Tokenizer:
 
     where = config.policy.tokenizer.name
     failure = f"policy.tokenizer.name: cannot load a tokenizer from {where!r}: "
-    folder = Path(where)
-    strange = first_irregular(itertools.chain([folder], folder.glob("*"), folder.glob("additional_chat_templates/*")))
+    there = folder or Path(where)
+    strange = first_irregular(itertools.chain([there], there.glob("*"), there.glob("additional_chat_templates/*")))
     if strange is not None:
         raise ModelError(f"{failure}{strange}, not a file")
     try:
