@@ -54,6 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TandemError as error:
         print(f"error: {error}", file=sys.stderr)
         return _EXIT_FAILED
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return _EXIT_INTERRUPTED
 
 
 class _Parser(argparse.ArgumentParser):
