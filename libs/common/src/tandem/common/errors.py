@@ -37,7 +37,12 @@ class TandemError(Exception):
 
 
 class ConfigError(TandemError):
-    """The configuration cannot be run as it stands."""
+    """The configuration cannot be run as it stands. Its message is the first of its problems."""
+
+    def __init__(self, *problems: str) -> None:
+        self.problems = problems
+        """Everything that is wrong with it, a line each."""
+        super().__init__(problems[0])
 
 
 class NotSupportedYet(ConfigError):

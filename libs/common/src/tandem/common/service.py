@@ -145,10 +145,15 @@ def run_service(
         pid=os.getpid(),
         launch_id=arguments.launch_id,
     )
+
+    def say_so() -> None:
+        timeout_s = f"{arguments.join_timeout:g}"
+        print(f"{kind}: waiting for a coordinator at {arguments.coordinator}, up to {timeout_s} s", flush=True)
+
     try:
         _heed_signals(arguments.launched_by)
         link: Link[Any] = Link(arguments.coordinator, kind, identity, incoming)
-        welcome = link.join(hello, arguments.join_timeout)
+        welcome = link.join(hello, arguments.join_timeout, say_so)
     except TandemError as error:
         print(f"{kind}: {error}", file=sys.stderr)
         return 1
