@@ -13,11 +13,12 @@ from tandem.refit.adapters.catalogue import from_config
 from tandem.refit.adapters.deployment import Deployment, Hosts
 from tandem.refit.adapters.dtensor import DTensor
 from tandem.refit.adapters.vllm import Vllm
+from tandem.refit.bound import BoundProgram, bind
 from tandem.refit.digests.comparison import Verdict, compare
 from tandem.refit.digests.task import DigestTask
 from tandem.refit.layout import Layout
 from tandem.refit.planner import Plan, plan
-from tandem.refit.transports import BoundProgram, bind, shm
+from tandem.refit.transports import shm
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3",

@@ -33,11 +33,13 @@ from tandem.common.messages import (
 from tandem.common.parts import process_of
 from tandem.common.service import Member
 from tandem.refit import program
+from tandem.refit.bound import BoundProgram, bind
 from tandem.refit.digests import comparison
 from tandem.refit.digests.task import DigestTask, Sampling
 from tandem.refit.layout import Layout
-from tandem.refit.program import Mesh, TransferProgram
-from tandem.refit.transports import BoundProgram, bind, cuda_ipc, stream
+from tandem.refit.program import TransferProgram
+from tandem.refit.transfer import Mesh
+from tandem.refit.transports import cuda_ipc, process_group, registry
 
 Verify = Literal["off", "sampled", "full"]
 _SAMPLED_ONE_IN = 16
@@ -112,7 +114,7 @@ class Holder(Protocol):
         """Bind the program of each part, in place of the one before it. Raises `RefitError`."""
         ...
 
-    def connect(self, mesh: Mesh, meeting: stream.Meeting, timeout_s: float) -> None:
+    def connect(self, mesh: Mesh, meeting: process_group.Meeting, timeout_s: float) -> None:
         """Join a mesh with each part that is in it, in place of an earlier time. Raises `RefitError`."""
         ...
 
@@ -140,7 +142,7 @@ class Weights:
         self.storages = storages
         self._program: TransferProgram | None = None
         self._bound: BoundProgram | None = None
-        self._groups: dict[str, stream.Group] = {}
+        self._groups: dict[str, process_group.Group] = {}
         """By mesh; looked up whenever the program runs."""
         self._aliased: set[str] = set()
         """Storages that the installed program has re-pointed at the sender's memory."""
@@ -154,7 +156,8 @@ class Weights:
         """Bind a program, in place of the one before it."""
         (program,) = programs
         self._unbind()
-        aliased = {name for t in program.receives if t.transport == "alias" for name in t.destination_storages}
+        in_place = [t for t in program.receives if registry.find(t.transport).in_place_of]
+        aliased = {name for transfer in in_place for name in transfer.destination_storages}
         for name in self._aliased - aliased:
             # It still lies in the sender's memory, which cannot be written: a copy into it would fault.
             self.storages[name].data = torch.empty_like(self.storages[name])
@@ -163,7 +166,7 @@ class Weights:
         self._program = program
         return self._bound
 
-    def connect(self, mesh: Mesh, meeting: stream.Meeting, timeout_s: float) -> None:
+    def connect(self, mesh: Mesh, meeting: process_group.Meeting, timeout_s: float) -> None:
         """Join a mesh, if the program has it."""
         if self._program is None:
             raise RefitError("no transfer program is installed")
@@ -173,7 +176,7 @@ class Weights:
             former.close()
         device = next((tensor.device.type for tensor in self.storages.values()), "cpu")
         store = meeting.store(timeout_s)
-        self._groups[mesh.name] = stream.connect(mesh, self._program.member, store, device, timeout_s)
+        self._groups[mesh.name] = process_group.connect(mesh, self._program.member, store, device, timeout_s)
 
     def apply(self, version: int, deadline_s: float, only: Collection[str]) -> dict[str, int]:
         """Run the program."""
@@ -215,7 +218,7 @@ class _Joining(NamedTuple):
 
     order: ConnectMesh
     mesh: Mesh
-    meeting: stream.Meeting
+    meeting: process_group.Meeting
     store: Store
     deadline: float
 
@@ -298,11 +301,11 @@ class Endpoint:
     def _connect(self, order: ConnectMesh) -> None:
         mesh = Mesh(order.mesh, order.members)
         prefix = f"refit/{order.mesh}/{order.epoch}"
-        meeting = stream.Meeting(order.rendezvous_host, order.rendezvous_port, prefix)
+        meeting = process_group.Meeting(order.rendezvous_host, order.rendezvous_port, prefix)
         store = meeting.store(order.deadline_s)
         for part in order.members:
             if process_of(part) == self._member.name:
-                stream.announce(mesh, part, store, self._device)
+                process_group.announce(mesh, part, store, self._device)
         # Whoever it waits for may be dead, and is then to be replaced: nothing else may wait for that.
         self._joining[order.mesh] = _Joining(order, mesh, meeting, store, time.monotonic() + order.deadline_s)
 
@@ -311,7 +314,7 @@ class Endpoint:
         order = joining.order
         try:
             left_s = joining.deadline - time.monotonic()
-            if left_s > 0 and stream.absent(joining.mesh, joining.store):
+            if left_s > 0 and process_group.absent(joining.mesh, joining.store):
                 time.sleep(_POLL_S)
                 return
             del self._joining[order.mesh]

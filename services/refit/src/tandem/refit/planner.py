@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from tandem.common.errors import RefitError
+from tandem.refit.checks import check, check_writable
 from tandem.refit.layout import Layout
 from tandem.refit.planning import attestation as attest
 from tandem.refit.planning.assemble import Assembler, Turn
@@ -27,7 +28,10 @@ from tandem.refit.planning.meshes import meshes
 from tandem.refit.planning.names import Tensors, match
 from tandem.refit.planning.sharing import Pattern, Supplies, patterns
 from tandem.refit.planning.wants import Wants, classes, resolve
-from tandem.refit.program import Mesh, Transfer, TransferProgram
+from tandem.refit.program import TransferProgram
+from tandem.refit.transfer import Mesh, Transfer
+from tandem.refit.transports import registry
+from tandem.refit.transports.transport import Route
 
 GRAIN = 1 << 16
 """Bytes: a region of fewer than twice as many comes from one replica."""
@@ -112,7 +116,7 @@ def plan(
     sends: dict[str, list[tuple[Turn, Transfer]]] = {}
     for turn, transfer in turns:
         receives.setdefault(transfer.destination, []).append(transfer)
-        if transfer.transport == "stream":
+        if registry.find(transfer.transport).is_sent:
             sends.setdefault(transfer.source, []).append((turn, transfer))
     programs: dict[str, TransferProgram] = {}
     for member in (*sources, *destinations):
@@ -126,7 +130,7 @@ def plan(
             meshes=tuple(mesh for mesh in made if member in mesh.members),
             attestation=attested[member],
         )
-    return Plan(programs=programs, links=_with_aliases(outline, destinations, turns), meshes=made)
+    return Plan(programs=programs, links=_with_aliases(outline, sources, destinations, turns), meshes=made)
 
 
 def survey(
@@ -143,7 +147,7 @@ def survey(
         for engine, number in outline.class_of.items()
     }
     found = _links(outline, destinations)
-    if allow_alias and any(link.transport == "shm" for link in found):
+    if allow_alias and any(registry.in_place_of(link.transport) for link in found):
         found = plan(sources, destinations, allow_alias=True, grain=grain).links
     return Survey(links=found, staging=staging)
 
@@ -155,11 +159,11 @@ def _outline(
     if twice:
         raise RefitError(f"{min(twice)} is both a source and a destination")
     for member in classes(sources)[1]:
-        sources[member].check(member)
+        check(sources[member], member)
     class_of, examples = classes(destinations)
     for member in examples:
-        destinations[member].check(member)
-        destinations[member].check_writable(member)
+        check(destinations[member], member)
+        check_writable(destinations[member], member)
     tensors = match(sources, destinations)
     holdings = collect(sources, tensors)
     wants = [resolve(member, destinations[member], tensors, holdings) for member in examples]
@@ -168,7 +172,7 @@ def _outline(
         destinations, class_of, wants, supplies, holdings.set_B, allow_alias=allow_alias, grain=max(grain, 1)
     )
     segments = choose(found, supplies.all, len(sources))
-    return _Outline(tensors, holdings, class_of, wants, found, flows(found, segments, tuple(destinations)))
+    return _Outline(tensors, holdings, class_of, wants, found, flows(found, segments, destinations))
 
 
 def _links(outline: _Outline, destinations: Mapping[str, Layout]) -> tuple[Link, ...]:
@@ -176,26 +180,33 @@ def _links(outline: _Outline, destinations: Mapping[str, Layout]) -> tuple[Link,
 
 
 def _with_aliases(
-    outline: _Outline, destinations: Mapping[str, Layout], turns: Iterable[tuple[Turn, Transfer]]
+    outline: _Outline,
+    sources: Mapping[str, Layout],
+    destinations: Mapping[str, Layout],
+    turns: Iterable[tuple[Turn, Transfer]],
 ) -> tuple[Link, ...]:
     """Return all links, those parted in two of which a part turned out to be aliases."""
     made = {(t.round, t.source, t.destination, t.transport): t for _, t in turns}
     found: list[Link] = []
     for link in _links(outline, destinations):
         ends = link.round, link.source, link.destination
-        alias = made.get((*ends, "alias")) if link.transport == "shm" else None
-        if alias is not None:
+        in_place = [
+            (each, made[*ends, each.name])
+            for each in registry.in_place_of(link.transport)
+            if (*ends, each.name) in made
+        ]
+        for transport, alias in in_place:
             of_alias = {
                 "num_bytes": 0,
                 "num_read": 0,
                 "num_copies": len(alias.copies),
                 "num_tensors": len(alias.tensors),
             }
-            why = "same host and the same place in one range of shared memory: read in place"
-            found.append(msgspec.structs.replace(link, transport="alias", why=why, **of_alias))
+            why = transport.why(Route.between(sources[link.source], destinations[link.destination]))
+            found.append(msgspec.structs.replace(link, transport=transport.name, why=why, **of_alias))
         rest = made.get((*ends, link.transport))
         if rest is not None:
-            num_tensors = len(rest.tensors) if alias is not None else link.num_tensors
+            num_tensors = len(rest.tensors) if in_place else link.num_tensors
             num_read = link.num_read - (link.num_bytes - rest.num_bytes)  # an alias is of one type
             of_rest = {"num_bytes": rest.num_bytes, "num_read": num_read, "num_tensors": num_tensors}
             found.append(msgspec.structs.replace(link, **of_rest))
@@ -204,7 +215,7 @@ def _with_aliases(
 
 def _over(transfer: Transfer, mesh_of: Mapping[str, Mesh]) -> Transfer:
     """Return a transfer that knows its mesh."""
-    if transfer.transport != "stream":
+    if not registry.find(transfer.transport).needs_mesh:
         return transfer
     return msgspec.structs.replace(transfer, mesh=mesh_of[transfer.destination].name)
 

@@ -10,7 +10,7 @@ the trainer's elements. What is digested is the staging memory that they were ma
 program's quantisations, and the staging memory among the storages. It then reads the engine's pieces of these tensors
 where they lie in staging memory, in the element type that they have there (``Quantisation.staging_dtype``, to which
 the trainer's attestation must convert too), and leaves the scales out. That the values and scales are the quantisation
-of that memory, bit for bit, is checked by `tandem.refit.transports.quantise`, on the engine.
+of that memory, bit for bit, is checked by `tandem.refit.quantise`, on the engine.
 
 Importing this imports no torch.
 """

@@ -9,16 +9,16 @@ import msgspec
 import numpy as np
 
 from tandem.refit.columns import Ints
-from tandem.refit.layout import Layout, Storage
-from tandem.refit.planning.flows import TRANSPORT_OF_KIND, Flows, link_keys
-from tandem.refit.planning.holdings import SHARED, Holdings
+from tandem.refit.layout import ITEM_SIZE_OF_CODE, Layout, Storage
+from tandem.refit.planning.flows import Flows, link_keys
+from tandem.refit.planning.holdings import Holdings
 from tandem.refit.planning.merge import merge
 from tandem.refit.planning.names import Tensors
 from tandem.refit.planning.sharing import Pattern
 from tandem.refit.planning.sweep import ranges
-from tandem.refit.planning.tensors import ITEM_SIZE_OF_CODE
 from tandem.refit.planning.wants import Wants
-from tandem.refit.program import Copies, Transfer
+from tandem.refit.transfer import Copies, Transfer
+from tandem.refit.transports import registry
 
 Turn = tuple[int, int, int]
 """Round, turn in it, and engine: links are served in this order at both ends."""
@@ -74,11 +74,11 @@ class Assembler:
         _, flow_of_link, link_F = np.unique(key_F, return_index=True, return_inverse=True)
         parts = self._parts(self._patterns[int(moved.pattern_F[0])], moved)
         copies, link_C = merge(self._copies(parts, moved), link_F[parts.flow_N])
-        is_alias_C = np.zeros(len(link_C), np.int64)
+        transport_C = moved.transport_F[flow_of_link][link_C]
         if allow_alias:
             wants = self._wants[self._class_of[self._engines[engine]]]
-            is_alias_C = _find_aliases(copies, moved.kind_F[flow_of_link][link_C], wants)
-        group_C = 2 * link_C + is_alias_C
+            transport_C = _read_in_place(copies, transport_C, wants)
+        group_C = link_C * len(registry.numbered()) + transport_C
         order = np.argsort(group_C, kind="stable")
         made = self._numbered(engine, copies.rows(order), group_C[order], moved.rows(flow_of_link))
         return sorted(made, key=lambda item: item[0])
@@ -91,7 +91,7 @@ class Assembler:
         Args:
             engine: the receiver.
             copies: sorted by group.
-            group_C: twice the link, plus one for aliases.
+            group_C: link and number of the transport, in one number.
             flow_of_link: some flow of each link.
 
         """
@@ -106,9 +106,10 @@ class Assembler:
         first_G = np.flatnonzero(np.concatenate([[True], group_C[1:] != group_C[:-1]]))
         num_bytes_G = np.add.reduceat(num_bytes_C, first_G).tolist()
         ends = [*first_G.tolist(), len(group_C)]
-        names = self._tensors.names.tensors
+        names, transports = self._tensors.names.tensors, registry.numbered()
         for index, (first, last) in enumerate(itertools.pairwise(ends)):
-            link, is_alias = divmod(int(group_C[first]), 2)
+            link, number = divmod(int(group_C[first]), len(transports))
+            transport = transports[number]
             source, round_ = int(flow_of_link.source_F[link]), int(flow_of_link.round_F[link])
             members = self._engines if round_ else self._holdings.members
             there = self._storages_of(source, round_)
@@ -118,9 +119,9 @@ class Assembler:
                 Transfer(
                     source=members[source],
                     destination=receiver,
-                    transport="alias" if is_alias else TRANSPORT_OF_KIND[int(flow_of_link.kind_F[link])],
+                    transport=transport.name,
                     round=round_,
-                    num_bytes=0 if is_alias else num_bytes_G[index],
+                    num_bytes=0 if transport.in_place_of else num_bytes_G[index],
                     copies=copies.rows(slice(first, last)),
                     source_storages=tuple([there[n] for n in sources[sources_from[index] : sources_from[index + 1]]]),
                     destination_storages=tuple(
@@ -224,17 +225,14 @@ def _number_within(group_C: Ints, value_C: Ints) -> tuple[list[int], list[int], 
     return (keys % radix).tolist(), [*first.tolist(), len(keys)], key_C - first[index_C]
 
 
-def _find_aliases(copies: Copies, kind_C: Ints, wants: Wants) -> Ints:
-    """Say which copies fill a storage all by themselves with one range of shared memory of the same element type."""
-    capacity = np.array([storage.num_bytes for storage in wants.storages], np.int64)
-    item_C = ITEM_SIZE_OF_CODE[copies.destination_dtype_C]
-    is_range_C = (copies.shape_CD[:, :-1] == 1).all(axis=1)
-    is_range_C &= (copies.source_strides_CD[:, -1] == item_C) & (copies.destination_strides_CD[:, -1] == item_C)
-    is_alias_C: Ints = (
-        is_range_C
-        & (kind_C == SHARED)
-        & (copies.source_dtype_C == copies.destination_dtype_C)
-        & (copies.destination_C < len(wants.layout.storages))  # not staging
-        & (copies.shape_CD[:, -1] * item_C == capacity[copies.destination_C])
-    )
-    return is_alias_C
+def _read_in_place(copies: Copies, transport_C: Ints, wants: Wants) -> Ints:
+    """Return the transports of copies, with those that need not be made because they can be read in place."""
+    num_parameters = len(wants.layout.storages)  # what comes after them is staging memory
+    num_bytes = [s.num_bytes if number < num_parameters else 0 for number, s in enumerate(wants.storages)]
+    chosen_C = transport_C.copy()
+    for number, transport in enumerate(registry.numbered()):
+        for spared, other in enumerate(registry.numbered()):
+            if transport.in_place_of == other.name:
+                is_spared_C = transport.reads_in_place(copies, np.array(num_bytes, np.int64))
+                chosen_C[is_spared_C & (transport_C == spared)] = number
+    return chosen_C

@@ -26,8 +26,8 @@ class Segments(Table, frozen=True, eq=False):
     """Which of the line's sharers receives it."""
     member_X: Ints
     """Trainer that it comes from."""
-    kind_X: Ints
-    """Of memory; `PRIVATE` where it is sent."""
+    transport_X: Ints
+    """Number of the transport."""
     low_X: Ints
     high_X: Ints
 
@@ -52,12 +52,14 @@ def choose(patterns: Sequence[Pattern], supplies: Sequence[Supply], num_members:
     size_S = np.array([len(supply.member_R) for supply in supplies], np.int64)
     only = [supply if len(supply.member_R) == 1 else None for supply in supplies]
     member_S = np.array([-1 if s is None else s.member_R[0] for s in only], np.int64)
-    kind_S = np.array([-1 if s is None else s.kind_R[0] for s in only], np.int64)
+    transport_S = np.array([-1 if s is None else s.transport_R[0] for s in only], np.int64)
+    is_near_S = np.array([supply.is_near for supply in supplies], np.bool_)
     single = items.rows(np.flatnonzero(member_S[items.supply_I] >= 0) if len(items) else slice(0))
-    found = [_segments(single, member_S[single.supply_I], kind_S[single.supply_I], single.low_I, single.high_I)]
+    supply_I = single.supply_I
+    found = [_segments(single, member_S[supply_I], transport_S[supply_I], single.low_I, single.high_I)]
     for near in (False, True):
-        here = (kind_S[single.supply_I] > 0) == near
-        np.add.at(loads[near], member_S[single.supply_I[here]], (single.high_I - single.low_I)[here])
+        here = is_near_S[supply_I] == near
+        np.add.at(loads[near], member_S[supply_I[here]], (single.high_I - single.low_I)[here])
     for number in np.argsort(size_S, kind="stable").tolist():
         mine = items.rows(slice(first_S[number], first_S[number + 1]))
         if size_S[number] > 1 and len(mine):
@@ -129,11 +131,11 @@ def _deal(patterns: Sequence[Pattern], items: _Items, supply: Supply, loads_M: I
         keep = high_X > low_X
         loads_M[supply.member_R[rank]] += int((high_X - low_X)[keep].sum())
         number = np.full(len(part), supply.member_R[rank])
-        kind = np.full(len(part), supply.kind_R[rank])
-        found.append(_segments(part, number, kind, low_X, high_X).rows(keep))
+        transport = np.full(len(part), supply.transport_R[rank])
+        found.append(_segments(part, number, transport, low_X, high_X).rows(keep))
     columns = (np.concatenate([getattr(s, field) for s in found]) for field in Segments.__struct_fields__)
     return Segments(*columns)
 
 
-def _segments(items: _Items, member_X: Ints, kind_X: Ints, low_X: Ints, high_X: Ints) -> Segments:
-    return Segments(items.pattern_I, items.line_I, items.host_I, items.sharer_I, member_X, kind_X, low_X, high_X)
+def _segments(items: _Items, member_X: Ints, transport_X: Ints, low_X: Ints, high_X: Ints) -> Segments:
+    return Segments(items.pattern_I, items.line_I, items.host_I, items.sharer_I, member_X, transport_X, low_X, high_X)

@@ -9,14 +9,11 @@ import numpy as np
 
 from tandem.common.errors import RefitError
 from tandem.refit.columns import Ints, pad_dims
-from tandem.refit.layout import CudaMemory, Layout, SharedMemory
+from tandem.refit.layout import KINDS_OF_MEMORY, Address, Layout
 from tandem.refit.planning.names import Tensors
 from tandem.refit.planning.sweep import BoxIndex, group_rows
 
-PRIVATE, SHARED, CUDA = range(3)
-"""Kinds of memory, by who can reach it."""
-
-_KINDS = {SharedMemory: SHARED, CudaMemory: CUDA}
+_KINDS: dict[type[Address], int] = {kind: code for code, kind in enumerate(KINDS_OF_MEMORY)}
 
 
 class Holdings(msgspec.Struct, frozen=True, eq=False):
@@ -34,7 +31,7 @@ class Holdings(msgspec.Struct, frozen=True, eq=False):
     row_H: Ints
     """In the member's `Layout.pieces`."""
     kind_H: Ints
-    """Of the memory."""
+    """Of the memory: index into `KINDS_OF_MEMORY`."""
     storage_H: Ints
     offset_H: Ints
     strides_HD: Ints
@@ -72,7 +69,7 @@ def collect(sources: Mapping[str, Layout], tensors: Tensors) -> Holdings:
         tensor_P = tensors.sources.by_member[member][pieces.tensor_P]
         row_P = np.flatnonzero(needed_G[tensor_P])
         held = pieces.rows(row_P)
-        kind = np.array([_KINDS.get(type(s.address), PRIVATE) for s in layout.storages], np.int64)[held.storage_P]
+        kind = np.array([_KINDS[type(s.address)] for s in layout.storages], np.int64)[held.storage_P]
         parts = (
             np.full(len(row_P), index),
             row_P,

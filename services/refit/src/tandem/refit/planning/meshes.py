@@ -1,11 +1,12 @@
-"""Meshes: who streams to whom, in groups as small as their connections allow."""
+"""Meshes: who sends to whom, in groups as small as their connections allow."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from tandem.common.parts import process_of
-from tandem.refit.program import Mesh, Transfer
+from tandem.refit.transfer import Mesh, Transfer
+from tandem.refit.transports import registry
 
 
 def meshes(transfers: Sequence[Transfer], order: Sequence[str]) -> tuple[Mesh, ...]:
@@ -29,7 +30,7 @@ def meshes(transfers: Sequence[Transfer], order: Sequence[str]) -> tuple[Mesh, .
             cluster.update(dict.fromkeys(theirs, mine))
 
     for transfer in transfers:
-        if transfer.transport != "stream":
+        if not registry.find(transfer.transport).needs_mesh:
             continue
         receiver = transfer.destination
         join(receiver, first_part.setdefault(process_of(receiver), receiver))

@@ -7,7 +7,7 @@ in which they are written, can be cut anywhere and dealt out. Positions are byte
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -15,9 +15,11 @@ from numpy.typing import NDArray
 
 from tandem.refit.columns import Ints
 from tandem.refit.layout import Layout
-from tandem.refit.planning.holdings import CUDA, PRIVATE, SHARED, Holdings
+from tandem.refit.planning.holdings import Holdings
+from tandem.refit.planning.routes import Choices, number_routes
 from tandem.refit.planning.sweep import group_rows
 from tandem.refit.planning.wants import Wants
+from tandem.refit.transports import registry
 
 FEWEST_CUTS = 16
 """A region is cut along its first dimension of so many elements, so that parts of it are long ranges."""
@@ -28,56 +30,59 @@ Narrow = NDArray[np.int32]
 
 
 class Supply(msgspec.Struct, frozen=True, eq=False):
-    """Trainers that a region can come from equally well, and the kind of memory that they offer it from."""
+    """Trainers that a region can come from equally well, and the transport that each brings it by."""
 
     member_R: Ints
     """Ascending."""
-    kind_R: Ints
-    """`PRIVATE` where the bytes have to be sent."""
+    transport_R: Ints
+    """Number of the transport; see `tandem.refit.transports.registry`."""
+    is_near: bool
+    """Whether receivers copy for themselves."""
 
-    @property
-    def is_near(self) -> bool:
-        """Whether receivers copy for themselves."""
-        return bool((self.kind_R != PRIVATE).any())
+    def is_same(self, member_R: Ints, transport_R: Ints) -> bool:
+        """Say whether it is of these trainers and transports."""
+        return np.array_equal(self.member_R, member_R) and np.array_equal(self.transport_R, transport_R)
 
 
 class Supplies:
-    """All supplies, by number."""
+    """All supplies, by number. Those for engines on hosts without trainers come first, one for each set of replicas."""
 
     def __init__(self, holdings: Holdings) -> None:
         self._holdings = holdings
-        self._hosts = [layout.host for layout in holdings.layouts]
-        self.all = [Supply(member_R, np.full_like(member_R, PRIVATE)) for member_R, _ in holdings.sets]
+        self._hosts = np.array([layout.host for layout in holdings.layouts])
         self._devices = np.array([layout.device for layout in holdings.layouts])
-        self._near: dict[tuple[str, str], Ints] = {}
+        self._is_gpu_M = self._devices != "cpu"
+        self._known_hosts = {layout.host for layout in holdings.layouts}
+        self._choices = Choices()
+        self._is_sent = np.array([transport.is_sent for transport in registry.numbered()])
+        self._found: dict[tuple[str, str], Ints] = {}
+        self.all: list[Supply] = []
+        self.all = [supply for _, supply in self._preferred("", "cpu")]
 
     def has_trainers(self, host: str) -> bool:
         """Say whether a trainer runs on a host."""
-        return host in self._hosts
+        return host in self._known_hosts
 
     def on(self, host: str, device: str) -> Ints:
-        """Return the supply of each set of replicas for an engine there.
+        """Return the supply of each set of replicas for an engine there: of its members, those that are preferred."""
+        if (host, device) not in self._found:
+            supply_S = np.arange(len(self._holdings.sets))
+            for number, supply in self._preferred(host, device):
+                if not self.all[number].is_same(supply.member_R, supply.transport_R):
+                    supply_S[number] = len(self.all)
+                    self.all.append(supply)
+            self._found[host, device] = supply_S
+        return self._found[host, device]
 
-        Those on its own GPU; if there are none, those within reach; else all.
-        """
-        if (host, device) not in self._near:
-            self._near[host, device] = self._find(host, device)
-        return self._near[host, device]
-
-    def _find(self, host: str, device: str) -> Ints:
-        supply_S = np.arange(len(self._holdings.sets))
-        if not self.has_trainers(host):
-            return supply_S
-        is_here_M = np.array([there == host for there in self._hosts])
+    def _preferred(self, host: str, device: str) -> Iterator[tuple[int, Supply]]:
+        """Yield each set of replicas and its supply for an engine on some device."""
+        is_here_M = self._hosts == host
+        route_M = number_routes(is_here_M, is_here_M & (self._devices == device), self._is_gpu_M, device != "cpu")
         for number, (member_R, kind_R) in enumerate(self._holdings.sets):
-            within_R = is_here_M[member_R] & ((kind_R == SHARED) | ((kind_R == CUDA) & (device != "cpu")))
-            on_device_R = within_R & (kind_R == CUDA) & (self._devices[member_R] == device)
-            if on_device_R.any():
-                within_R = on_device_R
-            if within_R.any():
-                supply_S[number] = len(self.all)
-                self.all.append(Supply(member_R[within_R], kind_R[within_R]))
-        return supply_S
+            transport_R, preference_R = self._choices.look_up(kind_R, route_M[member_R])
+            best_R = preference_R == preference_R.max()
+            chosen_R = transport_R[best_R]
+            yield number, Supply(member_R[best_R], chosen_R, bool((~self._is_sent[chosen_R]).any()))
 
 
 class Pattern(msgspec.Struct, frozen=True, eq=False):
@@ -172,7 +177,8 @@ def patterns(
     engines: dict[str, list[tuple[int, str, str]]] = {}
     for engine, layout in destinations.items():
         # Which GPU it is on matters only where trainers are on the same ones.
-        device = layout.device if supplies.has_trainers(layout.host) else ""
+        is_far = not supplies.has_trainers(layout.host)
+        device = "gpu" if is_far and layout.device != "cpu" else layout.device
         engines.setdefault(layout.host, []).append((class_of[engine], device, engine))
     alike: dict[tuple[str, tuple[tuple[int, str], ...]], list[tuple[str, ...]]] = {}
     for host, there in engines.items():
@@ -221,7 +227,8 @@ def _pattern(
     low_R = high_R - num_bytes_R
     edge_R, unit_R = low_R, np.where(num_bytes_R < 2 * grain, num_bytes_R, step_R)
     if allow_alias:
-        can_alias = [bool((supply.kind_R == SHARED).any()) for supply in supplies.all]
+        spared = [bool(registry.in_place_of(transport.name)) for transport in registry.numbered()]
+        can_alias = [bool(np.array(spared)[supply.transport_R].any()) for supply in supplies.all]
         edge_R, unit_R = _keep_together(
             np.array(can_alias, bool)[supply_R], is_first_R, storage_R, (low_R, high_R, edge_R, unit_R)
         )

@@ -13,11 +13,10 @@ import numpy as np
 
 from tandem.common.errors import CoverageError
 from tandem.refit.columns import Ints, pad_dims
-from tandem.refit.layout import Box, Layout, Pieces, PrivateMemory, Storage
+from tandem.refit.layout import ITEM_SIZE_OF_CODE, Box, Layout, Pieces, PrivateMemory, Storage
 from tandem.refit.planning.holdings import Holdings
 from tandem.refit.planning.names import Tensors
 from tandem.refit.planning.quantisation import stage
-from tandem.refit.planning.tensors import ITEM_SIZE_OF_CODE
 from tandem.refit.program import Quantisation, Staging
 
 

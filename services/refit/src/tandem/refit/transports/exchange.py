@@ -24,12 +24,12 @@ import torch
 
 from tandem.common.errors import RefitError
 from tandem.common.parts import process_of
-from tandem.refit.program import Mesh, Transfer
+from tandem.refit.transfer import Mesh, Transfer
 from tandem.refit.transports.buckets import divide
 from tandem.refit.transports.copying import Copier
 from tandem.refit.transports.memory import Memory, destination_side, source_side, torch_dtype
+from tandem.refit.transports.process_group import Group, Message, poll
 from tandem.refit.transports.sizes import DEPTH, bucket_bytes
-from tandem.refit.transports.stream import Group, Message, poll
 
 _TAGS_A_ROUND = 1 << 20
 
@@ -52,7 +52,7 @@ class _Flying(NamedTuple):
     wave: int
 
 
-class End(NamedTuple):
+class MeshEnd(NamedTuple):
     """One process's end of a mesh: what its messages are bound to."""
 
     member: str
@@ -65,7 +65,7 @@ class End(NamedTuple):
 class Channel:
     """One transfer at one of its ends, cut into messages that are bound to memory."""
 
-    def __init__(self, transfer: Transfer, end: End) -> None:
+    def __init__(self, transfer: Transfer, end: MeshEnd) -> None:
         """Prepare it. Raises `RefitError` if the memory is not what was planned for."""
         self.transfer = transfer
         self.is_send = transfer.source == end.member
@@ -74,7 +74,7 @@ class Channel:
         self.num_copies = len(transfer.copies)
         self.parts = list(self._parts(end))
 
-    def _parts(self, end: End) -> Iterator[_Part]:
+    def _parts(self, end: MeshEnd) -> Iterator[_Part]:
         limit = bucket_bytes(len(end.mesh.members), self.transfer.num_bytes)
         buckets = divide(self.transfer.copies, limit)
         copies = buckets.copies
@@ -117,7 +117,7 @@ def _packed(message: torch.Tensor, place: int, dtype: torch.dtype, shape: torch.
 class Exchange:
     """All channels of one process over one mesh in one round."""
 
-    def __init__(self, transfers: Sequence[Transfer], end: End, groups: Mapping[str, Group]) -> None:
+    def __init__(self, transfers: Sequence[Transfer], end: MeshEnd, groups: Mapping[str, Group]) -> None:
         """Bind the transfers that go over `end` in this round. Raises `RefitError`.
 
         Args:
