@@ -46,8 +46,11 @@ class Choices:
             RefitError: no transport reaches the destination.
 
         """
-        for kind, route in set(zip(*np.unique(np.stack([kind_N, route_N]), axis=1).tolist(), strict=True)):
-            if self._transport_KR[kind, route] < 0:
+        transport_N = self._transport_KR[kind_N, route_N]
+        is_new_N = transport_N < 0
+        if is_new_N.any():
+            for kind, route in set(zip(kind_N[is_new_N].tolist(), route_N[is_new_N].tolist(), strict=True)):
                 found = registry.choose(KINDS_OF_MEMORY[kind], _ROUTES[route], sent_only=self._sent_only)
                 self._transport_KR[kind, route], self._preference_KR[kind, route] = found
-        return self._transport_KR[kind_N, route_N], self._preference_KR[kind_N, route_N]
+            transport_N = self._transport_KR[kind_N, route_N]
+        return transport_N, self._preference_KR[kind_N, route_N]

@@ -7,7 +7,7 @@ in which they are written, can be cut anywhere and dealt out. Positions are byte
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -39,50 +39,62 @@ class Supply(msgspec.Struct, frozen=True, eq=False):
     is_near: bool
     """Whether receivers copy for themselves."""
 
-    def is_same(self, member_R: Ints, transport_R: Ints) -> bool:
-        """Say whether it is of these trainers and transports."""
-        return np.array_equal(self.member_R, member_R) and np.array_equal(self.transport_R, transport_R)
+    def is_same(self, other: Supply) -> bool:
+        """Say whether the other one is of the same trainers and transports."""
+        return np.array_equal(self.member_R, other.member_R) and np.array_equal(self.transport_R, other.transport_R)
 
 
 class Supplies:
     """All supplies, by number. Those for engines on hosts without trainers come first, one for each set of replicas."""
 
     def __init__(self, holdings: Holdings) -> None:
-        self._holdings = holdings
+        self._sets = holdings.sets
         self._hosts = np.array([layout.host for layout in holdings.layouts])
         self._devices = np.array([layout.device for layout in holdings.layouts])
-        self._is_gpu_M = self._devices != "cpu"
-        self._known_hosts = {layout.host for layout in holdings.layouts}
+        self._sets_on: dict[str, list[int]] = {layout.host: [] for layout in holdings.layouts}
+        for number, (member_R, _) in enumerate(self._sets):
+            for host in set(self._hosts[member_R].tolist()):
+                self._sets_on[host].append(number)
         self._choices = Choices()
         self._is_sent = np.array([transport.is_sent for transport in registry.numbered()])
-        self._found: dict[tuple[str, str], Ints] = {}
-        self.all: list[Supply] = []
-        self.all = [supply for _, supply in self._preferred("", "cpu")]
+        far_M = self._routes(None, "cpu")
+        self.all = [self._preferred(number, far_M) for number in range(len(self._sets))]
+        self._found: dict[tuple[str | None, str], Ints] = {(None, "cpu"): np.arange(len(self._sets))}
 
     def has_trainers(self, host: str) -> bool:
         """Say whether a trainer runs on a host."""
-        return host in self._known_hosts
+        return host in self._sets_on
 
     def on(self, host: str, device: str) -> Ints:
         """Return the supply of each set of replicas for an engine there: of its members, those that are preferred."""
+        return self._find(host if self.has_trainers(host) else None, device)
+
+    def _find(self, host: str | None, device: str) -> Ints:
+        """Return the supplies for an engine; no host stands for all that have no trainers."""
         if (host, device) not in self._found:
-            supply_S = np.arange(len(self._holdings.sets))
-            for number, supply in self._preferred(host, device):
-                if not self.all[number].is_same(supply.member_R, supply.transport_R):
+            far_device = "cpu" if host is None or device == "cpu" else "gpu"
+            supply_S = self._find(None, far_device).copy()
+            route_M = self._routes(host, device)
+            for number in range(len(self._sets)) if host is None else self._sets_on[host]:
+                supply = self._preferred(number, route_M)
+                if not self.all[supply_S[number]].is_same(supply):
                     supply_S[number] = len(self.all)
                     self.all.append(supply)
             self._found[host, device] = supply_S
         return self._found[host, device]
 
-    def _preferred(self, host: str, device: str) -> Iterator[tuple[int, Supply]]:
-        """Yield each set of replicas and its supply for an engine on some device."""
-        is_here_M = self._hosts == host
-        route_M = number_routes(is_here_M, is_here_M & (self._devices == device), self._is_gpu_M, device != "cpu")
-        for number, (member_R, kind_R) in enumerate(self._holdings.sets):
-            transport_R, preference_R = self._choices.look_up(kind_R, route_M[member_R])
-            best_R = preference_R == preference_R.max()
-            chosen_R = transport_R[best_R]
-            yield number, Supply(member_R[best_R], chosen_R, bool((~self._is_sent[chosen_R]).any()))
+    def _routes(self, host: str | None, device: str) -> Ints:
+        """Return the route from each trainer to an engine."""
+        is_here_M = self._hosts == host if host is not None else np.zeros(len(self._hosts), np.bool_)
+        return number_routes(is_here_M, is_here_M & (self._devices == device), self._devices != "cpu", device != "cpu")
+
+    def _preferred(self, number: int, route_M: Ints) -> Supply:
+        """Return the members of a set of replicas that are preferred."""
+        member_R, kind_R = self._sets[number]
+        transport_R, preference_R = self._choices.look_up(kind_R, route_M[member_R])
+        best_R = preference_R == preference_R.max()
+        chosen_R = transport_R[best_R]
+        return Supply(member_R[best_R], chosen_R, not self._is_sent[chosen_R].all())
 
 
 class Pattern(msgspec.Struct, frozen=True, eq=False):
