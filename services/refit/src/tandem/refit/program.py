@@ -75,8 +75,8 @@ class Staging(msgspec.Struct, frozen=True):
     num_bytes: int
 
 
-class Attestation(msgspec.Struct, frozen=True, eq=False):
-    """What one process digests to prove what it holds.
+class Verification(msgspec.Struct, frozen=True, eq=False):
+    """What one process digests, so that the weights it holds can be verified.
 
     Over all trainers every element of what engines want is digested exactly once; an engine digests all that it wants.
     Tensors that are quantised on the way, and the scales made of them, are left out on both sides.
@@ -89,15 +89,15 @@ class Attestation(msgspec.Struct, frozen=True, eq=False):
     it digests. Empty where no engine wants the tensor."""
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Attestation):
+        if not isinstance(other, Verification):
             return NotImplemented
         return self.dtypes == other.dtypes and bool(np.array_equal(self.rows, other.rows))
 
     __hash__ = None  # type: ignore[assignment]
 
 
-NOTHING = Attestation(np.zeros(0, np.int64), ())
-"""The attestation of a process that has nothing to prove."""
+NOTHING = Verification(np.zeros(0, np.int64), ())
+"""The verification of a process that has nothing to digest."""
 
 
 class TransferProgram(msgspec.Struct, frozen=True):
@@ -111,7 +111,7 @@ class TransferProgram(msgspec.Struct, frozen=True):
     staging: tuple[Staging, ...] = ()
     meshes: tuple[Mesh, ...] = ()
     """Those that this process takes part in. All members connect them in order of their names."""
-    attestation: Attestation = NOTHING
+    verification: Verification = NOTHING
 
     @property
     def num_bytes(self) -> int:

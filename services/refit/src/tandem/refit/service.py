@@ -73,7 +73,7 @@ class RefitService:
         reply = TransfersPlanned(
             command_id=order.command_id,
             programs={member: program.encode(made) for member, made in plan.programs.items()},
-            senders=tuple(dict.fromkeys(process_of(part) for part, made in plan.programs.items() if made.sends)),
+            senders=tuple(dict.fromkeys(process_of(shard) for shard, made in plan.programs.items() if made.sends)),
             meshes=tuple(PlannedMesh(name=mesh.name, members=mesh.members) for mesh in plan.meshes),
             num_bytes=num_bytes,
             predicted_s=predicted.seconds,
@@ -95,7 +95,7 @@ class RefitService:
         self._member.reply(order.command_id, reply)
 
     def _compare(self, order: CommitVersion) -> Verdict:
-        digests = {part: comparison.from_bytes(encoded) for part, encoded in order.digests.items()}
+        digests = {shard: comparison.from_bytes(encoded) for shard, encoded in order.digests.items()}
         unknown = sorted(digests.keys() - self._sources.keys() - self._destinations.keys())
         if unknown:
             raise RefitError(f"digests came of {', '.join(unknown)}, for which nothing was planned")
@@ -109,7 +109,7 @@ class RefitService:
                 )
             self._source_digests = sources
         engines: dict[str, dict[str, Held]] = {}
-        for part, held in self._destinations.items():
-            if part in digests:
-                engines.setdefault(process_of(part), {})[part] = held, digests[part]
+        for shard, held in self._destinations.items():
+            if shard in digests:
+                engines.setdefault(process_of(shard), {})[shard] = held, digests[shard]
         return comparison.compare({member: (self._sources[member], sources[member]) for member in sources}, engines)

@@ -1,4 +1,4 @@
-"""From the segments of lines to what moves between two processes, and in which round."""
+"""From the segments of byte ranges to what moves between two processes, and in which round."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import numpy as np
 from tandem.refit.columns import Ints, Table
 from tandem.refit.layout import Layout
 from tandem.refit.planning.choose import Segments
-from tandem.refit.planning.holdings import Holdings
+from tandem.refit.planning.destination_shards import DestinationShards
 from tandem.refit.planning.routes import PRIVATE, Choices, number_routes
 from tandem.refit.planning.sharing import Pattern
+from tandem.refit.planning.source_shards import SourceShards
 from tandem.refit.planning.sweep import ranges
-from tandem.refit.planning.wants import Wants
 from tandem.refit.transfer import link_name
 from tandem.refit.transports import registry
 from tandem.refit.transports.transport import Route
 
 
 class Flows(Table, frozen=True, eq=False):
-    """Stretches of lines on links: F rows, by engine."""
+    """Stretches of byte ranges on links: F rows, by engine."""
 
     engine_F: Ints
     """Index of the receiver among all engines."""
@@ -75,9 +75,9 @@ def flows(patterns: Sequence[Pattern], segments: Segments, destinations: Mapping
         num_L = np.array([len(sharers) for sharers in pattern.sharers_L], np.int64)
         first_L = np.cumsum(num_L) - num_L
         flat = np.array([slot for sharers in pattern.sharers_L for slot in sharers], np.int64)
-        slot_X = flat[first_L[mine.line_X] + mine.sharer_X]
+        slot_X = flat[first_L[mine.range_X] + mine.sharer_X]
         # Round 0: from trainers. Round 1: every sharer passes on what it got to the others.
-        x_F, other_F = ranges(first_L[mine.line_X], num_L[mine.line_X])
+        x_F, other_F = ranges(first_L[mine.range_X], num_L[mine.range_X])
         passed = flat[other_F] != slot_X[x_F]
         x_F, other_F = x_F[passed], other_F[passed]
         passer_F, receiver_F = (engine_HS[mine.host_X[x_F], slot] for slot in (slot_X[x_F], flat[other_F]))
@@ -94,7 +94,7 @@ def flows(patterns: Sequence[Pattern], segments: Segments, destinations: Mapping
             num_read = np.where(round_F == 0, pattern.bytes_inside(low, high, pattern.reading_R), passed_on)
             found.append([engine, round_F, source, transport, pattern_F, slot, source_slot, low, high])
             found[-1] += [num_bytes, num_read]
-    columns = [np.concatenate([np.zeros(0, np.int64), *parts]) for parts in zip(*found, strict=True)]
+    columns = [np.concatenate([np.zeros(0, np.int64), *rows]) for rows in zip(*found, strict=True)]
     if not found:
         return Flows(*([np.zeros(0, np.int64)] * len(Flows.__struct_fields__)))
     order = np.argsort(columns[0], kind="stable")
@@ -111,14 +111,14 @@ def link_keys(moved: Flows, num_engines: int, num_members: int) -> Ints:
 def links(
     moved: Flows,
     patterns: Sequence[Pattern],
-    wants: Sequence[Wants],
-    holdings: Holdings,
+    shards: Sequence[DestinationShards],
+    source_shards: SourceShards,
     destinations: Mapping[str, Layout],
 ) -> tuple[Link, ...]:
     """Add up what moves over each link."""
     engines = tuple(destinations)
     keys, first, link_F = np.unique(
-        link_keys(moved, len(engines), len(holdings.members)), return_index=True, return_inverse=True
+        link_keys(moved, len(engines), len(source_shards.members)), return_index=True, return_inverse=True
     )
     sums = np.zeros((4, len(keys)), np.int64)
     np.add.at(sums[0], link_F, moved.num_bytes_F)
@@ -130,7 +130,7 @@ def links(
         tensor_R = np.zeros(len(pattern.slot_R), np.int64)
         for slot, number in enumerate(pattern.slots):
             mine = pattern.slot_R == slot
-            tensor_R[mine] = wants[number].tensor_P[wants[number].want_N[pattern.part_R[mine]]]
+            tensor_R[mine] = shards[number].tensor_P[shards[number].want_N[pattern.row_R[mine]]]
         changes_R = np.cumsum(np.concatenate([[0], tensor_R[1:] != tensor_R[:-1]])) if len(tensor_R) else tensor_R
         np.add.at(sums[1], link_F[rows], end - begin)
         np.add.at(sums[2], link_F[rows], changes_R[end - 1] - changes_R[begin] + 1)
@@ -143,10 +143,10 @@ def links(
         receiver, transport = engines[engine], transports[number]
         why = "passed on within the host, so that it was sent there once"
         if not round_:
-            why = transport.why(Route.between(holdings.layouts[source], destinations[receiver]))
+            why = transport.why(Route.between(source_shards.layouts[source], destinations[receiver]))
         made.append(
             Link(
-                source=engines[source] if round_ else holdings.members[source],
+                source=engines[source] if round_ else source_shards.members[source],
                 destination=receiver,
                 transport=transport.name,
                 why=why,
