@@ -238,7 +238,7 @@ class EngineBuilt(Message, frozen=True, kw_only=True, tag=True):
 
     command_id: int
     layouts: tuple[bytes, ...]
-    """Encoded `tandem.refit.layout.Layout`s: what each of its parts (`tandem.common.parts`) wants, and where."""
+    """Encoded `tandem.refit.layout.Layout`s: what each of its `tandem.common.worker_shards` wants, and where."""
 
 
 class Problem(Message, frozen=True, kw_only=True):

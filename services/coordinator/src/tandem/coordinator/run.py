@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from tandem.common import collector, wire
+from tandem.common import gc_tuning, wire
 from tandem.common.config import (
     Config,
     config_from_json,
@@ -71,7 +71,7 @@ def run(
             return finish
         if mode == "resume" and not (Path(config.logger.log_dir) / JOURNAL_NAME).exists():
             mode = "new"  # what was interrupted was the prerequisite
-    with collector.paused():  # both import much
+    with gc_tuning.paused():  # both import much
         _make_model(config, say)
         feed = make_feed(config, load_tokenizer(config))
     for notice in feed.notices:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 
 from tandem.common.errors import RefitError
-from tandem.common.parts import process_of
+from tandem.common.worker_shards import process_of
 from tandem.refit.program import TransferProgram
 from tandem.refit.quantise import Quantiser
 from tandem.refit.transfer import Transfer

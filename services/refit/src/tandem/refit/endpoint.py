@@ -30,8 +30,8 @@ from tandem.common.messages import (
     Refit,
     Refitted,
 )
-from tandem.common.parts import process_of
 from tandem.common.service import Member
+from tandem.common.worker_shards import process_of
 from tandem.refit import program
 from tandem.refit.bound import BoundProgram, bind
 from tandem.refit.digests import comparison

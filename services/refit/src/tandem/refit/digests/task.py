@@ -122,7 +122,7 @@ class DigestTask:
         return digests_T
 
     def results(self) -> tuple[NDArray[np.uint64]]:
-        """Return `result`, as that of the only worker shard of a process (`tandem.common.parts`)."""
+        """Return `result`, as that of the only worker shard of a process (`tandem.common.worker_shards`)."""
         return (self.result(),)
 
     def _run(self) -> Iterator[None]:

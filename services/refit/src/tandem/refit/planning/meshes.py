@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tandem.common.parts import process_of
+from tandem.common.worker_shards import process_of
 from tandem.refit.transfer import Mesh, Transfer
 from tandem.refit.transports import registry
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tandem.common.errors import RefitError
-from tandem.common.parts import process_of
+from tandem.common.worker_shards import process_of
 from tandem.refit.transfer import Mesh, Transfer
 from tandem.refit.transports.buckets import divide
 from tandem.refit.transports.copying import Copier

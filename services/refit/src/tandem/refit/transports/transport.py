@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.common.parts import process_of
+from tandem.common.worker_shards import process_of
 from tandem.refit.columns import Ints
 from tandem.refit.layout import Address, Layout, Storage
 from tandem.refit.transfer import Copies, Mesh, Transfer

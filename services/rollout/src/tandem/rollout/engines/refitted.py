@@ -9,7 +9,7 @@ from typing import Protocol
 import tokenizers
 
 from tandem.common.errors import DataError, RefitError
-from tandem.common.parts import process_of
+from tandem.common.worker_shards import process_of
 from tandem.refit.digests.task import Sampling
 from tandem.refit.endpoint import Digesting, Holder, Installed
 from tandem.refit.layout import Layout
