@@ -219,7 +219,7 @@ def test_a_worker_that_is_killed_takes_all_that_it_has_started_along(
 ROLLOUT = """
 import sys, time
 from tandem.common.config import config_from_json
-from tandem.common.kinship import adopt_orphans, end_descendants
+from tandem.common.process_lifetime import adopt_orphans, end_descendants
 from tandem.common.messages import Problem
 from tandem.rollout.environments import Scorer
 adopt_orphans()

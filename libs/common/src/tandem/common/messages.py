@@ -279,7 +279,7 @@ class EngineBuilt(Message, frozen=True, kw_only=True, tag=True):
 
     command_id: Count
     layouts: Annotated[tuple[Encoded, ...], Meta(min_length=1)]
-    """Encoded `tandem.refit.layout.Layout`s: what each of its parts (`tandem.common.parts`) wants, and where."""
+    """Encoded `tandem.refit.layout.Layout`s: what each of its `tandem.common.worker_shards` wants, and where."""
 
 
 class Problem(Message, frozen=True, kw_only=True):

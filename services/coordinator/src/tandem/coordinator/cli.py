@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from tandem.common import collector, signals
+from tandem.common import gc_tuning, signals
 from tandem.common.config import dump_yaml, load_config, notices
 from tandem.common.errors import ConfigError, DamagedCheckpoint, TandemError
 
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0 is success, 1 a run that failed, 2 input that cannot be run, 130 a run that was interrupted and saved.
     """
-    collector.retire_at_exit()
+    gc_tuning.retire_at_exit()
     arguments = _parse(argv)
     try:
         match arguments.command:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from tandem.common import collector, wire
+from tandem.common import gc_tuning, wire
 from tandem.common.config import Config, config_to_json, load_config
 from tandem.common.errors import ConfigError, DataError, ModelError, TandemError
 from tandem.common.sources import package_folder
@@ -39,7 +39,7 @@ def preflight(source: str, config: Config, mode: Mode) -> Ready:
         TandemError: what is wrong with it; if that is several things, a `ConfigError` that has them all.
 
     """
-    with tempfile.TemporaryDirectory() as folder, collector.paused():  # tokenizers and data sets import much
+    with tempfile.TemporaryDirectory() as folder, gc_tuning.paused():  # tokenizers and data sets import much
         return _look_through(source, config, mode, Path(folder), ())[0]
 
 

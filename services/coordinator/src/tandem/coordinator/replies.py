@@ -58,8 +58,8 @@ from tandem.common.messages import (
     VersionCommitted,
 )
 from tandem.common.model_sizes import vocabulary_size
-from tandem.common.parts import process_of
 from tandem.common.wire import Arrays
+from tandem.common.worker_shards import process_of
 from tandem.refit import layout
 
 _SHOWN = 100

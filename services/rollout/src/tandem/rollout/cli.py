@@ -7,9 +7,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from tandem.common.kinship import adopt_orphans, end_descendants
 from tandem.common.messages import ToRollout
 from tandem.common.placement import VISIBLE, visible_to_engine
+from tandem.common.process_lifetime import adopt_orphans, end_descendants
 from tandem.common.service import Member, Service, run_service
 from tandem.common.threads import num_threads
 from tandem.rollout.engines.vllm import insides

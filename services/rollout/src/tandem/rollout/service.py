@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Literal, assert_never
 
-from tandem.common import collector
+from tandem.common import gc_tuning
 from tandem.common.batch import SampleArrays
 from tandem.common.config import Config
 from tandem.common.errors import DataError, WireError
@@ -133,7 +133,7 @@ class RolloutService:
 
     # --- building and refit ------------------------------------------------------------------------------------------
 
-    @collector.paused()
+    @gc_tuning.paused()
     def _build(self, order: BuildEngine) -> None:
         limit_threads(self._config, "rollouts")
         self._tokenizer = load_tokenizer(self._config)

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tandem.common import collector
+from tandem.common import gc_tuning
 from tandem.common.batch import TrainingBatch
 from tandem.common.config import Config
 from tandem.common.errors import WireError
@@ -164,7 +164,7 @@ class TrainerService:
         )
         self._member.reply(order.command_id, RendezvousOpened(command_id=order.command_id, host=host, port=port))
 
-    @collector.paused()
+    @gc_tuning.paused()
     def _build(self, order: BuildTrainer) -> None:
         limit_threads(self._config, "trainers")
         if is_loopback(order.rendezvous_host):

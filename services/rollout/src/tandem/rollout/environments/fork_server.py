@@ -26,7 +26,7 @@ from setproctitle import setproctitle
 
 from tandem.common.config import Config, config_from_json
 from tandem.common.errors import TandemError
-from tandem.common.kinship import fork_guarded
+from tandem.common.process_lifetime import fork_guarded
 from tandem.rollout.environments.channel import Answer, Imported, Reader, Ready, packed, receive
 from tandem.rollout.environments.environment import converses, is_async, make_environment, runs_in, step_of
 from tandem.rollout.environments.outcomes import Call, Outcome, failure_of, line, outcome_of, timed_out

@@ -25,7 +25,7 @@ import msgspec
 
 from tandem.common.config import Config, config_to_json
 from tandem.common.errors import ConfigError, RewardError
-from tandem.common.kinship import TRACE, WATCH
+from tandem.common.process_lifetime import TRACE, WATCH
 from tandem.rollout.environments.channel import Answer, Imported, Reader, Ready, framed, packed
 from tandem.rollout.environments.outcomes import Failure, Job, Outcome, line, timed_out
 
