@@ -7,8 +7,8 @@ from tandem.rollout.environments.environment import (
     Environment,
     Score,
     Turn,
-    make_environment,
 )
+from tandem.rollout.environments.making import make_environment
 from tandem.rollout.environments.scorer import Scorer, Unscored
 
 __all__ = ["ConversingEnvironment", "Environment", "Score", "Scorer", "Turn", "Unscored", "make_environment"]

@@ -18,7 +18,8 @@ from tandem.common.config import Config
 from tandem.common.errors import RewardError
 from tandem.common.messages import Problem
 from tandem.common.tokenizer import Messages
-from tandem.rollout.environments.environment import HEAVY, Score, Turn, runs_in
+from tandem.rollout.environments.environment import HEAVY, Score, Turn
+from tandem.rollout.environments.making import runs_in
 from tandem.rollout.environments.outcomes import Call, Failure, Job, Outcome, sayable
 from tandem.rollout.environments.threads import ThreadPool
 from tandem.rollout.environments.workers import ForkServer, WorkerPool

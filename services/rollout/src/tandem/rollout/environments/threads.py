@@ -14,7 +14,8 @@ import time
 from tandem.common.config import Config
 from tandem.common.messages import Problem
 from tandem.common.tokenizer import Messages
-from tandem.rollout.environments.environment import converses, make_environment, step_of
+from tandem.rollout.environments.environment import converses, step_of
+from tandem.rollout.environments.making import make_environment
 from tandem.rollout.environments.outcomes import Job, Outcome, outcome_of, timed_out
 
 
