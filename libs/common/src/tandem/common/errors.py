@@ -7,7 +7,7 @@ The tree::
     |   `-- NotSupportedYet    a NeMo-RL key that is known, and switched on, but not built
     |-- DataError              a dataset, problem or prompt that cannot be used
     |-- RunFolderError         a run folder that is taken, missing or from another configuration
-    |-- WireError              a frame or message that breaks the protocol
+    |-- WireError              a frame or message that breaks the protocol, or says what cannot be
     |   `-- VersionMismatch    two processes speak different protocol versions
     |-- ServiceError           a process failed; names the process and the phase
     |   |-- ServiceLost        it died, or was silent for longer than the heartbeat timeout
@@ -52,7 +52,12 @@ class RunFolderError(TandemError):
 
 
 class WireError(TandemError):
-    """Bytes arrived that are not a message of the protocol."""
+    """What arrived is no message of the protocol, or says what cannot be; the text begins with the message or field."""
+
+    def __init__(self, what: str, command_id: int | None = None) -> None:
+        self.command_id = command_id
+        """The order that it is, or answers, where that could still be read."""
+        super().__init__(what)
 
 
 class VersionMismatch(WireError):

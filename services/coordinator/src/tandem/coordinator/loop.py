@@ -201,7 +201,7 @@ class Loop:
         frames = encode(order, arrays)
         resend_at = time.monotonic() + _RESEND_AFTER * order.deadline_s
         self._sent[order.command_id] = Sent(member, frames, resend_at)
-        self._registry.send(member, frames)
+        self._registry.order(member, order, frames)
 
     def _resend(self, now: float) -> None:
         """Send unanswered orders once more, in case their connection broke on the way."""

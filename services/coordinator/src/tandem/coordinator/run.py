@@ -39,6 +39,7 @@ from tandem.coordinator.nursery import Nursery
 from tandem.coordinator.plan import SynchronousPlan
 from tandem.coordinator.progress import Progress
 from tandem.coordinator.recorder import Recorder
+from tandem.coordinator.replies import Limits, Replies
 from tandem.coordinator.shape import KINDS, expected_processes, launched_processes, run_shape
 
 Mode = Literal["new", "resume", "restart"]
@@ -251,7 +252,8 @@ def _run(
     with contextlib.ExitStack() as stack:
         processes = LocalProcesses(hub.address, Path(config.logger.log_dir) / "logs", nursery)
         pulse = Pulse(interval_s=config.cluster.heartbeat_interval_s, timeout_s=config.cluster.heartbeat_timeout_s)
-        registry = Registry(hub, expected_processes(config), config_to_json(config), journal.run_id, pulse)
+        replies = Replies(Limits.of(config))
+        registry = Registry(hub, expected_processes(config), config_to_json(config), journal.run_id, pulse, replies)
         progress = Progress(config, shape, journal.steps())
         if config.logger.tensorboard_enabled:
             folder = journal.folder / config.logger.tensorboard.log_dir

@@ -19,7 +19,7 @@ from typing import Literal, assert_never
 from tandem.common import collector
 from tandem.common.batch import SampleArrays
 from tandem.common.config import Config
-from tandem.common.errors import DataError, RewardError
+from tandem.common.errors import DataError, RewardError, WireError
 from tandem.common.memory import MemoryMeter
 from tandem.common.messages import (
     Attest,
@@ -34,6 +34,7 @@ from tandem.common.messages import (
     SampleScored,
     SamplesFinished,
 )
+from tandem.common.model_sizes import vocabulary_size
 from tandem.common.service import Member
 from tandem.common.threads import limit_threads
 from tandem.common.tokenizer import Tokenizer, load_tokenizer
@@ -72,6 +73,7 @@ class RolloutService:
     def __init__(self, member: Member) -> None:
         self._member = member
         self._config = member.config
+        self._vocabulary = vocabulary_size(member.config.policy)
         self._engine: Engine | None = None
         self._endpoint: Endpoint | None = None
         self._scorer: Scorer | None = None
@@ -180,9 +182,10 @@ class RolloutService:
     # --- generation --------------------------------------------------------------------------------------------------
 
     def _start(self, order: Generate) -> None:
-        """Begin a generation beside those that the coordinator still waits for."""
+        """Begin a generation beside those that the coordinator still waits for. Raises `WireError` for no prompt."""
         if order.command_id in self._generations:
             return  # sent once more, so long after the first time that it is not known to be a repetition
+        self._check(order)
         engine = self._built()
         self._give_up([command_id for command_id in self._generations if command_id < order.oldest])
         if not self._generations:
@@ -194,6 +197,19 @@ class RolloutService:
         for number, conversation in generation.conversations.items():
             self._generation_of[number] = generation
             engine.add_request(conversation.request(number, order.sampling))
+
+    def _check(self, order: Generate) -> None:
+        """Raise `WireError`, which names the field, for prompts that the model cannot read, or not answer."""
+        longest = self._config.policy.max_total_sequence_length
+        for index, group in enumerate(order.groups):
+            highest, size = max(group.prompt_ids), len(group.prompt_ids)
+            field = f"Generate.groups[{index}].prompt_ids"
+            if highest >= self._vocabulary:
+                raise WireError(f"{field}: {highest}, must be from 0 to {self._vocabulary - 1}")
+            if size >= longest:
+                raise WireError(f"{field}: {size} tokens, must be fewer than {longest}")
+        if len({group.group for group in order.groups}) < len(order.groups):
+            raise WireError("Generate.groups: one is there twice")
 
     def _give_up(self, command_ids: list[int]) -> None:
         """Stop generations that the coordinator no longer waits for."""

@@ -24,6 +24,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tandem.common import collector
 from tandem.common.batch import TrainingBatch
+from tandem.common.errors import WireError
 from tandem.common.memory import MemoryMeter
 from tandem.common.messages import (
     Attest,
@@ -44,6 +45,7 @@ from tandem.common.messages import (
     TrainerBuilt,
     TrainerOrder,
 )
+from tandem.common.model_sizes import vocabulary_size
 from tandem.common.network import address_towards, is_loopback, loopback_interface
 from tandem.common.service import Member
 from tandem.common.threads import limit_threads
@@ -61,6 +63,7 @@ class TrainerService:
     def __init__(self, member: Member) -> None:
         self._member = member
         self._config = member.config
+        self._vocabulary = vocabulary_size(member.config.policy)
         self._store: TCPStore | None = None
         self._backend: Backend | None = None
         self._weights: Weights | None = None
@@ -81,10 +84,10 @@ class TrainerService:
                     self._build(order)
             case Train():
                 with self._member.phase(f"training step {order.step}"):
-                    self._train(order, TrainingBatch.from_frames(arrays))
+                    self._train(order, self._batch(order, arrays))
             case Evaluate():
                 with self._member.phase(f"evaluating step {order.step}"):
-                    batch = TrainingBatch.from_frames(arrays)
+                    batch = self._batch(order, arrays)
                     metrics = step.evaluate(self._built(), batch, self._config, order.parts)
                     reply = Evaluated(command_id=order.command_id, step=order.step, metrics=metrics)
                     self._member.reply(order.command_id, reply)
@@ -115,6 +118,20 @@ class TrainerService:
         if dist.is_initialized():
             dist.destroy_process_group()
         self._store = None
+
+    def _batch(self, order: Train | Evaluate, arrays: Arrays) -> TrainingBatch:
+        """Return the batch that came with an order. Raises `WireError`, which names the field, for what is none."""
+        try:
+            batch = TrainingBatch.from_frames(arrays)
+            # Where what was cut off does not count, all of a step may be.
+            may_mask_all = self._config.algorithm == "grpo" and self._config.grpo.overlong_filtering
+            batch.check(self._vocabulary, may_mask_all=may_mask_all)
+            num_parts = sum(order.parts.values()) if isinstance(order, Evaluate) else 0
+            if num_parts not in (0, len(batch.lengths_S)):
+                raise WireError(f"parts: {num_parts} sequences, must be all {len(batch.lengths_S)}")
+        except WireError as error:
+            raise WireError(f"{type(order).__name__}.{error}") from error
+        return batch
 
     def _built(self) -> Backend:
         assert self._backend is not None, "the coordinator orders BuildTrainer first"
