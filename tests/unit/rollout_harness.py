@@ -27,10 +27,12 @@ from tandem.common.messages import (
     PromptGroup,
     Refit,
     Refitted,
+    RolloutOrder,
     SampleScored,
     SamplesFinished,
 )
 from tandem.common.tokenizer import load_tokenizer, write_new_model
+from tandem.coordinator.replies import Limits, Replies
 from tandem.refit import layout, program
 from tandem.refit.planner import plan
 from tandem.rollout.environments import Score, Turn
@@ -55,12 +57,15 @@ class Member:
         self.config = config
         self.sent: list[tuple[Message, dict[str, NDArray[Any]]]] = []
         self.errors: list[BaseException] = []
+        self.replies = Replies(Limits.of(config))
+        """What the coordinator would say of it."""
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         yield
 
     def reply(self, command_id: int, message: Message, arrays: dict[str, NDArray[Any]] | None = None) -> None:
+        assert self.replies.take(self.name, message, arrays or {})  # type: ignore[arg-type]
         self.sent.append((message, arrays or {}))
 
     def fail(self, command_id: int, error: BaseException) -> None:
@@ -102,19 +107,24 @@ class Rollout:
         self.tokenizer = load_tokenizer(self.config)
         self.member = Member(self.config)
         self.service = RolloutService(self.member)  # type: ignore[arg-type]
-        self.service.handle(BuildEngine(command_id=1, deadline_s=WAIT_S), {})
+        self.order(BuildEngine(command_id=1, deadline_s=WAIT_S))
         built, _ = self.member.sent.pop()
         assert isinstance(built, EngineBuilt)
         wanted = layout.decode(built.layouts[0])
         planned = plan({"trainer-0": shared_layout(self.model)}, {"rollout-0": wanted}, allow_alias=False)
         encoded = program.encode(planned.programs["rollout-0"])
-        self.service.handle(InstallProgram(command_id=2, deadline_s=WAIT_S, programs=(encoded,)), {})
+        self.order(InstallProgram(command_id=2, deadline_s=WAIT_S, programs=(encoded,)))
         self._command_ids = itertools.count(3)
         self.refit(0)
 
+    def order(self, order: RolloutOrder) -> None:
+        """Give the service an order."""
+        self.member.replies.ordered(self.member.name, order)
+        self.service.handle(order, {})
+
     def refit(self, version: int) -> None:
         """Bring the engine to what `model` holds now."""
-        self.service.handle(Refit(command_id=next(self._command_ids), deadline_s=WAIT_S, version=version), {})
+        self.order(Refit(command_id=next(self._command_ids), deadline_s=WAIT_S, version=version))
         refitted, _ = self.member.sent.pop()
         assert isinstance(refitted, Refitted)
 
@@ -141,7 +151,7 @@ class Rollout:
             sampling=how,
             groups=groups,
         )
-        self.service.handle(order, {})
+        self.order(order)
         return command_id
 
     def finish(self) -> dict[tuple[int, int], tuple[SampleScored, SampleArrays]]:

@@ -26,8 +26,10 @@ PROTOCOL_VERSION = 6
 ServiceKind = Literal["trainer", "rollout", "refit"]
 Purpose = Literal["train", "validate"]
 
-MAX_TEXT, MAX_TRACEBACK = 10_000, 200_000
-"""Characters; senders cut longer ones off."""
+MAX_NAME, MAX_TEXT, MAX_TRACEBACK = 200, 10_000, 200_000
+"""Characters; senders cut longer texts off."""
+MAX_COMPONENTS = 100
+"""Of a reward."""
 
 Count = Annotated[int, Meta(ge=0, le=2**62)]
 """A number of something, or the number of something."""
@@ -45,7 +47,7 @@ Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
 """A time something took or may take."""
 Share = Annotated[float, Meta(gt=0.0, le=1.0)]
 """A part of a whole."""
-Name = Annotated[str, Meta(min_length=1, max_length=200)]
+Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
 """Of a process, host, file, metric or the like."""
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 """For people."""
@@ -57,7 +59,7 @@ Metrics = Annotated[dict[Name, float], Meta(max_length=1000)]
 """Finite numbers; a metric that is none is refused by its own name."""
 SecondsByPhase = Annotated[dict[Name, Seconds], Meta(max_length=20)]
 """Not more phases than there are."""
-Components = Annotated[dict[Name, Finite], Meta(max_length=100)]
+Components = Annotated[dict[Name, Finite], Meta(max_length=MAX_COMPONENTS)]
 """What a reward is made of."""
 
 

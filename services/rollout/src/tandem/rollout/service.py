@@ -185,7 +185,8 @@ class RolloutService:
         """Begin a generation beside those that the coordinator still waits for. Raises `WireError` for no prompt."""
         if order.command_id in self._generations:
             return  # sent once more, so long after the first time that it is not known to be a repetition
-        self._check(order)
+        with self._member.phase(f"reading the prompts of step {order.step}"):
+            self._check(order)
         engine = self._built()
         self._give_up([command_id for command_id in self._generations if command_id < order.oldest])
         if not self._generations:
