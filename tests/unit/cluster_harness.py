@@ -103,9 +103,10 @@ def answer(action: Dispatch | DispatchPrompts | DispatchBatch) -> Reply:
             return RendezvousOpened(command_id=command_id, host="127.0.0.1", port=1234)
         case BuildTrainer():
             layout = f"{action.member} holds".encode()
-            return TrainerBuilt(command_id=command_id, version=0, num_parameters=1, layout=layout)
+            return TrainerBuilt(command_id=command_id, version=0, num_parameters=1, shares_prompts=True, layout=layout)
         case BuildEngine():
-            return EngineBuilt(command_id=command_id, layouts=(f"{action.member} wants".encode(),))
+            wants = f"{action.member} wants".encode()
+            return EngineBuilt(command_id=command_id, layouts=(wants,), samples_address=f"tcp://{action.member}:1")
         case PlanTransfers(sources=sources, destinations=destinations):
             return TransfersPlanned(
                 command_id=command_id,

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
+from samples_harness import scored
 from test_plan import GRPO, Cluster, answer, lose, replace
 
-from tandem.common.messages import SampleScored, SamplesFinished
+from tandem.common.messages import SamplesFinished
 from tandem.coordinator.decisions import (
     Action,
     Balance,
@@ -77,21 +78,8 @@ class Balanced(Cluster):
         assert isinstance(order, DispatchPrompts)
         for sample in samples:
             self.counted[group, sample] = self.counted.get((group, sample), 0) + 1
-        scored = tuple(
-            SampleScored(
-                group=group,
-                sample=sample,
-                prompt_length=1,
-                response_length=1,
-                num_turns=1,
-                finish_reason="stop",
-                reward=0.0,
-                correct=False,
-                response="",
-            )
-            for sample in samples
-        )
-        reply = SamplesFinished(command_id=order.command_id, step=order.step, purpose=order.purpose, samples=scored)
+        records = tuple(scored(group, sample) for sample in samples)
+        reply = SamplesFinished(command_id=order.command_id, step=order.step, purpose=order.purpose, samples=records)
         return self.give(Replied(now=self.now, member=engine, reply=reply))
 
     def complete(self, engine: str, group: int) -> list[Action]:

@@ -375,7 +375,7 @@ def test_a_replacement_that_wants_something_else_ends_the_run() -> None:
     lose(cluster, "rollout-0")
     replace(cluster, "rollout-0")
     (build,) = (a for a in cluster.pending if isinstance(a, Dispatch) and isinstance(a.order, BuildEngine))
-    reply = EngineBuilt(command_id=build.order.command_id, layouts=(b"something else",))
+    reply = EngineBuilt(command_id=build.order.command_id, layouts=(b"something else",), samples_address="")
     finish = only_finish(cluster.give(Replied(now=cluster.now, member="rollout-0", reply=reply)))
     assert "wants other weights" in str(finish.error)
 
@@ -431,7 +431,7 @@ def test_a_replacement_with_other_workers_ends_the_run() -> None:
     lose(cluster, "rollout-0")
     replace(cluster, "rollout-0")
     (build,) = (a for a in cluster.pending if isinstance(a, Dispatch) and isinstance(a.order, BuildEngine))
-    reply = EngineBuilt(command_id=build.order.command_id, layouts=(b"rollout-0 wants 0",))
+    reply = EngineBuilt(command_id=build.order.command_id, layouts=(b"rollout-0 wants 0",), samples_address="")
     finish = only_finish(cluster.give(Replied(now=cluster.now, member="rollout-0", reply=reply)))
     assert "wants other weights" in str(finish.error)
 

@@ -17,6 +17,7 @@ The tree::
     |-- ModelError             a checkpoint folder that cannot be loaded
     |-- CheckpointError        a checkpoint that could not be written or read
     |-- TrainingError          an optimizer step whose loss or gradient is not a finite number
+    |-- SamplesError           samples that are no longer where they should be, or have no room
     |-- RewardError            an environment returned something that is no reward
     `-- RefitError             weights could not be moved whole
         `-- CoverageError      a transfer plan that would not write each wanted element exactly once
@@ -107,6 +108,10 @@ class CheckpointError(TandemError):
 
 class TrainingError(TandemError):
     """The loss or its gradient is not a finite number; the optimizer step was not taken."""
+
+
+class SamplesError(TandemError):
+    """Samples cannot be kept, or are not there any more."""
 
 
 class RewardError(TandemError):

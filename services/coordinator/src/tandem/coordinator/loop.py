@@ -19,19 +19,19 @@ import msgspec
 from tandem.common.messages import (
     Attested,
     CheckpointCopied,
-    Evaluate,
     Evaluated,
     Generate,
     Generated,
     Order,
     Refitted,
+    ReleaseSamples,
     SamplesFinished,
     Shutdown,
-    Train,
     Trained,
     TrainerBuilt,
 )
 from tandem.common.wire import Arrays, Frames, encode
+from tandem.coordinator.batches import Batches
 from tandem.coordinator.decisions import (
     Action,
     CommitStep,
@@ -61,6 +61,8 @@ from tandem.coordinator.recorder import Recorder
 _CAUSE_S = 0.5
 """How long after an error the death of a process that caused it may show."""
 _POLL_S = 0.1
+_RELEASE_S = 60.0
+"""Deadline of an order that nobody waits for."""
 _RESEND_AFTER = 0.5
 """Share of its deadline after which an unanswered order is sent once more; receivers know a repetition by its id."""
 
@@ -82,16 +84,20 @@ class Loop:
         registry: Registry,
         processes: LocalProcesses,
         feed: Feed,
+        batches: Batches,
         recorder: Recorder,
     ) -> None:
         self._plan = plan
         self._registry = registry
         self._processes = processes
         self._feed = feed
+        self._batches = batches
         self._recorder = recorder
         self._ledger = StepLedger()
         self._refits = RefitLedger()
         self._sent: dict[int, Sent] = {}
+        self._generated: dict[str, list[int]] = {}
+        """Orders of the step in progress whose samples the rollouts keep."""
         self._interrupts = 0
         self._finish: Finish | None = None
 
@@ -100,8 +106,8 @@ class Loop:
         previous = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
         try:
             while self._finish is None:
-                for event, arrays in self._events():
-                    self._keep(event, arrays)
+                for event, _ in self._events():
+                    self._keep(event)
                     for action in self._plan.handle(event):
                         self._carry_out(action)
                 self._recorder.show(self._plan, self._registry)
@@ -142,13 +148,14 @@ class Loop:
         now = time.monotonic()
         return [Lost(now=now, member=launched.name, why=launched.describe_death()) for launched in dead]
 
-    def _keep(self, event: Event, arrays: Arrays) -> None:
+    def _keep(self, event: Event) -> None:
         """Keep what a reply brings besides the fact that it came."""
         if not isinstance(event, Replied) or event.reply.command_id not in self._plan.orders.outstanding:
             return
+        self._batches.take_reply(event.member, event.reply)
         match event.reply:
             case SamplesFinished() as finished:
-                self._feed.take_samples(finished, arrays)
+                self._feed.take_samples(event.member, finished)
                 return  # more answers follow
             case Trained() as trained:
                 self._ledger.trained(trained)
@@ -221,26 +228,26 @@ class Loop:
             sampling=self._feed.sampling(action.purpose),
             groups=self._feed.prompt_groups(action.step, action.purpose, action.groups),
         )
+        if action.purpose == "train":
+            self._generated.setdefault(action.member, []).append(action.command_id)
         self._send(action.member, order, None)
 
     def _send_batch(self, action: DispatchBatch) -> None:
-        batch, metrics = self._feed.batch(action.step, action.purpose)
+        order, arrays, metrics = self._batches.order(action)
         self._ledger.metrics.update(metrics)
-        order: Train | Evaluate
-        if action.purpose == "train":
-            order = Train(command_id=action.command_id, deadline_s=action.deadline_s, step=action.step)
-        else:
-            order = Evaluate(
-                command_id=action.command_id,
-                deadline_s=action.deadline_s,
-                step=action.step,
-                parts=self._feed.validation_parts,
-            )
-        self._send(action.member, order, batch.to_frames())
+        self._send(action.member, order, arrays)
+
+    def _release_samples(self) -> None:
+        """Have rollouts forget the samples of a step that is done."""
+        for member, command_ids in self._generated.items():
+            notice = self._plan.orders.notice(_RELEASE_S)
+            self._registry.send(member, encode(ReleaseSamples(command_ids=tuple(command_ids), **notice)))
+        self._generated.clear()
 
     def _replace(self, member: str, why: str) -> None:
         """Launch a process in the place of one that is lost, or ask for one if the lost one was started by hand."""
         self._registry.forget(member)
+        self._generated.pop(member, None)
         launched = self._processes.restart(member)
         if launched is None:
             kind = member.rpartition("-")[0]
@@ -254,6 +261,7 @@ class Loop:
         for line in self._feed.validation_examples(action.step, self._recorder.num_examples):
             self._recorder.note(line)
         self._ledger.metrics.update(self._feed.finish_step(action.step))
+        self._release_samples()
         self._recorder.commit(action, self._ledger)
         self._ledger = StepLedger()
 

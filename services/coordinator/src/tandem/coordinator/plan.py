@@ -35,6 +35,7 @@ from tandem.common.messages import (
     RendezvousOpened,
     Reply,
     SamplesFinished,
+    SamplesMissing,
     Trained,
 )
 from tandem.coordinator.decisions import (
@@ -141,6 +142,9 @@ class SynchronousPlan:
             self._draws.take_samples(reply)
             return self._hands.take_samples(member, reply)  # part of an answer; the loop keeps the samples
         del self.orders.outstanding[reply.command_id]
+        if isinstance(reply, SamplesMissing) and reply.members:
+            lost = "; ".join(f"{rollout}: {why}" for rollout, why in reply.members.items())
+            raise ServiceError(member, "fetching samples", lost)
         if isinstance(reply, Trained):
             self._has_update |= reply.has_update
         if isinstance(reply, CheckpointSaved):

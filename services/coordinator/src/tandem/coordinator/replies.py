@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import bisect
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
 
-from tandem.common.batch import Int32s, SampleArrays
 from tandem.common.config import Config
 from tandem.common.errors import RefitError, WireError
 from tandem.common.messages import (
@@ -50,6 +49,7 @@ from tandem.common.messages import (
     Reply,
     SampleScored,
     SamplesFinished,
+    SamplesMissing,
     SaveCheckpoint,
     Train,
     Trained,
@@ -64,6 +64,7 @@ from tandem.refit import layout
 
 _SHOWN = 100
 """Characters of a value that an error shows."""
+_ADDRESS = re.compile(r"tcp://[^\s/]+:[0-9]{1,5}")
 _SPEAKER = "trainer-0"
 """The rank whose metrics are the run's."""
 
@@ -179,13 +180,12 @@ class Replies:
             kind = type(asked.order)
             fits = kind is rule.order
             _must(fits, "command_id", reply.command_id, f"of a {rule.order.__name__}, not of a {kind.__name__}")
-            if isinstance(reply, SamplesFinished):
-                _samples_finished(asked, reply, arrays)
-                return True
             if rule.check is not None:
                 rule.check(asked, reply)
         for array in arrays:
             raise WireError(f"{array[:_SHOWN]}: arrays came with a message that has none")
+        if isinstance(reply, SamplesFinished):
+            return True  # more answers follow
         del self._asked[reply.command_id]
         return True
 
@@ -207,6 +207,12 @@ def _trained(asked: _Asked, reply: Trained) -> None:
     _finite(reply.metrics)
 
 
+def _samples_missing(asked: _Asked, reply: SamplesMissing) -> None:
+    """`step` is that of the order. `members` are sources of the order."""
+    _same(asked, reply, "step")
+    _known("members", reply.members, {*asked.order.sources})
+
+
 def _evaluated(asked: _Asked, reply: Evaluated) -> None:
     """`step` is that of the order. `metrics` are finite numbers."""
     _same(asked, reply, "step")
@@ -214,33 +220,31 @@ def _evaluated(asked: _Asked, reply: Evaluated) -> None:
 
 
 def _engine_built(asked: _Asked, reply: EngineBuilt) -> None:
-    """`layouts` can be read."""
+    """`layouts` can be read. `samples_address` is ``tcp://HOST:PORT``."""
+    address = reply.samples_address
+    _must(_ADDRESS.fullmatch(address) is not None, "samples_address", address, "tcp://HOST:PORT")
     asked.member.num_tensors = tuple(_num_tensors(f"layouts[{i}]", each) for i, each in enumerate(reply.layouts))
 
 
-def _samples_finished(asked: _Asked, reply: SamplesFinished, arrays: Arrays) -> None:
+def _samples_finished(asked: _Asked, reply: SamplesFinished) -> None:
     """`step` and `purpose` are those of the order, and each sample is one that was asked for, once in a message.
 
-    Its prompt is the one asked for, and nothing of it is counted as made; what the policy made is as long as it says,
-    and within the limits of the order, of `policy.max_total_sequence_length` and of `grpo.max_rollout_turns`. The
-    versions are ones that the engine held since it was given the order.
+    Its prompt is as long as the one asked for; what the policy made is within the limits of the order, of
+    `policy.max_total_sequence_length` and of `grpo.max_rollout_turns`. The versions are ones that the engine held since
+    it was given the order. There is text for validation alone.
     """
     _same(asked, reply, "step", "purpose")
-    bundle = SampleArrays.from_frames(arrays)
-    lengths_S, num = bundle.lengths_S, len(reply.samples)
-    _must(len(lengths_S) == num, "lengths_S", f"{len(lengths_S)} sequences", f"as many as the {num} samples")
-    bundle.check(asked.limits.vocabulary)
-    prompts = _check_samples(asked, reply.samples, lengths_S)
-    _check_prompts(bundle, prompts)
-    made_S = np.add.reduceat(bundle.loss_mask_T, bundle.offsets()[:-1], dtype=np.int64)
-    for row, (sample, made) in enumerate(zip(reply.samples, made_S.tolist(), strict=True)):
-        said = sample.response_length
-        _must(said == made, f"samples[{row}].response_length", said, f"{made}, as loss_mask_T has it")
+    _check_samples(asked, reply.samples)
     versions = asked.member.versions
     held = versions[bisect.bisect_left(versions, asked.oldest_version) :]
-    wrong_T = bundle.loss_mask_T & ~np.isin(bundle.versions_T, held)
-    bundle.refuse("versions_T", wrong_T, f"must be a version that the engine held then: {_some(held)}")
-    for sample in reply.samples:
+    for row, sample in enumerate(reply.samples):
+        for field in ("oldest_version", "newest_version"):
+            value = getattr(sample, field)
+            _must(value in held, f"samples[{row}].{field}", value, f"one that the engine held then: {_some(held)}")
+        oldest, newest = sample.oldest_version, sample.newest_version
+        _must(oldest <= newest, f"samples[{row}].oldest_version", oldest, f"at most the newest, {newest}")
+        has_text = bool(sample.response) and reply.purpose == "train"
+        _must(not has_text, f"samples[{row}].response", sample.response, "empty: only validation has text")
         if (sample.group, sample.sample) not in asked.arrived:  # an order that is sent again is answered again
             asked.arrived.add((sample.group, sample.sample))
             asked.num_tokens += sample.response_length
@@ -308,11 +312,12 @@ RULES: Mapping[type[Message], _Rule] = {
     RendezvousOpened: _Rule(OpenRendezvous, None),
     TrainerBuilt: _Rule(BuildTrainer, _trainer_built),
     Trained: _Rule(Train, _trained),
+    SamplesMissing: _Rule(Train, _samples_missing),
     Evaluated: _Rule(Evaluate, _evaluated),
     CheckpointCopied: _Rule(SaveCheckpoint, None),
     CheckpointSaved: _Rule(AwaitCheckpoint, None),
     EngineBuilt: _Rule(BuildEngine, _engine_built),
-    SamplesFinished: _Rule(Generate, None),
+    SamplesFinished: _Rule(Generate, _samples_finished),
     Generated: _Rule(Generate, _generated),
     ProgramInstalled: _Rule(InstallProgram, None),
     MeshConnected: _Rule(ConnectMesh, _mesh_connected),
@@ -328,53 +333,37 @@ def rule_of(message: type[Message]) -> str:
     if message not in RULES:
         return ""
     order, check = RULES[message]
-    said = _samples_finished.__doc__ if message is SamplesFinished else check.__doc__ if check is not None else ""
+    said = check.__doc__ if check is not None else ""
     return f"Answers `{order.__name__}`. {said or ''}"
 
 
 # --- what rules are made of ------------------------------------------------------------------------------------------
 
 
-def _check_samples(asked: _Asked, samples: Iterable[SampleScored], lengths_S: Int32s) -> list[tuple[int, ...]]:
-    """Compare what is said of each sample with its order; return their prompts."""
+def _check_samples(asked: _Asked, samples: Iterable[SampleScored]) -> None:
+    """Compare the sizes of each sample with its order."""
     order: Generate = asked.order
     limits, groups = asked.limits, {group.group: group for group in order.groups}
     seen: set[tuple[int, int]] = set()
-    prompts = []
-    for row, (sample, length) in enumerate(zip(samples, lengths_S.tolist(), strict=True)):
+    for row, sample in enumerate(samples):
         at = f"samples[{row}]"
         group = groups.get(sample.group)
         if group is None:
             raise WireError(f"{at}.group: {sample.group}, must be one that was asked for")
         num_prompt, num_made, turns = len(group.prompt_ids), sample.response_length, sample.num_turns
-        said = sample.prompt_length
+        said, length = sample.prompt_length, sample.num_tokens
         _must(sample.sample < len(group.seeds), f"{at}.sample", sample.sample, f"below {len(group.seeds)}")
         _must((sample.group, sample.sample) not in seen, f"{at}.sample", sample.sample, "one that is not there twice")
         _must(said == num_prompt, f"{at}.prompt_length", said, f"{num_prompt}, as asked for")
         _must(turns <= limits.max_turns, f"{at}.num_turns", turns, f"at most {limits.max_turns}")
         most = min(turns * order.sampling.max_new_tokens, limits.max_tokens - num_prompt)
         _must(turns <= num_made <= most, f"{at}.response_length", num_made, f"from {turns} to {most}")
-        _must(length <= limits.max_tokens, f"lengths_S[{row}]", length, f"at most {limits.max_tokens}")
+        _must(length <= limits.max_tokens, f"{at}.num_tokens", length, f"at most {limits.max_tokens}")
         fits = length == num_prompt + num_made if turns == 1 else length >= num_prompt + num_made
-        _must(fits, f"lengths_S[{row}]", length, f"that of the prompt, {num_prompt}, and what follows, {num_made}")
+        _must(fits, f"{at}.num_tokens", length, f"that of the prompt, {num_prompt}, and what follows, {num_made}")
         can_end = sample.finish_reason != "turns" or turns == limits.max_turns
         _must(can_end, f"{at}.finish_reason", "turns", f"another after {turns} of {limits.max_turns}")
         seen.add((sample.group, sample.sample))
-        prompts.append(group.prompt_ids)
-    return prompts
-
-
-def _check_prompts(bundle: SampleArrays, prompts: list[tuple[int, ...]]) -> None:
-    """Compare the beginning of each sequence with the prompt that was asked for."""
-    arrays = {prompt: np.array(prompt, np.int32) for prompt in {*prompts}}
-    sizes_S = np.array([len(prompt) for prompt in prompts])
-    # Where each token of each prompt is in the bundle.
-    place_P = np.arange(sizes_S.sum()) + np.repeat(bundle.offsets()[:-1] - np.cumsum(sizes_S) + sizes_S, sizes_S)
-    wrong_T = np.zeros(len(bundle.token_ids_T), np.bool_)
-    wrong_T[place_P] = bundle.token_ids_T[place_P] != np.concatenate([arrays[prompt] for prompt in prompts])
-    bundle.refuse("token_ids_T", wrong_T, "must be that of the prompt")
-    wrong_T[place_P] = bundle.loss_mask_T[place_P]
-    bundle.refuse("loss_mask_T", wrong_T, "must be False within the prompt")
 
 
 def _num_tensors(field: str, encoded: bytes) -> int:

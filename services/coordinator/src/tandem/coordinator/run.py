@@ -27,6 +27,7 @@ from tandem.common.telemetry import MetricWriters, MlflowRun, MlflowWriter, Tens
 from tandem.common.tokenizer import load_tokenizer, write_new_model
 from tandem.coordinator.algorithms import make_feed
 from tandem.coordinator.algorithms.rewards import has_spread
+from tandem.coordinator.batches import Batches
 from tandem.coordinator.checkpoints import CheckpointFolder
 from tandem.coordinator.decisions import Finish
 from tandem.coordinator.feed import Feed, group_sizes
@@ -264,7 +265,7 @@ def _run(
         plan = SynchronousPlan(
             shape, time.monotonic(), sizes=partial(group_sizes, feed), teaches=partial(has_spread, config.grpo)
         )
-        loop = Loop(plan, registry, processes, feed, recorder)
+        loop = Loop(plan, registry, processes, feed, Batches(config, feed), recorder)
         outcome = "failed"
         try:
             _launch(config, processes, registry)
