@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -11,10 +12,13 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from samples_harness import RUN_ID, sample_of
 
 from tandem.common.assignment import NO_PROMPT
 from tandem.common.batch import BatchTable, SampleArrays
+from tandem.common.errors import WireError
 from tandem.common.messages import FetchSamples, Goodbye, SamplesFetched
 from tandem.common.wire import Codec, Frames, Hub, encode
 from tandem.rollout.sample_store import SampleStore
@@ -23,6 +27,7 @@ from tandem.trainer.fetching import SampleFetcher
 
 LENGTHS = [5, 9, 6, 7, 8, 5]
 PROMPT = 2
+VOCABULARY = 60
 
 
 @pytest.fixture
@@ -63,7 +68,7 @@ def sources_of(stores: list[SampleStore]) -> dict[str, str]:
 
 def test_a_share_is_what_the_table_says(stores: list[SampleStore]) -> None:
     table = table_of(num_counted_S=np.array([3, 0, 4, 5, 6, 3], dtype=np.int32))
-    share, missing = SampleFetcher(RUN_ID).fetch(1, table, table.rows_of(0), sources_of(stores), 10.0)
+    share, missing = SampleFetcher(RUN_ID, VOCABULARY).fetch(1, table, table.rows_of(0), sources_of(stores), 10.0)
     assert missing == {}
     assert share is not None
     assert share.lengths_S.tolist() == [5, 9, 8, 5]
@@ -76,12 +81,14 @@ def test_a_share_is_what_the_table_says(stores: list[SampleStore]) -> None:
 
 def test_a_rank_without_sequences_asks_nobody() -> None:
     table = table_of()
-    share, missing = SampleFetcher(RUN_ID).fetch(1, table, table.rows_of(2), {"rollout-0": "tcp://127.0.0.1:1"}, 10.0)
+    share, missing = SampleFetcher(RUN_ID, VOCABULARY).fetch(
+        1, table, table.rows_of(2), {"rollout-0": "tcp://127.0.0.1:1"}, 10.0
+    )
     assert (missing, len(share.lengths_S) if share else None) == ({}, 0)
 
 
 def test_what_is_gone_is_named_and_what_came_is_kept_for_the_same_step(stores: list[SampleStore]) -> None:
-    fetcher, table = SampleFetcher(RUN_ID), table_of()
+    fetcher, table = SampleFetcher(RUN_ID, VOCABULARY), table_of()
     rows, sources = table.rows_of(0), sources_of(stores)
     stores[1].release([12])
     share, missing = fetcher.fetch(1, table, rows, sources, 10.0)
@@ -112,7 +119,7 @@ def test_many_tokens_come_in_several_requests(stores: list[SampleStore], monkeyp
     monkeypatch.setattr(SampleStore, "_answer", counting)
     monkeypatch.setattr(fetching, "MAX_TOKENS_FETCHED", 14)
     table = table_of(rank_S=np.zeros(6, dtype=np.int32))
-    share, _ = SampleFetcher(RUN_ID).fetch(1, table, table.rows_of(0), sources_of(stores), 10.0)
+    share, _ = SampleFetcher(RUN_ID, VOCABULARY).fetch(1, table, table.rows_of(0), sources_of(stores), 10.0)
     assert share is not None
     assert share.lengths_S.tolist() == LENGTHS
     assert sorted(requests) == [1, 1, 2, 2], "5 and 6, then 8; 9, then 7 and 5"
@@ -127,7 +134,7 @@ def test_a_rollout_that_is_not_there_is_given_up_soon(
     sources = sources_of(stores) | {"rollout-1": f"tcp://127.0.0.1:{port}"}
     table = table_of()
     begun = time.monotonic()
-    share, missing = SampleFetcher(RUN_ID).fetch(1, table, table.rows_of(0), sources, 60.0)
+    share, missing = SampleFetcher(RUN_ID, VOCABULARY).fetch(1, table, table.rows_of(0), sources, 60.0)
     assert time.monotonic() - begun < 5.0
     assert share is None
     assert missing == {"rollout-1": f"nobody answers at tcp://127.0.0.1:{port}"}
@@ -135,7 +142,9 @@ def test_a_rollout_that_is_not_there_is_given_up_soon(
 
 def test_an_address_that_is_none_is_missing_too() -> None:
     table = table_of()
-    share, missing = SampleFetcher(RUN_ID).fetch(1, table, table.rows_of(0), {"a": "nonsense", "b": "tcp://x"}, 1.0)
+    share, missing = SampleFetcher(RUN_ID, VOCABULARY).fetch(
+        1, table, table.rows_of(0), {"a": "nonsense", "b": "tcp://x"}, 1.0
+    )
     assert share is None
     assert missing.keys() == {"a", "b"}
 
@@ -157,7 +166,9 @@ def answered(answer: Callable[[FetchSamples], Frames | None], *, timeout_s: floa
     thread.start()
     table = table_of(source_S=np.zeros(6, dtype=np.int32))
     try:
-        share, missing = SampleFetcher(RUN_ID).fetch(1, table, table.rows_of(1), {"rollout-0": hub.address}, timeout_s)
+        share, missing = SampleFetcher(RUN_ID, VOCABULARY).fetch(
+            1, table, table.rows_of(1), {"rollout-0": hub.address}, timeout_s
+        )
     finally:
         is_over.set()
         thread.join()
@@ -185,23 +196,77 @@ def changed(name: str, place: int, value: Any) -> SampleArrays:
     return right(**{name: array})
 
 
-@pytest.mark.parametrize(
-    ("arrays", "why"),
-    [
-        (sample_of(6), "lengths_S"),
-        (right(lengths_S=np.array([7, 6], dtype=np.int32)), "lengths_S"),
-        (changed("loss_mask_T", 1, True), "loss_mask_T: not the prompts"),
-        (changed("loss_mask_T", 2, False), "loss_mask_T: not the prompts"),
-        (changed("loss_mask_T", 4, False), "loss_mask_T: not the numbers of tokens"),
-        (changed("generation_logprobs_T", 5, np.nan), "generation_logprobs_T"),
-        (changed("generation_logprobs_T", 5, -np.inf), "generation_logprobs_T"),
-        (changed("generation_logprobs_T", 5, 0.5), "generation_logprobs_T"),
-        (changed("versions_T", 5, -1), "versions_T"),
-    ],
-)
+def unmade(name: str, place: int) -> Any:
+    """Return an array in which the policy has not made one token."""
+    array = getattr(right(), name).copy()
+    array[place] = -1 if name == "versions_T" else 0
+    return array
+
+
+TOKENS, MASK, LOGPROBS, VERSIONS = "token_ids_T", "loss_mask_T", "generation_logprobs_T", "versions_T"
+NAN, INF = float("nan"), float("inf")
+WRONG: dict[str, tuple[SampleArrays, str]] = {
+    "another sample": (sample_of(6), "lengths_S: not the lengths that were announced"),
+    "shifted": (right(lengths_S=np.array([7, 6], dtype=np.int32)), "lengths_S: not the lengths"),
+    "lengths too long": (changed("lengths_S", 1, 500), f"{TOKENS}: 13 numbers, does not fit lengths_S"),
+    "negative length": (changed("lengths_S", 1, -5), "lengths_S: -5 for sequence 1, must be at least 1"),
+    "a token less made": (changed(MASK, 1, True), f"{VERSIONS}: -1 for token 1"),
+    "NaN": (changed(LOGPROBS, 5, NAN), f"{LOGPROBS}: nan for token 5, of sequence 0, must be finite and at most 0"),
+    "impossible": (changed(LOGPROBS, 5, -INF), f"{LOGPROBS}: -inf for token 5"),
+    "positive": (changed(LOGPROBS, 5, 0.5), f"{LOGPROBS}: 0.5 for token 5"),
+    "in a prompt": (changed(LOGPROBS, 0, -1.0), f"{LOGPROBS}: -1.0 for token 0, of sequence 0, must be 0 where"),
+    "no version": (changed(VERSIONS, 5, -1), f"{VERSIONS}: -1 for token 5, of sequence 0, must be a version"),
+    "version of a prompt": (changed(VERSIONS, 0, 3), f"{VERSIONS}: 3 for token 0"),
+    "no such token": (changed(TOKENS, 4, VOCABULARY), f"{TOKENS}: {VOCABULARY} for token 4"),
+    "negative token": (changed(TOKENS, 4, -1), f"{TOKENS}: -1 for token 4"),
+    "tokens as floats": (right(token_ids_T=right().token_ids_T.astype(np.float32)), f"{TOKENS}: is float32"),
+    "byte order": (right(token_ids_T=right().token_ids_T.astype(">i4")), f"{TOKENS}: is >i4"),
+    "two dimensions": (right(token_ids_T=right().token_ids_T.reshape(1, -1)), f"{TOKENS}: is int32 (1, 13)"),
+    "bytes for booleans": (right(loss_mask_T=(right().loss_mask_T * np.uint8(7)).view(np.bool_)), f"{MASK}: holds"),
+    "longer prompt": (
+        right(**{name: unmade(name, 2) for name in (MASK, LOGPROBS, VERSIONS)}),
+        f"{MASK}: not the prompts",
+    ),
+    "fewer counted": (
+        right(**{name: unmade(name, 4) for name in (MASK, LOGPROBS, VERSIONS)}),
+        f"{MASK}: not the numbers of tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize(("arrays", "why"), WRONG.values(), ids=WRONG)
 def test_what_is_not_as_announced_is_missing(arrays: SampleArrays, why: str) -> None:
     missing = answered(with_samples(arrays))
     assert missing["rollout-0"].startswith(f"it sent what is not asked for: {why}")
+
+
+ANY_ARRAY = st.one_of(
+    st.lists(st.integers(-3, 60), max_size=15).map(lambda values: np.array(values, np.int32)),
+    st.lists(st.floats(width=32), max_size=15).map(lambda values: np.array(values, np.float32)),
+    st.lists(st.booleans(), max_size=15).map(lambda values: np.array(values, np.bool_)),
+    st.binary(min_size=13, max_size=13).map(lambda raw: np.frombuffer(raw, np.bool_)),
+    st.binary(min_size=52, max_size=52).map(lambda raw: np.frombuffer(raw, np.int32)),
+    st.binary(min_size=8, max_size=8).map(lambda raw: np.frombuffer(raw, np.int32)),
+    st.just(np.zeros((2, 11), np.int32)),
+    st.just(np.zeros((), np.int64)),
+)
+NAMES = [*right().to_frames()]
+SPOTS = st.tuples(st.sampled_from(NAMES), st.integers(0, 12), st.integers(-(2**31), 2**31 - 1))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(st.sampled_from([*NAMES, "more"]), ANY_ARRAY, max_size=2), st.lists(SPOTS, max_size=4))
+def test_whatever_arrays_come_they_are_right_or_a_wire_error(
+    others: dict[str, Any], spots: list[tuple[str, int, int]]
+) -> None:
+    came = {**right().to_frames(), **others}
+    for name, at, bits in spots:
+        array = came[name]
+        if array.ndim == 1 and array.itemsize == 4 and at < len(array):
+            came[name] = array.copy()
+            came[name].view(np.int32)[at] = bits
+    with contextlib.suppress(WireError):
+        fetching.samples_from(came, table_of().take(np.array([2, 3])), VOCABULARY)
 
 
 def test_samples_of_a_group_must_have_its_prompt() -> None:

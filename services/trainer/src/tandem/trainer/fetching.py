@@ -114,9 +114,7 @@ class _Inquiry:
             self.why_missing = reply.why
             return
         rows = self._requests[self._next]
-        arrays = SampleArrays.from_frames(frames)
-        arrays.check(vocabulary)
-        check(arrays, self._table.take(np.array(rows)))
+        arrays = samples_from(frames, self._table.take(np.array(rows)), vocabulary)
         self.found |= {row: arrays.take([place]) for place, row in enumerate(rows)}
         self._next += 1
 
@@ -168,8 +166,13 @@ def _cut(rows: Rows, lengths_S: Int32s) -> Iterator[Rows]:
     yield request
 
 
-def check(arrays: SampleArrays, table: BatchTable) -> None:
-    """Raise `WireError` unless samples are what their rows of the table say."""
+def samples_from(frames: Arrays, table: BatchTable, vocabulary: int) -> SampleArrays:
+    """Return received samples. Raises `WireError` unless they can be samples, and are what these rows of a table say.
+
+    `vocabulary` are the tokens that there are.
+    """
+    arrays = SampleArrays.from_frames(frames)
+    arrays.check(vocabulary)
     if arrays.lengths_S.tolist() != table.lengths_S.tolist():
         raise WireError("lengths_S: not the lengths that were announced")
     starts, made_T = arrays.offsets()[:-1], arrays.loss_mask_T
@@ -180,6 +183,7 @@ def check(arrays: SampleArrays, table: BatchTable) -> None:
         raise WireError("loss_mask_T: not the prompts that were announced")
     if ((table.num_counted_S > 0) & (arrays.num_counted() != table.num_counted_S)).any():
         raise WireError("loss_mask_T: not the numbers of tokens that were announced")
+    return arrays
 
 
 def share_of(table: BatchTable, samples: Sequence[SampleArrays]) -> TrainingBatch:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tandem.common import collector
+from tandem.common.assignment import data_parallel_ranks
 from tandem.common.batch import BatchTable, GivenTokens, TrainingBatch
 from tandem.common.errors import WireError
 from tandem.common.memory import MemoryMeter
@@ -71,6 +72,7 @@ class TrainerService:
         self._member = member
         self._config = member.config
         self._vocabulary = vocabulary_size(member.config.policy)
+        self._rank = data_parallel_ranks(member.config)[member.index]
         self._store: TCPStore | None = None
         self._backend: Backend | None = None
         self._weights: Weights | None = None
@@ -129,7 +131,7 @@ class TrainerService:
         try:
             # What has a number for each sequence; the rest are the tokens of a data set.
             table = BatchTable.from_frames({name: array for name, array in arrays.items() if name.endswith("_S")})
-            num_ranks, num_sources = self._built().data_parallel_size, len(order.sources)
+            num_ranks, num_sources = self._config.data_parallel_size, len(order.sources)
             # Where what was cut off does not count, all of a step may be.
             may_mask_all = self._config.algorithm == "grpo" and self._config.grpo.overlong_filtering
             table.check(num_ranks=num_ranks, num_sources=num_sources, may_mask_all=may_mask_all)
@@ -142,7 +144,7 @@ class TrainerService:
 
     def _given_share(self, order: Train | Evaluate, table: BatchTable, arrays: Arrays) -> TrainingBatch:
         """Return the share whose tokens came with the order. Raises `WireError`, as `_table` does."""
-        own = table.take(table.rows_of(self._built().data_parallel_rank))
+        own = table.take(table.rows_of(self._rank))
         try:
             tokens = {name: array for name, array in arrays.items() if not name.endswith("_S")}
             given = GivenTokens.beside(own.lengths_S, tokens)
@@ -205,6 +207,7 @@ class TrainerService:
         )
         resume_from = Path(order.checkpoint) if order.checkpoint else None
         self._backend = make_backend(self._config, checkpoint=resume_from)
+        assert self._backend.data_parallel_rank == self._rank, "the coordinator sends shares by this number"
         if self._config.takes_turns:
             self._backend.offload()
         self._weights = self._backend.weights()
@@ -220,10 +223,9 @@ class TrainerService:
         self._member.reply(order.command_id, reply)
 
     def _train(self, order: Train, table: BatchTable, arrays: Arrays) -> None:
-        assert self._endpoint is not None, "the coordinator orders BuildTrainer first"
         share: TrainingBatch | None
         if order.sources:
-            rows = table.rows_of(self._built().data_parallel_rank)
+            rows = table.rows_of(self._rank)
             with self._member.phase(f"fetching the samples of step {order.step}"):
                 timeout_s = _FETCH_SHARE * order.deadline_s
                 share, missing = self._fetcher.fetch(order.step, table, rows, order.sources, timeout_s)
@@ -234,6 +236,7 @@ class TrainerService:
             assert share is not None, "all have theirs, so has this rank"
         else:
             share = self._given_share(order, table, arrays)
+        assert self._endpoint is not None, "the coordinator orders BuildTrainer first"
         self._endpoint.abandon_digest()
         self._memory.begin()
         with self._training_state() as backend:
@@ -252,9 +255,8 @@ class TrainerService:
         self._member.reply(order.command_id, reply)
 
     def _evaluate(self, order: Evaluate, table: BatchTable, arrays: Arrays) -> None:
-        backend = self._built()
         share = self._given_share(order, table, arrays)
-        metrics = step.evaluate(backend, table, share, self._config, order.parts)
+        metrics = step.evaluate(self._built(), table, share, self._config, order.parts)
         self._member.reply(order.command_id, Evaluated(command_id=order.command_id, step=order.step, metrics=metrics))
 
     def _save(self, order: SaveCheckpoint) -> None:
