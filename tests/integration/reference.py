@@ -38,6 +38,7 @@ def sequences_of(batch: TrainingBatch) -> list[dict[str, torch.Tensor]]:
             "mask": torch.from_numpy(batch.loss_mask_T[end - length : end])[1:],
             "generation": torch.from_numpy(batch.generation_logprobs_T[end - length : end])[1:],
             "advantage": torch.tensor(batch.advantages_S[row]),
+            "reward": torch.tensor(batch.rewards_S[row]),
         }
         for row, (length, end) in enumerate(zip(batch.lengths_S, ends, strict=True))
     ]
@@ -86,7 +87,8 @@ def plain_grpo(
                 advantage = samples[i]["advantage"]
                 loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
                 difference = references[i] - logprobs
-                loss = loss + kl * (difference.exp() - 1 - difference)
+                weight = (logprobs - logprobs.detach()).exp()  # its gradient is that of where samples are drawn
+                loss = loss + kl * weight * (difference.exp() - 1 - difference)
                 total = total + loss[samples[i]["mask"]].sum() / num_tokens
             total.backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

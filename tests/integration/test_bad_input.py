@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import resource
 import signal
@@ -100,6 +102,78 @@ def test_too_few_problems() -> None:
 def test_a_prompt_longer_than_the_context() -> None:
     line = refusal(merged(GYM, {"data": {"max_input_seq_length": 4}}))
     assert re.search(r"problem 'chain_sum-\d+': its prompt has \d+ tokens.*room for 4", line)
+
+
+QUICKLY_S = 60.0
+"""What hangs is killed after this."""
+
+
+@pytest.mark.parametrize("kind", ["a FIFO", "a character device"])
+def test_a_configuration_that_is_no_file(kind: str) -> None:
+    path = Path("odd.yaml") if kind == "a FIFO" else Path("/dev/zero")
+    if kind == "a FIFO":
+        os.mkfifo(path)
+    ended = coordinator("check", path, timeout_s=QUICKLY_S)
+    assert ended.returncode == 2
+    assert ended.stderr == f"error: {path}: cannot be read: it is {kind}, not a file\n"
+
+
+def test_data_that_is_no_file() -> None:
+    os.mkfifo("odd.jsonl")
+    config = write_config({"data": {"train_data_path": "odd.jsonl"}})
+    line = line_of(coordinator("up", config, timeout_s=QUICKLY_S))
+    assert line == "data: cannot read 'odd.jsonl': it is a FIFO, not a file of one JSON object a line"
+
+
+def test_data_that_is_not_text() -> None:
+    Path("bytes.jsonl").write_bytes(b'{"input": "1 + 1", "output": "2"}\n{"input": "\xff", "output": "2"}\n')
+    line = refusal({"data": {"train_data_path": "bytes.jsonl"}})
+    assert line == "bytes.jsonl:2 is not UTF-8: byte 0xff at position 12 of the line"
+
+
+def test_characters_that_a_new_model_does_not_know() -> None:
+    line = refusal({"data": {"prompt_template": "What is {question}?"}})
+    assert line == (
+        "the tokenizer in model does not know 7 characters: 'Whatis?' (first in data.prompt_template); "
+        "policy.new_model.characters lacks them"
+    )
+
+
+def test_a_chat_template_that_does_not_end() -> None:
+    template = "{% for i in range(10**5) %}{% for j in range(10**5) %}{% endfor %}{% endfor %}"
+    config = write_config({"policy": {"tokenizer": {"name": "model", "chat_template": template}}})
+    line = line_of(coordinator("up", config, timeout_s=QUICKLY_S))
+    assert re.fullmatch(
+        r"policy.tokenizer.chat_template: the chat template of model takes longer than 10 s for one conversation "
+        r"\(problem 'sums.jsonl:\d+'\)",
+        line,
+    )
+
+
+@pytest.mark.parametrize("key", ["num_prompts_per_step", "num_generations_per_prompt"])
+def test_a_step_that_nobody_can_wait_for(key: str) -> None:
+    config = write_config({"grpo": {key: 10**9}})
+    line = line_of(coordinator("up", config, timeout_s=QUICKLY_S))
+    assert line.startswith(f"grpo.{key}: 1000000000 is too much: a step can have 1,048,576 sequences at most")
+
+
+def test_as_many_steps_as_anyone_can_name_begin_at_once() -> None:
+    with Command(
+        "coordinator", "up", write_config({"grpo": {"max_num_steps": 10**12, "max_val_samples": 10**12}})
+    ) as run:
+        run.wait_for("step 2/1000000000000 ")
+        run.signal(signal.SIGINT)
+        assert run.wait() == 130
+
+
+def test_a_game_whose_state_is_hidden_is_played() -> None:
+    """All prompts are the same, and the answer is what tells one problem from another."""
+    rows = [{"input": "1 + ", "output": str(number)} for number in range(64)]
+    config = write_config({"data": {"train_data_path": "games.jsonl", "num_train": 48}, "grpo": {"max_num_steps": 1}})
+    Path("games.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    ended = coordinator("up", config)
+    assert ended.returncode == 0, ended.stderr
+    assert [step.step for step in steps_of()] == [1]
 
 
 def test_a_port_in_use() -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import os
+import pty
 import re
 import shlex
+import shutil
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,8 @@ import pytest
 from tests import leaks
 from tests.integration.by_hand import MEGATRON_TP2, assert_same_results, refits_of, undisturbed_run
 from tests.integration.harness import (
+    BIN,
+    TIMEOUT_S,
     Command,
     all_gone,
     coordinator,
@@ -48,19 +53,103 @@ def test_ctrl_c_saves_and_the_run_goes_on_from_there() -> None:
     assert steps_of()[-1].step == done + 1
 
 
-def test_ctrl_c_before_the_first_step_is_no_error_either() -> None:
+def setsid(*words: str | Path) -> Command:
+    """Start a command that leads a session, and so a group, of its own."""
+    return Command(program("setsid"), BIN / words[0], *words[1:])
+
+
+def program(name: str) -> str:
+    """Return the path of a program that every Linux has."""
+    found = shutil.which(name)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("who", ["a process group", "timeout"])
+def test_who_asks_all_processes_to_end_has_the_run_saved_and_it_goes_on_from_there(who: str, undisturbed: Path) -> None:
+    before, config = leaks.segments(), write_config(TWELVE)
+    words = ["coordinator", "up", config]
+    with (
+        setsid(*words)
+        if who == "a process group"
+        else Command(program("timeout"), "--preserve-status", "600", BIN / words[0], *words[1:]) as run
+    ):
+        run.wait_for("step 3/12")
+        everyone = [psutil.Process(run.process.pid), *run.children()]
+        assert len({os.getpgid(each.pid) for each in everyone}) == 1
+        assert len(everyone) >= 6, "the coordinator, what forks, and four services"
+        if who == "timeout":
+            run.signal(signal.SIGTERM)  # which it passes on to all, twice to the one that it started
+        else:
+            os.killpg(run.process.pid, signal.SIGTERM)
+        assert run.wait() == 130, run.output()
+        assert all_gone(everyone, 5.0) == []
+    done = steps_of()[-1].step
+    assert done < 12
+    assert f"interrupted; continue with: coordinator up {config} --resume" in run.output()
+    assert Path(f"run/checkpoints/step_{done}").exists(), run.output()
+    assert leaks.segments_left(before) == set()
+    resumed = coordinator("up", config, "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"resuming at step {done + 1}" in resumed.stdout
+    assert_same_results("run", undisturbed)
+
+
+def test_a_terminal_that_closes_has_the_run_saved() -> None:
+    ours, theirs = pty.openpty()
+    words = [program("setsid"), "--ctty", BIN / "coordinator", "up", write_config(LONG)]
+    with subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=theirs) as run:
+        os.close(theirs)
+        seen = b""
+        while not re.search(rb"step \d{2,}/1000", seen):  # it shows a few moments a second
+            seen += os.read(ours, 1 << 16)
+        children = psutil.Process(run.pid).children(recursive=True)
+        os.close(ours)
+        assert run.wait(TIMEOUT_S) == 130
+        assert all_gone(children, 5.0) == []
+    assert Path(f"run/checkpoints/step_{steps_of()[-1].step}").exists()
+
+
+def test_a_service_started_by_hand_leaves_when_it_is_asked_to_and_the_run_notices() -> None:
+    over = {"cluster": {"launch": {"trainers": 1, "refit": True}}, "grpo": {"max_num_steps": 8}}
+    with Command("coordinator", "up", write_config(over)) as run:
+        address = run.wait_for(r"listens on (tcp://\S+)")[1]
+        with Command("rollout", "--coordinator", address) as first:
+            run.wait_for("step 2/8")
+            process_of(run, "trainer").send_signal(signal.SIGTERM)  # which was launched, and leaves it to the run
+            first.signal(signal.SIGTERM)
+            assert first.wait() == 0, first.output()
+            assert "rollout-0 leaves: interrupted" in first.output()
+            run.wait_for("rollout-0 is lost: it left: interrupted; start another")
+        with Command("rollout", "--coordinator", address) as second:
+            assert run.wait() == 0, run.output()
+            assert second.wait() == 0
+    assert [s.step for s in steps_of()] == list(range(1, 9))
+
+
+def test_a_service_is_asked_to_end_before_there_is_a_coordinator() -> None:
+    with Command("refit", "--coordinator", "tcp://127.0.0.1:9", "--join-timeout", "60") as refit:
+        process = psutil.Process(refit.process.pid)
+        wait_until(lambda: process.num_threads() > 1, lambda: "it to begin")  # the first watches for signals
+        refit.signal(signal.SIGTERM)
+        assert refit.wait() == 130, refit.output()
+        assert refit.output() == "refit: interrupted before it had joined\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+def test_an_interrupt_before_the_first_step_is_no_error_either(number: signal.Signals) -> None:
     os.mkfifo("never_written.jsonl")
     with Command("coordinator", "up", write_config({"data": {"train_data_path": "never_written.jsonl"}})) as run:
         wait_until(lambda: bool(run.children()), lambda: "it to begin")
         time.sleep(0.5)  # and to wait for the data
-        run.signal(signal.SIGINT)
+        run.signal(number)
         assert run.wait() == 130
         assert run.output() == "new qwen3 model in model\ninterrupted before the run had begun\n"
     assert not Path("run").exists()
     config = write_config({"grpo": {"max_num_steps": 1}})
     with Command("coordinator", "up", config) as run:
         run.wait_for("listens on")  # what it launches has not joined yet
-        run.signal(signal.SIGINT)
+        run.signal(number)
         assert run.wait() == 130, run.output()
         words = shlex.split(run.wait_for(r"continue with: coordinator (.*)")[1])
     assert coordinator(*words).returncode == 0

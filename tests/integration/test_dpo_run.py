@@ -96,12 +96,14 @@ def test_a_pair_that_cannot_be_tokenised_ends_the_run_when_it_is_drawn_and_put_r
     config = write_config(dpo)
     Path("held_out.jsonl").write_text(json.dumps({"prompt": "0", "chosen": "1", "rejected": "2"}))
     right = [json.dumps({"prompt": f"{i} + 1", "chosen": f" = {i + 1}", "rejected": "-"}) for i in range(num_pairs)]
-    wrong = [line.replace("+", "plus") if index == late else line for index, line in enumerate(right)]
+    unanswered = [{"role": "user", "content": "2"}]
+    wrong = list(right)
+    wrong[late] = json.dumps(json.loads(right[late]) | {"chosen": unanswered})
     Path("pairs.jsonl").write_text("\n".join(wrong))
     ended = coordinator("up", config)
     assert ended.returncode == 1
     assert ended.stderr.splitlines()[-1] == (
-        f"error: problem 'pairs.jsonl:{late + 1}': the tokenizer in model does not know the character 'l'"
+        f"error: problem 'pairs.jsonl:{late + 1}': its solution does not end with a turn of the assistant"
     )
     assert [step.step for step in steps_of()] == list(range(1, 20))
     Path("pairs.jsonl").write_text("\n".join(right))

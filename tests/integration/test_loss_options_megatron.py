@@ -47,6 +47,7 @@ class Sequence(NamedTuple):
     reference_K: torch.Tensor
     advantage: torch.Tensor
     """Of the sequence, or of each counted token."""
+    reward: float
 
     @property
     def ratio_K(self) -> torch.Tensor:
@@ -117,21 +118,41 @@ def with_kl(estimate: Callable[[Sequence], torch.Tensor]) -> Formula:
     return formula
 
 
+def one(of: Sequence) -> torch.Tensor:
+    """The gradient of it is that of the token's log-probability: of where the samples are drawn."""
+    return (of.current_K - of.current_K.detach()).exp()
+
+
+def bounded(weight_K: torch.Tensor, of: Sequence) -> torch.Tensor:
+    """Past the bound on the log-ratio the weight has no gradient either."""
+    return torch.where((of.reference_K - of.current_K).abs() <= 1.0, weight_K, weight_K.detach())
+
+
 def k1(of: Sequence) -> torch.Tensor:
-    return (of.current_K - of.reference_K).clamp(-1.0, 1.0)
+    return bounded(one(of), of) * (of.current_K - of.reference_K).clamp(-1.0, 1.0)
 
 
 def k2(of: Sequence) -> torch.Tensor:
-    return ((of.reference_K - of.current_K).square() / 2).clamp(max=0.4)
+    return (one(of) * (of.reference_K - of.current_K).square() / 2).clamp(max=0.4)
 
 
 def k3(of: Sequence) -> torch.Tensor:
-    return unclamped_k3(of.reference_K - of.current_K).clamp(max=0.4)
+    return (bounded(one(of), of) * unclamped_k3(of.reference_K - of.current_K)).clamp(max=0.4)
 
 
 def reweighted_k3(of: Sequence) -> torch.Tensor:
-    weight_K = (of.current_K - of.generation_K).exp()
+    weight_K = bounded((of.current_K - of.generation_K).exp(), of)
     return (weight_K * unclamped_k3(of.reference_K - of.current_K)).clamp(max=0.4)
+
+
+def with_positive_nll(of: Sequence) -> torch.Tensor:
+    """Add 0.5 times the mean over the tokens of sequences with a reward above zero, as a part of that over all."""
+    own = sequences_of(BATCH)
+    share = sum(int(each["mask"].sum()) for each in own if each["reward"] > 0) / sum(
+        int(each["mask"].sum()) for each in own
+    )
+    assert 0 < share < 1
+    return ppo(of) - (0.5 / share * of.current_K if of.reward > 0 else 0.0)
 
 
 def unclamped_k3(log_ratio_K: torch.Tensor) -> torch.Tensor:
@@ -183,6 +204,7 @@ CASES: dict[str, tuple[dict[str, Any], Formula]] = {
     "k3": (K3, with_kl(k3)),
     "k3 in the reward": (K3 | {"use_kl_in_reward": True}, ppo),
     "k3, reweighted": (K3 | {"use_on_policy_kl_approximation": True}, with_kl(reweighted_k3)),
+    "positive examples": ({"positive_example_nll_weight": 0.5}, with_positive_nll),
     "correction without bounds": (CORRECTION, lambda of: of.weight_K * ppo(of)),
     "tis": (bounds("tis", 0.8, 1.2), tis),
     "icepop": (bounds("icepop", 0.7, 1.3), icepop),
@@ -255,7 +277,9 @@ def plain(folder: Path, other_policies: tuple[Float32s, Float32s]) -> dict[str, 
         logprobs_of_three = (own["generation"], before["generation"], origin["generation"])
         generation_K, previous_K, reference_K = (values[own["mask"]] for values in logprobs_of_three)
         current_K = logprobs_of(model, own["token_ids"], TEMPERATURE)[own["mask"]]
-        sequences.append(Sequence(current_K, previous_K, generation_K, reference_K, own["advantage"]))
+        sequences.append(
+            Sequence(current_K, previous_K, generation_K, reference_K, own["advantage"], float(own["reward"]))
+        )
     parameters = list(model.parameters())
     done = {}
     for name, (options, formula) in CASES.items():

@@ -143,7 +143,7 @@ def test_logprobs_and_gradients_are_those_of_padded_rows(rows: Any, tmp_path: Pa
     for row_divisible_by in (None, 1):
         model = packed_model(folder)
         micro = packing.pad(batch, rows, divisible_by=1, device=CPU, row_divisible_by=row_divisible_by)
-        logprobs_BT, entropy_BT = TokenScorer(model, 0.7, linear_head=has_linear_head(model))(micro)
+        logprobs_BT, entropy_BT, _ = TokenScorer(model, 0.7, linear_head=has_linear_head(model))(micro)
         (logprobs_BT * micro.advantages_BT).sum().div(micro.loss_mask_BT.sum()).backward()
         found.append((logprobs_BT, entropy_BT, {name: tensor.grad for name, tensor in model.named_parameters()}))
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=TOLERANCE)
@@ -234,7 +234,7 @@ def test_models_with_more_than_a_matrix_for_an_output_layer_are_scored_by_their_
         with torch.no_grad():
             logits = model(input_ids=micro.token_ids_BT, use_cache=False).logits / 0.7
             expected_BT = logits.log_softmax(-1)[:, :-1].gather(2, target_BT1)[:, :, 0] * micro.loss_mask_BT[:, 1:]
-            logprobs_BT, entropy_BT = TokenScorer(model, 0.7, linear_head=is_linear)(micro)
+            logprobs_BT, entropy_BT, _ = TokenScorer(model, 0.7, linear_head=is_linear)(micro)
         torch.testing.assert_close(logprobs_BT[:, 1:], expected_BT, rtol=0, atol=1e-5)
         counted = micro.loss_mask_BT[:, 1:]
         entropies = torch.distributions.Categorical(logits=logits[:, :-1][counted]).entropy()

@@ -62,6 +62,7 @@ RLOO = {
     "truncated_importance_sampling_ratio": 1.1,
     "truncated_importance_sampling_ratio_min": 0.5,
 }
+VAPO = {"positive_example_nll_weight": 0.3}
 KL_IN_REWARD = {"use_kl_in_reward": True, "reference_policy_kl_penalty": 0.5, "reference_policy_kl_type": "k1"}
 
 
@@ -78,7 +79,10 @@ def train_rank(rank: int, config: Config, batches: list[TrainingBatch], folder: 
     return metrics
 
 
-@pytest.mark.parametrize("loss", [GSPO, CISPO, RLOO, KL_IN_REWARD], ids=["gspo", "cispo", "rloo", "reinforce++"])
+LOSSES = {"gspo": GSPO, "cispo": CISPO, "rloo": RLOO, "vapo": VAPO, "reinforce++": KL_IN_REWARD}
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 def test_no_way_of_sharing_a_batch_makes_a_difference(tmp_path: Path, loss: dict[str, Any]) -> None:
     model = make_model(tmp_path / "model")
     batches = [make_batch(seed=1), make_batch(seed=2)]
@@ -95,7 +99,7 @@ def test_no_way_of_sharing_a_batch_makes_a_difference(tmp_path: Path, loss: dict
         torch.testing.assert_close(other_weights, weights, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("loss", [GSPO, CISPO], ids=["gspo", "cispo"])
+@pytest.mark.parametrize("loss", [GSPO, CISPO, VAPO], ids=["gspo", "cispo", "vapo"])
 def test_megatron_core_makes_the_same_steps(tmp_path: Path, loss: dict[str, Any]) -> None:
     model, batches = make_model(tmp_path / "model"), [make_batch(seed=1), make_batch(seed=2)]
     undecayed = {"optimizer": {"name": "torch.optim.AdamW", "kwargs": {**ADAMW, "weight_decay": 0.0}}}

@@ -22,6 +22,7 @@ def inputs(size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, t
     weight_VH = (0.4 * torch.randn(size, HIDDEN, generator=generator)).to(dtype).requires_grad_()
     target_K = torch.randint(size, (NUM_TOKENS,), generator=generator)
     target_K[:2] = torch.tensor([0, size - 1])
+    target_K[2:8] = (hidden_KH @ weight_VH.T)[2:8].argmax(dim=-1)
     return hidden_KH, weight_VH, target_K
 
 
@@ -29,11 +30,12 @@ def score(
     hidden_KH: torch.Tensor, weight_VH: torch.Tensor, target_K: torch.Tensor, **options: Any
 ) -> dict[str, torch.Tensor]:
     """Return scores, and the gradients of a weighted sum of them, as arrays that processes can hand over."""
-    logprobs_K, entropy_K = score_tokens(hidden_KH, weight_VH, target_K, temperature=0.7, **options)
+    logprobs_K, entropy_K, is_likeliest_K = score_tokens(hidden_KH, weight_VH, target_K, temperature=0.7, **options)
     (logprobs_K * torch.linspace(-1, 1, NUM_TOKENS)).sum().backward()
     assert hidden_KH.grad is not None
     assert weight_VH.grad is not None
-    found = {"logprobs": logprobs_K, "entropy": entropy_K, "hidden": hidden_KH.grad, "weight": weight_VH.grad}
+    found = {"logprobs": logprobs_K, "entropy": entropy_K, "likeliest": is_likeliest_K}
+    found |= {"hidden": hidden_KH.grad, "weight": weight_VH.grad}
     return {name: tensor.detach().float().numpy() for name, tensor in found.items()}
 
 
@@ -55,9 +57,10 @@ def score_rows_of_a_rank(rank: int, size: int, padded: int, dtype: torch.dtype, 
 @pytest.mark.parametrize("chunk", [None, 4])
 def test_scores_over_two_ranks_are_those_over_one(size: int, padded: int, chunk: int | None) -> None:
     expected = score(*inputs(size, torch.float32))
+    assert 6 <= expected["likeliest"].sum() < NUM_TOKENS
     ranks = run_ranks(2, score_rows_of_a_rank, size, padded, torch.float32, chunk)
     for found in ranks:
-        for name in ("logprobs", "entropy", "hidden"):
+        for name in ("logprobs", "entropy", "likeliest", "hidden"):
             torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-6)
             assert (found[name] == ranks[0][name]).all(), "to the bit on every rank"
     weight_VH = torch.cat([torch.from_numpy(found["weight"]) for found in ranks])

@@ -136,7 +136,7 @@ def test_logprobs_and_gradients_are_those_of_the_samples_one_by_one(tmp_path: Pa
             assert prepare_to_share(model, 64) is None
         micro = packing.pad(batch, range(6), divisible_by=1, device=CPU, prompts=prompts)
         assert (micro.shared_prompts is None) == (prompts is None)
-        logprobs_BT, entropy_BT = TokenScorer(model, 0.7, linear_head=has_linear_head(model))(micro)
+        logprobs_BT, entropy_BT, _ = TokenScorer(model, 0.7, linear_head=has_linear_head(model))(micro)
         (logprobs_BT * micro.advantages_BT).sum().div(micro.loss_mask_BT.sum()).backward()
         gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
         found.append((logprobs_BT, entropy_BT, gradients))

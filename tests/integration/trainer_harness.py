@@ -143,6 +143,7 @@ def make_batch(num_sequences: int = 8, *, seed: int = 0, max_length: int = 14) -
         loss_mask_T=loss_mask_T,
         generation_logprobs_T=logprobs_T,
         advantages_S=random.normal(0.0, 1.0, num_sequences).astype(np.float32),
+        rewards_S=random.normal(0.0, 1.0, num_sequences).astype(np.float32),
     )
 
 
@@ -230,6 +231,7 @@ def make_groups(*sizes: int, seed: int = 0, max_prompt: int = 8, max_response: i
         loss_mask_T=loss_mask_T,
         generation_logprobs_T=np.where(loss_mask_T, random.normal(-3.0, 0.3, num_tokens), 0.0).astype(np.float32),
         advantages_S=random.normal(0.0, 1.0, len(token_ids)).astype(np.float32),
+        rewards_S=random.normal(0.0, 1.0, len(token_ids)).astype(np.float32),
     )
 
 

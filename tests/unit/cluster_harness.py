@@ -1,4 +1,4 @@
-"""A cluster of obedient processes that a plan is driven with: events in, actions out, no sockets."""
+"""A cluster of obedient processes that a scheduler is driven with: events in, actions out, no sockets."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+from samples_harness import scored
 
 from tandem.common.messages import (
     Attest,
@@ -30,29 +31,35 @@ from tandem.common.messages import (
     Refitted,
     RendezvousOpened,
     Reply,
+    SampleScored,
+    SamplesFinished,
     SaveCheckpoint,
     Trained,
     TrainerBuilt,
     TransfersPlanned,
     VersionCommitted,
 )
-from tandem.coordinator.decisions import (
+from tandem.coordinator.scheduler import Scheduler
+from tandem.coordinator.scheduler.events import (
     Action,
     CommitStep,
-    Deadlines,
     Dispatch,
     DispatchBatch,
     DispatchPrompts,
+    DrawPrompts,
     Finish,
+    GroupSize,
     Interrupted,
     Joined,
-    Phase,
+    Lost,
+    PromptsDrawn,
     Replied,
-    RunShape,
 )
-from tandem.coordinator.plan import SynchronousPlan
+from tandem.coordinator.scheduler.invariants import validate
+from tandem.coordinator.scheduler.phases import Phase
+from tandem.coordinator.scheduler.spec import Deadlines, RunSpec
 
-GRPO = RunShape(
+GRPO = RunSpec(
     has_engines=True,
     expected={"trainer": 2, "rollout": 2, "refit": 1},
     first_step=1,
@@ -140,11 +147,19 @@ def answer_saving(order: SaveCheckpoint | AwaitCheckpoint) -> Reply:
     return CheckpointSaved(command_id=order.command_id, num_bytes=1)
 
 
-class Cluster:
-    """Drives a plan with obedient processes; one second passes between an order and its answer."""
+def result(group: int, sample: int, reward: float = 0.0, **components: float) -> SampleScored:
+    """Return what an engine says of a sample."""
+    return scored(group, sample, response_length=1 + sample, reward=reward, components=components)
 
-    def __init__(self, shape: RunShape) -> None:
-        self.plan = SynchronousPlan(shape, now=0.0)
+
+class Cluster:
+    """Drives a scheduler with obedient processes; one second passes between an order and its answer."""
+
+    num_samples = 1
+    """Of each group."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self.plan = Scheduler(spec, now=0.0)
         self.now = 0.0
         self.pending: list[Dispatch | DispatchPrompts | DispatchBatch] = []
         self.done: list[Action] = []
@@ -152,24 +167,45 @@ class Cluster:
         self.adjust: Callable[[Reply], Reply] = lambda reply: reply
 
     def give(self, event: Any) -> list[Action]:
-        actions = self.plan.handle(event)
-        for action in actions:
+        actions: list[Action] = []
+        for action in self.plan.handle(event):
+            if isinstance(action, DrawPrompts):
+                sizes = tuple(self.size_of(action, group) for group in action.groups)
+                drawn = PromptsDrawn(now=self.now, step=action.step, purpose=action.purpose, sizes=sizes)
+                actions += self.give(drawn)
+                continue
+            actions.append(action)
             if isinstance(action, Dispatch | DispatchPrompts | DispatchBatch):
                 self.pending.append(action)
                 self.orders.append(action)
             else:
                 self.done.append(action)
+        validate(self.plan)
         return actions
 
+    def size_of(self, drawn: DrawPrompts, group: int) -> GroupSize:
+        return GroupSize(num_samples=self.num_samples, num_tokens=1)
+
     def join_all(self) -> None:
-        for kind, count in self.plan.shape.expected.items():
+        for kind, count in self.plan.spec.expected.items():
             for index in reversed(range(count)):
                 self.give(Joined(now=self.now, member=f"{kind}-{index}", kind=kind))
 
     def answer_next(self) -> None:
         action = self.pending.pop(0)
         self.now += 1.0
+        if isinstance(action, DispatchPrompts):
+            self.send_samples(action)
         self.give(Replied(now=self.now, member=action.member, reply=self.adjust(answer(action))))
+
+    def send_samples(self, order: DispatchPrompts) -> None:
+        """Have an engine finish every sample of an order."""
+        samples = tuple(self.result(group, i) for group in order.groups for i in range(self.num_samples))
+        reply = SamplesFinished(command_id=order.command_id, step=order.step, purpose=order.purpose, samples=samples)
+        self.give(Replied(now=self.now, member=order.member, reply=reply))
+
+    def result(self, group: int, sample: int) -> SampleScored:
+        return result(group, sample)
 
     def hold(self, kind: type[Any]) -> list[Dispatch]:
         """Take the orders of a kind out of those that are answered next."""
@@ -218,3 +254,12 @@ def only_finish(actions: list[Action]) -> Finish:
 
 def interrupt(cluster: Cluster) -> list[Action]:
     return cluster.give(Interrupted(now=cluster.now))
+
+
+def lose(cluster: Cluster, engine: str) -> list[Action]:
+    cluster.pending = [a for a in cluster.pending if a.member != engine]
+    return cluster.give(Lost(now=cluster.now, member=engine, why="killed by SIGKILL"))
+
+
+def replace(cluster: Cluster, engine: str) -> None:
+    cluster.give(Joined(now=cluster.now, member=engine, kind="rollout"))

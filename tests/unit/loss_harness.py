@@ -10,10 +10,11 @@ import torch
 from tandem.common.config.schema import LossFn
 from tandem.trainer.losses.aggregate import Counts
 from tandem.trainer.packing import MicroBatch
+from tandem.trainer.scoring import TokenScores
 
 CPU = torch.device("cpu")
 MASK_BT = torch.tensor([[False, True, True, True], [False, False, True, False]])
-COUNTS = Counts(tokens=4, sequences=2)
+COUNTS = Counts(tokens=4, sequences=2, positive_tokens=3)
 
 
 def settings(**changes: Any) -> LossFn:
@@ -37,6 +38,7 @@ def micro_batch(**changes: Any) -> MicroBatch:
         "advantages_BT": torch.tensor([[1.5], [-0.5]], dtype=torch.float64).expand(2, 4),
         "previous_logprobs_BT": logprobs(),
         "reference_logprobs_BT": logprobs(),
+        "is_positive_BT": torch.tensor([[True], [False]]).expand(2, 4),
     }
     return MicroBatch(**defaults | changes)
 
@@ -45,3 +47,9 @@ CURRENT_BT = torch.where(
     MASK_BT, torch.tensor([[0.0, -1.0, -2.0, -0.3], [0.0, 0.0, -1.7, 0.0]], dtype=torch.float64), 0.0
 )
 ENTROPY_BT = torch.tensor([[7.0, 0.5, 1.0, 1.5], [7.0, 7.0, 2.0, 7.0]], dtype=torch.float64)
+LIKELIEST_BT = torch.tensor([[1.0, 1.0, 0.0, 1.0], [1.0, 1.0, 0.0, 1.0]], dtype=torch.float64)
+
+
+def scores(logprobs_BT: torch.Tensor) -> TokenScores:
+    """Return scores with these log-probabilities."""
+    return TokenScores(logprobs_BT, ENTROPY_BT, LIKELIEST_BT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,12 @@ def test_a_file_that_cannot_be_read(here: Path) -> None:
     assert error_of("absent.yaml") == "absent.yaml: there is no such file"
     assert error_of("binary.yaml") == "binary.yaml: cannot be read: it does not hold YAML text"
     assert error_of(".") == ".: cannot be read: Is a directory"
+    os.mkfifo(here / "fifo.yaml")
+    assert error_of("fifo.yaml") == "fifo.yaml: cannot be read: it is a FIFO, not a file"
+    (here / "zero.yaml").symlink_to("/dev/zero")
+    assert error_of("zero.yaml") == "zero.yaml: cannot be read: it is a character device, not a file"
+    (here / "child.yaml").write_text("defaults: [fifo.yaml]\n")
+    assert error_of("child.yaml") == "child.yaml: defaults: there is no file fifo.yaml"
 
 
 def test_a_cycle_of_defaults_is_named(here: Path) -> None:

@@ -223,6 +223,7 @@ LATER_LOSS = {
     "truncated_importance_sampling_ratio": None,
     "truncated_importance_sampling_ratio_min": None,
     "sequence_level_importance_ratios": False,
+    "positive_example_nll_weight": 0.0,
     "token_level_loss": True,
 }
 

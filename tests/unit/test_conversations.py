@@ -16,7 +16,7 @@ from tandem.common.batch import TrainingBatch
 from tandem.common.config import Config, notices
 from tandem.common.config.named import NAMED
 from tandem.common.errors import ConfigError, DataError, TandemError
-from tandem.common.tokenizer import Tokenizer
+from tandem.common.tokenizer import Tokenizer, load_tokenizer
 from tandem.coordinator.algorithms import make_feed
 from tandem.coordinator.data import load_conversations
 
@@ -106,7 +106,7 @@ def test_validation_takes_so_many_batches_or_everything(val_batches: int, count:
 
 @pytest.mark.parametrize(("val_batches", "easy", "hard"), [(1, 5, 8), (0, 5, 12)])
 def test_several_files_are_validated_on_each_by_itself(val_batches: int, easy: int, hard: int) -> None:
-    for name, numbers in {"train": range(40), "easy": range(5), "hard": range(30, 42)}.items():
+    for name, numbers in {"train": range(5, 30), "easy": range(5), "hard": range(30, 42)}.items():
         jsonl([{"prompt": str(i), "chosen": " = 1", "rejected": " = 2"} for i in numbers], f"{name}.jsonl")
     paths = {"easy": "easy.jsonl", "hard": "hard.jsonl"}
     config = data_config("dpo", dataset_name="jsonl", train_data_path="train.jsonl", val_data_paths=paths)
@@ -118,7 +118,20 @@ def test_several_files_are_validated_on_each_by_itself(val_batches: int, easy: i
     found = [parts(tokenizer, batch, row)[0] for row in range(0, len(batch.lengths_S), 2)]
     assert found == [f"<bos>{i}" for i in (*range(easy), *range(30, 30 + hard))]
     assert feed.validation_parts == {"easy": 2 * easy, "hard": 2 * hard}, "sequences"
-    assert len(load_conversations(config).train) == 40 - 5 - 10, "nothing is trained on that is in one of them"
+    assert len(load_conversations(config).train) == 25
+
+
+def test_a_pair_that_is_trained_on_and_validated_on_is_refused_with_both_places() -> None:
+    for name, numbers in {"train": range(40), "easy": range(41, 45), "hard": range(30, 34)}.items():
+        jsonl([{"prompt": str(i), "chosen": " = 1", "rejected": " = 2"} for i in numbers], f"{name}.jsonl")
+    paths = {"easy": "easy.jsonl", "hard": "hard.jsonl"}
+    settings = {"dataset_name": "jsonl", "train_data_path": "train.jsonl", "val_data_paths": paths}
+    assert error_of(data_config("dpo", **settings)) == (
+        "data: train.jsonl:31 and hard.jsonl:1 hold the same problem (and 3 more), which would be trained on and "
+        "validated on: take it out of one of them"
+    )
+    sets = load_conversations(data_config("dpo", **settings, num_train=30))
+    assert len(sets.train) == 30, "what is not trained on does no harm"
 
 
 def test_one_set_has_no_parts() -> None:
@@ -162,9 +175,20 @@ def test_the_fields_of_pairs_are_named() -> None:
 def test_a_prompt_may_have_several_pairs_and_all_are_held_out_with_it() -> None:
     rows = [{"prompt": str(i % 5), "chosen": str(i), "rejected": "0"} for i in range(1, 21)]
     sets = load_conversations(data_config("dpo", **jsonl([*rows, rows[0]])))
-    assert len(sets.train) == 16
+    assert len(sets.train) == 17, "one of them twice"
     (held_out,) = sets.validation
     assert all(pair.prompt != held_out.prompt for pair in sets.train)
+    assert sets.num_set_aside == 3
+
+
+def test_conversations_that_all_begin_alike_are_split_by_what_follows() -> None:
+    rows = [{"messages": chat("u1", f"a{i % 20}")} for i in range(40)]
+    settings = jsonl(rows) | {"dataset_name": "openai_format", "num_validation": 8, "num_train": 32}
+    sets = load_conversations(data_config("sft", **settings))
+    train, validation = ([c.answers[0][0]["content"] for c in part] for part in (sets.train, sets.validation))
+    assert (len(train), len(validation)) == (32, 8)
+    assert not set(train) & set(validation), "what is the same is on the same side"
+    assert sorted(train + validation) == sorted(str(i % 20) for i in range(40))
 
 
 @pytest.mark.parametrize(
@@ -268,6 +292,74 @@ def on_the_hub(
     return config
 
 
+@pytest.mark.parametrize(
+    ("name", "row", "message"),
+    [
+        (
+            "HelpSteer3",
+            {"context": chat("u1"), "response1": "2", "overall_preference": 1},
+            " is no pair of responses: Object missing required field `response2`",
+        ),
+        (
+            "HelpSteer3",
+            {"context": chat("u1"), "response1": "2", "response2": None, "overall_preference": 1},
+            " is no pair of responses: Expected `str`, got `null` - at `$.response2`",
+        ),
+        ("squad", {"context": "1", "question": "2"}, " is no question about a passage: Object missing required field"),
+        (
+            "squad",
+            {"context": "1", "question": "2", "answers": {"text": [], "answer_start": []}},
+            " is no question about a passage: Expected `array` of length >= 1 - at `$.answers.text`",
+        ),
+    ],
+)
+def test_a_row_of_a_data_set_that_is_not_what_its_name_says_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, row: dict[str, Any], message: str
+) -> None:
+    config = on_the_hub(name, [row, row], tmp_path, monkeypatch)
+    assert error_of(config).startswith(f"{NAMED[name].path}[{config.data.split}]:0{message}")
+
+
+def nothing(problem: Any) -> Any:
+    return None
+
+
+def no_content(problem: Any) -> Any:
+    return [{"role": "assistant"}]
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [("nothing", "Expected `str | array`, got `null`"), ("no_content", "Object missing required field `content`")],
+)
+def test_a_solution_that_is_none_is_named_with_its_line(function: str, message: str) -> None:
+    settings = jsonl([{"input": "1", "output": "2"}, {"input": "2", "output": "3"}])
+    config = data_config("sft", **settings, solution_template=f"{__name__}:{function}")
+    found = error_of(config)
+    assert found.startswith("problem 'rows.jsonl:")
+    assert f"{__name__}:{function} returned neither a text nor a list of messages: {message}" in found
+
+
+def test_a_system_message_that_is_no_text_is_named() -> None:
+    rows = [{"talk": chat("u1", "a2"), "rules": "3"}, {"talk": chat("u4", "a5"), "rules": None}]
+    config = data_config("sft", **jsonl(rows), chat_key="talk", system_key="rules")
+    assert error_of(config) == "rows.jsonl:2: 'rules' is no text (data.system_key)"
+
+
+def test_a_conversation_that_the_template_refuses_is_named_with_its_line() -> None:
+    config = data_config(
+        "sft",
+        **(
+            jsonl([{"messages": chat("u1", "a2")}] * 2 + [{"messages": chat("u3", "a4")}])
+            | {"dataset_name": "openai_format"}
+        ),
+    )
+    character_tokenizer(config)
+    Path("model/chat_template.jinja").write_text("{{ raise_exception('no') }}")
+    with pytest.raises(ConfigError, match=r"refuses messages of user: no \(problem 'rows.jsonl:\d'\)$"):
+        make_feed(config, load_tokenizer(config))
+
+
 # --- SFT -------------------------------------------------------------------------------------------------------------
 
 
@@ -319,6 +411,30 @@ def test_every_thread_of_a_tree_is_a_conversation() -> None:
         ("trees.jsonl.gz:3, thread 1", chat("s5", "u9", "a0")),
         ("other.jsonl:1, thread 1", chat("s5", "u0", "a0")),
     ]
+
+
+def test_a_thread_of_which_nothing_else_is_left_comes_once() -> None:
+    tree = node("u1", node("a2", node("u3"), node("u4")), node("a2"))
+    other = node("u5", node("a6", node("u7", node("a8"))))
+    sets = load_conversations(data_config("sft", **(jsonl([tree, other]) | {"dataset_name": "open_assistant"})))
+    names = [c.name for c in (*sets.train, *sets.validation)]
+    places = ["rows.jsonl:1, thread 1", "rows.jsonl:1, thread 3", "rows.jsonl:2, thread 1"]
+    assert sorted(names) == places, "the same words elsewhere in the tree are another thread"
+
+
+def test_a_tree_as_deep_as_a_row_may_be_is_read_and_a_deeper_one_is_refused() -> None:
+    def chain(length: int) -> dict[str, Any]:
+        tree = node("a2")
+        for _ in range(length):
+            tree = node("a2", node("u1", tree))
+        return node("u1", tree)
+
+    config = data_config("sft", **(jsonl([chain(48), chain(0)]) | {"dataset_name": "open_assistant"}))
+    assert (
+        max(len(c.answers[0]) for c in load_conversations(config).train + load_conversations(config).validation) == 97
+    )
+    jsonl([chain(0), chain(60)])
+    assert error_of(config) == "rows.jsonl:2 is nested more than 200 levels deep"
 
 
 @pytest.mark.parametrize(

@@ -192,7 +192,6 @@ def test_the_new_models_template_begins_with_one_mark_and_ends_with_one() -> Non
 @pytest.mark.parametrize(
     ("algorithm", "data", "message"),
     [
-        ("grpo", {"prompt_template": "{question}"}, "the tokenizer in model does not know the character '"),
         (
             "grpo",
             {"max_input_seq_length": 4},
@@ -352,7 +351,13 @@ def test_a_batch_is_the_same_in_whatever_order_its_samples_came(grpo: GrpoFeed) 
 def test_groups_of_the_same_problem_share_their_prompt(grpo: GrpoFeed) -> None:
     records = [SampleRecord(scored(group, sample), "rollout-0", 1) for group in range(3) for sample in range(2)]
     nothing_S = np.zeros(6, dtype=np.float32)
-    batch = batch_of_samples(records, nothing_S, {0: (1, 2), 1: (3,), 2: (1, 2)}, filters_overlong=False)
+    batch = batch_of_samples(
+        records,
+        {0: (1, 2), 1: (3,), 2: (1, 2)},
+        advantages_S=nothing_S,
+        rewards_S=nothing_S,
+        filters_overlong=False,
+    )
     assert batch.table.prompt_S.tolist() == [0, 0, 2, 2, 0, 0]
 
 
@@ -374,6 +379,53 @@ def test_validation_is_summed_up_when_the_step_is_done(grpo: GrpoFeed) -> None:
         grpo.take_samples("rollout-0", message)
     assert grpo.finish_step(4) == {"val_reward": 1, "val_accuracy": 1, "val_mean_generation_length": 1}
     assert grpo.finish_step(4) == {}
+
+
+def changed(config: Config, **grpo: Any) -> Config:
+    return msgspec.structs.replace(config, grpo=msgspec.structs.replace(config.grpo, **grpo))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"num_prompts_per_step": 10**9},
+            "grpo.num_prompts_per_step: 1000000000 is too much: a step can have 1,048,576 sequences at most, and the "
+            "data set has 60 items (grpo.num_prompts_per_step 1000000000 * grpo.num_generations_per_prompt 2 * "
+            "grpo.batch_multiplier 1)",
+        ),
+        ({"num_generations_per_prompt": 10**9}, "grpo.num_generations_per_prompt: 1000000000 is too much: "),
+        ({"num_generations_per_prompt": 10**400}, "grpo.num_generations_per_prompt: 1000"),
+        ({"use_dynamic_sampling": True, "batch_multiplier": 1e300}, "grpo.batch_multiplier: 1e+300 is too much: "),
+        ({"use_dynamic_sampling": True, "batch_multiplier": float("inf")}, "grpo.batch_multiplier: inf is too much: "),
+        ({"num_prompts_per_step": 1 << 19, "num_generations_per_prompt": 3}, "grpo.num_prompts_per_step: 524288 is "),
+    ],
+)
+def test_a_step_that_nobody_can_wait_for_is_refused_at_once(settings: dict[str, Any], message: str) -> None:
+    assert error_of(changed(data_config(), **settings), ConfigError).startswith(message)
+
+
+def test_a_batch_that_nobody_can_wait_for_is_refused_at_once() -> None:
+    config = data_config("sft")
+    config = msgspec.structs.replace(
+        config, policy=msgspec.structs.replace(config.policy, train_global_batch_size=10**9)
+    )
+    assert error_of(config, ConfigError) == (
+        "policy.train_global_batch_size: 1000000000 is too much: a step can have 1,048,576 sequences at most, and the "
+        "data set has 60 items"
+    )
+
+
+def test_large_numbers_of_what_is_not_counted_take_no_time() -> None:
+    config = changed(
+        data_config(), max_num_steps=10**12, max_val_samples=10**12, dynamic_sampling_max_gen_batches=10**12
+    )
+    feed = GrpoFeed(config, character_tokenizer(config))
+    assert (feed.num_steps, feed.num_validation) == (10**12, 20)
+    assert len(feed.prompt_groups(10**12, "train", range(4))) == 4
+    many = changed(data_config(), num_prompts_per_step=100)
+    groups = GrpoFeed(many, load_tokenizer(many)).prompt_groups(1, "train", range(100))
+    assert len({group.problem.problem_id for group in groups}) == 60, "a step may have more than there are"
 
 
 # --- SFT -------------------------------------------------------------------------------------------------------------

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
 import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +17,17 @@ import datasets
 import pytest
 import reasoning_gym
 import yaml
-from data_harness import NUM_SUMS, SUMS, data_config
+from data_harness import NUM_SUMS, SUMS, character_tokenizer, data_config
 
 from tandem.common.config import Config
 from tandem.common.errors import ConfigError, DataError, TandemError
 from tandem.common.messages import Problem
+from tandem.coordinator.algorithms.grpo import GrpoFeed
 from tandem.coordinator.data import load_problems, sources
 from tandem.coordinator.data.prompts import fill_template
 
+TASKS_TRAIN, TASKS_HELD_OUT = ["0 + 5", "5 - 9", "2 + 6", "2 - 5"], ["4 - 8", "8 + 0", "8 - 4", "3 + 5"]
+FILES_HELD_OUT = ["all.jsonl:6", "all.jsonl:7", "all.jsonl:3"]
 ROWS = [{"input": f"{i} + 1", "output": i + 1, "level": {"easy": i < 5}} for i in range(10)]
 
 
@@ -102,6 +107,29 @@ def test_most_of_a_small_space_can_be_had() -> None:
     assert (len(problems.train), len(problems.validation)) == (170, 12)
 
 
+def test_all_of_a_small_space_can_be_had_in_whatever_shares() -> None:
+    for num_validation in (20, 37, 100, 199):
+        config = data_config(num_train=NUM_SUMS - num_validation, num_validation=num_validation)
+        problems = load_problems(config)
+        assert (len(problems.train), len(problems.validation)) == (NUM_SUMS - num_validation, num_validation)
+        assert len(set(prompts(config, problems.train + problems.validation))) == NUM_SUMS
+
+
+def test_the_split_of_a_task_is_that_of_the_first_release() -> None:
+    # Written down: a run that is resumed must find its problems where they were.
+    config = data_config()
+    problems = load_problems(config)
+    assert prompts(config, problems.train[:4]) == TASKS_TRAIN
+    assert prompts(config, problems.validation[:4]) == TASKS_HELD_OUT
+
+
+def test_more_problems_than_anyone_can_wait_for_are_refused_at_once() -> None:
+    assert error_of(data_config(num_train=10**12), DataError) == (
+        "data.num_train 1000000000000 and data.num_validation 20: data.task 'chain_sum' makes at most 1000000 problems "
+        "for a run, all before it begins"
+    )
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -152,6 +180,77 @@ def test_a_file_of_its_own_is_held_out_even_of_the_training_file() -> None:
     assert [p.question for p in problems.validation] == [row["input"] for row in ROWS[8:]]
 
 
+def split(rows: list[dict[str, Any]], **data: Any) -> tuple[list[Problem], list[Problem]]:
+    config = data_config(dataset_name="jsonl", train_data_path=jsonl("all.jsonl", rows), **data)
+    problems = load_problems(config)
+    assert not {content(p) for p in problems.train} & {content(p) for p in problems.validation}
+    return problems.train, problems.validation
+
+
+def content(problem: Problem) -> str:
+    return json.dumps([problem.question, problem.answer, problem.metadata], sort_keys=True)
+
+
+def test_the_split_of_a_file_is_that_of_the_first_release() -> None:
+    train, held_out = split(ROWS, num_validation=3)
+    assert [p.problem_id for p in held_out] == FILES_HELD_OUT
+    assert [p.problem_id for p in train] == [
+        f"all.jsonl:{i}" for i in range(1, 11) if f"all.jsonl:{i}" not in FILES_HELD_OUT
+    ]
+
+
+def test_rows_with_the_same_prompt_are_problems_of_their_own() -> None:
+    games = [{"input": "Guess.", "output": str(i), "secret": i} for i in range(50)]
+    train, held_out = split(games, num_validation=8)
+    assert (len(train), len(held_out)) == (42, 8)
+    assert len({p.problem_id for p in train + held_out}) == 50
+    states = [{"input": "Guess.", "output": "", "secret": i} for i in range(50)]
+    train, held_out = split(states, num_validation=8)
+    assert (len(train), len(held_out)) == (42, 8), "a game's state is among the other fields"
+
+
+def test_rows_that_are_the_same_are_on_one_side_and_count_each() -> None:
+    train, held_out = split([*ROWS, *ROWS, *ROWS], num_validation=9)
+    assert (len(train), len(held_out)) == (21, 9)
+    train, held_out = split([*ROWS, *ROWS, *ROWS], num_validation=8)
+    assert (len(train), len(held_out)) == (21, 8), "a third of the last is left over"
+
+
+@pytest.mark.parametrize("num_validation", [1, 10, 19, 20])
+def test_a_row_that_repeats_itself_leaves_another_to_train_on(num_validation: int) -> None:
+    train, held_out = split([ROWS[0]] * 20 + [ROWS[1]], num_validation=num_validation)
+    assert len(held_out) == num_validation
+    assert train
+
+
+def test_what_is_left_over_is_said() -> None:
+    rows = [*ROWS, *ROWS, *ROWS]
+    config = data_config(dataset_name="jsonl", train_data_path=jsonl("all.jsonl", rows), num_validation=8)
+    assert load_problems(config).num_set_aside == 1
+    feed = GrpoFeed(config, character_tokenizer(config))
+    assert feed.notices == (
+        "data: 1 of 30 left out: what is held out (data.num_validation) has the same prompt or content",
+    )
+
+
+def test_a_problem_that_is_trained_on_and_validated_on_is_refused_with_both_places() -> None:
+    other = {**ROWS[4], "output": "another answer"}
+    config = data_config(
+        dataset_name="jsonl",
+        train_data_path=jsonl("train.jsonl", ROWS),
+        val_data_path=jsonl("validation.jsonl", [other, ROWS[7], dict(reversed(ROWS[3].items()))]),
+    )
+    assert error_of(config, DataError) == (
+        "data: train.jsonl:4 and validation.jsonl:3 hold the same problem (and 1 more), which would be trained on and "
+        "validated on: take it out of one of them"
+    )
+    jsonl("validation.jsonl", [other])
+    problems = load_problems(config)
+    assert (len(problems.train), len(problems.validation)) == (10, 1), (
+        "the same question with another answer is another"
+    )
+
+
 def test_the_fields_of_question_and_answer_are_named() -> None:
     rows = [{"q": "1 + 1", "a": "2"}, {"q": "1 + 2", "a": "3"}]
     path = jsonl("all.jsonl", rows)
@@ -174,6 +273,25 @@ def test_the_fields_of_question_and_answer_are_named() -> None:
         ),
         ("\n\n", "data: 'all.jsonl' holds no problem"),
         (
+            '{"input": null, "output": "2"}',
+            "all.jsonl:1 has null in the field 'input' (data.input_key)",
+        ),
+        (
+            "\n".join(['{"input": "1", "output": "2"}'] * 3),
+            "data: all.jsonl has 3 problems, 1 of them distinct, and with 1 of them held out (data.num_validation) "
+            "none is left to train on",
+        ),
+        (
+            '{"input": "1", "\\n": "2", "' + "a" * 100 + '": 0}\n',
+            "all.jsonl:1 has no field 'output' (data.output_key); its fields are input, '\\n', " + "a" * 77 + "...",
+        ),
+        (
+            json.dumps({f"field{i}": 0 for i in range(100)}),
+            "all.jsonl:1 has no field 'input' (data.input_key); its fields are "
+            + ", ".join(f"field{i}" for i in range(20))
+            + ", ...",
+        ),
+        (
             '{"input": "1", "output": "2"}\n',
             "data: all.jsonl has 1 distinct problems, and with 1 of them held out (data.num_validation) none is left "
             "to train on",
@@ -184,6 +302,71 @@ def test_a_file_that_cannot_be_used_is_named_with_the_line(text: str, message: s
     Path("all.jsonl").write_text(text)
     config = data_config(dataset_name="jsonl", train_data_path="all.jsonl", num_validation=1)
     assert error_of(config, DataError) == message
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"input": "\xff", "output": "2"}', "is not UTF-8: byte 0xff at position 12 of the line"),
+        (b'{"\xc3": 1}', "is not UTF-8: byte 0xc3 at position 3 of the line"),
+        (b"\x80", "is not UTF-8: byte 0x80 at position 1 of the line"),
+        (b'{"input": "\\ud800", "output": "2"}', "is not a JSON object: JSON is malformed: "),
+        (b'{"input": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "is nested more than 200 levels deep"),
+        (b'{"input": ' + b"[" * 100_000, "is nested more than 200 levels deep"),
+        (b'{"input": ' + b"[" * 200 + b"]" * 200 + b"}", "is nested more than 200 levels deep"),
+        (b'{"input": "' + b" " * (1 << 24) + b'"}', "is longer than 16 MiB, the most that a row may have"),
+    ],
+)
+@pytest.mark.parametrize("name", ["all.jsonl", "all.jsonl.gz"])
+def test_bytes_that_are_no_data_are_named_with_their_line(name: str, line: bytes, message: str) -> None:
+    text = json.dumps(ROWS[0]).encode() + b"\r\n\n" + line + b"\n"
+    Path(name).write_bytes(gzip.compress(text, 1) if name.endswith(".gz") else text)
+    found = error_of(data_config(dataset_name="jsonl", train_data_path=name), DataError)
+    assert found.startswith(f"{name}:3 {message}")
+    assert len(found) < 200
+
+
+def test_many_brackets_in_a_text_are_no_nesting() -> None:
+    rows = [{**row, "deep": [["{[" * 300]]} for row in ROWS]
+    assert split(rows, num_validation=3)[0][0].metadata["deep"] == [["{[" * 300]]
+
+
+def socket_at(path: str) -> None:
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(path)
+
+
+MAKE: dict[str, Callable[[str], None]] = {
+    "a FIFO": os.mkfifo,
+    "a directory": os.mkdir,
+    "a socket": socket_at,
+    "a character device": lambda path: os.symlink("/dev/zero", path),
+}
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_what_is_no_file_is_not_opened(kind: str) -> None:
+    MAKE[kind]("odd.jsonl")
+    good = jsonl("good.jsonl", ROWS)
+    message = f"data: cannot read 'odd.jsonl': it is {kind}, not a file of one JSON object a line"
+    for settings in ({"train_data_path": "odd.jsonl"}, {"train_data_path": good, "val_data_path": "odd.jsonl"}):
+        assert error_of(data_config(dataset_name="jsonl", **settings), DataError) == message
+    os.rename("odd.jsonl", "odd.jsonl.gz")
+    config = data_config(dataset_name="jsonl", train_data_path="odd.jsonl.gz")
+    assert error_of(config, DataError) == message.replace("odd.jsonl", "odd.jsonl.gz")
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_what_is_no_file_is_not_opened_in_a_folder_of_data_either(kind: str) -> None:
+    folder = hub_folder(kind)
+    os.mkfifo(f"{folder}/train-2.{kind}")
+    assert error_of(data_config(dataset_name=folder, num_validation=3), DataError) == (
+        f"data.dataset_name: cannot load 'repository': 'repository/train-2.{kind}' is a FIFO, not a data file"
+    )
+    os.mkfifo("fifo")
+    assert error_of(data_config(dataset_name="fifo", num_validation=3), DataError) == (
+        "data.dataset_name: cannot load 'fifo': 'fifo' is a FIFO, not a data file"
+    )
 
 
 def test_a_missing_file_is_one_line() -> None:

@@ -6,27 +6,20 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
+from cluster_harness import GRPO, Cluster, lose, replace, result
 from data_harness import character_tokenizer, data_config
-from samples_harness import scored
 from test_data_feeds import finished
-from test_plan import GRPO, Cluster, lose, replace
 
 from tandem.common.config import Config
 from tandem.common.config.schema import AdvEstimator, Grpo, RewardScaling, RewardShaping
-from tandem.common.messages import SampleScored, SamplesFinished
+from tandem.common.messages import SampleScored
 from tandem.coordinator.algorithms.grpo import GrpoFeed
 from tandem.coordinator.algorithms.rewards import has_spread
-from tandem.coordinator.decisions import (
-    Balance,
-    DispatchBatch,
-    DispatchPrompts,
-    DynamicSampling,
-    Finish,
-    Phase,
-    Replied,
-)
 from tandem.coordinator.outline import steps
-from tandem.coordinator.plan import SynchronousPlan
+from tandem.coordinator.scheduler import Scheduler
+from tandem.coordinator.scheduler.events import DispatchBatch, DispatchPrompts, Finish
+from tandem.coordinator.scheduler.phases import Phase
+from tandem.coordinator.scheduler.spec import Balance, DynamicSampling
 
 SHAPE = msgspec.structs.replace(
     GRPO,
@@ -38,31 +31,21 @@ SHAPE = msgspec.structs.replace(
 )
 
 
-def sample(group: int, number: int, reward: float, **components: float) -> SampleScored:
-    return scored(group, number, response_length=1 + number, reward=reward, components=components)
-
-
 class Sampling(Cluster):
     """A cluster in which the samples of some groups differ."""
+
+    num_samples = 2
 
     def __init__(self, useful: Sequence[int], balance: Balance | None = None) -> None:
         shape = msgspec.structs.replace(SHAPE, balance=balance)
         super().__init__(shape)
-        self.plan = SynchronousPlan(shape, now=0.0, teaches=lambda samples: len({s.reward for s in samples}) > 1)
+        self.plan = Scheduler(shape, now=0.0, is_informative=lambda samples: len({s.reward for s in samples}) > 1)
         self.useful = useful
         self.join_all()
         self.run_until(Phase.GENERATING)
 
-    def answer_next(self) -> None:
-        action = self.pending[0]
-        if isinstance(action, DispatchPrompts):
-            self.send_samples(action)
-        super().answer_next()
-
-    def send_samples(self, order: DispatchPrompts) -> None:
-        samples = tuple(sample(g, i, float(i * (g in self.useful))) for g in order.groups for i in range(2))
-        reply = SamplesFinished(command_id=order.command_id, step=order.step, purpose=order.purpose, samples=samples)
-        self.give(Replied(now=self.now, member=order.member, reply=reply))
+    def result(self, group: int, sample: int) -> SampleScored:
+        return result(group, sample, float(sample * (group in self.useful)))
 
     def groups(self, step: int) -> list[int]:
         return sorted(g for a in self.orders if isinstance(a, DispatchPrompts) and a.step == step for g in a.groups)
@@ -96,7 +79,7 @@ def test_a_step_that_may_not_go_on_ends_the_run() -> None:
 
 def test_without_it_a_step_generates_once_whatever_comes() -> None:
     cluster = Sampling([])
-    cluster.plan = SynchronousPlan(msgspec.structs.replace(SHAPE, dynamic_sampling=None), now=0.0)
+    cluster.plan = Scheduler(msgspec.structs.replace(SHAPE, dynamic_sampling=None), now=0.0)
     cluster.pending, cluster.orders = [], []
     cluster.join_all()
     cluster.run_until(Phase.TRAINING)
@@ -154,11 +137,11 @@ def test_a_second_batch_is_shared_among_all_engines() -> None:
     ],
 )
 def test_groups_with_spread(rewards: list[float], grpo: Grpo, expected: bool) -> None:
-    assert has_spread(grpo, [sample(0, i, reward) for i, reward in enumerate(rewards)]) is expected
+    assert has_spread(grpo, [result(0, i, reward) for i, reward in enumerate(rewards)]) is expected
 
 
 def test_for_gdpo_it_is_the_components_that_differ() -> None:
-    samples = [sample(0, 0, 1.0, right=1.0, short=0.0), sample(0, 1, 1.0, right=0.0, short=1.0)]
+    samples = [result(0, 0, 1.0, right=1.0, short=0.0), result(0, 1, 1.0, right=0.0, short=1.0)]
     assert not has_spread(Grpo(), samples)
     assert has_spread(Grpo(adv_estimator=AdvEstimator(name="gdpo")), samples)
 

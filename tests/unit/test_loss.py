@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from loss_harness import COUNTS, CPU, CURRENT_BT, ENTROPY_BT, MASK_BT, micro_batch, settings
+from loss_harness import COUNTS, CPU, CURRENT_BT, ENTROPY_BT, MASK_BT, micro_batch, scores, settings
 
 from tandem.common.config.schema import LossFn
 from tandem.trainer.losses.aggregate import Counts, aggregate
@@ -149,7 +149,7 @@ def test_the_whole_loss_by_hand(
         reference_policy_kl_penalty=penalty,
     )
     batch = micro_batch()
-    found = PolicyGradientLoss(config, COUNTS, CPU)(batch, CURRENT_BT, ENTROPY_BT)
+    found = PolicyGradientLoss(config, COUNTS, CPU)(batch, scores(CURRENT_BT))
     assert float(found) == pytest.approx(by_hand(batch, config), rel=1e-9)
 
 
@@ -157,7 +157,7 @@ def test_the_gradient_on_policy_is_the_policy_gradient() -> None:
     # Ratio one everywhere: d loss / d logprob = -advantage / number of tokens.
     logprobs_BT = CURRENT_BT.clone().requires_grad_()
     batch = micro_batch(previous_logprobs_BT=None)
-    PolicyGradientLoss(settings(), COUNTS, CPU)(batch, logprobs_BT, ENTROPY_BT).backward()
+    PolicyGradientLoss(settings(), COUNTS, CPU)(batch, scores(logprobs_BT)).backward()
     assert logprobs_BT.grad is not None
     expected_BT = torch.where(MASK_BT, -batch.advantages_BT / 4, 0.0)
     torch.testing.assert_close(logprobs_BT.grad, expected_BT)
@@ -167,7 +167,7 @@ def test_no_gradient_flows_through_weights_that_correct_for_the_sampler() -> Non
     logprobs_BT = CURRENT_BT.clone().requires_grad_()
     batch = micro_batch(previous_logprobs_BT=None)
     config = settings(use_importance_sampling_correction=True)
-    PolicyGradientLoss(config, COUNTS, CPU)(batch, logprobs_BT, ENTROPY_BT).backward()
+    PolicyGradientLoss(config, COUNTS, CPU)(batch, scores(logprobs_BT)).backward()
     weights_BT, _ = importance_weights(CURRENT_BT, batch.generation_logprobs_BT, MASK_BT, config)
     expected_BT = torch.where(MASK_BT, -batch.advantages_BT * weights_BT / 4, 0.0)
     torch.testing.assert_close(logprobs_BT.grad, expected_BT)
@@ -178,7 +178,7 @@ def test_the_report_sums_over_counted_tokens() -> None:
     batch = micro_batch()
     loss = PolicyGradientLoss(config, COUNTS, CPU)
     for _ in range(2):  # sums add up over micro-batches
-        loss(batch, CURRENT_BT, ENTROPY_BT)
+        loss(batch, scores(CURRENT_BT))
     assert batch.previous_logprobs_BT is not None
     assert batch.reference_logprobs_BT is not None
     current, previous, generation, reference, entropy = (
@@ -212,5 +212,6 @@ def test_the_report_sums_over_counted_tokens() -> None:
 
 def test_negative_log_likelihood() -> None:
     loss = NegativeLogLikelihood(Counts(tokens=8, sequences=4), CPU)
-    assert float(loss(micro_batch(), CURRENT_BT, ENTROPY_BT)) == pytest.approx((1.0 + 2.0 + 0.3 + 1.7) / 8)
-    assert loss.report.sums.tolist() == [5.0]
+    assert float(loss(micro_batch(), scores(CURRENT_BT))) == pytest.approx((1.0 + 2.0 + 0.3 + 1.7) / 8)
+    assert loss.report.names == ("entropy", "token_accuracy")
+    assert loss.report.sums.tolist() == [5.0, 2.0]

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from loss_harness import COUNTS, CPU, CURRENT_BT, ENTROPY_BT, MASK_BT, micro_batch, settings
+from loss_harness import COUNTS, CPU, CURRENT_BT, MASK_BT, micro_batch, scores, settings
 
 from tandem.common.config.schema import LossFn
+from tandem.trainer.losses.aggregate import Counts
 from tandem.trainer.losses.importance import importance_weights
-from tandem.trainer.losses.kl import finite_ratio, kl_penalty, reweighted_kl_penalty
+from tandem.trainer.losses.kl import finite_ratio, kl_divergence, kl_penalty, weighted_kl_penalty
 from tandem.trainer.losses.policy_gradient import PolicyGradientLoss, surrogate
 from tandem.trainer.packing import MicroBatch
+from tandem.trainer.scoring import TokenScores
 
 PLACES = [(int(row), int(position)) for row, position in MASK_BT.nonzero()]
 ROWS = [[place for place in PLACES if place[0] == row] for row in range(2)]
@@ -21,7 +23,7 @@ ROWS = [[place for place in PLACES if place[0] == row] for row in range(2)]
 
 def loss_and_gradient(config: LossFn, batch: MicroBatch) -> tuple[float, torch.Tensor]:
     logprobs_BT = CURRENT_BT.clone().requires_grad_()
-    loss = PolicyGradientLoss(config, COUNTS, CPU)(batch, logprobs_BT, ENTROPY_BT)
+    loss = PolicyGradientLoss(config, COUNTS, CPU)(batch, scores(logprobs_BT))
     loss.backward()
     assert logprobs_BT.grad is not None
     assert not logprobs_BT.grad[~MASK_BT].any(), "what does not count moves nothing"
@@ -30,7 +32,7 @@ def loss_and_gradient(config: LossFn, batch: MicroBatch) -> tuple[float, torch.T
 
 def report_of(config: LossFn, batch: MicroBatch) -> dict[str, float]:
     loss = PolicyGradientLoss(config, COUNTS, CPU)
-    loss(batch, CURRENT_BT, ENTROPY_BT)
+    loss(batch, scores(CURRENT_BT))
     return dict(zip(loss.report.names, loss.report.sums.tolist(), strict=True))
 
 
@@ -71,7 +73,7 @@ def test_the_gradient_of_gspo_is_shared_by_the_tokens_of_a_sequence() -> None:
 def test_uncounted_positions_do_not_enter_the_ratio_of_a_sequence() -> None:
     batch = micro_batch()
     noise_BT = torch.where(MASK_BT, CURRENT_BT, -7.0)
-    found = PolicyGradientLoss(gspo(), COUNTS, CPU)(batch, noise_BT, ENTROPY_BT)
+    found = PolicyGradientLoss(gspo(), COUNTS, CPU)(batch, scores(noise_BT))
     assert float(found) == loss_and_gradient(gspo(), batch)[0]
 
 
@@ -212,6 +214,60 @@ def test_the_clamps_of_the_kl_penalty(kind: str, log_ratio: float, clamps: dict[
     assert float(kl_penalty(policy, policy + log_ratio, config)) == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_the_gradient_of_the_penalty_in_the_loss_is_that_of_its_mean(kind: str) -> None:
+    """In the mean over the policy's own tokens; of k1 and k3 that mean is the divergence. The loss itself is asked."""
+    logits_V = torch.tensor([0.7, -0.2, 0.1, -1.0], dtype=torch.float64, requires_grad=True)
+    reference_V = torch.tensor([0.2, 0.2, 0.5, 0.1], dtype=torch.float64).log()
+    config = settings(reference_policy_kl_penalty=1.0, reference_policy_kl_type=kind)
+    logprobs_V = logits_V.log_softmax(0)
+    probabilities_V = logprobs_V.exp()
+    mean = (probabilities_V * kl_divergence(logprobs_V, reference_V, kind)).sum()  # type: ignore[arg-type]
+    (exact_gradient,) = torch.autograd.grad(mean, logits_V, retain_graph=True)
+    if kind != "k2":
+        divergence = (probabilities_V * (logprobs_V - reference_V)).sum()
+        (of_divergence,) = torch.autograd.grad(divergence, logits_V, retain_graph=True)
+        torch.testing.assert_close(exact_gradient, of_divergence, rtol=1e-12, atol=1e-12)
+    # Each token of the vocabulary once, in a row of its own, without an advantage: what is left is the penalty.
+    batch = micro_batch(
+        rows=(0, 1, 2, 3),
+        loss_mask_BT=torch.ones(4, 1, dtype=torch.bool),
+        generation_logprobs_BT=logprobs_V.detach()[:, None],
+        advantages_BT=torch.zeros(4, 1, dtype=torch.float64),
+        previous_logprobs_BT=None,
+        reference_logprobs_BT=reference_V[:, None],
+    )
+    penalties = []
+    for token in range(4):
+        chosen_BT = torch.where(torch.arange(4)[:, None] == token, logprobs_V[:, None], logprobs_V.detach()[:, None])
+        zeros_BT = torch.zeros_like(chosen_BT)
+        loss = PolicyGradientLoss(config, Counts(tokens=1, sequences=1), CPU)
+        whole = loss(batch, TokenScores(chosen_BT, zeros_BT, zeros_BT))
+        penalties.append(torch.autograd.grad(whole, logits_V, retain_graph=True)[0])
+    gradient = sum(p * each for p, each in zip(probabilities_V.detach(), penalties, strict=True))
+    torch.testing.assert_close(gradient, exact_gradient, rtol=1e-12, atol=1e-12)
+    plain = (probabilities_V.detach() * kl_penalty(logprobs_V, reference_V, config)).sum()
+    (without,) = torch.autograd.grad(plain, logits_V, retain_graph=True)
+    assert not torch.allclose(without, exact_gradient, atol=1e-2), "the example tells the two apart"
+    if kind == "k1":
+        assert without.abs().max() < 1e-12, "alone it pulls nowhere"
+
+
+def test_past_the_bound_on_the_log_ratio_no_penalty_pulls() -> None:
+    log_ratio = torch.tensor([3.0, -3.0, 1.0], dtype=torch.float64)
+    logprobs = torch.full((3,), -5.0, dtype=torch.float64, requires_grad=True)
+    config = settings(kl_input_clamp_value=2.0, reference_policy_kl_type="k1")
+    for sampler in (logprobs.detach(), logprobs.detach() - 0.5):
+        penalty = weighted_kl_penalty(logprobs, logprobs.detach() + log_ratio, sampler, config)
+        (gradient,) = torch.autograd.grad(penalty.sum(), logprobs)
+        weight = float((logprobs - sampler).detach()[0].exp())
+        # Of p / g times -log(reference / p): p / g times (1 - the log-ratio).
+        assert gradient.tolist()[:2] == [0.0, 0.0]
+        penalty = weighted_kl_penalty(logprobs, logprobs.detach() + log_ratio / 2, sampler, config)
+        (gradient,) = torch.autograd.grad(penalty.sum(), logprobs)
+        assert gradient.tolist() == pytest.approx((weight * (1.0 - log_ratio / 2)).tolist(), rel=1e-12)
+
+
 @pytest.mark.parametrize("kind", ["k1", "k3"])
 def test_reweighted_the_penalty_has_value_and_gradient_of_the_divergence(kind: str) -> None:
     """Over all tokens that another policy may draw, weighted by its probabilities; the gradient is autograd's."""
@@ -222,7 +278,7 @@ def test_reweighted_the_penalty_has_value_and_gradient_of_the_divergence(kind: s
     logprobs_V = logits_V.log_softmax(0)
     exact = (logprobs_V.exp() * (logprobs_V - reference_V.log())).sum()
     (exact_gradient,) = torch.autograd.grad(exact, logits_V, retain_graph=True)
-    estimates_V = reweighted_kl_penalty(logprobs_V, reference_V.log(), generation_V.log(), config)
+    estimates_V = weighted_kl_penalty(logprobs_V, reference_V.log(), generation_V.log(), config)
     estimate = (generation_V * estimates_V).sum()
     (gradient,) = torch.autograd.grad(estimate, logits_V, retain_graph=True)
     torch.testing.assert_close(estimate, exact, rtol=1e-12, atol=0)
@@ -252,10 +308,36 @@ def test_a_penalty_in_the_reward_is_reported_and_not_in_the_loss() -> None:
     assert report_of(config, batch)["kl"] > 0
 
 
+# --- likelihood of what had a reward --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("token_level", [True, False])
+def test_the_likelihood_of_positive_examples_is_a_mean_over_their_tokens(token_level: bool) -> None:
+    """arXiv:2504.05118, equation 10: of the three tokens of the first row, whatever the mean of the rest."""
+    without = loss_and_gradient(settings(token_level_loss=token_level), micro_batch())
+    config = settings(token_level_loss=token_level, positive_example_nll_weight=0.3)
+    loss, gradient_BT = loss_and_gradient(config, micro_batch())
+    nll = -sum(float(CURRENT_BT[place]) for place in ROWS[0]) / 3
+    assert loss == pytest.approx(without[0] + 0.3 * nll, rel=1e-12)
+    assert report_of(config, micro_batch())["positive_example_nll"] == pytest.approx(4 * nll, rel=1e-12)
+    added_BT = gradient_BT - without[1]
+    for place in PLACES:
+        assert float(added_BT[place]) == pytest.approx(-0.3 / 3 if place in ROWS[0] else 0.0, abs=1e-12)
+
+
+def test_a_batch_without_a_positive_example_has_no_likelihood_to_raise() -> None:
+    batch = micro_batch(is_positive_BT=torch.zeros(2, 4, dtype=torch.bool))
+    counts = Counts(tokens=4, sequences=2)
+    config = settings(positive_example_nll_weight=0.3)
+    found = PolicyGradientLoss(config, counts, CPU)(batch, scores(CURRENT_BT))
+    assert float(found) == loss_and_gradient(settings(), batch)[0]
+
+
 # --- any micro-batching ----------------------------------------------------------------------------------------------
 
 OPTIONS = [
     settings(reference_policy_kl_penalty=0.1),
+    settings(positive_example_nll_weight=0.3),
     settings(token_level_loss=False, ratio_clip_max=0.28, ratio_clip_c=3.0),
     gspo(use_importance_sampling_correction=True),
     gspo(
@@ -293,7 +375,9 @@ def test_rows_one_by_one_and_wider_give_the_same_loss_and_gradient(config: LossF
             },
         )
         pad = torch.nn.functional.pad
-        total = total + loss(part, pad(logprobs_BT[row : row + 1], (0, 3)), pad(ENTROPY_BT[row : row + 1], (0, 3)))
+        total = total + loss(
+            part, TokenScores(*(pad(each_BT[row : row + 1], (0, 3)) for each_BT in scores(logprobs_BT)))
+        )
     total.backward()
     assert float(total.detach()) == pytest.approx(expected, abs=1e-12)
     torch.testing.assert_close(logprobs_BT.grad, expected_BT, rtol=0, atol=1e-12)

@@ -41,7 +41,7 @@ def test_the_coordinator_forks_before_anything_has_threads() -> None:
     """As numpy has, of the library that it multiplies with."""
     probe = (
         "import os, tandem.coordinator.cli, tandem.coordinator.launch\n"
-        "import tandem.coordinator.nursery, tandem.coordinator.shape\n"
+        "import tandem.coordinator.nursery, tandem.coordinator.spec\n"
         "print(len(os.listdir('/proc/self/task')))"
     )
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True, timeout=60)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import psutil
@@ -146,7 +147,29 @@ def test_a_child_that_is_killed_tells_by_what(nursery: Nursery) -> None:
         child.wait(0.02)
     child.kill()
     assert child.wait(PATIENCE_S) == -signal.SIGKILL
-    child.terminate()  # does nothing to whoever has its number now
+    child.send_signal(signal.SIGTERM)  # does nothing to whoever has its number now
+
+
+def test_who_does_not_heed_signals_goes_on_from_its_first_moment_on_and_so_does_what_forks() -> None:
+    before = set(psutil.Process().children())
+    with Nursery(lambda: None, PATIENCE_S) as nursery:
+        (forking,) = set(psutil.Process().children()) - before
+        for number, heeds_signals in product((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), (True, False)):
+            told(nursery)  # so that it is there
+            forking.send_signal(number)
+            with Path("wait.log").open("wb") as out:
+                child = nursery.start("family.member", ["wait"], out, heeds_signals=heeds_signals)
+            while heeds_signals and not Path("wait.log").read_text():
+                time.sleep(0.01)
+            child.send_signal(number)
+            if heeds_signals:
+                assert child.wait(PATIENCE_S) == (1 if number == signal.SIGINT else -number)
+            else:
+                with pytest.raises(subprocess.TimeoutExpired):
+                    child.wait(0.3)
+                child.kill()
+                assert child.wait(PATIENCE_S) == -signal.SIGKILL
+        assert forking.is_running()
 
 
 def test_children_live_on_and_others_are_born_after_the_nursery_was_killed() -> None:

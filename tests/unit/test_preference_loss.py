@@ -12,6 +12,7 @@ from tandem.common.config.schema import Dpo
 from tandem.trainer.losses.aggregate import Counts
 from tandem.trainer.losses.preference import PreferenceLoss
 from tandem.trainer.packing import MicroBatch
+from tandem.trainer.scoring import TokenScores
 
 CPU = torch.device("cpu")
 # Two pairs, chosen and rejected in turn; the responses have 2, 1, 3 and 2 tokens.
@@ -39,7 +40,8 @@ def micro_batch(rows: slice = slice(None), *, num_empty: int = 0) -> MicroBatch:
 
 
 def run(loss: PreferenceLoss, batch: MicroBatch, logprobs_BT: torch.Tensor) -> torch.Tensor:
-    return loss(batch, logprobs_BT, torch.zeros_like(logprobs_BT))
+    zeros_BT = torch.zeros_like(logprobs_BT)
+    return loss(batch, TokenScores(logprobs_BT, zeros_BT, zeros_BT))
 
 
 def of_row(table: list[list[float]], row: int, *, average: bool) -> float:

@@ -57,9 +57,9 @@ from tandem.common.messages import (
     VersionCommitted,
 )
 from tandem.common.wire import Frames, Hub, encode
-from tandem.coordinator.decisions import Erred, Event, Joined, Lost, Replied
 from tandem.coordinator.members import Pulse, Registry
 from tandem.coordinator.replies import Limits, Replies
+from tandem.coordinator.scheduler.events import Erred, Event, Joined, Lost, Replied
 from tandem.refit import layout
 
 LIMITS = Limits(vocabulary=50, max_tokens=12, max_turns=2)

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tandem.trainer import scoring
-from tandem.trainer.scoring import score_tokens
+from tandem.trainer.scoring import TokenScores, score_tokens
 
 NUM_TOKENS, HIDDEN, VOCABULARY = 37, 16, 101
 
@@ -22,15 +22,17 @@ def inputs(dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[torch.Ten
     weight_VH = (0.3 * torch.randn(VOCABULARY, HIDDEN, generator=generator)).to(dtype).requires_grad_()
     target_K = torch.randint(VOCABULARY, (NUM_TOKENS,), generator=generator)
     target_K[:2] = torch.tensor([0, VOCABULARY - 1])
+    target_K[2:12] = (hidden_KH @ weight_VH.T)[2:12].argmax(dim=-1)  # and of those that the model expects
     return hidden_KH, weight_VH, target_K
 
 
 def of_full_logits(
     hidden_KH: torch.Tensor, weight_VH: torch.Tensor, target_K: torch.Tensor, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> TokenScores:
     logits_KV = (hidden_KH @ weight_VH.T).float() / temperature
     logprobs_K = logits_KV.log_softmax(dim=-1).gather(1, target_K[:, None])[:, 0]
-    return logprobs_K, torch.distributions.Categorical(logits=logits_KV.detach()).entropy()
+    entropy_K = torch.distributions.Categorical(logits=logits_KV.detach()).entropy()
+    return TokenScores(logprobs_K, entropy_K, (logits_KV.argmax(dim=-1) == target_K).float())
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -42,11 +44,14 @@ def test_scores_and_gradients_are_those_of_all_logits(
     """Also where a core's cache holds but few tokens' logits, or not those of one."""
     monkeypatch.setattr(scoring, "_CACHED", cached)
     found, expected = inputs(), inputs()
-    logprobs_K, entropy_K = score_tokens(*found, temperature=temperature, chunk=chunk)
-    expected_logprobs_K, expected_entropy_K = of_full_logits(*expected, temperature)
+    logprobs_K, entropy_K, is_likeliest_K = score_tokens(*found, temperature=temperature, chunk=chunk)
+    expected_logprobs_K, expected_entropy_K, expected_likeliest_K = of_full_logits(*expected, temperature)
     torch.testing.assert_close(logprobs_K, expected_logprobs_K, rtol=0, atol=1e-6)
     torch.testing.assert_close(entropy_K, expected_entropy_K, rtol=0, atol=1e-6)
+    assert torch.equal(is_likeliest_K, expected_likeliest_K)
+    assert 0 < is_likeliest_K.sum() < NUM_TOKENS
     assert not entropy_K.requires_grad
+    assert not is_likeliest_K.requires_grad
     weights_K = torch.linspace(-1, 1, NUM_TOKENS)
     (logprobs_K * weights_K).sum().backward()
     (expected_logprobs_K * weights_K).sum().backward()
@@ -59,12 +64,12 @@ def test_scores_and_gradients_are_those_of_all_logits(
 def test_bfloat16_rounds_no_more_than_all_logits_do(chunk: int) -> None:
     found, exact = inputs(torch.bfloat16), inputs(torch.bfloat16)
     whole = tuple(tensor.detach().float().requires_grad_() for tensor in exact[:2])
-    logprobs_K, entropy_K = score_tokens(*found, temperature=0.8, chunk=chunk)
-    rounded_logprobs_K, rounded_entropy_K = of_full_logits(*exact, 0.8)
+    logprobs_K, entropy_K, _ = score_tokens(*found, temperature=0.8, chunk=chunk)
+    rounded_logprobs_K, rounded_entropy_K, _ = of_full_logits(*exact, 0.8)
     assert logprobs_K.dtype == entropy_K.dtype == torch.float32
     torch.testing.assert_close(logprobs_K, rounded_logprobs_K, rtol=0, atol=1e-6)
     torch.testing.assert_close(entropy_K, rounded_entropy_K, rtol=0, atol=1e-6)
-    exact_logprobs_K, _ = of_full_logits(*whole, exact[2], 0.8)
+    exact_logprobs_K, *_ = of_full_logits(*whole, exact[2], 0.8)
     for scores_K in (logprobs_K, rounded_logprobs_K, exact_logprobs_K):
         scores_K.sum().backward()
     for tensor, rounded, true in zip(found[:2], exact[:2], whole, strict=True):
@@ -78,7 +83,7 @@ def test_bfloat16_rounds_no_more_than_all_logits_do(chunk: int) -> None:
 
 def test_a_second_backward_over_logits_that_were_used_up_is_an_error() -> None:
     hidden_KH, weight_VH, target_K = inputs()
-    logprobs_K, _ = score_tokens(hidden_KH, weight_VH, target_K, temperature=1.0)
+    logprobs_K, *_ = score_tokens(hidden_KH, weight_VH, target_K, temperature=1.0)
     torch.autograd.backward(logprobs_K.sum(), retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.backward(logprobs_K.sum())
@@ -89,7 +94,7 @@ def test_what_is_frozen_has_no_gradient(needs: tuple[bool, bool]) -> None:
     hidden_KH, weight_VH, target_K = inputs()
     hidden_KH.requires_grad_(needs[0])
     weight_VH.requires_grad_(needs[1])
-    logprobs_K, _ = score_tokens(hidden_KH, weight_VH, target_K, temperature=1.0, chunk=8)
+    logprobs_K, *_ = score_tokens(hidden_KH, weight_VH, target_K, temperature=1.0, chunk=8)
     assert logprobs_K.requires_grad == any(needs)
     if any(needs):
         logprobs_K.sum().backward()
@@ -98,9 +103,9 @@ def test_what_is_frozen_has_no_gradient(needs: tuple[bool, bool]) -> None:
 
 def test_no_token_has_no_score() -> None:
     hidden_KH, weight_VH, target_K = inputs()
-    logprobs_K, entropy_K = score_tokens(hidden_KH[:0], weight_VH, target_K[:0], temperature=1.0)
+    logprobs_K, entropy_K, is_likeliest_K = score_tokens(hidden_KH[:0], weight_VH, target_K[:0], temperature=1.0)
     logprobs_K.sum().backward()
-    assert logprobs_K.shape == entropy_K.shape == (0,)
+    assert logprobs_K.shape == entropy_K.shape == is_likeliest_K.shape == (0,)
     assert weight_VH.grad is not None
     assert not weight_VH.grad.any()
 
@@ -124,7 +129,7 @@ def test_all_logits_never_exist_at_once(chunk: int) -> None:
     hidden_KH, weight_VH, target_K = inputs()
     allowed = max(chunk * VOCABULARY, hidden_KH.numel(), weight_VH.numel())
     with LargestTensor() as forward:
-        logprobs_K, _ = score_tokens(hidden_KH, weight_VH, target_K, temperature=0.5, chunk=chunk)
+        logprobs_K, *_ = score_tokens(hidden_KH, weight_VH, target_K, temperature=0.5, chunk=chunk)
     with LargestTensor() as backward:
         logprobs_K.sum().backward()
     assert 0 < forward.num_elements <= allowed

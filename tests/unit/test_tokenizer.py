@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import resource
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
 
+from tandem.common import chat_templates
 from tandem.common.config import Config, build_config
 from tandem.common.config.schema import NewModel
 from tandem.common.errors import ConfigError, DataError, ModelError
@@ -87,6 +92,13 @@ def test_a_character_outside_the_alphabet_is_named(tokenizer: Tokenizer, text: s
         tokenizer.encode(text)
 
 
+def test_several_characters_are_named_together_in_their_order(tokenizer: Tokenizer) -> None:
+    with pytest.raises(DataError, match=r"^the tokenizer in model does not know the characters 'zxé'$"):
+        tokenizer.encode("z1x2zé")
+    assert tokenizer.unknown_characters("<eos>1 + 2") == ""
+    assert not tokenizer.knows_every_character
+
+
 def test_the_same_model_is_written_byte_for_byte() -> None:
     for name, characters in (("one", CHARACTERS), ("two", CHARACTERS[::-1])):
         write_new_model(Path(name), new_model(characters=characters))
@@ -100,6 +112,92 @@ def test_a_model_type_that_does_not_exist_leaves_nothing_behind() -> None:
     with pytest.raises(ConfigError, match=r"no model type 'lama'; did you mean 'llama'\?"):
         write_new_model(Path("model"), new_model(config={"model_type": "lama"}))
     assert list(Path().iterdir()) == []
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), Exception("No space left on device")])
+def test_a_model_that_cannot_be_written_whole_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*arguments: Any, **settings: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(transformers.PreTrainedTokenizerFast, "save_pretrained", fail)
+    with pytest.raises(ModelError, match=r"cannot write a new model to 'models/new/model': No space left on device$"):
+        write_new_model(Path("models/new/model"), new_model())
+    assert list(Path().iterdir()) == []
+    monkeypatch.undo()
+    write_new_model(Path("models/new/model"), new_model())
+    assert [path.name for path in Path("models/new").iterdir()] == ["model"]
+
+
+def test_what_a_killed_attempt_left_does_not_stop_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path(f".model.{os.getpid()}.tmp").mkdir()  # its process may have had the same number, as in a container
+    write_new_model(Path("model"), new_model())
+    assert load_tokenizer(config()).encode("1")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_what_is_no_file_is_not_opened(tokenizer: Tokenizer, name: str) -> None:
+    Path("model", name).unlink(missing_ok=True)
+    os.mkfifo(f"model/{name}")
+    message = f"^policy.tokenizer.name: cannot load a tokenizer from 'model': 'model/{name}' is a FIFO, not a file$"
+    with pytest.raises(ModelError, match=message):
+        load_tokenizer(config())
+
+
+@pytest.mark.parametrize(
+    ("template", "what"),
+    [
+        ("{% for i in range(10**9) %}x{% endfor %}", "refuses messages of user: Range too big"),
+        (f"{'{% for i in range(10**5) %}' * 4}{'{% endfor %}' * 4}", "takes longer than 0.5 s for one conversation"),
+        ("{{ 10 ** (10 ** 10) }}", "takes longer than 0.5 s for one conversation"),
+        ("{{ 'a' * 10 ** 13 }}", "needs too much memory for one conversation"),
+        ("{{ messages[-1].content * 2 * 10 ** 7 }}", "makes 100,000,000 characters of one conversation"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "calls itself without end"),
+        ("{{ 1 / 0 }}", "refuses messages of user: division by zero"),
+        (
+            "{{ messages[0].content.nothing.at.all }}",
+            "refuses messages of user: 'str object' has no attribute 'nothing'",
+        ),
+    ],
+)
+def test_a_template_that_does_not_end_is_stopped(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, template: str, what: str
+) -> None:
+    if "0.5" in what:
+        monkeypatch.setattr(chat_templates, "DEADLINE_S", 0.5)
+    broken = load_tokenizer(config(name="model", chat_template=template))
+    handler = signal.getsignal(signal.SIGALRM)
+    message = f"^policy.tokenizer.chat_template: the chat template of model {what}"
+    with pytest.raises(ConfigError, match=message) as caught:
+        broken.render_chat(USER, add_generation_prompt=True)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match=message.replace("of user", "of user, assistant, user")):
+        broken.encode_continuation(USER, broken.eos_id)
+    assert signal.getsignal(signal.SIGALRM) is handler
+    assert not 0 < signal.getitimer(signal.ITIMER_REAL)[0] < 1, "the timer of a test that takes too long goes on"
+
+
+def test_memory_is_limited_only_within() -> None:
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    with chat_templates.memory_limit(), pytest.raises(MemoryError):
+        bytearray(3 << 30)
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+
+
+def test_another_ones_timer_goes_on_after_a_rendering(tokenizer: Tokenizer) -> None:
+    rung: list[int] = []
+    of_the_tests = signal.setitimer(signal.ITIMER_REAL, 0)
+    handler = signal.signal(signal.SIGALRM, lambda number, frame: rung.append(number))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        tokenizer.render_chat(USER, add_generation_prompt=True)
+        assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 0.2
+        time.sleep(0.3)
+        assert rung == [signal.SIGALRM]
+    finally:
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, *of_the_tests)
 
 
 def test_a_folder_that_cannot_be_written_is_one_line() -> None:

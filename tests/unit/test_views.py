@@ -16,10 +16,10 @@ from tandem.common.telemetry import MetricWriters, TensorBoardWriter
 from tandem.coordinator.journal import Journal, StepRecord
 from tandem.coordinator.ledger import StepLedger
 from tandem.coordinator.members import Member, Registry
-from tandem.coordinator.plan import SynchronousPlan
 from tandem.coordinator.progress import Progress, sparkline, step_line
 from tandem.coordinator.report import format_summary, write_report
-from tandem.coordinator.shape import run_shape
+from tandem.coordinator.scheduler import Scheduler
+from tandem.coordinator.spec import run_spec
 
 SETTINGS: dict[str, Any] = {
     "grpo": {},
@@ -71,10 +71,10 @@ def test_dpos_lines_have_its_accuracy_and_its_report_the_rewards() -> None:
     assert "val_rewards_chosen_mean  0.250 → 0.250" in format_summary(Path("run"))
 
 
-def progress_on(console: Console) -> tuple[Progress, SynchronousPlan]:
+def progress_on(console: Console) -> tuple[Progress, Scheduler]:
     config = build_config(SETTINGS)
-    shape = run_shape(config, first_step=1, last_step=8, num_validation=4, resume_from="", checkpoint_folder="c/{step}")
-    return Progress(config, shape, [], console), SynchronousPlan(shape, 0.0)
+    shape = run_spec(config, first_step=1, last_step=8, num_validation=4, resume_from="", checkpoint_folder="c/{step}")
+    return Progress(config, shape, [], console), Scheduler(shape, 0.0)
 
 
 def test_without_a_terminal_there_is_a_line_a_step() -> None:

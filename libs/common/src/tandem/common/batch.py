@@ -125,7 +125,11 @@ class RaggedArrays(Bundle, frozen=True, kw_only=True):
         rows, offsets = np.asarray(rows, dtype=np.int64), self.offsets()
         tokens = np.concatenate([rows[:0], *(np.arange(offsets[row], offsets[row + 1]) for row in rows)])
         arrays = self.to_frames().items()
-        return type(self)(**{name: array[rows if name.endswith("_S") else tokens] for name, array in arrays})
+        # Of what there is not for every sequence, there is nothing.
+        taken = {
+            name: array[rows if name.endswith("_S") else tokens] if len(array) else array for name, array in arrays
+        }
+        return type(self)(**taken)
 
     def counted(self) -> Bools:
         """Return the loss mask without the first token of each sequence, which nothing predicts."""
@@ -183,6 +187,8 @@ class TrainingBatch(RaggedArrays, frozen=True, kw_only=True):
 
     generation_logprobs_T: Float32s
     advantages_S: Float32s
+    rewards_S: Float32s = msgspec.field(default_factory=lambda: np.zeros(0, dtype=np.float32))
+    """What advantages were made of; none where there are no rewards."""
 
     def part(self, first: int, count: int) -> TrainingBatch:
         """Return `count` sequences from `first` on, uncopied."""
@@ -194,6 +200,7 @@ class TrainingBatch(RaggedArrays, frozen=True, kw_only=True):
             loss_mask_T=self.loss_mask_T[tokens],
             generation_logprobs_T=self.generation_logprobs_T[tokens],
             advantages_S=self.advantages_S[rows],
+            rewards_S=self.rewards_S[rows],
         )
 
     def table(self) -> BatchTable:
@@ -219,6 +226,7 @@ class TrainingBatch(RaggedArrays, frozen=True, kw_only=True):
             prompt_lengths_S=np.array(lengths, dtype=np.int32),
             rank_S=nothing_S,
             advantages_S=self.advantages_S,
+            rewards_S=self.rewards_S if len(self.rewards_S) else nothing_S.astype(np.float32),
             source_S=nothing_S - 1,
             command_S=nothing_S.astype(np.int64),
             group_S=nothing_S,
@@ -267,6 +275,8 @@ class BatchTable(Bundle, frozen=True, kw_only=True):
     rank_S: Int32s
     """Data-parallel rank that trains on it (`tandem.common.assignment`)."""
     advantages_S: Float32s
+    rewards_S: Float32s
+    """What advantages were made of; zero where there are no rewards."""
     source_S: Int32s
     """Which of the order's sources, sorted by name, has its tokens; -1: they come with the order."""
     command_S: Int64s
@@ -281,14 +291,16 @@ class BatchTable(Bundle, frozen=True, kw_only=True):
     def check(self, *, num_ranks: int, num_sources: int, may_mask_all: bool = False) -> None:
         """Raise `WireError` unless the numbers can be what they are said to be.
 
-        Prompts and what counts are no longer than their sequences, advantages are finite. Every sequence has a
-        data-parallel rank, and a source if the order has any. Some token counts in the loss, unless `may_mask_all`.
+        Prompts and what counts are no longer than their sequences, advantages and rewards are finite. Every sequence
+        has a data-parallel rank, and a source if the order has any. Some token counts in the loss, unless
+        `may_mask_all`.
         """
         for field in ("num_counted_S", "prompt_lengths_S"):
             values_S = getattr(self, field)
             self.refuse(field, (values_S < 0) | (values_S > self.lengths_S), "must be from 0 to the sequence's length")
         self.refuse("rank_S", (self.rank_S < 0) | (self.rank_S >= num_ranks), f"must be from 0 to {num_ranks - 1}")
-        self.refuse("advantages_S", ~np.isfinite(self.advantages_S), "must be finite")
+        for field in ("advantages_S", "rewards_S"):
+            self.refuse(field, ~np.isfinite(getattr(self, field)), "must be finite")
         first, last = (0, num_sources - 1) if num_sources else (-1, -1)
         self.refuse("source_S", (self.source_S < first) | (self.source_S > last), f"must be from {first} to {last}")
         for field in ("command_S", "group_S", "sample_S"):

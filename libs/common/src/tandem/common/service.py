@@ -11,15 +11,15 @@ import argparse
 import contextlib
 import os
 import secrets
-import signal
 import socket
 import sys
+import threading
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-from tandem.common import collector
+from tandem.common import collector, signals
 from tandem.common.config import Config, config_from_json
 from tandem.common.errors import TandemError, WireError
 from tandem.common.kinship import die_with
@@ -38,6 +38,7 @@ from tandem.common.messages import (
 from tandem.common.wire import Arrays, Frames, Link, encode
 
 _IDLE_POLL_S = 1.0
+_EXIT_INTERRUPTED = 130
 _REMEMBERED_COMMANDS = 16
 
 
@@ -135,14 +136,8 @@ def run_service(
     """Run one service process from its command line to its end; return the exit code."""
     collector.retire_at_exit()
     arguments = _parser(kind).parse_args(argv)
-    if arguments.launched_by:
-        die_with(arguments.launched_by)
-    # The coordinator decides when a run ends; Ctrl-C in its terminal reaches the whole process group.
-    if arguments.launched_by:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
     host = socket.gethostname()
     identity = f"{kind}-{host}-{os.getpid()}-{secrets.token_hex(4)}"
-    link: Link[Any] = Link(arguments.coordinator, kind, identity, incoming)
     hello = Hello(
         protocol_version=PROTOCOL_VERSION,
         service=kind,
@@ -151,27 +146,43 @@ def run_service(
         launch_id=arguments.launch_id,
     )
     try:
+        _heed_signals(arguments.launched_by)
+        link: Link[Any] = Link(arguments.coordinator, kind, identity, incoming)
         welcome = link.join(hello, arguments.join_timeout)
     except TandemError as error:
         print(f"{kind}: {error}", file=sys.stderr)
         return 1
-    print(f"{welcome.member} joined {arguments.coordinator} (run {welcome.run_id})", flush=True)
-    member = Member(link, welcome, arguments.coordinator)
-    with collector.paused():
-        service = make_service(member)
-    collector.keep()
-    code = 0
+    except KeyboardInterrupt:
+        print(f"{kind}: interrupted before it had joined", file=sys.stderr)
+        return _EXIT_INTERRUPTED
+    service, code = None, 0
     try:
+        print(f"{welcome.member} joined {arguments.coordinator} (run {welcome.run_id})", flush=True)
+        member = Member(link, welcome, arguments.coordinator)
+        with collector.paused():
+            service = make_service(member)
+        collector.keep()
         reason = _answer_orders(link, member, service)
     except KeyboardInterrupt:
         reason = "interrupted"
     except WireError as error:
         reason, code = f"the coordinator has sent {error}", 1
     collector.retire()
-    service.close()
+    if service is not None:
+        service.close()
     link.close(reason)
     print(f"{welcome.member} leaves: {reason}", flush=True)
     return code
+
+
+def _heed_signals(launched_by: int) -> None:
+    """End with the coordinator that launched this process, or else when this process is asked to."""
+    if launched_by:
+        die_with(launched_by)
+        signals.leave_to_coordinator()
+    elif threading.current_thread() is threading.main_thread():  # no other hears of signals
+        signals.interrupt_when_asked()
+        signals.end_when_stuck()
 
 
 def _answer_orders(link: Link[Any], member: Member, service: Service) -> str:

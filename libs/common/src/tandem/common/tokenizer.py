@@ -5,17 +5,23 @@ transformers is imported where it is needed and no earlier: it takes half a seco
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
-import os
 import shutil
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tandem.common.chat_templates import ChatTemplate, Messages
 from tandem.common.config import Config
 from tandem.common.config.schema import NewModel
-from tandem.common.errors import ConfigError, DataError, ModelError, nearest
+from tandem.common.errors import ConfigError, DataError, ModelError, TandemError, nearest
 from tandem.common.model_fields import model_types
+from tandem.common.regular_files import first_irregular
+
+__all__ = ["Messages", "Tokenizer", "load_tokenizer", "write_new_model"]
 
 _PAD, _BOS, _EOS = "<pad>", "<bos>", "<eos>"
 _CHAT_TEMPLATE = (
@@ -28,16 +34,15 @@ learn for a small model."""
 _TURN = "what the assistant said"
 """Stands for a turn of the assistant, whose tokens are known and whose text does not matter."""
 
-Messages = Sequence[Mapping[str, str]]
-"""A conversation: each message has a ``role`` and its ``content``."""
-
 
 class Tokenizer:
     """A Hugging Face tokenizer, reduced to what Tandem asks of it."""
 
     def __init__(self, hugging_face: Any, where: str) -> None:
         self._hugging_face = hugging_face
-        self._where = where
+        self.where = where
+        """The folder that it comes from."""
+        self._template = ChatTemplate(hugging_face, where)
         self._alphabet = _alphabet(hugging_face)
         added = hugging_face.added_tokens_decoder
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
@@ -47,7 +52,7 @@ class Tokenizer:
         """The token that ends a response. Raises `ModelError` if the tokenizer has none."""
         eos_id = self._hugging_face.eos_token_id
         if eos_id is None:
-            raise ModelError(f"the tokenizer in {self._where} has no end-of-sequence token")
+            raise ModelError(f"the tokenizer in {self.where} has no end-of-sequence token")
         return int(eos_id)
 
     @property
@@ -64,24 +69,11 @@ class Tokenizer:
     def render_chat(self, messages: Messages, *, add_generation_prompt: bool) -> str:
         """Return a conversation as text, by the chat template.
 
-        Raises `ConfigError` if the template is broken or refuses the conversation.
+        Raises `ConfigError` if the template is broken, refuses the conversation, or does not come to an end.
         """
         if not self.has_chat_template:
             return "".join(message["content"] for message in messages)
-        from jinja2.exceptions import TemplateError
-
-        try:
-            return str(
-                self._hugging_face.apply_chat_template(
-                    list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
-                )
-            )
-        except (TemplateError, TypeError) as error:
-            roles = ", ".join(message["role"] for message in messages)
-            raise ConfigError(
-                f"policy.tokenizer.chat_template: the chat template of {self._where} refuses messages of {roles}: "
-                f"{error}"
-            ) from error
+        return self._template.render(messages, add_generation_prompt=add_generation_prompt)
 
     def encode_chat(self, messages: Messages, *, add_generation_prompt: bool) -> list[int]:
         """Return the tokens of a conversation. Raises what `render_chat` and `encode` raise."""
@@ -99,19 +91,29 @@ class Tokenizer:
         rendered = self.render_chat([*before, *messages], add_generation_prompt=True)
         _, turn, rest = rendered.partition(_TURN)
         if not turn:
-            raise ConfigError(f"policy.tokenizer.chat_template: the chat template of {self._where} drops earlier turns")
+            raise ConfigError(f"policy.tokenizer.chat_template: the chat template of {self.where} drops earlier turns")
         if last_id in self._special_ids:  # an ordinary token only happens to look like what follows
             rest = rest.removeprefix(self.decode([last_id], skip_special_tokens=False))
         return self.encode(rest)
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text, adding none. Raises `DataError` for a character the tokenizer does not know."""
-        tokens = self._hugging_face(text, add_special_tokens=False)["input_ids"]
-        if self._alphabet is not None:
-            unknown = sorted(set(self._without_special(text)) - self._alphabet)
-            if unknown:
-                raise DataError(f"the tokenizer in {self._where} does not know the character {unknown[0]!r}")
-        return [int(token) for token in tokens]
+        """Return the tokens of a text, adding none. Raises `DataError` for characters the tokenizer does not know."""
+        unknown = self.unknown_characters(text)
+        if unknown:
+            what = "character" if len(unknown) == 1 else "characters"
+            raise DataError(f"the tokenizer in {self.where} does not know the {what} {unknown!r}")
+        return [int(token) for token in self._hugging_face(text, add_special_tokens=False)["input_ids"]]
+
+    @property
+    def knows_every_character(self) -> bool:
+        """Whether there is nothing that `unknown_characters` could find."""
+        return self._alphabet is None
+
+    def unknown_characters(self, text: str) -> str:
+        """Return the characters of a text for which there is no token, each once, in their order."""
+        if self._alphabet is None or self._alphabet.issuperset(text):
+            return ""
+        return "".join(dict.fromkeys(c for c in self._without_special(text) if c not in self._alphabet))
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of tokens."""
@@ -148,12 +150,15 @@ def load_tokenizer(config: Config) -> Tokenizer:
     from transformers import PreTrainedTokenizerFast
 
     where = config.policy.tokenizer.name
+    failure = f"policy.tokenizer.name: cannot load a tokenizer from {where!r}: "
+    folder = Path(where)
+    strange = first_irregular(itertools.chain([folder], folder.glob("*"), folder.glob("additional_chat_templates/*")))
+    if strange is not None:
+        raise ModelError(f"{failure}{strange}, not a file")
     try:
         hugging_face = PreTrainedTokenizerFast.from_pretrained(where)
     except Exception as error:  # the library raises whatever its readers raise
-        raise ModelError(
-            f"policy.tokenizer.name: cannot load a tokenizer from {where!r}: {error}".split("\n")[0]
-        ) from error
+        raise ModelError(f"{failure}{error}".split("\n")[0]) from error
     template = config.policy.tokenizer.chat_template
     if template not in (None, "default"):
         hugging_face.chat_template = template
@@ -169,16 +174,24 @@ def write_new_model(folder: Path, new_model: NewModel) -> None:
     """
     characters = sorted(set(new_model.characters))
     vocabulary = {token: index for index, token in enumerate([_PAD, _BOS, _EOS, *characters])}
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    # A name of its own: another attempt, here or on another host, may have left its folder behind when it was killed.
+    temporary = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.tmp")
+    made = [parent for parent in folder.parents if not parent.exists()]
     try:
         temporary.mkdir(parents=True)
         _write_config(temporary, new_model.config, len(vocabulary))
         _write_tokenizer(temporary, vocabulary)
         temporary.rename(folder)
-    except OSError as error:
-        raise ModelError(f"policy.model_name: cannot write a new model to {str(folder)!r}: {error.strerror}") from error
+    except TandemError:
+        raise
+    except Exception as error:  # tokenizers raises bare `Exception` on a full disk
+        reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
+        raise ModelError(f"policy.model_name: cannot write a new model to {str(folder)!r}: {reason}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        for parent in made:
+            with contextlib.suppress(OSError):  # it holds something, the model to begin with
+                parent.rmdir()
 
 
 def _write_config(folder: Path, settings: Mapping[str, Any], vocab_size: int) -> None:

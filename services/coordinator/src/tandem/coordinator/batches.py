@@ -15,8 +15,8 @@ from tandem.common.assignment import Assignment, data_parallel_ranks
 from tandem.common.batch import BatchTable, GivenTokens, TrainingBatch
 from tandem.common.config import Config
 from tandem.common.messages import EngineBuilt, Evaluate, Reply, Train, TrainerBuilt
-from tandem.coordinator.decisions import DispatchBatch
 from tandem.coordinator.feed import Feed
+from tandem.coordinator.scheduler.events import DispatchBatch
 
 
 class Batches:

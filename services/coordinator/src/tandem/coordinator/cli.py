@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from tandem.common import collector
+from tandem.common import collector, signals
 from tandem.common.config import dump_yaml, load_config, notices
 from tandem.common.errors import ConfigError, TandemError
 
@@ -88,13 +88,14 @@ def _up(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
     for notice in notices(config):
         print(f"note: {notice}", flush=True)
-    from tandem.coordinator.decisions import Finish
     from tandem.coordinator.journal_file import JOURNAL_NAME
     from tandem.coordinator.launch import make_importable, preload
     from tandem.coordinator.nursery import Nursery
-    from tandem.coordinator.shape import launched_processes
+    from tandem.coordinator.scheduler.events import Finish
+    from tandem.coordinator.spec import launched_processes
 
     make_importable(arguments.config)
+    signals.interrupt_when_asked()
     folder = Path(config.logger.log_dir)
     try:
         # First: what follows imports much as well.

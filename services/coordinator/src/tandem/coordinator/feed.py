@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from tandem.common.messages import PromptGroup, Purpose, SamplesFinished, SamplingParameters
-from tandem.coordinator.hands import GroupSize, Task
 from tandem.coordinator.samples import StepBatch
+from tandem.coordinator.scheduler.events import DrawPrompts, GroupSize
 
 
 class Feed(Protocol):
@@ -64,8 +64,8 @@ class Feed(Protocol):
         ...
 
 
-def group_sizes(feed: Feed, task: Task) -> list[GroupSize]:
-    """Return what each prompt group of a task asks of an engine."""
-    longest = feed.sampling(task.purpose).max_new_tokens
-    groups = feed.prompt_groups(task.step, task.purpose, task.groups)
-    return [GroupSize(num_samples=len(g.seeds), num_tokens=len(g.prompt_ids) + longest) for g in groups]
+def group_sizes(feed: Feed, drawn: DrawPrompts) -> tuple[GroupSize, ...]:
+    """Return what each rollout group that is drawn asks of an engine."""
+    longest = feed.sampling(drawn.purpose).max_new_tokens
+    groups = feed.prompt_groups(drawn.step, drawn.purpose, drawn.groups)
+    return tuple(GroupSize(num_samples=len(g.seeds), num_tokens=len(g.prompt_ids) + longest) for g in groups)

@@ -16,7 +16,8 @@ import msgspec
 from tandem.common.messages import ServiceKind
 from tandem.coordinator.nursery import Child, Nursery
 
-_TERMINATE_GRACE_S = 3.0
+_KILLED_S = 3.0
+"""How long the kernel may take to end a process that was killed."""
 _LOG_TAIL_LINES = 3
 
 
@@ -78,7 +79,7 @@ class LocalProcesses:
         log = self._log_folder / f"{kind}-{number}.log"
         arguments = ("--coordinator", self._coordinator, "--launch-id", launch_id, "--launched-by", str(os.getpid()))
         with log.open("ab") as out:
-            process = self._nursery.start(f"tandem.{kind}.cli", arguments, out)
+            process = self._nursery.start(f"tandem.{kind}.cli", arguments, out, heeds_signals=False)
         launched = Launched(launch_id=launch_id, kind=kind, number=number, log=log, process=process)
         self._running[launch_id] = launched
         self._launched[launched.name] = kind
@@ -92,7 +93,7 @@ class LocalProcesses:
         for launched in list(self._running.values()):
             if launched.name == name:
                 launched.process.kill()
-                launched.process.wait(_TERMINATE_GRACE_S)
+                launched.process.wait(_KILLED_S)
                 del self._running[launched.launch_id]
         return self.start(kind, int(name.rpartition("-")[2]))
 
@@ -104,12 +105,11 @@ class LocalProcesses:
         return dead
 
     def stop(self, grace_s: float) -> None:
-        """Wait `grace_s` for the processes to end, then terminate them, then kill them."""
+        """Wait `grace_s` for the processes to end, then kill them: they leave other signals to this one."""
         self._wait(grace_s)
-        for end in (Child.terminate, Child.kill):
-            for launched in self._running.values():
-                end(launched.process)
-            self._wait(_TERMINATE_GRACE_S)
+        for launched in self._running.values():
+            launched.process.kill()
+        self._wait(_KILLED_S)
 
     def _wait(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds

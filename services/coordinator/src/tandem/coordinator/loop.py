@@ -1,21 +1,22 @@
-"""The loop that carries out what the plan decides.
+"""The loop that carries out what the scheduler decides.
 
-It consumes messages from the hub, deaths of launched processes, the clock and Ctrl-C; it turns each into an event for
-`tandem.coordinator.plan` and carries out the actions that come back: orders to processes, journal commits, published
-checkpoints. It waits at most `_POLL_S` at a time, on the hub, and every process that owes an answer has a deadline in
-the plan, so nothing here can wait for ever.
+It consumes messages from the hub, deaths of launched processes, the clock, and Ctrl-C and its like; it turns each into
+an event for `tandem.coordinator.scheduler` and carries out the actions that come back: orders to processes, journal
+commits, published checkpoints. It waits at most `_POLL_S` at a time, on the hub, and every process that owes an answer
+has a deadline in the scheduler, so nothing here can wait for ever.
 """
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Iterator
-from types import FrameType
 from typing import assert_never
 
 import msgspec
 
+from tandem.common import signals
 from tandem.common.messages import (
     Attested,
     CheckpointCopied,
@@ -32,18 +33,26 @@ from tandem.common.messages import (
 )
 from tandem.common.wire import Arrays, Frames, encode
 from tandem.coordinator.batches import Batches
-from tandem.coordinator.decisions import (
+from tandem.coordinator.feed import Feed, group_sizes
+from tandem.coordinator.launch import LocalProcesses
+from tandem.coordinator.ledger import RefitLedger, StepLedger
+from tandem.coordinator.members import Registry
+from tandem.coordinator.recorder import Recorder
+from tandem.coordinator.scheduler import Scheduler
+from tandem.coordinator.scheduler.events import (
     Action,
     CommitStep,
     DiscardSamples,
     Dispatch,
     DispatchBatch,
     DispatchPrompts,
+    DrawPrompts,
     Erred,
     Event,
     Finish,
     Interrupted,
     Lost,
+    PromptsDrawn,
     PublishCheckpoint,
     RecordRefit,
     Replace,
@@ -51,18 +60,14 @@ from tandem.coordinator.decisions import (
     Say,
     Ticked,
 )
-from tandem.coordinator.feed import Feed
-from tandem.coordinator.launch import LocalProcesses
-from tandem.coordinator.ledger import RefitLedger, StepLedger
-from tandem.coordinator.members import Registry
-from tandem.coordinator.plan import SynchronousPlan
-from tandem.coordinator.recorder import Recorder
 
 _CAUSE_S = 0.5
 """How long after an error the death of a process that caused it may show."""
 _POLL_S = 0.1
 _RELEASE_S = 60.0
 """Deadline of an order that nobody waits for."""
+_ASKED_ONCE_S = 2.0
+"""Signals that ask the run to end within so long of each other are one request, unless they are Ctrl-C."""
 _RESEND_AFTER = 0.5
 """Share of its deadline after which an unanswered order is sent once more; receivers know a repetition by its id."""
 
@@ -80,14 +85,14 @@ class Loop:
 
     def __init__(
         self,
-        plan: SynchronousPlan,
+        scheduler: Scheduler,
         registry: Registry,
         processes: LocalProcesses,
         feed: Feed,
         batches: Batches,
         recorder: Recorder,
     ) -> None:
-        self._plan = plan
+        self._scheduler = scheduler
         self._registry = registry
         self._processes = processes
         self._feed = feed
@@ -96,28 +101,32 @@ class Loop:
         self._ledger = StepLedger()
         self._refits = RefitLedger()
         self._sent: dict[int, Sent] = {}
-        self._generated: dict[str, list[int]] = {}
-        """Orders of the step in progress whose samples the rollouts keep."""
+        self._generated: dict[str, list[tuple[int, int]]] = {}
+        """Orders to generate whose samples rollouts may keep, each with the step that trains on them."""
         self._interrupts = 0
+        self._asked_at = -math.inf
         self._finish: Finish | None = None
 
     def run(self) -> Finish:
-        """Run until the plan finishes; return how it did."""
-        previous = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
-        try:
+        """Run until the scheduler finishes; return how it did."""
+        with signals.heard(self._on_signal):
             while self._finish is None:
                 for event, _ in self._events():
                     self._keep(event)
-                    for action in self._plan.handle(event):
-                        self._carry_out(action)
-                self._recorder.show(self._plan, self._registry)
-            return self._finish
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+                    self._handle(event)
+                self._recorder.show(self._scheduler, self._registry)
+        return self._finish
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._interrupts += 1
+    def _handle(self, event: Event) -> None:
+        for action in self._scheduler.handle(event):
+            self._carry_out(action)
+
+    def _on_signal(self, number: int) -> None:
+        # `timeout` and systemd ask twice at once; only who presses Ctrl-C again means it.
+        now = time.monotonic()
+        if number == signal.SIGINT or now - self._asked_at > _ASKED_ONCE_S:
+            self._interrupts += 1
+        self._asked_at = now
 
     def _events(self) -> Iterator[tuple[Event, Arrays]]:
         """Wait for what happens next, `_POLL_S` at most, and end with a tick."""
@@ -150,7 +159,7 @@ class Loop:
 
     def _keep(self, event: Event) -> None:
         """Keep what a reply brings besides the fact that it came."""
-        if not isinstance(event, Replied) or event.reply.command_id not in self._plan.orders.outstanding:
+        if not isinstance(event, Replied) or event.reply.command_id not in self._scheduler.requests:
             return
         self._batches.take_reply(event.member, event.reply)
         match event.reply:
@@ -182,6 +191,9 @@ class Loop:
         match action:
             case Dispatch(member=member, order=order):
                 self._send(member, order, None)
+            case DrawPrompts(step=step, purpose=purpose):
+                sizes = group_sizes(self._feed, action)
+                self._handle(PromptsDrawn(now=time.monotonic(), step=step, purpose=purpose, sizes=sizes))
             case DispatchPrompts():
                 self._send_prompts(action)
             case DispatchBatch():
@@ -212,7 +224,7 @@ class Loop:
 
     def _resend(self, now: float) -> None:
         """Send unanswered orders once more, in case their connection broke on the way."""
-        self._sent = {i: sent for i, sent in self._sent.items() if i in self._plan.orders.outstanding}
+        self._sent = {i: sent for i, sent in self._sent.items() if i in self._scheduler.requests}
         for command_id, sent in self._sent.items():
             if now > sent.resend_at:
                 self._registry.send(sent.member, sent.frames)
@@ -222,14 +234,14 @@ class Loop:
         order = Generate(
             command_id=action.command_id,
             deadline_s=action.deadline_s,
-            oldest=action.oldest,
+            oldest=action.cancel_before,
             step=action.step,
             purpose=action.purpose,
             sampling=self._feed.sampling(action.purpose),
             groups=self._feed.prompt_groups(action.step, action.purpose, action.groups),
         )
         if action.purpose == "train":
-            self._generated.setdefault(action.member, []).append(action.command_id)
+            self._generated.setdefault(action.member, []).append((action.command_id, action.step))
         self._send(action.member, order, None)
 
     def _send_batch(self, action: DispatchBatch) -> None:
@@ -237,12 +249,14 @@ class Loop:
         self._ledger.metrics.update(metrics)
         self._send(action.member, order, arrays)
 
-    def _release_samples(self) -> None:
-        """Have rollouts forget the samples of a step that is done."""
-        for member, command_ids in self._generated.items():
-            notice = self._plan.orders.notice(_RELEASE_S)
-            self._registry.send(member, encode(ReleaseSamples(command_ids=tuple(command_ids), **notice)))
-        self._generated.clear()
+    def _release_samples(self, step: int) -> None:
+        """Have rollouts forget the samples of a step that is done, and of those before."""
+        for member, orders in self._generated.items():
+            done = tuple(command_id for command_id, its_step in orders if its_step <= step)
+            self._generated[member] = [order for order in orders if order[1] > step]
+            if done:
+                release = ReleaseSamples(command_ids=done, **self._scheduler.requests.notice(_RELEASE_S))
+                self._registry.send(member, encode(release))
 
     def _replace(self, member: str, why: str) -> None:
         """Launch a process in the place of one that is lost, or ask for one if the lost one was started by hand."""
@@ -261,12 +275,12 @@ class Loop:
         for line in self._feed.validation_examples(action.step, self._recorder.num_examples):
             self._recorder.note(line)
         self._ledger.metrics.update(self._feed.finish_step(action.step))
-        self._release_samples()
+        self._release_samples(action.step)
         self._recorder.commit(action, self._ledger)
         self._ledger = StepLedger()
 
     def stop(self, reason: str) -> None:
-        """End every process: ask, wait, terminate, kill."""
+        """End every process: ask, wait, kill."""
         self._registry.broadcast(Shutdown(reason=reason))
         failed = self._finish is not None and self._finish.outcome == "failed"
         # After a failure other ranks may sit in a collective operation that nothing will ever complete.

@@ -26,9 +26,9 @@ from tandem.common.messages import (
     Shutdown,
     Welcome,
 )
-from tandem.coordinator.decisions import Erred, Event, Joined, Lost, Replied
 from tandem.coordinator.launch import Launched
 from tandem.coordinator.replies import Replies
+from tandem.coordinator.scheduler.events import Erred, Event, Joined, Lost, Replied
 
 _CODECS: dict[ServiceKind, wire.Codec[Any]] = {
     "trainer": wire.Codec(FromTrainer),

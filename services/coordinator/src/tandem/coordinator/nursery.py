@@ -26,7 +26,7 @@ from typing import IO, NoReturn
 import msgspec
 from setproctitle import setproctitle
 
-from tandem.common import collector
+from tandem.common import collector, signals
 from tandem.common.errors import DeadlineExceeded, ServiceLost
 from tandem.common.kinship import die_with, reaper
 
@@ -51,6 +51,8 @@ class Birth(msgspec.Struct, frozen=True, kw_only=True):
     arguments: tuple[str, ...]
     folder: str
     environment: dict[str, str]
+    heeds_signals: bool
+    """Whether it ends when it is asked to, by SIGTERM or Ctrl-C, from its first moment on."""
 
 
 class Child:
@@ -83,10 +85,6 @@ class Child:
         if self.poll() is None:
             os.kill(self.pid, number)
 
-    def terminate(self) -> None:
-        """Ask it to end."""
-        self.send_signal(signal.SIGTERM)
-
     def kill(self) -> None:
         """End it."""
         self.send_signal(signal.SIGKILL)
@@ -116,15 +114,31 @@ class Nursery:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def start(self, module: str, arguments: Sequence[str], out: IO[bytes], errors: IO[bytes] | None = None) -> Child:
+    def start(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        out: IO[bytes],
+        errors: IO[bytes] | None = None,
+        *,
+        heeds_signals: bool = True,
+    ) -> Child:
         """Run the ``main`` of a module in a new process, with this one's folder and environment.
+
+        Without `heeds_signals` it does not end when it is asked to, unless `main` has it do so.
 
         Raises:
             ServiceLost: the process that forks has ended.
             DeadlineExceeded: it did not answer in time.
 
         """
-        birth = Birth(module=module, arguments=tuple(arguments), folder=os.getcwd(), environment=dict(os.environ))
+        birth = Birth(
+            module=module,
+            arguments=tuple(arguments),
+            folder=os.getcwd(),
+            environment=dict(os.environ),
+            heeds_signals=heeds_signals,
+        )
         code = 0
         for _ in range(_ATTEMPTS):
             if (pid := self._ask_for(birth, out, errors or out)) is not None:
@@ -208,8 +222,7 @@ def _forget_owner(keep_fd: int) -> None:
     os.closerange(3, keep_fd)
     os.closerange(keep_fd + 1, os.sysconf("SC_OPEN_MAX"))
     signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches all that was started there
+    signals.leave_to_coordinator()  # Ctrl-C in a terminal reaches all that was started there
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in range(3):
         os.dup2(nowhere, descriptor)
@@ -250,7 +263,8 @@ def _run(birth: Birth) -> int:
     command = birth.module.split(".")[1]
     sys.argv = [command, *birth.arguments]
     setproctitle(" ".join(sys.argv))
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if birth.heeds_signals:
+        signals.restore()
     main: Callable[[Sequence[str]], int] = importlib.import_module(birth.module).main
     return main(birth.arguments)
 

@@ -13,10 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from tandem.common.config import Config
-from tandem.coordinator.decisions import RunShape
 from tandem.coordinator.journal import StepRecord
 from tandem.coordinator.members import Registry
-from tandem.coordinator.plan import SynchronousPlan
+from tandem.coordinator.scheduler import Scheduler
+from tandem.coordinator.scheduler.spec import RunSpec
 
 _BARS = "▁▂▃▄▅▆▇█"
 _SPARKLINE_WIDTH = 60
@@ -75,10 +75,10 @@ class Progress:
     """The display of one run."""
 
     def __init__(
-        self, config: Config, shape: RunShape, history: Sequence[StepRecord], console: Console | None = None
+        self, config: Config, spec: RunSpec, history: Sequence[StepRecord], console: Console | None = None
     ) -> None:
         self._title = f"{config.algorithm} · {config.policy.model_name} · {config.logger.log_dir}"
-        self._shape = shape
+        self._spec = spec
         self._records = list(history)
         self._console = console or Console()
         self._shown_at = 0.0
@@ -95,15 +95,15 @@ class Progress:
         """Show a step that is done."""
         self._records.append(record)
         if self._live is None:
-            self._print(step_line(record, self._shape.last_step))
+            self._print(step_line(record, self._spec.last_step))
 
-    def show(self, plan: SynchronousPlan, registry: Registry) -> None:
+    def show(self, scheduler: Scheduler, registry: Registry) -> None:
         """Bring the live display up to date, a few times a second."""
         now = time.monotonic()
         if self._live is None or now - self._shown_at < _REFRESH_S:
             return
         self._shown_at = now
-        self._live.update(self.render(plan, registry, now), refresh=True)
+        self._live.update(self.render(scheduler, registry, now), refresh=True)
 
     def close(self) -> None:
         """Give the terminal back, leaving the last step on it."""
@@ -111,12 +111,14 @@ class Progress:
             self._live.stop()
             self._live = None
             if self._records:
-                self._print(step_line(self._records[-1], self._shape.last_step))
+                self._print(step_line(self._records[-1], self._spec.last_step))
 
-    def render(self, plan: SynchronousPlan, registry: Registry, now: float) -> RenderableType:
+    def render(self, scheduler: Scheduler, registry: Registry, now: float) -> RenderableType:
         """Draw the run as it stands."""
         return Group(
-            Text(f"{self._title}   step {plan.step}/{self._shape.last_step}: {plan.phase.value}", style="bold"),
+            Text(
+                f"{self._title}   step {scheduler.step}/{self._spec.last_step}: {scheduler.phase.value}", style="bold"
+            ),
             *self._curves(),
             *self._last_step(),
             _health(registry, now),

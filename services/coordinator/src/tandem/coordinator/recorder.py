@@ -5,12 +5,13 @@ from __future__ import annotations
 from tandem.common.config import Config, config_to_json
 from tandem.common.telemetry import MetricWriters
 from tandem.coordinator.checkpoints import CheckpointFolder, CheckpointRecord
-from tandem.coordinator.decisions import CommitStep, RecordRefit
+from tandem.coordinator.health import Health
 from tandem.coordinator.journal import Journal, RefitRecord, StepRecord
 from tandem.coordinator.ledger import RefitLedger, StepLedger
 from tandem.coordinator.members import Registry
-from tandem.coordinator.plan import SynchronousPlan
 from tandem.coordinator.progress import Progress
+from tandem.coordinator.scheduler import Scheduler
+from tandem.coordinator.scheduler.events import CommitStep, RecordRefit
 
 
 class Recorder:
@@ -29,6 +30,7 @@ class Recorder:
         self._checkpoints = checkpoints
         self._writers = writers
         self._progress = progress
+        self._health = Health(config)
 
     @property
     def num_examples(self) -> int:
@@ -40,9 +42,9 @@ class Recorder:
         self._journal.record_event("coordinator", text)
         self._progress.note(text)
 
-    def show(self, plan: SynchronousPlan, registry: Registry) -> None:
+    def show(self, scheduler: Scheduler, registry: Registry) -> None:
         """Bring the live display up to date."""
-        self._progress.show(plan, registry)
+        self._progress.show(scheduler, registry)
 
     def publish_checkpoint(self, step: int) -> None:
         """Give a written checkpoint of a step that is done its final name.
@@ -60,7 +62,7 @@ class Recorder:
         self._journal.record_checkpoint(step, str(self._checkpoints.publish(record)))
 
     def commit(self, action: CommitStep, ledger: StepLedger) -> None:
-        """Write a step to the journal: then it is done. Then write its metrics where people look at them."""
+        """Write a step to the journal: then it is done. Then write its metrics where people look, and what is wrong."""
         seconds = ledger.breakdown(action.seconds)
         record = StepRecord(
             step=action.step,
@@ -71,6 +73,8 @@ class Recorder:
         record = self._journal.commit_step(record)
         self._writers.write(record.step, record.metrics, record.seconds)
         self._progress.commit(record)
+        for line in self._health.warnings(record.metrics):
+            self.note(line)
 
     def record_refit(self, action: RecordRefit, ledger: RefitLedger) -> None:
         """Write to the journal that a version has reached engines, and is attested."""

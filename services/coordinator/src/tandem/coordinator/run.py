@@ -29,19 +29,19 @@ from tandem.coordinator.algorithms import make_feed
 from tandem.coordinator.algorithms.rewards import has_spread
 from tandem.coordinator.batches import Batches
 from tandem.coordinator.checkpoints import CheckpointFolder
-from tandem.coordinator.decisions import Finish
-from tandem.coordinator.feed import Feed, group_sizes
+from tandem.coordinator.feed import Feed
 from tandem.coordinator.journal import Journal, read_journal
 from tandem.coordinator.journal_file import JOURNAL_NAME, new_run_id, refuse_journal
 from tandem.coordinator.launch import LocalProcesses, make_importable
 from tandem.coordinator.loop import Loop
 from tandem.coordinator.members import Pulse, Registry
 from tandem.coordinator.nursery import Nursery
-from tandem.coordinator.plan import SynchronousPlan
 from tandem.coordinator.progress import Progress
 from tandem.coordinator.recorder import Recorder
 from tandem.coordinator.replies import Limits, Replies
-from tandem.coordinator.shape import KINDS, expected_processes, launched_processes, run_shape
+from tandem.coordinator.scheduler import Scheduler
+from tandem.coordinator.scheduler.events import Finish
+from tandem.coordinator.spec import KINDS, expected_processes, launched_processes, run_spec
 
 Mode = Literal["new", "resume", "restart"]
 
@@ -242,7 +242,7 @@ def _run(
     if start.first_step > feed.num_steps:
         say(f"nothing to do: {journal.folder} has all of its {feed.num_steps} steps")
         return Finish(outcome="finished")
-    shape = run_shape(
+    spec = run_spec(
         config,
         first_step=start.first_step,
         last_step=feed.num_steps,
@@ -255,17 +255,15 @@ def _run(
         pulse = Pulse(interval_s=config.cluster.heartbeat_interval_s, timeout_s=config.cluster.heartbeat_timeout_s)
         replies = Replies(Limits.of(config))
         registry = Registry(hub, expected_processes(config), config_to_json(config), journal.run_id, pulse, replies)
-        progress = Progress(config, shape, journal.steps())
+        progress = Progress(config, spec, journal.steps())
         if config.logger.tensorboard_enabled:
             folder = journal.folder / config.logger.tensorboard.log_dir
             writers.add(TensorBoardWriter(folder, start.first_step))
         stack.callback(progress.close)
         recorder = Recorder(config, journal, checkpoints, writers, progress)
         say(_who_runs_where(config, hub.address))
-        plan = SynchronousPlan(
-            shape, time.monotonic(), sizes=partial(group_sizes, feed), teaches=partial(has_spread, config.grpo)
-        )
-        loop = Loop(plan, registry, processes, feed, Batches(config, feed), recorder)
+        scheduler = Scheduler(spec, time.monotonic(), is_informative=partial(has_spread, config.grpo))
+        loop = Loop(scheduler, registry, processes, feed, Batches(config, feed), recorder)
         outcome = "failed"
         try:
             _launch(config, processes, registry)

@@ -12,10 +12,11 @@ import torch
 
 from tandem.refit.endpoint import Weights
 from tandem.trainer.packing import MicroBatch
+from tandem.trainer.scoring import TokenScores
 
-LossOfMicroBatch = Callable[[MicroBatch, torch.Tensor, torch.Tensor], torch.Tensor]
-"""From a micro-batch, ``logprobs_BT`` with gradient and ``entropy_BT`` without, to a scalar loss whose sum over all
-micro-batches of all ranks is the loss of the global batch."""
+LossOfMicroBatch = Callable[[MicroBatch, TokenScores], torch.Tensor]
+"""From a micro-batch and the scores of its tokens to a scalar loss, whose sum over all micro-batches of all ranks is
+the loss of the global batch."""
 
 WhichModel = Literal["policy", "reference"]
 
@@ -59,11 +60,11 @@ class Backend(Protocol):
         """
         ...
 
-    def logprobs(self, micro_batches: Sequence[MicroBatch], model: WhichModel) -> list[torch.Tensor]:
-        """Return ``logprobs_BT`` without gradient for each micro-batch, aligned with its ``token_ids_BT``.
+    def scores(self, micro_batches: Sequence[MicroBatch], model: WhichModel) -> list[TokenScores]:
+        """Return the scores of each micro-batch without gradient, aligned with its ``token_ids_BT``.
 
-        Position ``t`` holds the log-probability of token ``t`` given the tokens before it, at the sampling temperature;
-        positions whose token does not count in the loss hold zero.
+        Position ``t`` holds those of token ``t`` given the tokens before it, at the sampling temperature; positions
+        whose token does not count in the loss hold zero.
         """
         ...
 

@@ -206,6 +206,7 @@ def share_of(table: BatchTable, samples: Sequence[SampleArrays]) -> TrainingBatc
         loss_mask_T=arrays.loss_mask_T & np.repeat(table.num_counted_S > 0, arrays.lengths_S),
         generation_logprobs_T=arrays.generation_logprobs_T,
         advantages_S=table.advantages_S,
+        rewards_S=table.rewards_S,
     )
 
 

@@ -20,7 +20,7 @@ from tandem.common.config import Config
 from tandem.common.errors import ModelError
 from tandem.trainer.context import inputs_of_share, sum_shares
 from tandem.trainer.packing import MicroBatch
-from tandem.trainer.scoring import VocabularyShard, score_tokens
+from tandem.trainer.scoring import TokenScores, VocabularyShard, score_tokens
 
 _ENTROPY_ROWS = 1024
 """Positions whose entropy is computed at once, so that a large vocabulary needs little extra memory."""
@@ -117,11 +117,10 @@ class TokenScorer:
         if not self._gives_logits:
             head.forward = functools.partial(self._score, head, head.forward)
 
-    def __call__(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``logprobs_BT`` with gradient and ``entropy_BT`` without, float32, zero where nothing counts.
+    def __call__(self, batch: MicroBatch) -> TokenScores:
+        """Return the scores of the tokens, ``[B, T]``, zero where nothing counts.
 
-        Position ``t`` holds the log-probability of token ``t`` given those before it, and the entropy of the
-        distribution it was drawn from, both at the sampling temperature.
+        Position ``t`` holds those of token ``t`` given the tokens before it, at the sampling temperature.
         """
         counted_BT = batch.loss_mask_BT
         inputs, predictor_K = self._inputs(batch)
@@ -134,8 +133,7 @@ class TokenScorer:
             zeros_K = torch.zeros(is_here_K.shape, dtype=torch.float32, device=is_here_K.device)
             scores_K = [sum_shares(zeros_K.masked_scatter(is_here_K, scores), self._context) for scores in scores_K]
         zeros_BT = torch.zeros(counted_BT.shape, dtype=torch.float32, device=counted_BT.device)
-        logprobs_BT, entropy_BT = (zeros_BT.masked_scatter(counted_BT, scores) for scores in scores_K)
-        return logprobs_BT, entropy_BT
+        return TokenScores(*(zeros_BT.masked_scatter(counted_BT, scores) for scores in scores_K))
 
     def _inputs(self, batch: MicroBatch) -> tuple[dict[str, Any], torch.Tensor]:
         """Return what the model takes, and its token that predicts each counted one, -1 where another rank has that.
@@ -160,7 +158,7 @@ class TokenScorer:
     def _scores(
         self, inputs: dict[str, Any], predictor_K: torch.Tensor, target_K: torch.Tensor
     ) -> Sequence[torch.Tensor]:
-        """Return log-probabilities and entropies of the targets."""
+        """Return the scores of the targets."""
         self._task = predictor_K, target_K
         try:
             output: Any = self.model(**inputs, use_cache=False).logits
@@ -168,7 +166,7 @@ class TokenScorer:
             self._task = None
         if self._gives_logits:
             return _scores_of_logits(output.float() / self._temperature, target_K)
-        scores: tuple[torch.Tensor, torch.Tensor] = output
+        scores: TokenScores = output
         return scores
 
     def _pick(self, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
@@ -176,7 +174,7 @@ class TokenScorer:
 
     def _score(
         self, head: Any, forward: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    ) -> torch.Tensor | TokenScores:
         if self._task is None:
             return forward(hidden)
         weight_VH, vocabulary = head.weight, None
@@ -190,9 +188,12 @@ class TokenScorer:
         return score_tokens(hidden, weight_VH, self._task[1], temperature=self._temperature, vocabulary=vocabulary)
 
 
-def _scores_of_logits(logits_KV: torch.Tensor, target_K: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _scores_of_logits(logits_KV: torch.Tensor, target_K: torch.Tensor) -> TokenScores:
     logprobs_KV = logits_KV.log_softmax(dim=-1)
-    return logprobs_KV.gather(1, target_K[:, None])[:, 0], _entropy(logprobs_KV.detach())
+    logprobs_K = logprobs_KV.gather(1, target_K[:, None])[:, 0]
+    detached_KV = logprobs_KV.detach()
+    is_likeliest_K = (logprobs_K.detach() == detached_KV.amax(dim=-1)).float()
+    return TokenScores(logprobs_K, _entropy(detached_KV), is_likeliest_K)
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ rank holds, ``C`` of them at a time.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -25,6 +25,17 @@ _CACHED = 2**17
 
 _NEVER = -1e30
 """The logit of what is no token: its probability is zero, and zero times this is not NaN, as with infinity."""
+
+
+class TokenScores(NamedTuple):
+    """What a policy says of tokens: of each a number, float32."""
+
+    logprobs: torch.Tensor
+    """Of the token, with gradient."""
+    entropy: torch.Tensor
+    """Of the distribution it was drawn from, without."""
+    is_likeliest: torch.Tensor
+    """One where no token had a larger logit, else zero."""
 
 
 class VocabularyShard(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,8 +56,8 @@ def score_tokens(
     temperature: float,
     vocabulary: VocabularyShard | None = None,
     chunk: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``logprobs_K``, with gradient, of the targets and ``entropy_K``, without, both float32.
+) -> TokenScores:
+    """Return the scores of the targets.
 
     The distributions are ``softmax(hidden_KH @ weight_VH.T / temperature)``, computed in float32 from logits of the
     inputs' type. At most `chunk` times ``V`` logits exist at once; where that is fewer than all, backward computes them
@@ -57,10 +68,10 @@ def score_tokens(
     if chunk is None:
         chunk = max(1, _LOGITS // weight_VH.shape[0])
     keeps = torch.is_grad_enabled() and len(hidden_KH) <= chunk
-    scores: tuple[torch.Tensor, torch.Tensor] = _Scores.apply(  # type: ignore[no-untyped-call]
+    scores_K: tuple[torch.Tensor, ...] = _Scores.apply(  # type: ignore[no-untyped-call]
         hidden_KH, weight_VH, target_K, temperature, vocabulary, chunk, keeps
     )
-    return scores
+    return TokenScores(*scores_K)
 
 
 class _Scores(torch.autograd.Function):
@@ -79,7 +90,7 @@ class _Scores(torch.autograd.Function):
         vocabulary: VocabularyShard | None,
         chunk: int,
         keeps: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, ...]:
         num_rows = weight_VH.shape[0]
         first, size = (0, num_rows) if vocabulary is None else (vocabulary.first_row, vocabulary.num_rows)
         num_tokens = max(0, min(num_rows, size - first))  # none where all rows are padding
@@ -114,8 +125,9 @@ class _Scores(torch.autograd.Function):
         ctx.temperature, ctx.vocabulary = temperature, vocabulary
         ctx.num_tokens, ctx.chunk = num_tokens, chunk
         entropy_K = log_sum_K - weighted_K / sum_K
-        ctx.mark_non_differentiable(entropy_K)
-        return target_logit_K - log_sum_K, entropy_K
+        is_likeliest_K = (target_logit_K == 0.0).float()  # relative to the largest, which it is then
+        ctx.mark_non_differentiable(entropy_K, is_likeliest_K)
+        return target_logit_K - log_sum_K, entropy_K, is_likeliest_K
 
     @staticmethod
     def backward(ctx: Any, *grads_K: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -25,6 +25,7 @@ from tandem.trainer.backend import Backend, OptimizerStep, WhichModel
 from tandem.trainer.batching import Batching
 from tandem.trainer.losses import Counts, Loss, make_loss
 from tandem.trainer.packing import MicroBatch
+from tandem.trainer.scoring import TokenScores
 from tandem.trainer.sharing import Prompts
 
 _NUMBERS = ("num_valid_tokens", "num_valid_samples")
@@ -124,10 +125,9 @@ def _evaluated(
     reference_T = shares.logprobs("reference", size) if config.needs_reference else None
     tokens = _Tokens(advantages=shares.advantages(config, None, None), previous=None, reference=reference_T)
     total = torch.zeros(1, dtype=torch.float64, device=backend.device)
-    for micro_batch, logprobs_BT in shares.scored("policy", size, tokens):
-        total += loss(micro_batch, logprobs_BT, torch.zeros_like(logprobs_BT))
+    for micro_batch, scores_BT in shares.scored("policy", size, tokens):
+        total += loss(micro_batch, scores_BT)
     metrics = _reported(backend, config, loss, counts) | {"loss": float(backend.sum_over_ranks(total)[0])}
-    metrics.pop("entropy", None)  # which a forward pass for log-probabilities does not compute
     return metrics, loss.report.count
 
 
@@ -163,13 +163,15 @@ class _Share:
             unit=config.sequences_per_sample,
         )
         self._counted_S = table.num_counted_S
+        self._rewards_S = table.rewards_S
         size = policy.train_global_batch_size * config.sequences_per_sample
         self.global_batches = global_batches(len(table), size)
 
     def counts(self, rows: Sequence[int]) -> Counts:
         """Return what the means over these sequences of all ranks divide by."""
         counted = self._counted_S[list(rows)]
-        return Counts(tokens=int(counted.sum()), sequences=int((counted > 0).sum()))
+        positive = int(counted[self._rewards_S[list(rows)] > 0].sum())
+        return Counts(tokens=int(counted.sum()), sequences=int((counted > 0).sum()), positive_tokens=positive)
 
     def micro_batches(self, rows: Sequence[int], tokens: _Tokens) -> list[MicroBatch]:
         """Return this rank's training micro-batches of a global batch."""
@@ -189,16 +191,16 @@ class _Share:
     def logprobs(self, model: WhichModel, size: int | None = None) -> Float32s:
         """Return the log-probabilities of the share's counted tokens, zeros elsewhere."""
         values_T = np.zeros(len(self._batch.token_ids_T), dtype=np.float32)
-        for micro_batch, logprobs_BT in self.scored(model, size):
-            packing.unpad_into(values_T, logprobs_BT, self._batch, micro_batch.rows)
+        for micro_batch, scores_BT in self.scored(model, size):
+            packing.unpad_into(values_T, scores_BT.logprobs, self._batch, micro_batch.rows)
         return values_T
 
     def scored(
         self, model: WhichModel, size: int | None = None, tokens: _Tokens | None = None
-    ) -> list[tuple[MicroBatch, torch.Tensor]]:
-        """Return all micro-batches of this rank, each with its log-probabilities."""
+    ) -> list[tuple[MicroBatch, TokenScores]]:
+        """Return all micro-batches of this rank, each with its scores."""
         padded = [self._pad(group, tokens) for group in self._batching.scoring(self.global_batches, size)]
-        return list(zip(padded, self._backend.logprobs(padded, model), strict=True))
+        return list(zip(padded, self._backend.scores(padded, model), strict=True))
 
     def _pad(self, group: Sequence[int], tokens: _Tokens | None = None) -> MicroBatch:
         return packing.pad(

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from tandem.common.errors import ConfigError
+from tandem.common.regular_files import irregular
 
 COMMAND_LINE = "command line"
 
@@ -95,6 +96,9 @@ def _read_chain(path: Path, children: tuple[Path, ...]) -> list[Layer]:
 
 
 def _read_file(path: Path) -> Plain:
+    kind = irregular(path)
+    if kind is not None and not path.is_dir():
+        raise ConfigError(f"{path}: cannot be read: it is {kind}, not a file")
     try:
         content: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except FileNotFoundError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Never
 
@@ -12,7 +13,17 @@ from tandem.common.config import Config
 from tandem.common.config.schema import Dpo, Sft
 from tandem.common.messages import Purpose, SamplesFinished
 from tandem.common.tokenizer import Tokenizer
-from tandem.coordinator.data import ChatEncoder, Conversation, Drawn, encode_now, left_out, load_conversations
+from tandem.coordinator.data import (
+    ChatEncoder,
+    Conversation,
+    ConversationWriter,
+    LazyDataset,
+    encode_now,
+    left_out,
+    load_conversations,
+    set_aside,
+)
+from tandem.coordinator.data.step_size import check_step_size
 from tandem.coordinator.samples import StepBatch
 
 Sequences = tuple[tuple[tuple[int, ...], tuple[bool, ...]], ...]
@@ -31,17 +42,23 @@ class GivenFeed:
         self._section = section
         self._chat = ChatEncoder(config, tokenizer)
         sets = load_conversations(config)
-        self._train = Drawn(config, sets.train, self._encode)
+        check_step_size(config, len(sets.train))
         num_validation = section.val_batches * section.val_global_batch_size
         most = num_validation if num_validation > 0 else None
         held_out = {name: part[:most] for name, part in sets.held_out.items()}
+        conversations = itertools.chain(sets.train, *held_out.values())
+        self._chat.check_characters(
+            ((c.name, (c.prompt, *c.answers)) for c in conversations), ConversationWriter.literals(config)
+        )
+        self._train = LazyDataset(config, sets.train, self._encode)
         self._validation = {name: encode_now(part, self._encode) for name, part in held_out.items()}
         num_held_out, num_kept = (sum(map(len, parts.values())) for parts in (held_out, self._validation))
         num_too_long = self._train.num_too_long + num_held_out - num_kept
         num_items = len(sets.train) + num_held_out
         too_long = left_out(num_too_long, self._train.num_checked + num_held_out, num_items)
         ties = f"data: {sets.num_ties} of {num_items + sets.num_ties} left out: ties" if sets.num_ties else None
-        self.notices = tuple(filter(None, (too_long, ties)))
+        num_rows = len(sets.train) + len(sets.validation) + sets.num_set_aside
+        self.notices = tuple(filter(None, (too_long, ties, set_aside(sets.num_set_aside, num_rows))))
 
     @property
     def num_validation(self) -> int:

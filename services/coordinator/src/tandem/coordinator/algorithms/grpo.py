@@ -25,7 +25,16 @@ from tandem.coordinator.algorithms.rewards import (
     is_truncated,
     training_rewards,
 )
-from tandem.coordinator.data import Drawn, PromptEncoder, encode_now, left_out, load_problems, sample_seed
+from tandem.coordinator.data import (
+    LazyDataset,
+    PromptEncoder,
+    encode_now,
+    left_out,
+    load_problems,
+    sample_seed,
+    set_aside,
+)
+from tandem.coordinator.data.step_size import check_step_size
 from tandem.coordinator.samples import SampleRecord, SampleRecords, StepBatch
 
 
@@ -40,12 +49,16 @@ class GrpoFeed:
         self._config = config
         encoder = PromptEncoder(config, tokenizer)
         problems = load_problems(config)
-        self._train = Drawn(config, problems.train, encoder.encode)
+        check_step_size(config, len(problems.train))
         held_out = problems.validation[: config.grpo.max_val_samples]
+        encoder.check_characters([*problems.train, *held_out])
+        self._train = LazyDataset(config, problems.train, encoder.encode)
         self._validation = encode_now(held_out, encoder.encode)
         num_too_long = self._train.num_too_long + len(held_out) - len(self._validation)
         num_checked, num_items = self._train.num_checked + len(held_out), len(self._train) + len(held_out)
-        self.notices = tuple(filter(None, (left_out(num_too_long, num_checked, num_items),)))
+        too_long = left_out(num_too_long, num_checked, num_items)
+        num_rows = len(self._train) + len(problems.validation) + problems.num_set_aside
+        self.notices = tuple(filter(None, (too_long, set_aside(problems.num_set_aside, num_rows))))
         self._stop_token_ids = (tokenizer.eos_id, *(config.policy.generation.stop_token_ids or ()))
         self._records = SampleRecords()
 
@@ -166,14 +179,22 @@ def training_batch(
         advantages_GN = decoupled_advantages(components_GNC, grpo.adv_estimator)
     else:
         advantages_GN = advantages(rewards_S.reshape(-1, num_samples), grpo.adv_estimator)
-    return batch_of(records, advantages_GN.reshape(-1), prompts, filters_overlong=grpo.overlong_filtering), metrics
+    batch = batch_of(
+        records,
+        prompts,
+        advantages_S=advantages_GN.reshape(-1),
+        rewards_S=rewards_S.astype(np.float32),
+        filters_overlong=grpo.overlong_filtering,
+    )
+    return batch, metrics
 
 
 def batch_of(
     records: Sequence[SampleRecord],
-    advantages_S: NDArray[np.float32],
     prompts: Mapping[int, Hashable],
     *,
+    advantages_S: NDArray[np.float32],
+    rewards_S: NDArray[np.float32],
     filters_overlong: bool,
 ) -> StepBatch:
     """Return the batch of these samples, in this order; with `filters_overlong` no token of a truncated one counts."""
@@ -200,6 +221,7 @@ def batch_of(
         prompt_lengths_S=column([sample.prompt_length for sample in samples]),
         rank_S=column([0] * len(samples)),
         advantages_S=advantages_S,
+        rewards_S=rewards_S,
         source_S=column([rollouts.index(record.rollout) for record in records]),
         command_S=np.array([record.command_id for record in records], dtype=np.int64),
         group_S=column([sample.group for sample in samples]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tandem.coordinator.data.chat import ChatEncoder
 from tandem.coordinator.data.conversations import Conversation, ConversationWriter, load_conversations
-from tandem.coordinator.data.drawn import Drawn, encode_now, left_out
+from tandem.coordinator.data.lazy import LazyDataset, encode_now, left_out, set_aside
 from tandem.coordinator.data.order import epoch_stream, sample_seed
 from tandem.coordinator.data.prompts import EncodedProblem, PromptEncoder
 from tandem.coordinator.data.split import ProblemSets, load_problems
@@ -13,8 +13,8 @@ __all__ = [
     "ChatEncoder",
     "Conversation",
     "ConversationWriter",
-    "Drawn",
     "EncodedProblem",
+    "LazyDataset",
     "ProblemSets",
     "PromptEncoder",
     "encode_now",
@@ -23,4 +23,5 @@ __all__ = [
     "load_conversations",
     "load_problems",
     "sample_seed",
+    "set_aside",
 ]

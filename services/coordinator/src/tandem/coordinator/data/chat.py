@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
+from tandem.common.chat_templates import memory_limit
 from tandem.common.config import Config
 from tandem.common.config.derive import GENERATED
-from tandem.common.errors import DataError
+from tandem.common.errors import ConfigError, DataError
 from tandem.common.tokenizer import Messages, Tokenizer
 
 
@@ -31,6 +32,7 @@ class ChatEncoder:
 
     def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
         self._data = config.data
+        self._is_new = config.policy.new_model is not None
         self._tokenizer = tokenizer
         self._max_total = config.policy.max_total_sequence_length
         is_given = config.algorithm != "grpo"
@@ -41,11 +43,42 @@ class ChatEncoder:
             [tokenizer.bos_id] if is_given and config.data.add_bos and tokenizer.bos_id is not None else []
         )
 
+    def check_characters(self, items: Iterable[tuple[str, Sequence[Messages]]], literals: Mapping[str, str]) -> None:
+        """Raise one `DataError` for all characters of all items that a character-level tokenizer does not know.
+
+        `items` are names, each with a prompt and what may follow it. `literals` are what templates add to them, by the
+        key to change. Any other tokenizer knows every character, and then no item is looked at.
+        """
+        if self._tokenizer.knows_every_character:
+            return
+        places: dict[str, str] = {}
+        for number, (name, (prompt, *answers)) in enumerate(items):
+            texts = [message["content"] for messages in (prompt, *answers) for message in messages]
+            if number == 0:  # what the chat template adds to one, it adds to all
+                texts.append(self._render(name, prompt, self._add_generation_prompt))
+                texts += [self._render(name, [*prompt, *answer], False) for answer in answers]
+            said = "".join(texts[: sum(map(len, (prompt, *answers)))])
+            for character in self._tokenizer.unknown_characters("".join(texts)):
+                if character not in places:
+                    by_template = next((key for key, text in literals.items() if character in text), None)
+                    by_chat = None if character in said else "the chat template"
+                    places[character] = by_template or by_chat or f"problem {name!r}"
+        if places:
+            raise DataError(self._unknown(places))
+
+    def _unknown(self, places: Mapping[str, str]) -> str:
+        """Say which characters are unknown, those of one place together."""
+        together: dict[str, str] = {}
+        for character, place in places.items():
+            together[place] = together.get(place, "") + character
+        what = "1 character" if len(places) == 1 else f"{len(places)} characters"
+        found = ", ".join(f"{characters!r} (first in {place})" for place, characters in together.items())
+        hint = "; policy.new_model.characters lacks them" if self._is_new else ""
+        return f"the tokenizer in {self._tokenizer.where} does not know {what}: {found}{hint}"
+
     def prompt(self, name: str, messages: Messages) -> tuple[int, ...]:
         """Tokenise a prompt, however long. Raises `DataError` if that cannot be done."""
-        tokens = self._encode(
-            name, self._tokenizer.render_chat(messages, add_generation_prompt=self._add_generation_prompt)
-        )
+        tokens = self._encode(name, self._render(name, messages, self._add_generation_prompt))
         if tokens[:1] != self._first_ids:
             tokens = self._first_ids + tokens
         return tuple(tokens)
@@ -94,9 +127,9 @@ class ChatEncoder:
     def _turn(self, name: str, prompt: Messages, content: str, *, is_first: bool) -> list[int]:
         """Tokenise one turn of the assistant; the first may have the generation prompt as a part of it."""
         add_generation_prompt = self._add_generation_prompt if is_first else True
-        before = self._tokenizer.render_chat(prompt, add_generation_prompt=add_generation_prompt)
+        before = self._render(name, prompt, add_generation_prompt)
         answered = [*prompt, {"role": "assistant", "content": content}]
-        whole = self._tokenizer.render_chat(answered, add_generation_prompt=False)
+        whole = self._render(name, answered, False)
         if not whole.startswith(before):
             raise DataError(
                 "the chat template does not write the assistant's turn after the prompt as it is generated from; "
@@ -108,9 +141,12 @@ class ChatEncoder:
         if not token_ids:
             raise DataError(f"problem {name!r}: its solution does not begin with a turn of the assistant")
         try:
-            return self._tokenizer.encode_continuation(messages, token_ids[-1])
+            with memory_limit():
+                return self._tokenizer.encode_continuation(messages, token_ids[-1])
         except DataError as error:
             raise DataError(f"problem {name!r}: {error}") from error
+        except ConfigError as error:
+            raise ConfigError(f"{error} (problem {name!r})") from error
 
     def _ended(self, tokens: list[int]) -> list[int]:
         """End a solution where a response ends: a template's line break after the token that ends it is not kept."""
@@ -119,6 +155,13 @@ class ChatEncoder:
             end = len(tokens) - tokens[::-1].index(eos_id)
             return tokens[:end] if not self._tokenizer.decode(tokens[end:]).strip() else tokens
         return [*tokens, eos_id] if self._data.add_eos else tokens
+
+    def _render(self, name: str, messages: Messages, add_generation_prompt: bool) -> str:
+        try:
+            with memory_limit():
+                return self._tokenizer.render_chat(messages, add_generation_prompt=add_generation_prompt)
+        except ConfigError as error:
+            raise ConfigError(f"{error} (problem {name!r})") from error
 
     def _encode(self, name: str, text: str) -> list[int]:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -14,8 +15,8 @@ from tandem.common.errors import DataError
 from tandem.common.messages import Problem
 from tandem.common.tokenizer import Messages
 from tandem.coordinator.data import sources
-from tandem.coordinator.data.prompts import PromptWriter, solution_writer
-from tandem.coordinator.data.split import hold_out, load_problems
+from tandem.coordinator.data.prompts import PromptWriter, literal_text, solution_writer
+from tandem.coordinator.data.split import Identity, hold_out, load_problems
 from tandem.coordinator.data.trees import threads
 
 
@@ -37,6 +38,8 @@ class ConversationSets(msgspec.Struct, frozen=True, kw_only=True):
     """By the names that ``data.val_data_paths`` gives; a set that is alone has the name ``""``."""
     num_ties: int = 0
     """Pairs of which neither is the better one; they are left out."""
+    num_set_aside: int = 0
+    """Conversations of neither side: they are too much like those held out to be trained on."""
 
     @property
     def validation(self) -> list[Conversation]:
@@ -60,6 +63,7 @@ def load_conversations(config: Config) -> ConversationSets:
         return ConversationSets(
             train=[write(problem) for problem in problems.train],
             held_out={name: [write(problem) for problem in part] for name, part in problems.held_out.items()},
+            num_set_aside=problems.num_set_aside,
         )
     writer = PromptWriter(data)
     num_ties = 0
@@ -74,14 +78,20 @@ def load_conversations(config: Config) -> ConversationSets:
         return [msgspec.structs.replace(c, prompt=writer.with_system_message(c.prompt)) for c in kept]
 
     train, apart = sources.rows(data)
-    kept, held_out = hold_out(
+    sides = hold_out(
         data,
         conversations(train),
         {name: conversations(rows) for name, rows in apart.items()},
-        prompt_of=lambda conversation: _text(conversation.prompt),
-        identity=lambda conversation: _text(conversation.prompt, *conversation.answers),
+        Identity(
+            place=lambda conversation: conversation.name,
+            prompt=lambda conversation: _text(conversation.prompt),
+            content=lambda conversation: _text(conversation.prompt, *conversation.answers),
+        ),
+        keep_prompts_together=True,
     )
-    return ConversationSets(train=kept, held_out=held_out, num_ties=num_ties)
+    return ConversationSets(
+        train=sides.train, held_out=sides.held_out, num_ties=num_ties, num_set_aside=sides.num_set_aside
+    )
 
 
 class ConversationWriter:
@@ -91,6 +101,13 @@ class ConversationWriter:
         self._prompts = PromptWriter(config.data)
         keys = ("solution_template", "rejected_template") if config.algorithm == "dpo" else ("solution_template",)
         self._solutions = [solution_writer(f"data.{key}", getattr(config.data, key)) for key in keys]
+
+    @staticmethod
+    def literals(config: Config) -> dict[str, str]:
+        """Return what the templates of prompts and solutions say whatever the problem, by the key to change."""
+        keys = ("solution_template", "rejected_template")
+        texts = {f"data.{key}": literal_text(getattr(config.data, key) or "") for key in keys}
+        return PromptWriter(config.data).literals() | {key: text for key, text in texts.items() if text}
 
     def __call__(self, problem: Problem) -> Conversation:
         """Return the problem's prompt with its solution, and for DPO a worse one. Raises `DataError`, `ConfigError`."""
@@ -119,7 +136,9 @@ def _reader(config: Config) -> Read | None:
 def _chat(chat_key: str, where: str, row: sources.Row, data: Data) -> Conversation:
     messages = _messages(where, chat_key, sources.field(where, row, "chat_key", chat_key))
     if data.system_key is not None and messages[0]["role"] != "system":
-        system = str(sources.field(where, row, "system_key", data.system_key))
+        system = sources.field(where, row, "system_key", data.system_key)
+        if not isinstance(system, str):
+            raise DataError(f"{where}: {data.system_key!r} is no text (data.system_key)")
         messages = [{"role": "system", "content": system}, *messages]
     spoken = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if not spoken or spoken[0] == 0:
@@ -127,12 +146,27 @@ def _chat(chat_key: str, where: str, row: sources.Row, data: Data) -> Conversati
     return Conversation(name=where, prompt=messages[: spoken[0]], answers=(messages[spoken[0] :],))
 
 
+class _Answers(msgspec.Struct, frozen=True):
+    """The right ones; the first is learned."""
+
+    text: Annotated[list[str], msgspec.Meta(min_length=1)]
+
+
+class _SquadRow(msgspec.Struct, frozen=True):
+    """Other fields are ignored."""
+
+    context: str
+    question: str
+    answers: _Answers
+
+
 def _squad(where: str, row: sources.Row, data: Data) -> Conversation:
     """As NeMo-RL has it: the passage is the system message."""
+    asked = _converted(where, row, _SquadRow, "question about a passage")
     return Conversation(
         name=where,
-        prompt=[{"role": "system", "content": row["context"]}, {"role": "user", "content": row["question"]}],
-        answers=(_answer(row["answers"]["text"][0]),),
+        prompt=[{"role": "system", "content": asked.context}, {"role": "user", "content": asked.question}],
+        answers=(_answer(asked.answers.text[0]),),
     )
 
 
@@ -183,13 +217,33 @@ def _ranked(where: str, row: sources.Row) -> Conversation:
     )
 
 
+class _HelpSteerRow(msgspec.Struct, frozen=True):
+    """Other fields are ignored."""
+
+    context: Any
+    response1: str
+    response2: str
+    overall_preference: float
+
+
 def _help_steer(where: str, row: sources.Row, data: Data) -> Conversation | None:
     """A negative preference is for the first response."""
-    first, second, preference = _answer(row["response1"]), _answer(row["response2"]), row["overall_preference"]
-    if preference == 0:
+    pair = _converted(where, row, _HelpSteerRow, "pair of responses")
+    if pair.overall_preference == 0:
         return None
-    prompt = _messages(where, "context", row["context"], role="user")
-    return Conversation(name=where, prompt=prompt, answers=(first, second) if preference < 0 else (second, first))
+    first, second = _answer(pair.response1), _answer(pair.response2)
+    answers = (first, second) if pair.overall_preference < 0 else (second, first)
+    return Conversation(name=where, prompt=_messages(where, "context", pair.context, role="user"), answers=answers)
+
+
+Parsed = TypeVar("Parsed")
+
+
+def _converted(where: str, row: sources.Row, kind: type[Parsed], what: str) -> Parsed:
+    try:
+        return msgspec.convert(row, kind)
+    except msgspec.ValidationError as error:
+        raise DataError(f"{where} is no {what}: {error}") from error
 
 
 # --- messages --------------------------------------------------------------------------------------------------------

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Mapping
+import string
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tandem.common.config import Config
 from tandem.common.config.schema import Data
 from tandem.common.errors import ConfigError, DataError
 from tandem.common.messages import Problem
+from tandem.common.regular_files import irregular
 from tandem.common.tokenizer import Messages, Tokenizer
 from tandem.coordinator.data.chat import ChatEncoder
 
@@ -45,6 +47,15 @@ class PromptWriter:
             question = self._prompt_file.replace("{}", question)
         return self.with_system_message([{"role": "user", "content": question}])
 
+    def literals(self) -> dict[str, str]:
+        """Return what the templates say whatever the problem, by the key to change."""
+        texts = {
+            "data.prompt_template": literal_text(self._data.prompt_template),
+            "data.prompt_file": self._prompt_file,
+            "data.system_prompt" if self._data.system_prompt else "data.system_prompt_file": self._system_prompt,
+        }
+        return {key: text for key, text in texts.items() if text}
+
     def with_system_message(self, messages: Messages) -> Messages:
         """Put the configured system message in front, unless there is one."""
         if self._system_prompt is None or messages[0]["role"] == "system":
@@ -59,6 +70,11 @@ class PromptEncoder:
         self._chat = ChatEncoder(config, tokenizer)
         self._writer = PromptWriter(config.data)
 
+    def check_characters(self, problems: Iterable[Problem]) -> None:
+        """Raise `DataError` naming all characters of all prompts that the tokenizer does not know."""
+        items = ((problem.problem_id, (self._writer.messages(problem),)) for problem in problems)
+        self._chat.check_characters(items, self._writer.literals())
+
     def encode(self, problem: Problem) -> EncodedProblem | None:
         """Tokenise a problem's prompt; None if it does not fit the context and is left out.
 
@@ -68,6 +84,16 @@ class PromptEncoder:
         if self._chat.leaves_out(problem.problem_id, self._chat.complaint(prompt_ids)):
             return None
         return EncodedProblem(problem=problem, prompt_ids=prompt_ids)
+
+
+def literal_text(template: str) -> str:
+    """Return what a format string, or a function in its place, says whatever the problem."""
+    if _FUNCTION.fullmatch(template):
+        return ""
+    try:
+        return "".join(literal for literal, *_ in string.Formatter().parse(template))
+    except ValueError:  # filling it says what is wrong
+        return ""
 
 
 def solution_writer(key: str, template: str) -> Callable[[Problem], Messages]:
@@ -85,18 +111,31 @@ def solution_writer(key: str, template: str) -> Callable[[Problem], Messages]:
         raise ConfigError(f"{key}: cannot import {template!r}: {error}") from error
 
     def write(problem: Problem) -> Messages:
+        where = f"problem {problem.problem_id!r}: {key} {template}"
         try:
-            return _said(function(problem))
+            solution = function(problem)
         except Exception as error:  # the function is the user's
-            raise DataError(
-                f"problem {problem.problem_id!r}: {key} {template} raised {type(error).__name__}: {error}"
-            ) from error
+            reason = " ".join(str(error).split())
+            raise DataError(f"{where} raised {type(error).__name__}: {reason}") from error
+        try:
+            return _said(msgspec.convert(solution, str | list[_Message]))
+        except msgspec.ValidationError as error:
+            raise DataError(f"{where} returned neither a text nor a list of messages: {error}") from error
 
     return write
 
 
-def _said(solution: str | Messages) -> Messages:
-    return [{"role": "assistant", "content": solution}] if isinstance(solution, str) else solution
+class _Message(msgspec.Struct, frozen=True):
+    """What a function that writes conversations must return a list of."""
+
+    role: str
+    content: str
+
+
+def _said(solution: str | list[_Message]) -> Messages:
+    if isinstance(solution, str):
+        return [{"role": "assistant", "content": solution}]
+    return [{"role": message.role, "content": message.content} for message in solution]
 
 
 def fill_template(key: str, template: str, problem: Problem) -> str:
@@ -117,6 +156,9 @@ def fill_template(key: str, template: str, problem: Problem) -> str:
 def _read(key: str, path: str | None) -> str | None:
     if path is None:
         return None
+    kind = irregular(path)
+    if kind is not None:
+        raise ConfigError(f"{key}: cannot read {path!r}: it is {kind}, not a text file")
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -7,22 +7,32 @@ import gzip
 import itertools
 import random
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import IO, Annotated, Any
 
 import msgspec
 
 from tandem.common.config.named import NAMED, is_local
+from tandem.common.config.problem import MAX_SHOWN
 from tandem.common.config.schema import Data
 from tandem.common.errors import ConfigError, DataError, nearest
 from tandem.common.messages import Problem
+from tandem.common.regular_files import first_irregular, irregular
 from tandem.common.sliding_puzzle import render, shuffled, solved
 from tandem.coordinator.data.hub import only_the_cache, why_unreachable
 
 Row = Mapping[str, Any]
 Rows = list[tuple[str, Row]]
 """Rows of a data set, each with where it is, as errors say it."""
+
+_MAX_LINE = 1 << 24
+"""Bytes of a row, at most: a file without line breaks may be no data at all, or gigabytes packed to a few."""
+_MAX_DEPTH = 200
+"""Lists and objects within one another, at most. Readers call themselves for each level, and Python allows 1000 calls;
+rows travel to rollouts within messages, which have levels of their own."""
+_MAX_LISTED = 20
+"""Fields of a row that an error lists."""
 
 _CHUNK = 1000
 _SEED_STRIDE = 1_000_000_007
@@ -119,16 +129,14 @@ def validation_paths(data: Data) -> dict[str, str]:
 
 def jsonl(path: str) -> Rows:
     """Read a file of one JSON object a line, which may be compressed (``.gz``). Raises `DataError` naming the line."""
+    kind = irregular(path)
+    if kind is not None:
+        raise DataError(f"data: cannot read {path!r}: it is {kind}, not a file of one JSON object a line")
     try:
-        content = Path(path).read_bytes()
-        lines = (gzip.decompress(content) if path.endswith(".gz") else content).splitlines()
-    except (OSError, EOFError, zlib.error) as error:
+        with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
+            found: Rows = [(where, _json_object(where, line)) for where, line in _lines(path, file) if line.strip()]
+    except (OSError, EOFError, zlib.error, ValueError) as error:
         raise DataError(f"data: cannot read {path!r}: {getattr(error, 'strerror', None) or error}") from error
-    found: Rows = [
-        (f"{path}:{number}", _json_object(f"{path}:{number}", line))
-        for number, line in enumerate(lines, 1)
-        if line.strip()
-    ]
     if not found:
         raise DataError(f"data: {path!r} holds no problem")
     return found
@@ -142,14 +150,18 @@ def hub(name: str, split: str, subset: str | None) -> Rows:
     """
     import datasets
 
-    unreachable = "" if Path(name).exists() else why_unreachable()
+    is_here = Path(name).exists()
+    strange = first_irregular(itertools.chain([Path(name)], Path(name).rglob("*"))) if is_here else None
+    if strange is not None:
+        raise DataError(f"data.dataset_name: cannot load {name!r}: {strange}, not a data file")
+    unreachable = "" if is_here else why_unreachable()
     try:
         with only_the_cache() if unreachable else contextlib.nullcontext():
             loaded = datasets.load_dataset(name, subset, split=split)
+        found: Rows = [(f"{name}[{split}]:{index}", row) for index, row in enumerate(loaded)]
     except Exception as error:  # the library raises dozens of kinds, from its own to the network's
         reason = f"{unreachable}, and there is no copy here" if unreachable else _first_line(error)
         raise DataError(f"data.dataset_name: cannot load {name!r}, split {split!r}: {reason}") from error
-    found: Rows = [(f"{name}[{split}]:{index}", row) for index, row in enumerate(loaded)]
     if not found:
         raise DataError(f"data.dataset_name: {name!r}, split {split!r}, holds no problem")
     return found
@@ -157,9 +169,12 @@ def hub(name: str, split: str, subset: str | None) -> Rows:
 
 def problem(where: str, row: Row, data: Data) -> Problem:
     """Read a row that holds a question and its answer. Raises `DataError`."""
+    question = field(where, row, "input_key", data.input_key)
+    if question is None:
+        raise DataError(f"{where} has null in the field {data.input_key!r} (data.input_key)")
     return Problem(
         problem_id=where,
-        question=str(field(where, row, "input_key", data.input_key)),
+        question=str(question),
         answer=str(field(where, row, "output_key", data.output_key)),
         metadata=_plain({k: v for k, v in row.items() if k not in (data.input_key, data.output_key)}),
     )
@@ -169,16 +184,55 @@ def field(where: str, row: Row, setting: str, key: str) -> Any:
     """Return what a row has under `key`, the value of ``data.SETTING``. Raises `DataError` if it has no such field."""
     if key not in row:
         raise DataError(
-            f"{where} has no field {key!r} (data.{setting}); its fields are {', '.join(row)}{nearest(key, row)}"
+            f"{where} has no field {key!r} (data.{setting}); its fields are {_listed(row)}{nearest(key, row)}"
         )
     return row[key]
 
 
+def _listed(keys: Iterable[str]) -> str:
+    """List the names of fields on one line; of names that are many, or long, or cannot be printed, the beginning."""
+    names = [key if key.isprintable() else repr(key) for key in itertools.islice(keys, _MAX_LISTED + 1)]
+    names = [name if len(name) <= MAX_SHOWN else f"{name[: MAX_SHOWN - 3]}..." for name in names]
+    return ", ".join(names if len(names) <= _MAX_LISTED else [*names[:_MAX_LISTED], "..."])
+
+
+def _lines(path: str, file: IO[bytes] | gzip.GzipFile) -> Iterator[tuple[str, bytes]]:
+    """Yield the lines of a file, each with where it is; one that never seems to end is not read to its end."""
+    number = 0
+    while chunk := file.readline(_MAX_LINE + 1):
+        if len(chunk) > _MAX_LINE:
+            raise DataError(f"{path}:{number + 1} is longer than {_MAX_LINE >> 20} MiB, the most that a row may have")
+        for line in chunk.splitlines():
+            number += 1
+            yield f"{path}:{number}", line
+
+
 def _json_object(where: str, line: bytes) -> dict[str, Any]:
     try:
-        return msgspec.json.decode(line, type=dict[str, Any])
+        text = line.decode()
+        row = msgspec.json.decode(text, type=dict[str, Any])
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{where} is not UTF-8: byte 0x{line[error.start]:02x} at position {error.start + 1} of the line"
+        ) from error
     except msgspec.MsgspecError as error:
         raise DataError(f"{where} is not a JSON object: {error}") from error
+    except RecursionError:
+        is_deep = True
+    else:  # an exact count takes time, and few rows need it
+        is_deep = line.count(b"[") + line.count(b"{") > _MAX_DEPTH and _depth(row) > _MAX_DEPTH
+    if is_deep:
+        raise DataError(f"{where} is nested more than {_MAX_DEPTH} levels deep")
+    return row
+
+
+def _depth(value: object) -> int:
+    """Return how many lists and objects lie within one another at most."""
+    depth, level = 0, [value]
+    while level := [inner for inner in level if isinstance(inner, dict | list)]:
+        depth += 1
+        level = [part for inner in level for part in (inner.values() if isinstance(inner, dict) else inner)]
+    return depth
 
 
 def _plain(metadata: Mapping[str, Any]) -> dict[str, Any]:

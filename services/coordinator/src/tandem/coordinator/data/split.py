@@ -1,15 +1,20 @@
 """Which problems train and which are held out.
 
-Membership is decided by the problem itself: by a hash of its prompt. So train and validation never share a problem, and
-no run, whatever its seed, trains on a problem that another run of the same data section is validated on; the SFT stage
-and the GRPO stage of one example among them.
+A problem is a row: where it lies says which one it is, and rows may have the same prompt, or be the same altogether, as
+many as there are. What must not be is that the same content, prompt and answer and all else, is both trained on and
+validated on. Where the split is ours, membership is decided by the content: by a hash of its prompt first. So train and
+validation never share a problem, and no run, whatever its seed, trains on a problem that another run of the same data
+section is validated on; the SFT stage and the GRPO stage of one example among them. Where the split is given, what is
+in both sides is an error.
+
+What a task makes is told apart by its prompt: a task repeats itself as often as it is asked, and numbers what it makes.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -27,6 +32,8 @@ _PATIENCE = 4
 If there is one more among ``D`` equally likely ones, it stays hidden for so long with a probability of
 ``(1 - 1/D) ** (4 * D)``, less than 2 per cent."""
 _MIN_PATIENCE = 1000
+_MOST_MADE = 1_000_000
+"""Problems that a task makes at most: they are made before the run begins, and kept."""
 
 
 class ProblemSets(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +42,8 @@ class ProblemSets(msgspec.Struct, frozen=True, kw_only=True):
     train: list[Problem]
     held_out: dict[str, list[Problem]]
     """By the names that ``data.val_data_paths`` gives; a set that is alone has the name ``""``."""
+    num_set_aside: int = 0
+    """Problems of neither side: they are too much like those held out to be trained on."""
 
     @property
     def validation(self) -> list[Problem]:
@@ -63,99 +72,202 @@ def load_problems(config: Config) -> ProblemSets:
     def problems(rows: sources.Rows) -> list[Problem]:
         return [sources.problem(where, row, data) for where, row in rows]
 
-    def prompt(problem: Problem) -> str:
-        return _prompt(data, problem)
+    def content(problem: Problem) -> str:
+        parts = (_prompt(data, problem), problem.answer, problem.metadata)
+        return msgspec.json.encode(parts, order="sorted").decode()
 
-    train = problems(train_rows)
+    identity = Identity(
+        place=lambda problem: problem.problem_id, prompt=lambda problem: _prompt(data, problem), content=content
+    )
     apart = {name: problems(rows) for name, rows in held_out_rows.items()}
-    kept, held_out = hold_out(data, train, apart, prompt_of=prompt, identity=prompt)
-    return ProblemSets(train=kept, held_out=held_out)
+    sides = hold_out(data, problems(train_rows), apart, identity, keep_prompts_together=False)
+    return ProblemSets(train=sides.train, held_out=sides.held_out, num_set_aside=sides.num_set_aside)
 
 
 def _generated(data: Data, problems: Iterator[Problem]) -> ProblemSets:
     """Draw from an endless generator until both sets are full."""
     num_train, num_validation = data.num_train or 0, data.num_validation or 0
+    if num_train + num_validation > _MOST_MADE:
+        raise DataError(
+            f"data.num_train {num_train} and data.num_validation {num_validation}: {_name(data)} makes at most "
+            f"{_MOST_MADE} problems for a run, all before it begins"
+        )
     share = num_validation / (num_train + num_validation)
     wanted = {True: num_validation, False: num_train}
     found: dict[bool, list[Problem]] = {True: [], False: []}
-    seen: set[str] = set()
+    seen: dict[str, Problem] = {}
     num_repeats = 0
     while any(len(found[held]) < wanted[held] for held in (True, False)):
         problem = next(problems)
         prompt = _prompt(data, problem)
         num_repeats = num_repeats + 1 if prompt in seen else 0
         if num_repeats > max(_MIN_PATIENCE, _PATIENCE * len(seen)):
-            raise DataError(
-                f"{_name(data)} has only {len(seen)} distinct problems with these task_params: "
-                f"{len(found[False])} to train on (data.num_train {num_train}) and {len(found[True])} held out "
-                f"(data.num_validation {num_validation})"
-            )
+            return _all_there_is(data, seen)
         if num_repeats == 0:
-            seen.add(prompt)
+            seen[prompt] = problem
             held = _position(prompt) < share
             if len(found[held]) < wanted[held]:
                 found[held].append(problem)
     return ProblemSets(train=found[False], held_out={"": found[True]})
 
 
+def _all_there_is(data: Data, seen: Mapping[str, Problem]) -> ProblemSets:
+    """Split everything that a generator can make, by prompt; the hash alone did not come out as wanted."""
+    num_train, num_validation = data.num_train or 0, data.num_validation or 0
+    if len(seen) < num_train + num_validation:
+        raise DataError(
+            f"{_name(data)} has only {len(seen)} distinct problems with these task_params: fewer than "
+            f"{num_train + num_validation}, those to train on (data.num_train {num_train}) and those held out "
+            f"(data.num_validation {num_validation})"
+        )
+    held_out = {prompt: seen[prompt] for prompt in sorted(seen, key=_position)[:num_validation]}
+    train = [problem for prompt, problem in seen.items() if prompt not in held_out]
+    return ProblemSets(train=train[:num_train], held_out={"": list(held_out.values())})
+
+
 def _name(data: Data) -> str:
     return f"data.dataset_name {data.dataset_name!r}" if data.task is None else f"data.task {data.task!r}"
+
+
+class Identity(msgspec.Struct, Generic[Item], frozen=True, kw_only=True):
+    """What there is to know of an item for splitting."""
+
+    place: Callable[[Item], str]
+    """The file and line, or data set and row: which one it is."""
+    prompt: Callable[[Item], str]
+    content: Callable[[Item], str]
+    """All of it, the prompt too."""
+
+
+class Sides(msgspec.Struct, Generic[Item], frozen=True, kw_only=True):
+    """Items to train on, and items to validate on, by name."""
+
+    train: list[Item]
+    held_out: dict[str, list[Item]]
+    num_set_aside: int = 0
+    """Of neither."""
 
 
 def hold_out(
     data: Data,
     train: Sequence[Item],
     apart: Mapping[str, Sequence[Item]],
+    identity: Identity[Item],
     *,
-    prompt_of: Callable[[Item], str],
-    identity: Callable[[Item], str],
-) -> tuple[list[Item], dict[str, list[Item]]]:
+    keep_prompts_together: bool,
+) -> Sides[Item]:
     """Split one file, or take several apart, into what to train on and what to validate on, by name.
 
-    What has the prompt of something held out is not trained on. Of what is the same by `identity` the first counts.
-    Raises `DataError` if there are fewer than wanted.
+    With `keep_prompts_together`, where one file is split, nothing is trained on that has the prompt of something held
+    out, unless too little is left.
+
+    Raises `DataError` if there are fewer than wanted, or if files that are apart share something.
     """
-    train = _distinct(train, identity)
     train_name = data.train_data_path or f"{data.dataset_name}[{data.split}]"
-    if apart:
-        names = {"": f"{data.dataset_name}[{data.val_split}]", **sources.validation_paths(data)}
-        source = {name: _distinct(items, identity) for name, items in apart.items()}
-    else:
-        names = {"": train_name}
-        source = {"": sorted(train, key=lambda item: _position(prompt_of(item)))}
-    held_out = {
-        name: _first(items, data.num_validation, f"data.num_validation: {names[name]}")
-        for name, items in source.items()
-    }
-    kept_out = {prompt_of(item) for items in held_out.values() for item in items}
-    rest = [item for item in train if prompt_of(item) not in kept_out]
-    if not rest:
-        num_held_out = sum(map(len, held_out.values()))
+    if not apart:
+        return _split(data, train_name, train, identity, keep_prompts_together=keep_prompts_together)
+    names = {"": f"{data.dataset_name}[{data.val_split}]", **sources.validation_paths(data)}
+    for name, items in apart.items():
+        if len(items) < (data.num_validation or 1):
+            raise DataError(
+                f"data.num_validation: {names[name]} has only {_counted(items, identity)}, not {data.num_validation}"
+            )
+    if len(train) < (data.num_train or 1):
+        raise DataError(f"data.num_train: {train_name} has only {_counted(train, identity)}, not {data.num_train}")
+    held_out = {name: list(items[: data.num_validation]) for name, items in apart.items()}
+    kept = list(train[: data.num_train])
+    _refuse_leakage(kept, held_out, identity)
+    return Sides(train=kept, held_out=held_out)
+
+
+def _refuse_leakage(train: Sequence[Item], held_out: Mapping[str, Sequence[Item]], identity: Identity[Item]) -> None:
+    held = {identity.content(item): identity.place(item) for items in held_out.values() for item in reversed(items)}
+    shared = [(identity.place(item), held[key]) for item in train if (key := identity.content(item)) in held]
+    if shared:
+        here, there = shared[0]
+        more = f" (and {len(shared) - 1} more)" if len(shared) > 1 else ""
         raise DataError(
-            f"data: {train_name} has {len(train)} distinct problems, and with {num_held_out} of them held out "
-            "(data.num_validation) none is left to train on"
+            f"data: {here} and {there} hold the same problem{more}, which would be trained on and validated on: take "
+            "it out of one of them"
         )
-    return _first(rest, data.num_train, f"data.num_train: without those held out, {train_name}"), held_out
 
 
-def _first(items: list[Item], wanted: int | None, where: str) -> list[Item]:
-    """Return so many, all of them if the number is not given."""
-    if wanted is not None and len(items) < wanted:
-        raise DataError(f"{where} has only {len(items)} distinct problems, not {wanted}")
-    return items[:wanted]
+def _split(
+    data: Data, name: str, items: Sequence[Item], identity: Identity[Item], *, keep_prompts_together: bool
+) -> Sides[Item]:
+    """Split one file: the first way that leaves enough to train on."""
+    wanted = data.num_validation or 0
+    if len(items) < wanted:
+        raise DataError(f"data.num_validation: {name} has only {_counted(items, identity)}, not {wanted}")
+    prompts = [identity.prompt(item) for item in items]
+    contents = [identity.content(item) for item in items]
+    # Prompts decide, and contents where they are the same.
+    order = sorted(range(len(items)), key=lambda i: (_position(prompts[i]), _position(contents[i])))
+    by_prompt = sorted(range(len(items)), key=lambda i: _position(prompts[i]))
+    ways: list[tuple[list[int], list[str]]] = [(by_prompt[:wanted], prompts)] if keep_prompts_together else []
+    ways += [(held, contents) for held in _choices(_groups(order, contents), wanted)]
+    most = 0
+    for held, keys in ways:
+        kept_out = {keys[i] for i in held}
+        rest = [i for i in range(len(items)) if keys[i] not in kept_out]
+        if len(rest) >= (data.num_train or 1):
+            return Sides(
+                train=[items[i] for i in rest[: data.num_train]],
+                held_out={"": [items[i] for i in held]},
+                num_set_aside=len(items) - len(held) - len(rest),
+            )
+        most = max(most, len(rest))
+    if most:
+        raise DataError(
+            f"data.num_train: without those held out, {name} has only {most} "
+            f"{_distinct(len(items), len(set(contents)))}problems, not {data.num_train}"
+        )
+    raise DataError(
+        f"data: {name} has {_counted(items, identity)}, and with {wanted} of them held out (data.num_validation) none "
+        "is left to train on"
+    )
 
 
-def _distinct(items: Iterable[Item], identity: Callable[[Item], str]) -> list[Item]:
-    first: dict[str, Item] = {}
-    for item in items:
-        first.setdefault(identity(item), item)
-    return list(first.values())
+def _groups(order: Sequence[int], contents: Sequence[str]) -> list[list[int]]:
+    """Put what has the same content together."""
+    groups: dict[str, list[int]] = {}
+    for index in order:
+        groups.setdefault(contents[index], []).append(index)
+    return list(groups.values())
+
+
+def _choices(groups: Sequence[list[int]], wanted: int) -> Iterator[list[int]]:
+    """Choose so many to hold out, in ways that need few groups to be cut; what is left of those is of no use."""
+    held: list[int] = []
+    left: list[list[int]] = []
+    for group in groups:
+        if len(held) + len(group) <= wanted:
+            held += group
+        else:
+            left.append(group)
+    if len(held) < wanted:
+        held += min(left, key=len)[: wanted - len(held)]
+    yield held
+    large = [group for group in groups if len(group) >= wanted]
+    if large:
+        yield min(large, key=len)[:wanted]
+
+
+def _counted(items: Sequence[Item], identity: Identity[Item]) -> str:
+    num_distinct = len({identity.content(item) for item in items})
+    if num_distinct == len(items):
+        return f"{len(items)} distinct problems"
+    return f"{len(items)} problems, {num_distinct} of them distinct"
+
+
+def _distinct(count: int, num_distinct: int) -> str:
+    return "distinct " if count == num_distinct else ""
 
 
 def _prompt(data: Data, problem: Problem) -> str:
     return fill_template("data.prompt_template", data.prompt_template, problem)
 
 
-def _position(prompt: str) -> float:
-    """Return a number from 0 to 1 that is fixed for each prompt and evenly spread over prompts."""
-    return int.from_bytes(hashlib.blake2b(prompt.encode(), digest_size=8).digest(), "little") / 2**64
+def _position(text: str) -> float:
+    """Return a number from 0 to 1 that is fixed for each text and evenly spread over texts."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") / 2**64

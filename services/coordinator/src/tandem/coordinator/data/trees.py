@@ -24,23 +24,26 @@ class _Node(msgspec.Struct, frozen=True):
 def threads(where: str, row: Mapping[str, Any]) -> Iterator[tuple[str, Messages]]:
     """Yield the threads of a tree that the assistant has a part in, each with where it is, as errors say it.
 
-    A row is the tree's ``prompt``, or has it. What a user says last is left out, since nothing answers it; threads may
-    be the same without it. Raises `DataError`.
+    A row is the tree's ``prompt``, or has it. What a user says last is left out, since nothing answers it; of threads
+    that are the same without it there is one. Raises `DataError`.
     """
     try:
         root = msgspec.convert(row.get("prompt", row), _Node)
     except msgspec.ValidationError as error:
         raise DataError(f"{where} is no tree of messages: {error}") from error
-    for number, messages in enumerate(_ways(root), 1):
-        spoken = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        if spoken:
-            yield f"{where}, thread {number}", messages[: spoken[-1] + 1]
+    ends: set[int] = set()
+    for number, nodes in enumerate(_ways(root), 1):
+        spoken = [index for index, node in enumerate(nodes) if node.role == "assistant"]
+        if not spoken or id(nodes[spoken[-1]]) in ends:
+            continue
+        ends.add(id(nodes[spoken[-1]]))
+        messages = [{"role": _ROLES[node.role], "content": node.text} for node in nodes[: spoken[-1] + 1]]
+        yield f"{where}, thread {number}", messages
 
 
-def _ways(node: _Node) -> Iterator[list[dict[str, str]]]:
-    said = {"role": _ROLES[node.role], "content": node.text}
+def _ways(node: _Node) -> Iterator[list[_Node]]:
     if not node.replies:
-        yield [said]
+        yield [node]
     for reply in node.replies:
         for rest in _ways(reply):
-            yield [said, *rest]
+            yield [node, *rest]

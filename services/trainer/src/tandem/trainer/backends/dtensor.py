@@ -29,6 +29,7 @@ from tandem.trainer.models import TokenScorer, checkpoint_activations, has_linea
 from tandem.trainer.offload import Offloaded, state_of
 from tandem.trainer.optimizers import advance, make_optimizer, make_scheduler
 from tandem.trainer.packing import MicroBatch
+from tandem.trainer.scoring import TokenScores
 
 
 class DTensorBackend:
@@ -78,7 +79,7 @@ class DTensorBackend:
         total = torch.zeros(1, dtype=torch.float64, device=self.device)
         for index, batch in enumerate(micro_batches):
             self._communicate(last=index == len(micro_batches) - 1)
-            value = loss(batch, *self._scorers["policy"](batch))
+            value = loss(batch, self._scorers["policy"](batch))
             # FSDP2 averages gradients over the ranks; the loss is a sum.
             torch.autograd.backward(value * self._ranks.num_shards)
             total += value.detach()
@@ -97,10 +98,10 @@ class DTensorBackend:
         return OptimizerStep(loss=total_loss, grad_norm=grad_norm, learning_rate=learning_rate)
 
     @torch.no_grad()
-    def logprobs(self, micro_batches: Sequence[MicroBatch], model: WhichModel) -> list[torch.Tensor]:
-        """Return ``logprobs_BT`` without gradient for each micro-batch, zero where no token counts."""
+    def scores(self, micro_batches: Sequence[MicroBatch], model: WhichModel) -> list[TokenScores]:
+        """Return the scores of each micro-batch without gradient, zero where no token counts."""
         scorer = self._scorers[model]
-        found = [scorer(batch)[0] for batch in micro_batches]
+        found = [scorer(batch) for batch in micro_batches]
         for module in _fsdp_modules(scorer.model):
             module.reshard()  # only a backward pass would do it by itself
         return found

@@ -15,6 +15,7 @@ import msgspec
 import torch
 
 from tandem.trainer.packing import MicroBatch
+from tandem.trainer.scoring import TokenScores
 
 
 class Counts(msgspec.Struct, frozen=True):
@@ -24,6 +25,8 @@ class Counts(msgspec.Struct, frozen=True):
     """Tokens that count in the loss."""
     sequences: int
     """Sequences with at least one such token."""
+    positive_tokens: int = 0
+    """Such tokens of sequences whose reward is above zero."""
 
 
 def aggregate(values_BT: torch.Tensor, mask_BT: torch.Tensor, counts: Counts, *, token_level: bool) -> torch.Tensor:
@@ -60,10 +63,10 @@ class Loss(Protocol):
 
     report: Report
 
-    def __call__(self, batch: MicroBatch, logprobs_BT: torch.Tensor, entropy_BT: torch.Tensor) -> torch.Tensor:
+    def __call__(self, batch: MicroBatch, scores_BT: TokenScores) -> torch.Tensor:
         """Return the micro-batch's share of the loss, a scalar.
 
-        `logprobs_BT` are those of its tokens under the policy in training, with gradient; `entropy_BT` is the policy's
-        entropy at each position, without. Neither is read where `MicroBatch.loss_mask_BT` is False.
+        `scores_BT` are those of its tokens under the policy in training, not read where `MicroBatch.loss_mask_BT` is
+        False.
         """
         ...

@@ -25,24 +25,31 @@ def kl_divergence(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, kind
 
 
 def kl_penalty(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, settings: LossFn) -> torch.Tensor:
-    """Return the configured estimate at each token, within its clamps, as loss or reward take it."""
-    return _clamped(_estimate(logprobs, reference_logprobs, settings), settings.kl_output_clamp_value)
+    """Return the configured estimate at each token, within its clamps, as a reward takes it."""
+    log_ratio = _clamped(reference_logprobs - logprobs, settings.kl_input_clamp_value)
+    return _clamped(_of_log_ratio(log_ratio, settings.reference_policy_kl_type), settings.kl_output_clamp_value)
 
 
-def reweighted_kl_penalty(
+def weighted_kl_penalty(
     logprobs_BT: torch.Tensor,
     reference_logprobs_BT: torch.Tensor,
-    generation_logprobs_BT: torch.Tensor,
+    sampler_logprobs_BT: torch.Tensor,
     settings: LossFn,
 ) -> torch.Tensor:
-    """Return the same, each token weighted by its probability now over its probability in generation, with gradient.
+    """Return the same as a loss takes it: weighted by the token's probability over that in sampling, with gradient.
 
-    Over tokens that another policy g sampled, the mean of (p / g) k1 or (p / g) k3 is KL(p || reference), and its
-    gradient is that of the divergence; the gradient of k1 or k3 alone misses the part that comes from where the samples
-    are drawn (Tang and Munos 2025, arXiv:2506.09477). The output clamp is over the product.
+    Over tokens that a policy g sampled, the mean of (p / g) k1 or (p / g) k3 is KL(p || reference), and its gradient is
+    that of the divergence. The gradient of k1 or k3 alone misses the part that comes from where the samples are drawn;
+    for k1 its mean is zero (Tang and Munos 2025, arXiv:2506.09477). So `sampler_logprobs_BT` are those in training
+    itself, without gradient, where the two policies count as one: all weights are 1 then. The output clamp is over the
+    product.
     """
-    weights_BT = finite_ratio(logprobs_BT - generation_logprobs_BT)
-    estimate_BT = weights_BT * _estimate(logprobs_BT, reference_logprobs_BT, settings)
+    weights_BT = finite_ratio(logprobs_BT - sampler_logprobs_BT)
+    log_ratios_BT = reference_logprobs_BT - logprobs_BT
+    bounded_BT = _clamped(log_ratios_BT, settings.kl_input_clamp_value)
+    # Past the bound nothing pulls the policy back, nor does it push it away from where it samples.
+    weights_BT = torch.where(bounded_BT == log_ratios_BT, weights_BT, weights_BT.detach())
+    estimate_BT = weights_BT * _of_log_ratio(bounded_BT, settings.reference_policy_kl_type)
     return _clamped(estimate_BT, settings.kl_output_clamp_value)
 
 
@@ -53,11 +60,6 @@ def finite_ratio(log_ratio: torch.Tensor) -> torch.Tensor:
     """
     is_finite = log_ratio.detach().exp().isfinite()
     return torch.where(is_finite, log_ratio, -math.inf).exp()
-
-
-def _estimate(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, settings: LossFn) -> torch.Tensor:
-    log_ratio = _clamped(reference_logprobs - logprobs, settings.kl_input_clamp_value)
-    return _of_log_ratio(log_ratio, settings.reference_policy_kl_type)
 
 
 def _of_log_ratio(log_ratio: torch.Tensor, kind: KlType) -> torch.Tensor:

@@ -10,8 +10,9 @@ import torch
 from tandem.common.config.schema import LossFn
 from tandem.trainer.losses.aggregate import Counts, Report, aggregate
 from tandem.trainer.losses.importance import importance_weights, sequence_means
-from tandem.trainer.losses.kl import kl_divergence, kl_penalty, reweighted_kl_penalty
+from tandem.trainer.losses.kl import kl_divergence, weighted_kl_penalty
 from tandem.trainer.packing import MicroBatch
+from tandem.trainer.scoring import TokenScores
 
 
 def probability_ratios(
@@ -62,8 +63,11 @@ def clip(ratios_BT: torch.Tensor, settings: LossFn) -> torch.Tensor:
 class PolicyGradientLoss:
     """The surrogate, weighted for the sampler, plus a KL penalty: GRPO (arXiv:2402.03300, equation 3) and its kin.
 
-    An object serves one optimizer step. Called with a micro-batch, the log-probabilities of its tokens under the policy
-    in training (with gradient) and the policy's entropy at each position, it returns a scalar.
+    With `positive_example_nll_weight` mu, plus mu times the mean of -log p over the tokens of the global batch whose
+    sample has a reward above zero (VAPO, Yue et al. 2025, arXiv:2504.05118, equations 9 and 10).
+
+    An object serves one optimizer step. Called with a micro-batch and the scores of its tokens under the policy in
+    training, it returns a scalar.
     """
 
     NAMES = (
@@ -81,11 +85,12 @@ class PolicyGradientLoss:
     def __init__(self, settings: LossFn, counts: Counts, device: torch.device) -> None:
         self._settings = settings
         self._counts = counts
-        self.report = Report(self.NAMES, counts.tokens, device)
+        names = self.NAMES if settings.positive_example_nll_weight == 0 else (*self.NAMES, "positive_example_nll")
+        self.report = Report(names, counts.tokens, device)
 
-    def __call__(self, batch: MicroBatch, logprobs_BT: torch.Tensor, entropy_BT: torch.Tensor) -> torch.Tensor:
+    def __call__(self, batch: MicroBatch, scores_BT: TokenScores) -> torch.Tensor:
         """Return the micro-batch's share of the loss."""
-        settings, mask_BT = self._settings, batch.loss_mask_BT
+        settings, mask_BT, logprobs_BT = self._settings, batch.loss_mask_BT, scores_BT.logprobs
         current_BT = logprobs_BT.detach()
         # Before the first optimizer step on a rollout batch the previous policy is the current one, to the bit.
         is_current = batch.previous_logprobs_BT is None or settings.force_on_policy_ratio
@@ -99,19 +104,26 @@ class PolicyGradientLoss:
         kl_BT = self._kl(batch, logprobs_BT)
         if settings.reference_policy_kl_penalty > 0 and not settings.use_kl_in_reward:
             loss_BT = loss_BT + settings.reference_policy_kl_penalty * kl_BT
+        nll = [] if settings.positive_example_nll_weight == 0 else [self._positive_nll(batch, logprobs_BT)]
         self.report.add(
             mask_BT,
             kl_BT,
             kl_divergence(previous_BT, current_BT, "k3"),
-            entropy_BT,
+            scores_BT.entropy,
             is_clipped_BT,
             ratios_BT,
             clip(ratios_BT, settings),
             (batch.generation_logprobs_BT - previous_BT).abs().exp(),
             weights_BT,
             is_outside_BT,
+            *nll,
         )
-        return aggregate(loss_BT, mask_BT, self._counts, token_level=settings.token_level_loss)
+        loss = aggregate(loss_BT, mask_BT, self._counts, token_level=settings.token_level_loss)
+        for nll_BT in nll:
+            loss = loss + settings.positive_example_nll_weight * aggregate(
+                nll_BT, mask_BT, self._counts, token_level=True
+            )
+        return loss
 
     def _kl(self, batch: MicroBatch, logprobs_BT: torch.Tensor) -> torch.Tensor:
         """Return the divergence from the reference at each token; zeros without a penalty."""
@@ -120,6 +132,11 @@ class PolicyGradientLoss:
             return torch.zeros_like(logprobs_BT)
         reference_BT = batch.reference_logprobs_BT
         assert reference_BT is not None, "a KL penalty needs the reference's log-probabilities"
-        if settings.use_on_policy_kl_approximation:
-            return reweighted_kl_penalty(logprobs_BT, reference_BT, batch.generation_logprobs_BT, settings)
-        return kl_penalty(logprobs_BT, reference_BT, settings)
+        sampler_BT = batch.generation_logprobs_BT if settings.use_on_policy_kl_approximation else logprobs_BT.detach()
+        return weighted_kl_penalty(logprobs_BT, reference_BT, sampler_BT, settings)
+
+    def _positive_nll(self, batch: MicroBatch, logprobs_BT: torch.Tensor) -> torch.Tensor:
+        """Return -log p where the sample's reward is above zero, scaled so that the mean over all tokens is theirs."""
+        assert batch.is_positive_BT is not None, "GRPO has rewards"
+        scale = self._counts.tokens / max(1, self._counts.positive_tokens)
+        return torch.where(batch.is_positive_BT, -logprobs_BT * scale, 0.0)

@@ -11,6 +11,7 @@ import torch
 from tandem.common.config.schema import Dpo
 from tandem.trainer.losses.aggregate import Counts, Report
 from tandem.trainer.packing import MicroBatch
+from tandem.trainer.scoring import TokenScores
 
 
 class PreferenceLoss:
@@ -30,16 +31,16 @@ class PreferenceLoss:
         self._num_pairs = max(1, counts.sequences // 2)
         self.report = Report(self.NAMES, self._num_pairs, device)
 
-    def __call__(self, batch: MicroBatch, logprobs_BT: torch.Tensor, entropy_BT: torch.Tensor) -> torch.Tensor:
+    def __call__(self, batch: MicroBatch, scores_BT: TokenScores) -> torch.Tensor:
         """Return the micro-batch's share of the loss."""
         settings = self._settings
         assert batch.reference_logprobs_BT is not None, "DPO needs the reference's log-probabilities"
         rewards_B = _of_responses(
-            logprobs_BT - batch.reference_logprobs_BT,
+            scores_BT.logprobs - batch.reference_logprobs_BT,
             batch.loss_mask_BT,
             average=settings.preference_average_log_probs,
         )
-        logprobs_B = _of_responses(logprobs_BT, batch.loss_mask_BT, average=settings.sft_average_log_probs)
+        logprobs_B = _of_responses(scores_BT.logprobs, batch.loss_mask_BT, average=settings.sft_average_log_probs)
         chosen_P, rejected_P = rewards_B[0::2], rewards_B[1::2]
         preference_P = -torch.nn.functional.logsigmoid(settings.reference_policy_kl_penalty * (chosen_P - rejected_P))
         sft_P = -logprobs_B[0::2]

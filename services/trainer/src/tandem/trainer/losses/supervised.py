@@ -6,18 +6,22 @@ import torch
 
 from tandem.trainer.losses.aggregate import Counts, Report, aggregate
 from tandem.trainer.packing import MicroBatch
+from tandem.trainer.scoring import TokenScores
 
 
 class NegativeLogLikelihood:
-    """Supervised fine-tuning: the mean negative log-probability of the counted tokens of the global batch."""
+    """Supervised fine-tuning: the mean negative log-probability of the counted tokens of the global batch.
 
-    NAMES = ("entropy",)
+    ``token_accuracy`` is the share of these tokens that are the likeliest given what comes before them.
+    """
+
+    NAMES = ("entropy", "token_accuracy")
 
     def __init__(self, counts: Counts, device: torch.device) -> None:
         self._counts = counts
         self.report = Report(self.NAMES, counts.tokens, device)
 
-    def __call__(self, batch: MicroBatch, logprobs_BT: torch.Tensor, entropy_BT: torch.Tensor) -> torch.Tensor:
+    def __call__(self, batch: MicroBatch, scores_BT: TokenScores) -> torch.Tensor:
         """Return the micro-batch's share of the loss."""
-        self.report.add(batch.loss_mask_BT, entropy_BT)
-        return aggregate(-logprobs_BT, batch.loss_mask_BT, self._counts, token_level=True)
+        self.report.add(batch.loss_mask_BT, scores_BT.entropy, scores_BT.is_likeliest)
+        return aggregate(-scores_BT.logprobs, batch.loss_mask_BT, self._counts, token_level=True)

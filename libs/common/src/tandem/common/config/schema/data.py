@@ -10,7 +10,8 @@ from tandem.common.config.schema.base import NonEmptyStr, PositiveFloat, Positiv
 
 
 class Data(Section, frozen=True, kw_only=True):
-    """The problems of the run. Training and validation never share one."""
+    """The problems of the run, each a row of its own: several may have the same prompt. Training and validation never
+    share one, with the same prompt, answer and other fields: files or splits that do are refused."""
 
     dataset_name: NonEmptyStr
     """``reasoning_gym`` (problems made by a task), ``sliding_puzzle`` (shuffled boards), ``jsonl`` (local files), the
@@ -25,7 +26,7 @@ class Data(Section, frozen=True, kw_only=True):
     from the goal, 8)."""
     num_train: PositiveInt | None = None
     """New. Training problems to make or to use; null means every one of the file or split, and 10000 where they are
-    made."""
+    made. Those that are made, validation and all, are a million at most."""
     num_validation: PositiveInt | None = None
     """New. Validation problems to make, to use or to hold out; null means every one of `val_data_path` or
     `val_split`, and 256 where there is neither."""

@@ -38,9 +38,9 @@ class LossFn(Section, frozen=True, kw_only=True):
     """Subtract the divergence from the reward of each token, before advantages are normalised, and not from the loss.
     Only with ``grpo.adv_estimator.name: reinforce_plus_plus``."""
     use_on_policy_kl_approximation: bool = False
-    """Weight the KL estimate of each token by its probability now over its probability in generation, with gradient:
-    the estimate and its gradient are then right for samples of a policy other than the one in training (Tang and
-    Munos 2025, arXiv:2506.09477)."""
+    """Weight the KL estimate of each token by its probability now over its probability in generation: the estimate and
+    its gradient are then right for samples of a policy other than the one in training. Without it both are those for
+    samples of that policy itself (Tang and Munos 2025, arXiv:2506.09477)."""
     ratio_clip_min: Annotated[float, Meta(ge=0, le=1)] = 0.2
     """The probability ratio is clipped below at 1 minus this."""
     ratio_clip_max: NonNegativeFloat = 0.2
@@ -71,5 +71,8 @@ class LossFn(Section, frozen=True, kw_only=True):
     """The upper bound of such weights."""
     truncated_importance_sampling_ratio_min: NonNegativeFloat | None = None
     """The lower bound of such weights; null means 0, and only with tis."""
+    positive_example_nll_weight: NonNegativeFloat = 0.0
+    """Weight of minus the log-probability of samples whose reward, scaled and shaped, is above 0: the mean over their
+    tokens in the global batch (VAPO, Yue et al. 2025, arXiv:2504.05118, equation 10). 0 leaves it out."""
     token_level_loss: bool = True
     """True: the mean over all tokens of the global batch. False: the mean over sequences of each sequence's mean."""

@@ -14,6 +14,7 @@ import msgspec
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.platforms import current_platform
 
+from tandem.common import signals
 from tandem.common.errors import TandemError
 from tandem.common.kinship import die_with
 from tandem.rollout.engines.vllm import float8
@@ -41,6 +42,7 @@ class Worker(VllmWorker):  # type: ignore[misc]
         parent = multiprocessing.parent_process()
         if parent is not None and parent.pid is not None:
             die_with(parent.pid)  # vLLM's own way waits for a step to end, which may never do so
+            signals.leave_to_coordinator()  # or to the engine, which ends its workers by closing a pipe
         super().__init__(*args, **kwargs)
 
     def init_device(self) -> None:

@@ -35,6 +35,7 @@ from tandem.trainer.backends.megatron.weights import RankWeights
 from tandem.trainer.models import without_weights
 from tandem.trainer.offload import Offloaded
 from tandem.trainer.packing import MicroBatch
+from tandem.trainer.scoring import TokenScores
 
 
 class MegatronBackend:
@@ -97,8 +98,8 @@ class MegatronBackend:
         rows = pipeline.rows(micro_batches)
         total = torch.zeros(1, dtype=torch.float64, device=self.device)
 
-        def scored(batch: MicroBatch, logprobs_BT: torch.Tensor, entropy_BT: torch.Tensor) -> torch.Tensor:
-            value = loss(batch, logprobs_BT, entropy_BT)
+        def scored(batch: MicroBatch, scores_BT: TokenScores) -> torch.Tensor:
+            value = loss(batch, scores_BT)
             total.add_(value.detach())
             return value
 
@@ -121,26 +122,27 @@ class MegatronBackend:
         return OptimizerStep(loss=total_loss, grad_norm=norm, learning_rate=learning_rate)
 
     @torch.no_grad()
-    def logprobs(self, micro_batches: Sequence[MicroBatch], model: WhichModel) -> list[torch.Tensor]:
-        """Return ``logprobs_BT`` without gradient for each micro-batch, zero where no token counts, on every stage."""
-        found: list[torch.Tensor] = []
+    def scores(self, micro_batches: Sequence[MicroBatch], model: WhichModel) -> list[TokenScores]:
+        """Return the scores of each micro-batch without gradient, zero where no token counts, on every stage."""
+        found: list[TokenScores] = []
 
-        def scored(batch: MicroBatch, logprobs_BT: torch.Tensor, entropy_BT: torch.Tensor) -> torch.Tensor:
-            found.append(logprobs_BT)
-            return logprobs_BT.sum()
+        def scored(batch: MicroBatch, scores_BT: TokenScores) -> torch.Tensor:
+            found.append(scores_BT)
+            return scores_BT.logprobs.sum()
 
         pipeline = self._pipelines[model]
         pipeline.run(pipeline.rows(micro_batches), scored, forward_only=True)
         if self._settings.sizes.pp == 1:
             return found
         shapes = [batch.token_ids_BT.shape for batch in micro_batches]
-        flat = torch.empty(sum(shape.numel() for shape in shapes), dtype=torch.float32, device=self.device)
+        numbers = len(TokenScores._fields)
+        flat = torch.empty(numbers * sum(shape.numel() for shape in shapes), dtype=torch.float32, device=self.device)
         if found:
-            torch.cat([logprobs_BT.flatten() for logprobs_BT in found], out=flat)
+            torch.cat([values_BT.flatten() for scores_BT in found for values_BT in scores_BT], out=flat)
         last = parallel_state.get_pipeline_model_parallel_last_rank()
         dist.broadcast(flat, src=last, group=parallel_state.get_pipeline_model_parallel_group())
-        parts = torch.split(flat, [shape.numel() for shape in shapes])
-        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        parts = torch.split(flat, [numbers * shape.numel() for shape in shapes])
+        return [TokenScores(*part.view(numbers, *shape)) for part, shape in zip(parts, shapes, strict=True)]
 
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
         """Add a float64 tensor over the replicas: of each, what its last stage has counts, once."""

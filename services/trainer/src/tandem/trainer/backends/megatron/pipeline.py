@@ -15,10 +15,10 @@ from tandem.refit.adapters.megatron import Megatron
 from tandem.trainer.backends.megatron.model import Chunk
 from tandem.trainer.backends.megatron.rows import Row, rows_of
 from tandem.trainer.packing import MicroBatch
-from tandem.trainer.scoring import VocabularyShard, score_tokens
+from tandem.trainer.scoring import TokenScores, VocabularyShard, score_tokens
 
-Scored = Callable[[MicroBatch, torch.Tensor, torch.Tensor], torch.Tensor]
-"""From a micro-batch, ``logprobs_BT`` and ``entropy_BT`` to a scalar; called on the last stage, once a micro-batch."""
+Scored = Callable[[MicroBatch, TokenScores], torch.Tensor]
+"""From a micro-batch and the scores of its tokens to a scalar; called on the last stage, once a micro-batch."""
 
 
 class Pipeline:
@@ -91,12 +91,10 @@ class Pipeline:
             temperature=self._temperature,
             vocabulary=vocabulary,
         )
-        logprobs_K, entropy_K = (self._of_all_ranks(values_L, row, len(target_K)) for values_L in scores)
+        scores_K = (self._of_all_ranks(values_L, row, len(target_K)) for values_L in scores)
         zeros_BT = torch.zeros(counted_BT.shape, dtype=torch.float32, device=hidden.device)
-        value = scored(
-            row.batch, zeros_BT.masked_scatter(counted_BT, logprobs_K), zeros_BT.masked_scatter(counted_BT, entropy_K)
-        )
-        return value * scale, num_tokens, {}
+        scores_BT = TokenScores(*(zeros_BT.masked_scatter(counted_BT, values_K) for values_K in scores_K))
+        return scored(row.batch, scores_BT) * scale, num_tokens, {}
 
     def _output_layer(self) -> tuple[torch.Tensor, VocabularyShard | None]:
         """Return this rank's rows of the output layer, and which they are; None if they are all of them."""

@@ -1,4 +1,4 @@
-"""Saves: the checkpoint that trainers write while the run goes on. Pure, like the plan.
+"""Saving: the checkpoint that trainers write while the run goes on.
 
 A save has two parts. Trainers copy what a checkpoint is made of, and the run waits for that; then each writes its copy
 to disk, and the run goes on. A copy takes memory, so there is one at a time: a step that is to be saved while the one
@@ -11,21 +11,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tandem.common.messages import AwaitCheckpoint, SaveCheckpoint
-from tandem.coordinator.decisions import Action, Dispatch, Phase, PublishCheckpoint, RunShape
-from tandem.coordinator.orders import Orders, Promise
+from tandem.coordinator.scheduler.events import Action, Dispatch, PublishCheckpoint
+from tandem.coordinator.scheduler.phases import Phase
+from tandem.coordinator.scheduler.requests import CommandFields, PendingRequests
+from tandem.coordinator.scheduler.spec import RunSpec
 
 
-class Saves:
+class Saving:
     """At most one checkpoint on its way to the disk."""
 
-    def __init__(self, shape: RunShape, orders: Orders) -> None:
-        self._shape = shape
-        self._orders = orders
+    def __init__(self, spec: RunSpec, requests: PendingRequests) -> None:
+        self._spec = spec
+        self._requests = requests
         self._copied: int | None = None
         """The step that trainers copy, or have copied."""
         self._written: int | None = None
         """The step whose copies they write."""
-        self._owed: set[str] = set()
+        self._awaited: set[str] = set()
         """Trainers that have not written all of their part."""
 
     @property
@@ -41,9 +43,9 @@ class Saves:
     def copy(self, step: int, trainers: Sequence[str]) -> list[Action]:
         """Have trainers copy what they hold, which is the state after `step`; nothing is being written."""
         self._copied = step
-        folder = self._shape.checkpoint_folder.format(step=step)
+        folder = self._spec.checkpoint_folder.format(step=step)
         return [
-            Dispatch(member=rank, order=SaveCheckpoint(folder=folder, step=step, **self._promise(rank, Phase.SAVING)))
+            Dispatch(member=rank, order=SaveCheckpoint(folder=folder, step=step, **self._fields(rank, Phase.SAVING)))
             for rank in trainers
         ]
 
@@ -51,28 +53,28 @@ class Saves:
         """Have trainers say when what they have copied is on disk."""
         assert self._copied is not None, "copies come first"
         step, self._copied = self._copied, None
-        self._written, self._owed = step, set(trainers)
+        self._written, self._awaited = step, set(trainers)
         return [
-            Dispatch(member=rank, order=AwaitCheckpoint(step=step, **self._promise(rank, Phase.WRITING)))
+            Dispatch(member=rank, order=AwaitCheckpoint(step=step, **self._fields(rank, Phase.WRITING)))
             for rank in trainers
         ]
 
     def take_written(self, member: str) -> list[Action]:
         """Take note that a trainer's part is on disk; with the last part, the checkpoint is whole."""
-        self._owed.discard(member)
-        if self._written is None or self._owed:
+        self._awaited.discard(member)
+        if self._written is None or self._awaited:
             return []
         publish = PublishCheckpoint(step=self._written)
         self._written = None
         return [publish]
 
-    def is_owed_by(self, member: str) -> bool:
+    def is_awaited_from(self, member: str) -> bool:
         """Whether the checkpoint cannot become whole without this process."""
-        return self.is_out and member in self._owed
+        return self.is_out and member in self._awaited
 
     def give_up(self) -> None:
         """A part is not going to be written."""
         self._written = None
 
-    def _promise(self, rank: str, phase: Phase) -> Promise:
-        return self._orders.promise(rank, phase, self._shape.deadlines.save)
+    def _fields(self, rank: str, phase: Phase) -> CommandFields:
+        return self._requests.open(rank, phase, self._spec.deadlines.save)

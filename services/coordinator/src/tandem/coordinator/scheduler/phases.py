@@ -1,8 +1,30 @@
-"""How long a step and its phases take, by the clock that comes with events. Pure, like the plan."""
+"""What a run is doing, for people to read: names of phases, and how long a step spends in each.
+
+A phase is derived from the scheduler's tables after every event. It drives nothing.
+"""
 
 from __future__ import annotations
 
-from tandem.coordinator.decisions import Phase
+import enum
+
+
+class Phase(enum.Enum):
+    """What the run as a whole, or one request, is about; the value completes "while ..."."""
+
+    JOINING = "joining"
+    BUILDING = "building"
+    PLANNING = "planning transfers"
+    INSTALLING = "installing transfer programs"
+    CONNECTING = "connecting meshes"
+    REFITTING = "refitting"
+    ATTESTING = "attesting a weight version"
+    GENERATING = "generating"
+    TRAINING = "training"
+    VALIDATING = "validating"
+    SAVING = "saving a checkpoint"
+    WRITING = "writing a checkpoint"
+    FINISHED = "finished"
+
 
 _BREAKDOWN: dict[Phase, str] = {
     Phase.GENERATING: "generation",
@@ -23,9 +45,10 @@ class Stopwatch:
         self._seconds: dict[str, float] = {}
 
     def enter(self, phase: Phase, now: float) -> None:
-        """Leave the phase for another."""
-        self._note(now)
-        self.phase = phase
+        """Leave the phase for another, or stay in it."""
+        if phase is not self.phase:
+            self._note(now)
+            self.phase = phase
 
     def begin_step(self, now: float) -> None:
         """Count from here on; what the phase has taken so far is no part of the step."""

@@ -1,4 +1,4 @@
-"""What has been planned, and the orders that set it up: transfers, programs and meshes. Pure, like the plan."""
+"""What has been planned, and the orders that set it up: transfers, programs and meshes. ."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from tandem.common.messages import (
     TransfersPlanned,
 )
 from tandem.common.parts import part_names, process_of
-from tandem.coordinator.decisions import Action, Dispatch, Phase, RunShape
-from tandem.coordinator.orders import Orders
+from tandem.coordinator.scheduler.events import Action, Dispatch
+from tandem.coordinator.scheduler.phases import Phase
+from tandem.coordinator.scheduler.requests import PendingRequests
+from tandem.coordinator.scheduler.spec import RunSpec
 
 SERVICE = "refit-0"
 
@@ -27,10 +29,10 @@ SERVICE = "refit-0"
 class Transfers:
     """Layouts in, programs and meshes out. Raises `ServiceError` where the run cannot go on."""
 
-    def __init__(self, shape: RunShape, orders: Orders) -> None:
-        self._build_s = shape.deadlines.build
-        self._allow_alias = shape.allow_alias
-        self._orders = orders
+    def __init__(self, spec: RunSpec, requests: PendingRequests) -> None:
+        self._build_s = spec.deadlines.build
+        self._allow_alias = spec.allow_alias
+        self._requests = requests
         self._rendezvous = ("", 0)
         self._layouts: dict[str, dict[str, bytes]] = {}
         """Of each process, by part."""
@@ -66,7 +68,7 @@ class Transfers:
             sources={part: layout for name in trainers for part, layout in self._layouts[name].items()},
             destinations={part: layout for name in engines for part, layout in self._layouts[name].items()},
             allow_alias=self._allow_alias,
-            **self._orders.promise(SERVICE, Phase.PLANNING, self._build_s),
+            **self._requests.open(SERVICE, Phase.PLANNING, self._build_s),
         )
         return [Dispatch(member=SERVICE, order=order)]
 
@@ -79,7 +81,7 @@ class Transfers:
                 member=member,
                 order=InstallProgram(
                     programs=tuple(programs[part] for part in self._layouts[member]),
-                    **self._orders.promise(member, Phase.INSTALLING, self._build_s),
+                    **self._requests.open(member, Phase.INSTALLING, self._build_s),
                 ),
             )
             for member in (everybody if members is None else members)
@@ -98,7 +100,7 @@ class Transfers:
                     epoch=epoch,
                     rendezvous_host=host,
                     rendezvous_port=port,
-                    **self._orders.promise(member, Phase.CONNECTING, self._build_s),
+                    **self._requests.open(member, Phase.CONNECTING, self._build_s),
                 ),
             )
             for member in processes_in(mesh)

@@ -8,7 +8,7 @@ from cluster_harness import GRPO, SFT, Cluster, answer, interrupt, kinds, only_f
 
 from tandem.common.errors import DeadlineExceeded
 from tandem.common.messages import AwaitCheckpoint, Failed, SaveCheckpoint
-from tandem.coordinator.decisions import (
+from tandem.coordinator.scheduler.events import (
     Action,
     CommitStep,
     Dispatch,
@@ -16,18 +16,18 @@ from tandem.coordinator.decisions import (
     Finish,
     Joined,
     Lost,
-    Phase,
     PublishCheckpoint,
     Replied,
-    RunShape,
     Say,
     Ticked,
 )
+from tandem.coordinator.scheduler.phases import Phase
+from tandem.coordinator.scheduler.spec import RunSpec
 
 EVERY_STEP = msgspec.structs.replace(GRPO, save_every=1, validate_every=0, validate_at_start=False)
 
 
-def writing(shape: RunShape) -> tuple[Cluster, list[Dispatch]]:
+def writing(shape: RunSpec) -> tuple[Cluster, list[Dispatch]]:
     """Return a cluster in its second step whose trainers still write step 1, and what they owe answers to."""
     cluster = Cluster(shape)
     cluster.join_all()
@@ -50,7 +50,7 @@ def published(cluster: Cluster) -> list[int]:
 
 
 @pytest.mark.parametrize("shape", [EVERY_STEP, msgspec.structs.replace(SFT, save_every=1, validate_every=0)])
-def test_steps_go_on_while_a_checkpoint_is_written(shape: RunShape) -> None:
+def test_steps_go_on_while_a_checkpoint_is_written(shape: RunSpec) -> None:
     cluster, owed = writing(shape)
     assert cluster.commits() == [1]
     cluster.run_until(Phase.SAVING)  # of step 2, which has generated and trained

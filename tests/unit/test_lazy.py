@@ -15,8 +15,8 @@ from tandem.common.tokenizer import load_tokenizer
 from tandem.coordinator.algorithms import make_feed
 from tandem.coordinator.algorithms.given import GivenFeed
 from tandem.coordinator.algorithms.grpo import GrpoFeed
-from tandem.coordinator.data import Drawn, epoch_stream
-from tandem.coordinator.data.drawn import NUM_CHECKED
+from tandem.coordinator.data import LazyDataset, epoch_stream
+from tandem.coordinator.data.lazy import NUM_CHECKED
 
 NUM = 2 * NUM_CHECKED
 TOO_LONG = "longer than data.max_input_seq_length and policy.max_total_sequence_length allow"
@@ -67,14 +67,14 @@ def test_only_the_first_items_are_encoded_at_once_and_the_rest_when_they_are_dra
         return str(item)
 
     config = data_config("sft", **rows())
-    drawn = Drawn(config, range(NUM), encode)
+    lazy = LazyDataset(config, range(NUM), encode)
     order = epoch_stream(config.sft.seed, NUM, 0, NUM)
     assert asked == order[:NUM_CHECKED]
-    assert drawn.draw(0, NUM) == [str(item) for item in order]
+    assert lazy.draw(0, NUM) == [str(item) for item in order]
     assert asked == order, "each once"
     made = data_config("sft", num_train=NUM)
     asked.clear()
-    Drawn(made, range(NUM), encode)
+    LazyDataset(made, range(NUM), encode)
     assert len(asked) == NUM, "what a task made is wrong altogether if it is wrong anywhere"
 
 
@@ -96,17 +96,60 @@ def test_an_item_that_is_too_long_gives_its_place_to_the_next_whenever_it_is_dra
 
 
 @pytest.mark.parametrize("algorithm", ["sft", "grpo"])
-def test_what_cannot_be_tokenised_is_named_at_once_among_the_first_and_else_when_it_is_drawn(algorithm: str) -> None:
+def test_characters_that_are_unknown_are_all_named_at_once_wherever_they_are(algorithm: str) -> None:
     config = data_config(algorithm, **rows())
-    first, last = place(config, NUM_CHECKED - 1), place(config, NUM - 1)
-    unknown = "the tokenizer in model does not know the character 'x'"
-    with pytest.raises(DataError, match=f"^problem 'sums.jsonl:{first + 1}': {unknown}$"):
-        feed_of(data_config(algorithm, **rows(**{f"_{first}": "x"})))
-    config = data_config(algorithm, **rows(**{f"_{last}": "x"}))
-    feed, num_steps = feed_of(config), NUM // (8 if algorithm == "sft" else 4)
-    questions(feed, config, range(1, num_steps))
-    with pytest.raises(DataError, match=f"^problem 'sums.jsonl:{last + 1}': {unknown}$"):
-        questions(feed, config, range(num_steps, num_steps + 1))
+    first, last = place(config, 0), place(config, NUM - 1)
+    Path("held_out.jsonl").write_text('{"input": "- x", "output": " = z"}\n')
+    changed = rows(**{f"_{first}": "x", f"_{last}": "yx?"})
+    places = {"x": first + 1, "y?": last + 1} if first < last else {"yx?": last + 1}
+    found = ", ".join(f"'{c}' (first in problem 'sums.jsonl:{row}')" for c, row in places.items())
+    held_out, count = (", 'z' (first in problem 'held_out.jsonl:1')", 4) if algorithm == "sft" else ("", 3)
+    with pytest.raises(DataError) as caught:
+        feed_of(data_config(algorithm, **changed))
+    assert str(caught.value) == f"the tokenizer in model does not know {count} characters: {found}{held_out}"
+
+
+def test_characters_of_templates_are_named_by_template() -> None:
+    settings = rows() | {
+        "prompt_template": "Q{question}",
+        "solution_template": "{answer}!1",
+        "system_prompt": "be\n1",
+        "prompt_file": "prompt.txt",
+    }
+    Path("prompt.txt").write_text("({})?")
+    with pytest.raises(DataError) as caught:
+        feed_of(data_config("sft", **settings))
+    assert str(caught.value) == (
+        "the tokenizer in model does not know 8 characters: 'be\\n' (first in data.system_prompt), '()?' (first in "
+        "data.prompt_file), 'Q' (first in data.prompt_template), '!' (first in data.solution_template)"
+    )
+    Path("model/chat_template.jinja").write_text("{% for m in messages %}<{{ m['content'] }}>{% endfor %}")
+    with pytest.raises(DataError, match=r"not know 2 characters: '<>' \(first in the chat template\)$"):
+        feed_of(data_config("grpo", **rows()))
+
+
+def test_what_is_wrong_is_named_at_once_among_the_first_and_else_when_it_is_drawn() -> None:
+    turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+    settings = {"dataset_name": "openai_format", "train_data_path": "talk.jsonl", "val_data_path": "held_out.jsonl"}
+    Path("held_out.jsonl").write_text(json.dumps({"messages": turns}))
+
+    def config(bad: int | None) -> Config:
+        lines = [
+            turns + turns[:1] if index == bad else [{"role": "user", "content": str(index)}, turns[1]]
+            for index in range(10, NUM + 10)
+        ]
+        Path("talk.jsonl").write_text("\n".join(json.dumps({"messages": line}) for line in lines))
+        return data_config("sft", **settings)
+
+    first, last = place(config(None), NUM_CHECKED - 1), place(config(None), NUM - 1)
+    message = "its solution does not end with a turn of the assistant$"
+    with pytest.raises(DataError, match=f"^problem 'talk.jsonl:{first + 1}': {message}"):
+        feed_of(config(first + 10))
+    feed = feed_of(config(last + 10))
+    for step in range(1, NUM // 8):
+        feed.batch(step, "train")
+    with pytest.raises(DataError, match=f"^problem 'talk.jsonl:{last + 1}': {message}"):
+        feed.batch(NUM // 8, "train")
 
 
 @pytest.mark.parametrize(("num", "which"), [(9, "every one"), (NUM, f"each of the first {NUM_CHECKED}")])

@@ -1,4 +1,4 @@
-"""Items that are tokenised when they are drawn: a run begins without having tokenised its whole data set."""
+"""A lazily tokenised data set: a run begins without having tokenised all of it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _NUM_KEPT = 4096
 """Encoded items that are kept, for who asks again: a step is asked for several times."""
 
 
-class Drawn(Generic[Item, Encoded]):
-    """The training items of a run, each encoded when it is drawn.
+class LazyDataset(Generic[Item, Encoded]):
+    """The training items of a run, each encoded when a step first takes it.
 
     An item that does not fit the context is left out: where it would be drawn, the next that fits is. So what is drawn
     depends on the items and on nothing that happened before, and a resumed run draws the same.
@@ -84,3 +84,11 @@ def left_out(num_too_long: int, num_checked: int, num_items: int) -> str | None:
     if num_checked == num_items:
         return f"data: {num_too_long} of {num_items} left out: {why}"
     return f"data: {num_too_long} of the first {num_checked} left out, and others when it is their turn: {why}"
+
+
+def set_aside(num_set_aside: int, num_items: int) -> str | None:
+    """Return what a user should know of items that are too much like those held out; None where there are none."""
+    if not num_set_aside:
+        return None
+    why = "what is held out (data.num_validation) has the same prompt or content"
+    return f"data: {num_set_aside} of {num_items} left out: {why}"

@@ -1,8 +1,7 @@
-"""What the coordinator's plan is told, and what it decides: events in, actions out, all of it plain data."""
+"""What the scheduler is told, and what it decides: events in, actions out, all of it plain data."""
 
 from __future__ import annotations
 
-import enum
 from typing import Literal
 
 import msgspec
@@ -25,6 +24,15 @@ from tandem.common.messages import (
     SaveCheckpoint,
     ServiceKind,
 )
+
+
+class GroupSize(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rollout group asks of an engine."""
+
+    num_samples: int
+    num_tokens: int
+    """Of each sample, at most: the prompt and the longest response."""
+
 
 # --- events ----------------------------------------------------------------------------------------------------------
 
@@ -61,6 +69,16 @@ class Lost(msgspec.Struct, frozen=True, kw_only=True):
     why: str
 
 
+class PromptsDrawn(msgspec.Struct, frozen=True, kw_only=True):
+    """The prompts of the rollout groups that `DrawPrompts` asked for are known."""
+
+    now: float
+    step: int
+    purpose: Purpose
+    sizes: tuple[GroupSize, ...]
+    """What each group asks of an engine, in order."""
+
+
 class Ticked(msgspec.Struct, frozen=True, kw_only=True):
     """Time passed."""
 
@@ -73,7 +91,7 @@ class Interrupted(msgspec.Struct, frozen=True, kw_only=True):
     now: float
 
 
-Event = Joined | Replied | Erred | Lost | Ticked | Interrupted
+Event = Joined | Replied | Erred | Lost | PromptsDrawn | Ticked | Interrupted
 
 
 # --- actions ---------------------------------------------------------------------------------------------------------
@@ -91,7 +109,7 @@ PlainOrder = (
     | Attest
     | CommitVersion
 )
-"""Orders that need nothing but what the plan knows."""
+"""Orders that need nothing but what the scheduler knows."""
 
 
 class Dispatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,8 +119,16 @@ class Dispatch(msgspec.Struct, frozen=True, kw_only=True):
     order: PlainOrder
 
 
+class DrawPrompts(msgspec.Struct, frozen=True, kw_only=True):
+    """Draw the prompts of these rollout groups of `step` from the data, and answer with `PromptsDrawn`."""
+
+    step: int
+    purpose: Purpose
+    groups: range
+
+
 class DispatchPrompts(msgspec.Struct, frozen=True, kw_only=True):
-    """Send this engine the prompt groups `groups` of `step`, as a `Generate`; none, and it only gives up others."""
+    """Send this engine the rollout groups `groups` of `step`, as a `Generate`; none, and it only cancels others."""
 
     member: str
     command_id: int
@@ -110,8 +136,8 @@ class DispatchPrompts(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     purpose: Purpose
     groups: tuple[int, ...]
-    oldest: int
-    """Orders of the kind with a lower command id are given up."""
+    cancel_before: int
+    """Orders of the kind with a lower command id are cancelled."""
 
 
 class DispatchBatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -184,6 +210,7 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
 
 Action = (
     Dispatch
+    | DrawPrompts
     | DispatchPrompts
     | DispatchBatch
     | DiscardSamples
@@ -194,88 +221,3 @@ Action = (
     | Say
     | Finish
 )
-
-
-# --- what the plan is told at the start ------------------------------------------------------------------------------
-
-
-class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds each kind of order may take."""
-
-    join: float
-    build: float
-    generate: float
-    train: float
-    evaluate: float
-    refit: float
-    save: float
-
-
-class Balance(msgspec.Struct, frozen=True, kw_only=True):
-    """How engines share prompts where ``async_engine`` is on; see `tandem.coordinator.hands`."""
-
-    width: int
-    """Samples that an engine runs at once."""
-    timeout_s: float | None
-    """How long an engine without work waits for others before it takes over their prompts; None for ever."""
-
-
-class DynamicSampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How a step goes on generating until enough groups teach something; see `tandem.coordinator.draws`."""
-
-    num_groups: int
-    """Groups generated at once."""
-    max_batches: int
-    """How often, at most."""
-
-
-class RunShape(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything about a run that its plan depends on."""
-
-    has_engines: bool
-    """Whether samples are generated, and weights moved to where that is done."""
-    expected: dict[ServiceKind, int]
-    """How many processes of each kind make the run complete."""
-    first_step: int
-    """The step to begin with: 1, or one after the step a resumed run was saved at."""
-    last_step: int
-    num_groups: int
-    """Prompt groups that a training step trains on; zero without engines."""
-    num_validation_groups: int
-    validate_every: int
-    """Steps between validations; zero for never."""
-    validate_at_start: bool
-    save_every: int
-    """Steps between checkpoints; zero for never. The last step is always saved unless it is zero."""
-    resume_from: str
-    """Checkpoint folder to restore; empty for none."""
-    checkpoint_folder: str
-    """Folder a checkpoint is written to before it gets its final name; ``{step}`` stands for the step."""
-    allow_alias: bool
-    is_verified: bool
-    """Whether each version is attested by digests before its samples are trained on."""
-    max_replacements: int
-    """How often each engine may be lost and replaced before the run fails."""
-    balance: Balance | None = None
-    """None: prompts are dealt like cards."""
-    dynamic_sampling: DynamicSampling | None = None
-    """None: a step trains on all groups that it generates."""
-    deadlines: Deadlines
-
-
-class Phase(enum.Enum):
-    """What the run as a whole, or one order, is about; the value completes "while ..."."""
-
-    JOINING = "joining"
-    BUILDING = "building"
-    PLANNING = "planning transfers"
-    INSTALLING = "installing transfer programs"
-    CONNECTING = "connecting meshes"
-    REFITTING = "refitting"
-    ATTESTING = "attesting a weight version"
-    GENERATING = "generating"
-    TRAINING = "training"
-    VALIDATING = "validating"
-    SAVING = "saving a checkpoint"
-    WRITING = "writing a checkpoint"
-    FINISHED = "finished"

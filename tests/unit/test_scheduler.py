@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from cluster_harness import GRPO, SFT, Cluster, answer, interrupt, kinds, only_finish, orders_of
+from cluster_harness import GRPO, SFT, Cluster, answer, interrupt, kinds, lose, only_finish, orders_of, replace
 
 from tandem.common.errors import CommandFailed, DeadlineExceeded, ServiceLost
 from tandem.common.messages import (
@@ -30,7 +30,7 @@ from tandem.common.messages import (
     TransfersPlanned,
     VersionCommitted,
 )
-from tandem.coordinator.decisions import (
+from tandem.coordinator.scheduler.events import (
     Action,
     CommitStep,
     DiscardSamples,
@@ -40,13 +40,13 @@ from tandem.coordinator.decisions import (
     Finish,
     Joined,
     Lost,
-    Phase,
     PublishCheckpoint,
     RecordRefit,
     Replace,
     Replied,
     Ticked,
 )
+from tandem.coordinator.scheduler.phases import Phase
 
 
 def test_a_whole_grpo_run_in_order() -> None:
@@ -269,15 +269,6 @@ def test_an_answer_that_comes_twice_counts_once() -> None:
 
 
 # --- engines that are lost, torn or wrong ----------------------------------------------------------------------------
-
-
-def lose(cluster: Cluster, engine: str) -> list[Action]:
-    cluster.pending = [a for a in cluster.pending if a.member != engine]
-    return cluster.give(Lost(now=cluster.now, member=engine, why="killed by SIGKILL"))
-
-
-def replace(cluster: Cluster, engine: str) -> None:
-    cluster.give(Joined(now=cluster.now, member=engine, kind="rollout"))
 
 
 def orders_to(cluster: Cluster, member: str, since: int) -> list[str]:
@@ -672,6 +663,6 @@ def test_interrupted_in_a_later_phase_loses_nothing(phase: Phase) -> None:
     assert cluster.done[-1] == Finish(outcome="interrupted")
 
 
-def test_the_plan_needs_no_torch_and_no_sockets() -> None:
-    code = "import sys, tandem.coordinator.plan; print([m for m in ('torch', 'zmq') if m in sys.modules])"
+def test_the_scheduler_needs_no_torch_and_no_sockets() -> None:
+    code = "import sys, tandem.coordinator.scheduler; print([m for m in ('torch', 'zmq') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

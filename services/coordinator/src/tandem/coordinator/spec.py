@@ -1,10 +1,10 @@
-"""From a configuration to the shape of its run: what the plan needs to know, and nothing else."""
+"""From a configuration to its run spec: what the scheduler needs to know of a run, and nothing else."""
 
 from __future__ import annotations
 
 from tandem.common.config import Config
 from tandem.common.messages import ServiceKind
-from tandem.coordinator.decisions import Balance, Deadlines, DynamicSampling, RunShape
+from tandem.coordinator.scheduler.spec import Balance, Deadlines, DynamicSampling, RunSpec
 
 _VLLM_WIDTH = 256
 """Sequences that vLLM runs at once unless ``max_num_seqs`` says otherwise."""
@@ -34,13 +34,13 @@ def launched_processes(config: Config) -> dict[ServiceKind, int]:
     return {kind: wanted[kind] for kind in expected}
 
 
-def run_shape(
+def run_spec(
     config: Config, *, first_step: int, last_step: int, num_validation: int, resume_from: str, checkpoint_folder: str
-) -> RunShape:
-    """Describe the run to its plan."""
+) -> RunSpec:
+    """Describe the run to the scheduler."""
     section = config.algorithm_section
     deadlines = config.cluster.deadlines
-    return RunShape(
+    return RunSpec(
         has_engines=config.algorithm == "grpo",
         expected=expected_processes(config),
         first_step=first_step,

@@ -5,28 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
-from samples_harness import scored
-from test_plan import GRPO, Cluster, answer, lose, replace
+from cluster_harness import GRPO, Cluster, answer, lose, replace, result
 
 from tandem.common.messages import SamplesFinished
-from tandem.coordinator.decisions import (
+from tandem.coordinator.scheduler.events import (
     Action,
-    Balance,
     DiscardSamples,
     Dispatch,
     DispatchPrompts,
-    Phase,
+    DrawPrompts,
+    GroupSize,
     Replied,
     Ticked,
 )
-from tandem.coordinator.hands import GroupSize, Task
-from tandem.coordinator.plan import SynchronousPlan
+from tandem.coordinator.scheduler.phases import Phase
+from tandem.coordinator.scheduler.spec import Balance
 
 NUM_SAMPLES = 2
 
 
 class Balanced(Cluster):
     """A cluster of engines that share by tokens; groups ask for what `tokens` says, the others answer at once."""
+
+    num_samples = NUM_SAMPLES
 
     def __init__(
         self, tokens: Sequence[int], *, width: int = 4, timeout_s: float | None = None, engines: int = 2
@@ -41,7 +42,7 @@ class Balanced(Cluster):
             balance=Balance(width=width, timeout_s=timeout_s),
         )
         super().__init__(shape)
-        self.plan = SynchronousPlan(shape, now=0.0, sizes=lambda task: self.sizes(task, tokens))
+        self.tokens = tokens
         self.counted: dict[tuple[int, int], int] = {}
         """Samples of the step that count, and how often."""
         self.join_all()
@@ -49,9 +50,9 @@ class Balanced(Cluster):
         while self.attesting():
             self.answer_next()
 
-    def sizes(self, task: Task, tokens: Sequence[int]) -> list[GroupSize]:
-        assert task.groups == range(len(tokens))
-        return [GroupSize(num_samples=NUM_SAMPLES, num_tokens=n) for n in tokens]
+    def size_of(self, drawn: DrawPrompts, group: int) -> GroupSize:
+        assert drawn.groups == range(len(self.tokens))
+        return GroupSize(num_samples=NUM_SAMPLES, num_tokens=self.tokens[group])
 
     def attesting(self) -> bool:
         self.pending.sort(key=lambda a: isinstance(a, DispatchPrompts))
@@ -78,8 +79,8 @@ class Balanced(Cluster):
         assert isinstance(order, DispatchPrompts)
         for sample in samples:
             self.counted[group, sample] = self.counted.get((group, sample), 0) + 1
-        records = tuple(scored(group, sample) for sample in samples)
-        reply = SamplesFinished(command_id=order.command_id, step=order.step, purpose=order.purpose, samples=records)
+        scored = tuple(result(group, sample) for sample in samples)
+        reply = SamplesFinished(command_id=order.command_id, step=order.step, purpose=order.purpose, samples=scored)
         return self.give(Replied(now=self.now, member=engine, reply=reply))
 
     def complete(self, engine: str, group: int) -> list[Action]:
@@ -94,7 +95,7 @@ class Balanced(Cluster):
 
     def waits_for(self, action: object) -> bool:
         assert isinstance(action, DispatchPrompts)
-        return action.command_id in self.plan.orders.outstanding
+        return action.command_id in self.plan.requests
 
     def tick(self, seconds: float) -> list[Action]:
         self.now += seconds
@@ -123,8 +124,8 @@ def test_an_engine_gets_no_more_than_it_has_room_for_until_samples_are_done() ->
     assert prompts(cluster.sample("rollout-1", 3, 0)) == []  # it has four to make
     assert prompts(cluster.sample("rollout-0", 0, 0)) == [("rollout-0", (5,))]
     first, *later = [a for a in cluster.orders if isinstance(a, DispatchPrompts) and a.member == "rollout-1"]
-    assert first.oldest == first.command_id
-    assert [a.oldest for a in later] == [first.command_id]  # all of them count
+    assert first.cancel_before == first.command_id
+    assert [a.cancel_before for a in later] == [first.command_id]  # all of them count
 
 
 def test_the_fast_engine_makes_more() -> None:
@@ -174,7 +175,7 @@ def test_what_a_slow_engine_holds_moves_on_when_another_has_waited_long_enough()
     assert isinstance(stop, DispatchPrompts)
     assert isinstance(moved, DispatchPrompts)
     assert (stop.member, stop.groups) == ("rollout-0", ())
-    assert stop.oldest > late[0].command_id
+    assert stop.cancel_before > late[0].command_id
     assert discard == DiscardSamples(step=1, purpose="train", groups=(2, 4))
     assert (moved.member, moved.groups) == ("rollout-1", (2, 4))
     # What the slow one still says is not counted, and its silence is not waited for.

@@ -1,4 +1,4 @@
-"""Which processes a run has, and whether all have come that it needs. Pure, like the plan."""
+"""Which processes a run has, and whether all have come that it needs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from tandem.common.messages import ServiceKind
 
 
-class Roster:
+class Membership:
     """The processes that have joined."""
 
     def __init__(self, expected: Mapping[ServiceKind, int]) -> None:
@@ -25,6 +25,11 @@ class Roster:
     def all(self, kind: ServiceKind) -> list[str]:
         """Return the members of a kind, in the order of their index."""
         return sorted((m for m, k in self._kinds.items() if k == kind), key=lambda m: int(m.rpartition("-")[2]))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nobody is missing."""
+        return len(self._kinds) == sum(self._expected.values())
 
     def missing(self) -> str:
         """Return how many of which kinds have not joined; nothing if all have."""

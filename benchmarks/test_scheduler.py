@@ -1,0 +1,222 @@
+"""How long does the scheduler take for an event, against the size of the run and the number of groups that are done?
+
+A simulated run of 1,000 engines and 100,000 rollout groups through the pure scheduler, beside one of 10 engines and
+1,000 groups: every sample and every answer is an event of its own. Only `Scheduler.handle` is timed.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections import deque
+
+import pytest
+from pytest_benchmark.fixture import BenchmarkFixture
+
+from tandem.common.messages import (
+    Attest,
+    Attested,
+    BuildEngine,
+    BuildTrainer,
+    CommitVersion,
+    EngineBuilt,
+    Generated,
+    InstallProgram,
+    MemoryUse,
+    OpenRendezvous,
+    PlanTransfers,
+    ProgramInstalled,
+    Refit,
+    Refitted,
+    RendezvousOpened,
+    Reply,
+    SampleScored,
+    SamplesFinished,
+    Trained,
+    TrainerBuilt,
+    TransfersPlanned,
+    VersionCommitted,
+)
+from tandem.coordinator.scheduler import RunSpec, Scheduler
+from tandem.coordinator.scheduler.events import (
+    Action,
+    CommitStep,
+    Dispatch,
+    DispatchBatch,
+    DispatchPrompts,
+    DrawPrompts,
+    Event,
+    Finish,
+    GroupSize,
+    Joined,
+    PromptsDrawn,
+    Replied,
+)
+from tandem.coordinator.scheduler.spec import Balance, Deadlines
+
+NUM_STEPS = 10
+NUM_SAMPLES = 4
+"""Of a group; each comes by itself."""
+MEMORY = MemoryUse(peak=0, held=0)
+
+
+def sample(group: int, number: int) -> SampleScored:
+    return SampleScored(
+        group=group,
+        sample=number,
+        prompt_length=100,
+        response_length=900,
+        num_turns=1,
+        finish_reason="stop",
+        reward=float(number % 2),
+        correct=False,
+        response="",
+    )
+
+
+def replies(action: Dispatch | DispatchPrompts | DispatchBatch) -> list[Reply]:
+    """Return what an obedient process says to an order."""
+    if isinstance(action, DispatchPrompts):
+        command_id, step, purpose = action.command_id, action.step, action.purpose
+        finished: list[Reply] = [
+            SamplesFinished(command_id=command_id, step=step, purpose=purpose, samples=(sample(group, number),))
+            for group in action.groups
+            for number in range(NUM_SAMPLES)
+        ]
+        generated = Generated(
+            command_id=command_id, step=step, purpose=purpose, num_samples=1, num_tokens=1, seconds={}, memory=MEMORY
+        )
+        return [*finished, generated]
+    if isinstance(action, DispatchBatch):
+        step = action.step
+        trained = Trained(
+            command_id=action.command_id,
+            step=step,
+            version=step,
+            metrics={},
+            seconds={},
+            has_update=True,
+            memory=MEMORY,
+        )
+        return [trained]
+    command_id = action.order.command_id
+    match action.order:
+        case OpenRendezvous():
+            return [RendezvousOpened(command_id=command_id, host="localhost", port=1)]
+        case BuildTrainer():
+            return [TrainerBuilt(command_id=command_id, version=0, num_parameters=1, layout=b"")]
+        case BuildEngine():
+            return [EngineBuilt(command_id=command_id, layouts=(b"",))]
+        case PlanTransfers(sources=sources, destinations=destinations):
+            planned = TransfersPlanned(
+                command_id=command_id,
+                programs=dict.fromkeys([*sources, *destinations], b""),
+                senders=(),
+                meshes=(),
+                num_bytes={},
+                predicted_s=0.0,
+                bound_s=0.0,
+                seconds=0.0,
+            )
+            return [planned]
+        case InstallProgram():
+            return [ProgramInstalled(command_id=command_id, num_copies=1, num_bytes=1)]
+        case Refit(version=version):
+            return [Refitted(command_id=command_id, version=version, num_bytes={}, seconds=0.0, memory=MEMORY)]
+        case Attest(version=version):
+            return [Attested(command_id=command_id, version=version, digests=(b"",), seconds=0.0)]
+        case CommitVersion(version=version):
+            return [VersionCommitted(command_id=command_id, version=version, differing={}, digest=1)]
+        case other:
+            raise AssertionError(f"{type(other).__name__} is not ordered in this run")
+
+
+class Simulation:
+    """A whole run whose processes answer at once."""
+
+    def __init__(self, num_engines: int, num_groups: int) -> None:
+        self.spec = RunSpec(
+            has_engines=True,
+            expected={"trainer": 1, "rollout": num_engines, "refit": 1},
+            first_step=1,
+            last_step=NUM_STEPS,
+            num_groups=num_groups // NUM_STEPS,
+            num_validation_groups=0,
+            validate_every=0,
+            validate_at_start=False,
+            save_every=0,
+            resume_from="",
+            checkpoint_folder="",
+            allow_alias=False,
+            is_verified=True,
+            max_replacements=0,
+            balance=Balance(width=8, timeout_s=None),
+            deadlines=Deadlines(join=1e9, build=1e9, generate=1e9, train=1e9, evaluate=1e9, refit=1e9, save=1e9),
+        )
+        self.scheduler = Scheduler(self.spec, 0.0)
+        self.seconds_of_step: list[float] = []
+        self.num_events_of_step: list[int] = []
+        self._seconds, self._num_events = 0.0, 0
+        self._events: deque[Event] = deque()
+
+    def run(self) -> None:
+        """Run from the first process that joins to the end."""
+        for kind, count in self.spec.expected.items():
+            self._events += [Joined(now=0.0, member=f"{kind}-{index}", kind=kind) for index in range(count)]
+        is_over = False
+        while self._events:
+            event = self._events.popleft()
+            started = time.perf_counter()
+            actions = self.scheduler.handle(event)
+            self._seconds += time.perf_counter() - started
+            self._num_events += 1
+            for action in actions:
+                self._answer(action)
+                is_over |= isinstance(action, Finish) and action.outcome == "finished"
+        assert is_over, "the run came to its end"
+
+    def _answer(self, action: Action) -> None:
+        match action:
+            case DrawPrompts(step=step, purpose=purpose, groups=groups):
+                sizes = (GroupSize(num_samples=NUM_SAMPLES, num_tokens=1000),) * len(groups)
+                self._events.append(PromptsDrawn(now=0.0, step=step, purpose=purpose, sizes=sizes))
+            case Dispatch() | DispatchPrompts() | DispatchBatch():
+                self._events += [Replied(now=0.0, member=action.member, reply=reply) for reply in replies(action)]
+            case CommitStep():
+                self.seconds_of_step.append(self._seconds)
+                self.num_events_of_step.append(self._num_events)
+                self._seconds, self._num_events = 0.0, 0
+            case _:
+                pass
+
+
+@pytest.mark.benchmark(group="scheduler")
+@pytest.mark.parametrize(("num_engines", "num_groups"), [(10, 1_000), (1_000, 100_000)])
+def test_microseconds_an_event(benchmark: BenchmarkFixture, num_engines: int, num_groups: int) -> None:
+    simulations: list[Simulation] = []
+
+    def simulate() -> None:
+        gc.collect()
+        simulations.append(Simulation(num_engines, num_groups))
+        simulations[-1].run()
+
+    benchmark.pedantic(simulate, rounds=3, iterations=1)
+    of_step = [
+        statistics.median(1e6 * s.seconds_of_step[step] / s.num_events_of_step[step] for s in simulations)
+        for step in range(1, NUM_STEPS)  # the first sets everything up as well
+    ]
+    num_events = sum(simulations[-1].num_events_of_step)
+    benchmark.extra_info.update(
+        {
+            "engines": num_engines,
+            "groups": num_groups,
+            "events": num_events,
+            "microseconds an event, by step from the second": [round(us, 2) for us in of_step],
+            "last step, of the second": round(of_step[-1] / of_step[0], 3),
+        }
+    )
+    print(
+        f"\n{num_engines} engines, {num_groups} groups, {num_events} events: {statistics.median(of_step):.1f} us an "
+        f"event; the last step {of_step[-1] / of_step[0]:.2f} times the second"
+    )

@@ -1,0 +1,37 @@
+"""How much a step may ask for: nothing begins to count to a number that nobody can wait for."""
+
+from __future__ import annotations
+
+from tandem.common.config import Config
+from tandem.common.errors import ConfigError
+
+MAX_SEQUENCES = 1 << 20
+"""Sequences of one step. The coordinator has a record of each, and the largest runs that are known of have a tenth."""
+
+
+def check_step_size(config: Config, num_items: int) -> None:
+    """Raise `ConfigError` naming the key that asks for more sequences in a step than there can be.
+
+    `num_items`: in the data set; a step may take each of them several times.
+    """
+    grpo = config.grpo
+    keys: dict[str, float] = {"policy.train_global_batch_size": config.policy.train_global_batch_size}
+    if config.algorithm == "grpo":
+        keys = {
+            "grpo.num_prompts_per_step": grpo.num_prompts_per_step,
+            "grpo.num_generations_per_prompt": grpo.num_generations_per_prompt,
+            "grpo.batch_multiplier": grpo.batch_multiplier,
+        }
+    most = 1.0
+    for value in keys.values():
+        most *= min(value, MAX_SEQUENCES + 1)  # of what is beyond all bounds there may be no float
+    if most <= MAX_SEQUENCES:
+        return
+    key = max(keys, key=lambda name: keys[name])
+    product = " * ".join(
+        f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in keys.items()
+    )
+    raise ConfigError(
+        f"{key}: {keys[key]} is too much: a step can have {MAX_SEQUENCES:,} sequences at most, and the data set has "
+        f"{num_items:,} items" + (f" ({product})" if len(keys) > 1 else "")
+    )

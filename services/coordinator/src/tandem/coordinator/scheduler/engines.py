@@ -1,0 +1,109 @@
+"""The table of engines: how far each is from serving tokens, and which weight version it holds.
+
+ABSENT ─▶ BUILDING ─▶ INSTALLING ─▶ CONNECTING ─▶ READY ─▶ REFITTING ─▶ HOLDING(version)
+                                        ▲                     ▲            │
+                                        │                     └─ a newer version
+                                        └── its refit failed, or its digests differ ──┘
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Iterator
+
+
+class Status(enum.Enum):
+    """How far an engine is from serving tokens."""
+
+    ABSENT = "waiting for a replacement"
+    BUILDING = "building"
+    INSTALLING = "installing its transfer program"
+    CONNECTING = "waiting for its mesh to be connected"
+    READY = "ready for a version"
+    REFITTING = "refitting"
+    HOLDING = "holding a version"
+
+
+COMING_BACK = (Status.ABSENT, Status.BUILDING, Status.INSTALLING, Status.CONNECTING)
+"""What an engine that was lost or torn goes through before it can be refitted."""
+
+
+class Engine:
+    """What is known of one engine."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.status = Status.READY
+        self.version = -1
+        """What it holds, or is being refitted to; -1 if that is nothing whole."""
+        self.is_attested = False
+        """Whether its digests of that version were equal to the trainers'."""
+        self.awaited: set[int] = set()
+        """Requests that must be answered before its status changes."""
+        self.num_failures = 0
+        """To bring it to the current version."""
+        self.num_losses = 0
+        self.replace_by = 0.0
+        """When it must have been replaced; while it is absent."""
+
+
+class EngineTable:
+    """All engines of the run, and which of them have which status."""
+
+    def __init__(self) -> None:
+        self._engines: dict[str, Engine] = {}
+        self._by_status: dict[Status, dict[str, None]] = {status: {} for status in Status}
+        self.num_attested = 0
+        """Engines whose version is attested."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._engines)
+
+    def __len__(self) -> int:
+        return len(self._engines)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._engines
+
+    def __getitem__(self, name: str) -> Engine:
+        return self._engines[name]
+
+    def get(self, name: str) -> Engine | None:
+        """Return an engine; None if there is none of the name."""
+        return self._engines.get(name)
+
+    def fill(self, names: Iterable[str]) -> None:
+        """Enter the engines of the run, each ready for a version."""
+        self._engines = {name: Engine(name) for name in names}
+        self._by_status = {status: {} for status in Status}
+        self._by_status[Status.READY] = dict.fromkeys(self._engines)
+        self.num_attested = 0
+
+    def names(self) -> list[str]:
+        """Return all engines, in the order of their index."""
+        return list(self._engines)
+
+    def having(self, *statuses: Status) -> list[str]:
+        """Return the engines that have one of these statuses, in the order of their index."""
+        names = [name for status in statuses for name in self._by_status[status]]
+        if len(names) <= 1:
+            return names
+        return [name for name in self._engines if self._engines[name].status in statuses]
+
+    def num_having(self, *statuses: Status) -> int:
+        """Return how many engines have one of these statuses."""
+        return sum(len(self._by_status[status]) for status in statuses)
+
+    def move(self, engine: Engine, status: Status, *, version: int | None = None) -> None:
+        """Give an engine another status, and say which version it is about, if any; no version of it is attested."""
+        del self._by_status[engine.status][engine.name]
+        engine.status = status
+        self._by_status[status][engine.name] = None
+        if version is not None:
+            engine.version = version
+        self.attest(engine, is_attested=False)
+
+    def attest(self, engine: Engine, *, is_attested: bool) -> None:
+        """Note whether the version that an engine holds is attested."""
+        self.num_attested += is_attested - engine.is_attested
+        engine.is_attested = is_attested

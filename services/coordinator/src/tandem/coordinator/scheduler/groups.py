@@ -1,0 +1,180 @@
+"""The table of rollout groups: one prompt and its samples each, and how far they are.
+
+    WAITING ── assigned to an engine ──▶ IN_FLIGHT ── every sample is there ──▶ READY ── a step trains on it ──▶ TAKEN
+       ▲                                     │                                   │
+       └── its engine is lost, too slow, or did not hold the version it should ──┘
+
+A group's identity is its place in the data order: the step that trains on it, and its number there. So a group that is
+made again is the same group. Here, and nowhere else, a result that comes twice is told from one that comes first.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Iterator, Sequence
+
+from tandem.common.messages import Purpose, SampleScored, SamplesFinished
+from tandem.coordinator.scheduler.events import GroupSize
+
+
+class GroupState(enum.Enum):
+    """How far a group is."""
+
+    WAITING = "waiting for an engine"
+    IN_FLIGHT = "being generated"
+    READY = "every sample is there"
+    TAKEN = "trained on, or counted"
+
+
+class Group:
+    """One prompt and its samples."""
+
+    __slots__ = ("engine", "number", "purpose", "request", "results", "size", "state", "step", "unfinished")
+
+    def __init__(self, step: int, purpose: Purpose, number: int, size: GroupSize) -> None:
+        self.step = step
+        self.purpose = purpose
+        self.number = number
+        """Among the groups of its step."""
+        self.size = size
+        self.state = GroupState.WAITING
+        self.engine: str | None = None
+        """Which generates it, or has; while it waits, the only one that may, if there is such."""
+        self.request = 0
+        """The `Generate` whose samples count."""
+        self.unfinished: set[int] = set()
+        """Samples that are in flight."""
+        self.results: dict[int, SampleScored] = {}
+        """By the sample's place in the group."""
+
+
+class StepGroups:
+    """The groups of one step, or of its validation, in the data order."""
+
+    def __init__(self) -> None:
+        self.groups: list[Group] = []
+        self.num_batches = 0
+        """How often prompts were drawn."""
+        self.num_drawn = 0
+        """Groups that were asked for of the data, those included that are still to come."""
+        self.num_ready = 0
+        self.num_requests = 0
+        """`Generate` orders that are not answered."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every sample of every group is there, and who made them has nothing more to say."""
+        return self.num_ready == len(self.groups) == self.num_drawn and not self.num_requests
+
+    def results_of(self, group: Group) -> list[SampleScored]:
+        """Return a group's results in the order of its samples."""
+        return [group.results[sample] for sample in sorted(group.results)]
+
+
+class GroupTable:
+    """All groups that are not done."""
+
+    def __init__(self) -> None:
+        self._steps: dict[tuple[int, Purpose], StepGroups] = {}
+        self._of_request: dict[int, StepGroups] = {}
+        """By the command id of a `Generate` that is not answered."""
+        self._of_engine: dict[str, dict[Group, None]] = {}
+        """In flight or ready, in the order in which they were assigned."""
+
+    def __iter__(self) -> Iterator[Group]:
+        return (group for step in self._steps.values() for group in step.groups)
+
+    def of_step(self, step: int, purpose: Purpose) -> StepGroups | None:
+        """Return the groups of a step; None if it has not begun or is done."""
+        return self._steps.get((step, purpose))
+
+    def draw(self, step: int, purpose: Purpose, count: int) -> range:
+        """Make room for `count` more groups of a step; return their numbers."""
+        of_step = self._steps.setdefault((step, purpose), StepGroups())
+        first = of_step.num_drawn
+        of_step.num_batches += 1
+        of_step.num_drawn += count
+        return range(first, first + count)
+
+    def add(self, step: int, purpose: Purpose, sizes: Sequence[GroupSize]) -> list[Group]:
+        """Add the groups that were drawn, which wait from now on; none if the step is not wanted any more."""
+        of_step = self._steps.get((step, purpose))
+        if of_step is None:
+            return []
+        first = len(of_step.groups)
+        groups = [Group(step, purpose, first + i, size) for i, size in enumerate(sizes)]
+        of_step.groups += groups
+        return groups
+
+    def assign(self, groups: Iterable[Group], engine: str, request: int) -> None:
+        """Note that an engine was asked for groups that have waited; all are of one step."""
+        for group in groups:
+            if request not in self._of_request:
+                self._of_request[request] = self._steps[group.step, group.purpose]
+                self._of_request[request].num_requests += 1
+            group.state, group.engine, group.request = GroupState.IN_FLIGHT, engine, request
+            group.unfinished = set(range(group.size.num_samples))
+            self._of_engine.setdefault(engine, {})[group] = None
+
+    def close_request(self, request: int) -> None:
+        """Note that a `Generate` is answered, or given up; nothing if the request was another."""
+        of_step = self._of_request.pop(request, None)
+        if of_step is not None:
+            of_step.num_requests -= 1
+
+    def take_results(self, engine: str, finished: SamplesFinished) -> list[tuple[Group, int]]:
+        """Keep results; return of each group how many were new. What comes twice, or was given up, is no result."""
+        of_step = self._steps.get((finished.step, finished.purpose))
+        if of_step is None:
+            return []
+        news: dict[Group, int] = {}
+        for sample in finished.samples:
+            group = of_step.groups[sample.group] if sample.group < len(of_step.groups) else None
+            is_asked = group is not None and group.engine == engine and group.request == finished.command_id
+            if group is None or not is_asked or sample.sample not in group.unfinished:
+                continue
+            group.unfinished.discard(sample.sample)
+            group.results[sample.sample] = sample
+            news[group] = news.get(group, 0) + 1
+            if not group.unfinished:
+                group.state = GroupState.READY
+                of_step.num_ready += 1
+        return list(news.items())
+
+    def of_engine(self, engine: str, *states: GroupState) -> list[Group]:
+        """Return the groups of an engine in these states, in the order in which they were assigned."""
+        return [group for group in self._of_engine.get(engine, {}) if group.state in states]
+
+    def put_back(self, groups: Iterable[Group]) -> None:
+        """Have groups wait again: what was made of them does not count."""
+        for group in groups:
+            of_step = self._steps[group.step, group.purpose]
+            of_step.num_ready -= group.state is GroupState.READY
+            assert group.engine is not None, "only what was assigned is put back"
+            del self._of_engine[group.engine][group]
+            group.state = GroupState.WAITING
+            group.unfinished, group.results = set(), {}
+
+    def take(self, step: int, purpose: Purpose) -> None:
+        """Note that a step's groups are trained on, or counted: no engine is asked for them again."""
+        for group in self._steps[step, purpose].groups:
+            group.state = GroupState.TAKEN
+            self._forget_engine(group)
+
+    def remove(self, step: int, purpose: Purpose) -> None:
+        """Forget the groups of a step that is done."""
+        of_step = self._steps.pop((step, purpose), None)
+        for group in of_step.groups if of_step is not None else []:
+            self._forget_engine(group)
+
+    def clear(self) -> None:
+        """Forget all groups but those that are trained on, or counted: the run ends."""
+        self._of_request.clear()
+        for step, purpose in [*self._steps]:
+            groups = self._steps[step, purpose].groups
+            if not any(group.state is GroupState.TAKEN for group in groups):
+                self.remove(step, purpose)
+
+    def _forget_engine(self, group: Group) -> None:
+        if group.engine is not None:
+            self._of_engine.get(group.engine, {}).pop(group, None)

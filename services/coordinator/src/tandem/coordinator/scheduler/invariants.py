@@ -1,0 +1,74 @@
+"""What is true of the scheduler's tables after every event. Tests call `validate` after each; a run does not."""
+
+from __future__ import annotations
+
+from tandem.coordinator.scheduler.engines import Status
+from tandem.coordinator.scheduler.groups import Group, GroupState
+from tandem.coordinator.scheduler.phases import Phase
+from tandem.coordinator.scheduler.scheduler import Scheduler
+
+
+def validate(scheduler: Scheduler) -> None:
+    """Raise `AssertionError` where the tables contradict each other."""
+    if scheduler.phase is Phase.FINISHED:
+        assert not len(scheduler.requests), "nobody is waited for when the run is over"
+        return
+    ready: dict[int, int] = {}
+    for group in scheduler.groups:
+        _validate_group(scheduler, group)
+        of_step = scheduler.groups.of_step(group.step, group.purpose)
+        assert of_step is not None, "a group is in its step"
+        assert of_step.groups[group.number] is group, "a group stands at its place in the data order"
+        ready[id(of_step)] = ready.get(id(of_step), 0) + (group.state in (GroupState.READY, GroupState.TAKEN))
+        assert ready[id(of_step)] <= of_step.num_ready
+    _validate_engines(scheduler)
+    _validate_step(scheduler)
+
+
+def _validate_group(scheduler: Scheduler, group: Group) -> None:
+    where = f"group {group.number} of step {group.step} ({group.purpose}), {group.state.value}"
+    samples = set(range(group.size.num_samples))
+    match group.state:
+        case GroupState.WAITING:
+            assert not group.unfinished, f"{where}: an engine is waited for"
+            assert not group.results, f"{where}: it has results"
+        case GroupState.IN_FLIGHT:
+            assert group.unfinished, f"{where}: no sample is waited for"
+            assert group.unfinished | set(group.results) == samples, f"{where}: a sample is neither there nor to come"
+            assert group.request in scheduler.requests, f"{where}: its engine was not asked for it"
+            assert str(group.engine) in scheduler.publication.engines, f"{where}: there is no {group.engine}"
+        case GroupState.READY | GroupState.TAKEN:
+            assert set(group.results) == samples, f"{where}: samples are missing"
+    if group.purpose == "train":
+        newest = scheduler.step + scheduler.spec.max_trajectory_age_steps
+        assert scheduler.step <= group.step <= newest, f"{where}: the run is in step {scheduler.step}"
+    if group.state in (GroupState.IN_FLIGHT, GroupState.READY):
+        assert group in scheduler.groups.of_engine(str(group.engine), group.state), f"{where}: not in its engine's list"
+
+
+def _validate_engines(scheduler: Scheduler) -> None:
+    engines = scheduler.publication.engines
+    assert engines.num_attested == sum(engines[name].is_attested for name in engines), "attested engines are counted"
+    for name in engines:
+        engine = engines[name]
+        assert engine.version <= scheduler.publication.version, f"{name} holds what no trainer has made"
+        assert engine.status is Status.HOLDING or not engine.is_attested, f"{name}: attested is what is held"
+        if scheduler.groups.of_engine(name, GroupState.IN_FLIGHT):
+            assert engine.status is Status.HOLDING, f"{name} generates while {engine.status.value}"
+        waits = engine.status in (Status.BUILDING, Status.INSTALLING, Status.REFITTING)
+        assert waits == bool(engine.awaited), f"{name}, {engine.status.value}, waits for {engine.awaited}"
+        assert all(request in scheduler.requests for request in engine.awaited), f"{name} waits for what nobody owes"
+
+
+def _validate_step(scheduler: Scheduler) -> None:
+    progress = scheduler.progress
+    assert not (progress.is_training and progress.is_trained), "a step trains once"
+    assert not (progress.is_committed and progress.is_validating), "a step is validated before it is committed"
+    taken = [group for group in scheduler.groups if group.state is GroupState.TAKEN]
+    assert all(group.step == scheduler.step for group in taken), "only the step in progress is trained on"
+    if progress.is_training:
+        waiting = scheduler.requests.num_for(Phase.TRAINING)
+        assert waiting, "somebody trains"
+        assert {group.purpose for group in taken} == ({"train"} if scheduler.spec.has_engines else set()), (
+            "trained on are the step's groups"
+        )

@@ -1,0 +1,107 @@
+"""Pending requests: orders that were given and not yet answered, each with an id of its own and a deadline."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator
+from typing import TypedDict
+
+import msgspec
+
+from tandem.coordinator.scheduler.phases import Phase
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """An order that was not answered yet."""
+
+    command_id: int
+    member: str
+    phase: Phase
+    """What it is for."""
+    deadline: float
+    allowed_s: float
+
+
+class CommandFields(TypedDict):
+    """The two fields every command has."""
+
+    command_id: int
+    deadline_s: float
+
+
+class PendingRequests:
+    """Gives each order its id and deadline, and knows which were answered. Reads no clock: its owner sets `now`."""
+
+    def __init__(self, now: float) -> None:
+        self.now = now
+        self._by_id: dict[int, Request] = {}
+        self._of_member: dict[str, dict[int, Request]] = {}
+        self._num_of_phase: dict[Phase, int] = dict.fromkeys(Phase, 0)
+        self._deadlines: list[tuple[float, int]] = []
+        """A heap; those that were answered are still in it."""
+        self._next_command_id = 1
+
+    def __contains__(self, command_id: int) -> bool:
+        return command_id in self._by_id
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def open(self, member: str, phase: Phase, allowed_s: float) -> CommandFields:
+        """Open a request to `member`; `phase` is what it is for."""
+        fields = self.notice(allowed_s)
+        request = Request(
+            command_id=fields["command_id"],
+            member=member,
+            phase=phase,
+            deadline=self.now + allowed_s,
+            allowed_s=allowed_s,
+        )
+        self._by_id[request.command_id] = request
+        self._of_member.setdefault(member, {})[request.command_id] = request
+        self._num_of_phase[phase] += 1
+        heapq.heappush(self._deadlines, (request.deadline, request.command_id))
+        return fields
+
+    def notice(self, allowed_s: float) -> CommandFields:
+        """Give an id to an order whose answer nobody waits for."""
+        command_id = self._next_command_id
+        self._next_command_id += 1
+        return CommandFields(command_id=command_id, deadline_s=allowed_s)
+
+    def close(self, command_id: int) -> Request | None:
+        """Take a request as answered, or as given up; None if it was not pending."""
+        request = self._by_id.pop(command_id, None)
+        if request is not None:
+            del self._of_member[request.member][command_id]
+            self._num_of_phase[request.phase] -= 1
+        return request
+
+    def num_for(self, *phases: Phase) -> int:
+        """Return how many requests are pending that are for these phases."""
+        return sum(self._num_of_phase[phase] for phase in phases)
+
+    def of(self, member: str, *phases: Phase) -> Iterator[Request]:
+        """Return what `member` was asked for: all of it, or what is for some phases; the oldest first."""
+        requests = self._of_member.get(member, {}).values()
+        return (request for request in requests if not phases or request.phase in phases)
+
+    def drop(self, member: str, *phases: Phase) -> None:
+        """Expect no more answers from `member`: to any request, or to those for some phases."""
+        self._close_all(list(self.of(member, *phases)))
+
+    def drop_all_but(self, *phases: Phase) -> None:
+        """Expect no more answers, except to requests for these phases."""
+        self._close_all([request for request in self._by_id.values() if request.phase not in phases])
+
+    def overdue(self) -> Request | None:
+        """Return a request whose deadline has passed."""
+        while self._deadlines and self._deadlines[0][1] not in self._by_id:
+            heapq.heappop(self._deadlines)
+        if self._deadlines and self.now > self._deadlines[0][0]:
+            return self._by_id[self._deadlines[0][1]]
+        return None
+
+    def _close_all(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            self.close(request.command_id)

@@ -1,0 +1,636 @@
+"""What to do next: the coordinator's decisions, pure.
+
+`Scheduler.handle` takes one event and returns the actions it leads to: it applies the event to the tables, and then
+runs the rules until none fires. It opens no socket, reads no clock (every event carries ``now``), touches no file and
+knows no arrays, so that a whole run, with every failure in it, is tested as a list of events and actions.
+`tandem.coordinator.run.loop` carries the actions out.
+
+The tables: rollout groups (`groups`), engines (`engines`), pending requests (`requests`), and the step in progress.
+
+| rule | fires when | and then |
+|---|---|---|
+| set up | everybody has done what the stage before asked for | build, plan, install, connect |
+| publish | trainers hold a version that an engine lacks, and it may take it | refit it, attest it, record |
+| validate | a step has trained, it is due, and engines hold the new version | groups, or a batch, to evaluate |
+| save | it is due, and no checkpoint is being written | copy; write beside what follows |
+| commit | trained, validated, copied | the step is in the journal |
+| advance | the step in progress is committed | the next one begins |
+| draw | a step is at most `max_trajectory_age_steps` ahead of the one in progress | its groups wait |
+| assign | an engine that holds a version young enough for a waiting group has room | it generates |
+| train | the step's groups are ready, and every version in them is attested | every rank trains |
+| offer | every rank has trained | trainers hold a new version |
+| finish | the last step is committed, and nothing is pending | the run ends |
+
+Synchronous training is an age of zero: nothing is generated for a step before the weights of the one before are
+published. An algorithm over a data set has no engines, and the rules that need them do not fire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, assert_never
+
+from tandem.common.errors import CommandFailed, DeadlineExceeded, SamplingExhausted, ServiceError, ServiceLost
+from tandem.common.messages import (
+    BuildEngine,
+    BuildTrainer,
+    CheckpointSaved,
+    Failed,
+    OpenRendezvous,
+    Purpose,
+    RendezvousOpened,
+    Reply,
+    SampleScored,
+    SamplesFinished,
+    SamplesMissing,
+    Trained,
+)
+from tandem.coordinator.scheduler.assignment import Assignment, BalancedAssignment, PinnedAssignment
+from tandem.coordinator.scheduler.events import (
+    Action,
+    CommitStep,
+    DiscardSamples,
+    Dispatch,
+    DispatchBatch,
+    DispatchPrompts,
+    DrawPrompts,
+    Erred,
+    Event,
+    Finish,
+    Interrupted,
+    Joined,
+    Lost,
+    PromptsDrawn,
+    Replied,
+    Say,
+    Ticked,
+)
+from tandem.coordinator.scheduler.groups import Group, GroupState, GroupTable, StepGroups
+from tandem.coordinator.scheduler.membership import Membership
+from tandem.coordinator.scheduler.phases import Phase, Stopwatch
+from tandem.coordinator.scheduler.publication import Publication
+from tandem.coordinator.scheduler.requests import CommandFields, PendingRequests
+from tandem.coordinator.scheduler.saving import Saving
+from tandem.coordinator.scheduler.spec import RunSpec
+
+IsInformative = Callable[[Sequence[SampleScored]], bool]
+"""Whether training can learn something from the results of a group."""
+_GENERATION = (Phase.GENERATING, Phase.VALIDATING)
+
+
+class StepProgress:
+    """How far the step in progress is; all but its groups."""
+
+    def __init__(self, number: int, *, is_trained: bool = False, is_committed: bool = False) -> None:
+        self.number = number
+        self.is_training = False
+        self.is_trained = is_trained
+        """Whether the optimizer has stepped; the weights that a run starts with count as a trained step."""
+        self.has_update = False
+        """Whether that must have changed the weights."""
+        self.is_validating = False
+        """Whether validation has begun, and is not done."""
+        self.is_validated = False
+        """Whether it is done, or given up."""
+        self.is_committed = is_committed
+        """Whether the step is in the journal."""
+
+
+class Scheduler:
+    """Decides who generates what for whom, when to train, and when weights move."""
+
+    def __init__(self, spec: RunSpec, now: float, is_informative: IsInformative = bool) -> None:
+        """`is_informative` says whether a group is worth training on, where the run samples dynamically."""
+        self.spec = spec
+        self.requests = PendingRequests(now)
+        self.groups = GroupTable()
+        self.publication = Publication(spec, self.requests)
+        self.progress = StepProgress(spec.first_step - 1, is_trained=True)
+        self._is_informative = is_informative
+        self._membership = Membership(spec.expected)
+        self._assignment = _make_assignment(spec)
+        self._saving = Saving(spec, self.requests)
+        self._watch = Stopwatch(now)
+        self._stage: Phase | None = Phase.JOINING
+        """How far everything is set up; None once it is."""
+        self._has_started = False
+        """Whether the weights to start from have reached the engines."""
+        self._drawn = spec.first_step - 1
+        """The newest step whose groups were drawn."""
+        self._saved = spec.first_step - 1
+        """The newest step of which trainers have a copy, or the run began with one."""
+        self._is_interrupted = False
+        self._error: ServiceError | None = None
+        """Why the run has failed, while it only waits for a checkpoint."""
+        self._finish: Finish | None = None
+
+    @property
+    def step(self) -> int:
+        """The step in progress, or the last one done."""
+        return self.progress.number
+
+    @property
+    def phase(self) -> Phase:
+        """What the run is doing, for people."""
+        progress, saving = self.progress, self._saving
+        if self._finish is not None:
+            return Phase.FINISHED
+        if self._error is not None:
+            return Phase.WRITING
+        if self._stage is not None:
+            return self._stage
+        if progress.is_training:
+            return Phase.TRAINING
+        if not self._has_started or (progress.is_trained and not progress.is_committed and self._is_refitting()):
+            return Phase.REFITTING
+        if progress.is_validating:
+            return Phase.VALIDATING
+        if saving.is_copied or (progress.is_trained and not progress.is_committed and self._must_save()):
+            return Phase.SAVING
+        if progress.is_committed:
+            return Phase.WRITING if saving.is_out else Phase.ATTESTING
+        return Phase.GENERATING
+
+    def handle(self, event: Event) -> list[Action]:
+        """Take one event; return the actions it leads to, in order."""
+        self.requests.now = event.now
+        if self._finish is not None:
+            return []
+        try:
+            actions = self._apply(event)
+            while fired := self._run_rules():
+                actions += fired
+        except ServiceError as error:
+            actions = self._fail(error)
+        self._watch.enter(self.phase, event.now)
+        return actions
+
+    # --- events ------------------------------------------------------------------------------------------------------
+
+    def _apply(self, event: Event) -> list[Action]:
+        match event:
+            case Joined(member=member, kind=kind):
+                self._membership.add(member, kind)
+                is_wanted = member in self.publication.engines and self._error is None
+                return self.publication.take_replacement(member) if is_wanted else []
+            case Replied(member=member, reply=reply):
+                return self._apply_reply(member, reply)
+            case Erred(member=member, failed=failed):
+                self._apply_failure(member, failed)
+                return []
+            case Lost(member=member, why=why):
+                return self._apply_loss(member, why)
+            case PromptsDrawn(step=step, purpose=purpose, sizes=sizes):
+                groups = self.groups.add(step, purpose, sizes)
+                self._assignment.add(groups, self.publication.engines.names())
+                return []
+            case Ticked():
+                self._check_deadlines()
+                return self._move_from_slow_engines()
+            case Interrupted():
+                return self._interrupt()
+            case other:
+                assert_never(other)
+
+    def _apply_reply(self, member: str, reply: Reply) -> list[Action]:
+        if reply.command_id not in self.requests:
+            return []  # a repetition, or the answer to an order that was given up
+        if isinstance(reply, SamplesFinished):  # a part of an answer
+            for group, num_samples in self.groups.take_results(member, reply):
+                self._assignment.finished(member, group, num_samples)
+            return []
+        self.requests.close(reply.command_id)
+        self.groups.close_request(reply.command_id)
+        if isinstance(reply, SamplesMissing) and reply.members:
+            lost = "; ".join(f"{rollout}: {why}" for rollout, why in reply.members.items())
+            raise ServiceError(member, f"fetching the samples of step {reply.step}", lost)
+        if isinstance(reply, Trained):
+            self.progress.has_update |= reply.has_update
+        if isinstance(reply, CheckpointSaved):
+            return self._saving.take_written(member)
+        actions = self.publication.take_reply(member, reply)
+        return self._build_trainers(reply) if isinstance(reply, RendezvousOpened) else actions
+
+    def _apply_failure(self, member: str, failed: Failed) -> None:
+        request = self.requests.close(failed.command_id)
+        if request is None:
+            return
+        is_engine = member in self.publication.engines
+        if request.phase is Phase.REFITTING or (request.phase is Phase.ATTESTING and is_engine):
+            self.publication.take_failure(member, failed, request.phase)
+            return
+        if request.phase is Phase.WRITING:
+            self._saving.give_up()
+        raise CommandFailed(member, failed.phase, failed.account)
+
+    def _apply_loss(self, member: str, why: str) -> list[Action]:
+        """Replace an engine that is lost; the run cannot go on without any other process."""
+        if self._saving.is_awaited_from(member):
+            self._saving.give_up()
+        elif self._error is not None:
+            return []
+        if self._is_interrupted and self._membership.kind(member) == "rollout":
+            self.requests.drop(member)
+            return []
+        if member not in self.publication.engines:
+            raise ServiceLost(member, self.phase.value, why)
+        self._drop_generation(member)
+        return self.publication.take_loss(member, self.phase.value, why)
+
+    # --- rules -------------------------------------------------------------------------------------------------------
+
+    def _run_rules(self) -> list[Action]:
+        """Run every rule once, in order; return what they lead to."""
+        if self._finish is not None:
+            return []
+        if self._error is not None:
+            return self._rule_finish()
+        if self._stage is not None:
+            return self._rule_set_up()
+        actions = self.publication.run_rules(self._is_free) + self._put_back_suspects()
+        for rule in (
+            self._rule_start,
+            self._rule_offer,
+            self._rule_validate,
+            self._rule_save,
+            self._rule_commit,
+            self._rule_advance,
+            self._rule_draw,
+            self._rule_assign,
+            self._rule_train,
+            self._rule_finish,
+        ):
+            if fired := rule():
+                return actions + fired
+        return actions
+
+    def _rule_set_up(self) -> list[Action]:
+        """Go on once everybody has done what the stage asks for."""
+        stage = self._stage
+        assert stage is not None, "asked only while there is a stage"
+        if self.requests.num_for(stage) or not self._membership.is_complete:
+            return []
+        trainers, engines = self._membership.all("trainer"), self._membership.all("rollout")
+        match stage:
+            case Phase.JOINING:
+                self._stage = Phase.BUILDING
+                meet = OpenRendezvous(**self._open("trainer-0", Phase.BUILDING))
+                built = [
+                    Dispatch(member=engine, order=BuildEngine(**self._open(engine, Phase.BUILDING)))
+                    for engine in engines
+                ]
+                return [Dispatch(member="trainer-0", order=meet), *built]
+            case Phase.BUILDING if self.spec.has_engines:
+                self._stage = Phase.PLANNING
+                return self.publication.transfers.order_plan(trainers, engines)
+            case Phase.PLANNING:
+                self._stage = Phase.INSTALLING
+                return self.publication.transfers.order_install()
+            case Phase.INSTALLING:
+                self._stage = Phase.CONNECTING
+                meshes = self.publication.transfers.plan.meshes
+                orders = [o for mesh in meshes for o in self.publication.transfers.order_connect(mesh)]
+                return [*orders] or self._rule_set_up()
+            case _:
+                self._stage = None
+                self.publication.begin(trainers, engines)
+                self.publication.offer(self.step, has_update=False)
+                return self._run_rules()
+
+    def _rule_start(self) -> list[Action]:
+        """Begin with the first step: everybody holds the weights to start from, which are validated if asked for."""
+        if self._has_started or self._is_refitting():
+            return []
+        self._has_started = True
+        self._watch.begin_step(self.requests.now)  # what came before was no step
+        is_validated = self.spec.validate_at_start and self.step == 0 and not self._is_interrupted
+        self.progress.is_committed = not is_validated
+        return self._run_rules()
+
+    def _rule_offer(self) -> list[Action]:
+        """Take the step as trained once every rank has said so; engines may have the weights."""
+        progress = self.progress
+        if not progress.is_training or self.requests.num_for(Phase.TRAINING):
+            return []
+        progress.is_training, progress.is_trained = False, True
+        if self.spec.has_engines and not self._is_interrupted:
+            self.publication.offer(progress.number, has_update=progress.has_update)
+        return self._run_rules()
+
+    def _rule_validate(self) -> list[Action]:
+        """Validate a step that has trained, once engines hold its weights; see when that is done."""
+        progress = self.progress
+        if not progress.is_trained or progress.is_committed or progress.is_validated or self._is_refitting():
+            return []
+        if not progress.is_validating:
+            every, at_start = self.spec.validate_every, progress.number == 0
+            is_due = at_start or (every > 0 and (progress.number % every == 0 or self._is_last()))
+            progress.is_validating = is_due and not self._is_interrupted
+            progress.is_validated = not progress.is_validating
+            if not progress.is_validating:
+                return self._run_rules()
+            if not self.spec.has_engines:
+                return self._dispatch_batches("validate")
+            return self._draw("validate", progress.number, self.spec.num_validation_groups)
+        if not self._is_evaluated():
+            return []
+        if self.spec.has_engines:
+            self.groups.take(self.step, "validate")
+        progress.is_validating, progress.is_validated = False, True
+        return self._run_rules()
+
+    def _rule_save(self) -> list[Action]:
+        """Have trainers copy what is to be saved; then have them write it, beside what follows."""
+        if self._saving.is_copied:
+            if self.requests.num_for(Phase.SAVING):
+                return []
+            return self._saving.write(self._membership.all("trainer"))
+        if not self._may_commit() or not self._must_save() or self._saving.is_out:
+            return []
+        self._saved = self.step
+        return self._saving.copy(self.step, self._membership.all("trainer"))
+
+    def _rule_commit(self) -> list[Action]:
+        """Have the step written to the journal: now it is done."""
+        if self.progress.is_committed or not self._may_commit() or self._must_save() or self._saving.is_copied:
+            return []
+        self.progress.is_committed = True
+        self.groups.remove(self.step, "train")
+        self.groups.remove(self.step, "validate")
+        return [CommitStep(step=self.step, version=self.step, seconds=self._watch.read(self.requests.now))]
+
+    def _rule_advance(self) -> list[Action]:
+        """Begin the next step."""
+        if not self._has_started or not self.progress.is_committed or self._is_interrupted or self._is_last():
+            return []
+        self.progress = StepProgress(self.step + 1)
+        self._watch.begin_step(self.requests.now)
+        return self._run_rules()
+
+    def _rule_draw(self) -> list[Action]:
+        """Draw the groups of the next step that may be generated for; or more, where too few are informative."""
+        if not self._has_started or not self.spec.has_engines or self._is_interrupted:
+            return []
+        dynamic = self.spec.dynamic_sampling
+        num_groups = self.spec.num_groups if dynamic is None else dynamic.num_groups
+        if self._drawn < min(self.step + self.spec.max_trajectory_age_steps, self.spec.last_step):
+            self._drawn += 1
+            return self._draw("train", self._drawn, num_groups)
+        of_step = self.groups.of_step(self.step, "train")
+        if of_step is None or not self._is_complete(of_step):
+            return []
+        return self._draw("train", self.step, num_groups) if self._lacks_groups(of_step) else []
+
+    def _rule_assign(self) -> list[Action]:
+        """Have engines generate what waits, as far as they hold weights that are young enough, and have room."""
+        actions: list[Action] = []
+        for engine, groups in self._assignment.choose(self._can_generate, self.requests.now).items():
+            while groups:
+                first = groups[0]
+                together = [g for g in groups if (g.step, g.purpose) == (first.step, first.purpose)]
+                groups = [g for g in groups if g not in together]
+                actions.append(self._dispatch_prompts(engine, together))
+        return actions
+
+    def _rule_train(self) -> list[Action]:
+        """Train on the step's groups."""
+        if not self._has_started or self.progress.is_training or self.progress.is_trained or self._is_interrupted:
+            return []
+        if self.spec.has_engines:
+            of_step = self.groups.of_step(self.step, "train")
+            if of_step is None or not self._is_complete(of_step) or self._lacks_groups(of_step):
+                return []
+            self.groups.take(self.step, "train")
+        self.progress.is_training = True
+        self.publication.withdraw()
+        return self._dispatch_batches("train")
+
+    def _rule_finish(self) -> list[Action]:
+        """End the run once nothing is pending: a last version to attest, or a checkpoint to write."""
+        if self._error is not None:
+            return [] if self._saving.is_out else self._end("failed", self._error)
+        is_over = self._has_started and self.progress.is_committed and (self._is_interrupted or self._is_last())
+        if not is_over or len(self.requests) or not self.publication.is_settled:
+            return []
+        return self._end("interrupted" if self._is_interrupted else "finished")
+
+    # --- conditions --------------------------------------------------------------------------------------------------
+
+    def _is_last(self) -> bool:
+        return self.step >= self.spec.last_step
+
+    def _is_refitting(self) -> bool:
+        """Tell whether engines have yet to get the version that trainers hold."""
+        return self.publication.is_transferring or (self._is_interrupted and self.requests.num_for(Phase.REFITTING) > 0)
+
+    def _may_commit(self) -> bool:
+        """Tell whether nothing is left of the step in progress but to save and commit it."""
+        return self.progress.is_trained and (
+            self.progress.is_committed or (self.progress.is_validated and not self._is_refitting())
+        )
+
+    def _must_save(self) -> bool:
+        """Tell whether the step is to be saved, and was not."""
+        every, step = self.spec.save_every, self.step
+        is_due = every > 0 and (step % every == 0 or self._is_last() or self._is_interrupted)
+        return is_due and step > self._saved and self._has_started
+
+    def _is_complete(self, of_step: StepGroups) -> bool:
+        """Tell whether all groups that were drawn are ready, and every version in them is attested."""
+        return of_step.is_ready and self.publication.is_settled
+
+    def _is_evaluated(self) -> bool:
+        if not self.spec.has_engines:
+            return not self.requests.num_for(Phase.VALIDATING)
+        of_step = self.groups.of_step(self.step, "validate")
+        assert of_step is not None, "drawn when validation began"
+        return self._is_complete(of_step)
+
+    def _lacks_groups(self, of_step: StepGroups) -> bool:
+        """Tell whether too few groups of a step are informative. Raises `SamplingExhausted` if it must not go on."""
+        dynamic = self.spec.dynamic_sampling
+        if dynamic is None:
+            return False
+        found = sum(self._is_informative(of_step.results_of(group)) for group in of_step.groups)
+        if found >= self.spec.num_groups:
+            return False
+        if of_step.num_batches == dynamic.max_batches:
+            raise SamplingExhausted(
+                "coordinator",
+                Phase.GENERATING.value,
+                f"the samples of {dynamic.max_batches} x {dynamic.num_groups} prompts have given {found} groups whose "
+                f"rewards differ, and a step needs {self.spec.num_groups}: the problems are too easy or too hard, or "
+                "grpo.dynamic_sampling_max_gen_batches too low",
+            )
+        return True
+
+    def _is_free(self, engine: str) -> bool:
+        """Tell whether an engine has nothing in flight, so that its weights may change."""
+        return not self.groups.of_engine(engine, GroupState.IN_FLIGHT)
+
+    def _can_generate(self, engine: str, group: Group) -> bool:
+        """Tell whether an engine holds weights young enough for a group; to validate, those of the step itself."""
+        if group.purpose == "validate":
+            return self.publication.can_generate(engine, group.step, group.step)
+        oldest = group.step - 1 - self.spec.max_trajectory_age_steps
+        return self.publication.can_generate(engine, oldest, group.step - 1)
+
+    # --- what rules do -----------------------------------------------------------------------------------------------
+
+    def _build_trainers(self, opened: RendezvousOpened) -> list[Action]:
+        ranks = self._membership.all("trainer")
+        return [
+            Dispatch(
+                member=rank,
+                order=BuildTrainer(
+                    rendezvous_host=opened.host,
+                    rendezvous_port=opened.port,
+                    world_size=len(ranks),
+                    version=self.step,
+                    checkpoint=self.spec.resume_from,
+                    **self._open(rank, Phase.BUILDING),
+                ),
+            )
+            for rank in ranks
+        ]
+
+    def _draw(self, purpose: Purpose, step: int, count: int) -> list[Action]:
+        return [DrawPrompts(step=step, purpose=purpose, groups=self.groups.draw(step, purpose, count))]
+
+    def _dispatch_prompts(self, engine: str, groups: Sequence[Group]) -> Action:
+        """Ask an engine for groups of one step, beside what it was asked for before."""
+        step, purpose = groups[0].step, groups[0].purpose
+        fields = self._open(engine, Phase.GENERATING if purpose == "train" else Phase.VALIDATING)
+        oldest = next(self.requests.of(engine, *_GENERATION))
+        self.groups.assign(groups, engine, fields["command_id"])
+        return DispatchPrompts(
+            member=engine,
+            step=step,
+            purpose=purpose,
+            groups=tuple(group.number for group in groups),
+            cancel_before=oldest.command_id,
+            **fields,
+        )
+
+    def _dispatch_batches(self, purpose: Purpose) -> list[Action]:
+        phase = Phase.TRAINING if purpose == "train" else Phase.VALIDATING
+        return [
+            DispatchBatch(member=rank, step=self.step, purpose=purpose, **self._open(rank, phase))
+            for rank in self._membership.all("trainer")
+        ]
+
+    def _put_back_suspects(self) -> list[Action]:
+        """Discard what engines made that does not count any more."""
+        actions: list[Action] = []
+        while self.publication.suspects:
+            engine = self.publication.suspects.pop(0)
+            self._drop_generation(engine)
+            groups = self.groups.of_engine(engine, GroupState.IN_FLIGHT, GroupState.READY)
+            self._assignment.withdraw(engine)
+            actions += self._put_back(groups)
+        return actions
+
+    def _move_from_slow_engines(self) -> list[Action]:
+        """Have groups wait again that an engine holds too long while another has nothing to do."""
+        stops: list[Action] = []
+        moved: list[Group] = []
+        for engine in self._assignment.overstayed(self.requests.now):
+            groups = self.groups.of_engine(engine, GroupState.IN_FLIGHT)
+            self._drop_generation(engine)
+            fields = self.requests.notice(self.spec.deadlines.generate)
+            cancel = fields["command_id"]
+            step, purpose = groups[0].step, groups[0].purpose
+            stops.append(
+                DispatchPrompts(member=engine, step=step, purpose=purpose, groups=(), cancel_before=cancel, **fields)
+            )
+            moved += groups
+        return [*stops, *self._put_back(moved)]
+
+    def _drop_generation(self, engine: str) -> None:
+        """Wait no longer for what an engine was asked to generate."""
+        for request in [*self.requests.of(engine, *_GENERATION)]:
+            self.requests.close(request.command_id)
+            self.groups.close_request(request.command_id)
+
+    def _put_back(self, groups: Iterable[Group]) -> list[Action]:
+        """Have groups wait again; discard what was made of them."""
+        numbers: dict[tuple[int, Purpose], list[int]] = {}
+        for group in groups:
+            numbers.setdefault((group.step, group.purpose), []).append(group.number)
+        self.groups.put_back(groups)
+        self._assignment.put_back(groups)
+        return [
+            DiscardSamples(step=step, purpose=purpose, groups=tuple(discarded))
+            for (step, purpose), discarded in numbers.items()
+        ]
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def _interrupt(self) -> list[Action]:
+        """Finish a step that is training, abandon one that is generating; then save and end. Asked twice: end now."""
+        if self._error is not None:
+            return self._end("failed", self._error)
+        if self._is_interrupted or self._stage is not None:
+            return self._end("interrupted")
+        self._is_interrupted = True
+        if self.phase in _GENERATION:
+            self.requests.drop_all_but(Phase.WRITING)
+        self._stop_generating()
+        self.progress.is_validated |= self.progress.is_validating
+        self.progress.is_validating = False
+        if self._has_started and not self.progress.is_trained and not self.progress.is_training:
+            # Go back to the last step that was done, and save it if it was not saved.
+            self.progress = StepProgress(self.step - 1, is_trained=True, is_committed=True)
+        return []
+
+    def _stop_generating(self) -> None:
+        self.groups.clear()
+        self._assignment.clear()
+        self.publication.stop()
+
+    def _check_deadlines(self) -> None:
+        """Raise `DeadlineExceeded` for the first request, or process, that is late."""
+        allowed_s = self.spec.deadlines.join
+        if self._stage is Phase.JOINING and self._watch.in_phase(self.requests.now) > allowed_s:
+            what = f"{self._membership.missing()} did not join within {allowed_s:g} s"
+            raise DeadlineExceeded("coordinator", "waiting for processes to join", what)
+        late = self.requests.overdue()
+        if late is not None:
+            if late.phase is Phase.WRITING:
+                self._saving.give_up()
+            raise DeadlineExceeded(late.member, late.phase.value, f"no answer within {late.allowed_s:g} s")
+        not_replaced = self.publication.overdue()
+        if not_replaced is not None:
+            raise not_replaced
+
+    def _fail(self, error: ServiceError) -> list[Action]:
+        """End the run, at once unless a checkpoint is being written that can still be whole."""
+        if self._error is None and self._saving.is_out:
+            self._error = error
+            self.requests.drop_all_but(Phase.WRITING)
+            self._stop_generating()
+            return [Say(text=f"{error}; the run ends as soon as its last checkpoint is written")]
+        return self._end("failed", self._error or error)
+
+    def _end(
+        self, outcome: Literal["finished", "interrupted", "failed"], error: ServiceError | None = None
+    ) -> list[Action]:
+        self.requests.drop_all_but()
+        self._finish = Finish(outcome=outcome, error=error)
+        return [self._finish]
+
+    def _open(self, member: str, phase: Phase) -> CommandFields:
+        deadlines = self.spec.deadlines
+        allowed: dict[Phase, float] = {
+            Phase.BUILDING: deadlines.build,
+            Phase.GENERATING: deadlines.generate,
+            Phase.TRAINING: deadlines.train,
+            Phase.VALIDATING: deadlines.generate if self.spec.has_engines else deadlines.evaluate,
+        }
+        return self.requests.open(member, phase, allowed[phase])
+
+
+def _make_assignment(spec: RunSpec) -> Assignment:
+    if spec.balance is None:
+        return PinnedAssignment()
+    return BalancedAssignment(width=spec.balance.width, timeout_s=spec.balance.timeout_s)

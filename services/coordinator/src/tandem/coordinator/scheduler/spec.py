@@ -1,0 +1,82 @@
+"""What the scheduler is told of a run before it begins, all of it plain data."""
+
+from __future__ import annotations
+
+import msgspec
+
+from tandem.common.messages import ServiceKind
+
+
+class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds each kind of order may take."""
+
+    join: float
+    build: float
+    generate: float
+    train: float
+    evaluate: float
+    refit: float
+    save: float
+
+
+class Balance(msgspec.Struct, frozen=True, kw_only=True):
+    """How engines share rollout groups where ``async_engine`` is on (`scheduler.assignment.BalancedAssignment`)."""
+
+    width: int
+    """Samples that an engine runs at once."""
+    timeout_s: float | None
+    """How long an engine without work waits for others before it takes over their groups; None for ever."""
+
+
+class DynamicSampling(msgspec.Struct, frozen=True, kw_only=True):
+    """How a step goes on generating until enough of its rollout groups are informative.
+
+    DAPO, Yu et al. 2025, arXiv:2503.14476, section 3.2.
+    """
+
+    num_groups: int
+    """Groups generated at once."""
+    max_batches: int
+    """How often, at most."""
+
+
+class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything about a run that its schedule depends on."""
+
+    has_engines: bool
+    """Whether samples are generated, and weights moved to where that is done."""
+    expected: dict[ServiceKind, int]
+    """How many processes of each kind make the run complete."""
+    first_step: int
+    """The step to begin with: 1, or one after the step a resumed run was saved at."""
+    last_step: int
+    num_groups: int
+    """Rollout groups that a training step trains on; zero without engines."""
+    num_validation_groups: int
+    validate_every: int
+    """Steps between validations; zero for never."""
+    validate_at_start: bool
+    save_every: int
+    """Steps between checkpoints; zero for never. The last step is always saved unless it is zero."""
+    resume_from: str
+    """Checkpoint folder to restore; empty for none."""
+    checkpoint_folder: str
+    """Folder a checkpoint is written to before it gets its final name; ``{step}`` stands for the step."""
+    allow_alias: bool
+    is_verified: bool
+    """Whether each version is attested by digests before its samples are trained on."""
+    max_trajectory_age_steps: int = 0
+    """Training steps that the weights a sample was made with may be behind those it is trained on. With 0, generation
+    and training wait for each other: synchronous training."""
+    max_replacements: int
+    """How often each engine may be lost and replaced before the run fails."""
+    balance: Balance | None = None
+    """None: each group belongs to one engine from the beginning, so that the same run computes the same together."""
+    dynamic_sampling: DynamicSampling | None = None
+    """None: a step trains on all groups that it generates."""
+    deadlines: Deadlines
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether nothing is generated for a step before the weights of the one before are published."""
+        return self.max_trajectory_age_steps == 0

@@ -1,0 +1,139 @@
+"""Processes that are asked to end: those that leave it to another, and those that do so."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+PATIENCE_S = 20.0
+ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def running(program: str, *before: str) -> Iterator[subprocess.Popen[str]]:
+    """Run a program in a group of its own, from the moment on at which it prints a line."""
+    words = [*before, sys.executable, "-c", f"import os, signal, subprocess, sys, time\n{program}"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, process_group=0) as process:
+        try:
+            assert said(process) == "ready"
+            yield process
+        finally:
+            process.kill()
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def test_what_leaves_signals_to_the_coordinator_goes_on_and_what_it_starts_does_not() -> None:
+    program = """
+from tandem.common import signals
+signals.leave_to_coordinator()
+child = subprocess.Popen(["sleep", "60"])
+print("ready", flush=True)
+child.terminate()
+print(child.wait(), flush=True)
+for line in sys.stdin:
+    print("here", flush=True)
+"""
+    words = [sys.executable, "-c", f"import subprocess, sys\n{program}"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert said(process) == "ready"
+        assert said(process) == str(-signal.SIGTERM)
+        for number in ALL:
+            process.send_signal(number)
+            process.stdin.write("are you there?\n")
+            process.stdin.flush()
+            assert said(process) == "here"
+        process.kill()
+
+
+INTERRUPTED = """
+from tandem.common import signals
+signals.interrupt_when_asked()
+number = 0
+while number < 2:
+    try:
+        if number == 0:
+            print("ready", flush=True)
+        time.sleep(2.0)
+        break
+    except KeyboardInterrupt:
+        number += 1
+print(number, flush=True)
+"""
+
+
+@pytest.mark.parametrize("number", ALL, ids=[each.name for each in ALL])
+def test_all_ways_to_ask_are_an_interrupt_and_only_ctrl_c_is_another(number: signal.Signals) -> None:
+    with running(INTERRUPTED) as process:
+        process.send_signal(number)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGHUP)
+        assert said(process) == "1"
+    with running(INTERRUPTED.replace("time.sleep(2.0)", "time.sleep(20.0)")) as process:
+        process.send_signal(number)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.3)
+        process.send_signal(signal.SIGINT)
+        assert said(process) == "2"
+
+
+def test_what_was_ignored_before_stays_so() -> None:
+    with running(INTERRUPTED, "nohup") as process:
+        process.send_signal(signal.SIGHUP)
+        assert said(process) == "0"
+
+
+STUCK = """
+from tandem.common import signals
+signals._STUCK_S = 0.5
+signals.interrupt_when_asked()
+signals.end_when_stuck()
+"""
+DEAF = """
+is_ready = False
+while True:
+    try:
+        if not is_ready:
+            is_ready = True
+            print("ready", flush=True)
+        time.sleep(60)
+    except KeyboardInterrupt:
+        pass
+"""
+
+
+@pytest.mark.parametrize("number", ALL, ids=[each.name for each in ALL])
+def test_what_hears_of_nothing_is_ended(number: signal.Signals) -> None:
+    with running(STUCK + DEAF) as process:
+        process.send_signal(number)
+        assert process.wait(PATIENCE_S) == 128 + number
+
+
+def test_signals_of_a_child_are_not_its_parents() -> None:
+    fork = """
+print("ready", flush=True)
+child = os.fork()
+if child == 0:
+    try:
+        time.sleep(60)
+    except KeyboardInterrupt:
+        os._exit(7)
+time.sleep(0.3)
+os.kill(child, signal.SIGTERM)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+time.sleep(1.5)
+print("still here", flush=True)
+"""
+    with running(STUCK + fork) as process:
+        assert said(process) == "still here"
