@@ -16,7 +16,7 @@ from engine_harness import reference_logprobs
 from rollout_harness import WAIT_S, Rollout, Talks, count, tokens_of
 
 from tandem.common.batch import SampleArrays
-from tandem.common.messages import Problem, PromptGroup
+from tandem.common.messages import Problem, PromptGroup, SamplesFinished
 from tandem.rollout.conversation import turn_seed
 from tandem.rollout.environments import Score, Turn
 
@@ -283,21 +283,27 @@ def test_samples_are_kept_until_they_are_released(start: Callable[..., Rollout])
 
 
 def test_what_is_given_up_is_released_but_for_groups_that_were_finished(start: Callable[..., Rollout]) -> None:
-    rollout = start("Holds", generation={"async_engine": True})
+    rollout = start("Holds", generation={"async_engine": True}, num_workers=2)
     held, done = rollout.group(0, [1, 2]), rollout.group(1, [1, 2])
     Holds.release.clear()
     rollout.start(held, done)
     deadline = time.monotonic() + WAIT_S
-    while sum(len(getattr(message, "samples", ())) for message, _ in rollout.member.sent) < 3:
+    while sum(len(message.samples) for message in finished(rollout)) < 3:
         assert rollout.service.work()
         assert time.monotonic() < deadline
-    finished = {sample.group: sample for message, _ in rollout.member.sent for sample in message.samples}  # type: ignore[attr-defined]
-    assert rollout.store.num_tokens > 2 * finished[1].prompt_length
+    samples = [sample for message in finished(rollout) for sample in message.samples]
+    assert rollout.store.num_tokens == sum(sample.num_tokens for sample in samples)
     rollout.start()  # nothing more, and what came before is given up
     Holds.release.set()
-    arrays = [rollout.fetch(message) for message, _ in rollout.member.sent if message.samples[0].group == 1]  # type: ignore[attr-defined]
-    assert rollout.store.num_tokens == sum(len(each.token_ids_T) for each in arrays), "of the group that was finished"
-    assert sum(len(each.lengths_S) for each in arrays) == 2
+    kept = [sample.num_tokens for sample in samples if sample.group == 1]
+    assert (len(kept), sum(kept)) == (2, rollout.store.num_tokens), "of the group that was finished"
+    for message in finished(rollout):
+        if {sample.group for sample in message.samples} == {1}:
+            assert rollout.fetch(message)
+
+
+def finished(rollout: Rollout) -> list[SamplesFinished]:
+    return [message for message, _ in rollout.member.sent if isinstance(message, SamplesFinished)]
 
 
 def test_samples_for_which_there_is_no_room_are_an_error(start: Callable[..., Rollout]) -> None:
