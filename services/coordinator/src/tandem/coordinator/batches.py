@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tandem.common.assignment import Assignment, data_parallel_ranks
 from tandem.common.batch import BatchTable, GivenTokens, TrainingBatch
 from tandem.common.config import Config
-from tandem.common.messages import EngineBuilt, Evaluate, Reply, Train, TrainerBuilt
+from tandem.common.messages import EngineBuilt, Evaluate, Reply, SamplesMissing, Train, TrainerBuilt
 from tandem.coordinator.feed import Feed
 from tandem.coordinator.scheduler.events import DispatchBatch
 
@@ -44,6 +44,8 @@ class Batches:
                 self._addresses[member] = address
             case TrainerBuilt(shares_prompts=shares_prompts):
                 self._shares_prompts = shares_prompts
+            case SamplesMissing():
+                self._made = None  # of some samples, others will come
             case _:
                 pass
 
