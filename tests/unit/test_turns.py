@@ -307,6 +307,6 @@ def finished(rollout: Rollout) -> list[SamplesFinished]:
 
 
 def test_samples_for_which_there_is_no_room_are_an_error(start: Callable[..., Rollout]) -> None:
-    rollout = start("Scores", generation={"max_stored_tokens": 40})
-    message = rollout.error(rollout.group(0, range(8)))
-    assert re.match(r"no room for a sample of \d+ tokens: .*policy.generation.max_stored_tokens is 40$", message)
+    rollout = start("Scores", generation={"max_stored_tokens": 1024})
+    message = rollout.error(rollout.group(0, range(150)))
+    assert re.match(r"no room for a sample of \d+ tokens: .*policy.generation.max_stored_tokens is 1024$", message)
