@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from rollout_harness import CHARACTERS, Rollout, Talks
+from own_environments import Talks
+from rollout_harness import CHARACTERS, Rollout
 
 from tandem.common.batch import TrainingBatch
 from tandem.common.config import Config, build_config

@@ -187,8 +187,21 @@ class TrainingBatch(RaggedArrays, frozen=True, kw_only=True):
 
     generation_logprobs_T: Float32s
     advantages_S: Float32s
-    rewards_S: Float32s = msgspec.field(default_factory=lambda: np.zeros(0, dtype=np.float32))
-    """What advantages were made of; none where there are no rewards."""
+    rewards_S: Float32s
+    """What advantages were made of; zeros where there are no rewards."""
+
+    def check(self, vocabulary: int, *, may_mask_all: bool = False) -> None:
+        """Raise `WireError` unless the numbers can be what they are said to be.
+
+        Token ids are of the vocabulary, log-probabilities finite and at most 0, advantages finite. Some token counts in
+        the loss, unless `may_mask_all`.
+        """
+        self.check_tokens(vocabulary)
+        check_logprobs(self, "generation_logprobs_T")
+        for name in ("advantages_S", "rewards_S"):
+            self.refuse(name, ~np.isfinite(getattr(self, name)), "must be finite")
+        if not (may_mask_all or self.loss_mask_T.any()):
+            raise WireError("loss_mask_T: no token counts in the loss")
 
     def part(self, first: int, count: int) -> TrainingBatch:
         """Return `count` sequences from `first` on, uncopied."""

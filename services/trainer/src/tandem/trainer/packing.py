@@ -47,8 +47,8 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     in training itself."""
     reference_logprobs_BT: torch.Tensor | None = None
     """float32; under the reference model. None where the loss does not read it."""
-    is_positive_BT: torch.Tensor | None = None
-    """True where the sample's reward is above zero. None where there are no rewards."""
+    is_positive_BT: torch.Tensor
+    """True where the sample's reward is above zero."""
     shared_prompts: SharedPrompts | None = None
     """The same samples as one row that holds each prompt once, for the model; None where no two share a prompt."""
     packed: PackedRow | None = None
@@ -122,9 +122,7 @@ def pad(
         advantages_BT=moved(padded(advantages_T, np.float32)),
         previous_logprobs_BT=scores[0],
         reference_logprobs_BT=scores[1],
-        is_positive_BT=moved(padded(np.repeat(batch.rewards_S > 0, batch.lengths_S), np.bool_))
-        if len(batch.rewards_S)
-        else None,
+        is_positive_BT=moved(padded(np.repeat(batch.rewards_S > 0, batch.lengths_S), np.bool_)),
         shared_prompts=None
         if prompts is None
         else _shared(prompts, rows, token_ids_BT, counted_BT, divisible_by=divisible_by, device=device),

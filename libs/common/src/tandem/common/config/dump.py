@@ -42,6 +42,7 @@ FREE_ON_RESUME = (
     "policy.megatron_cfg.activation_checkpointing",
     "policy.megatron_cfg.context_parallel_size",
     "policy.megatron_cfg.empty_unused_memory_level",
+    "policy.megatron_cfg.env_vars",
     "policy.megatron_cfg.expert_model_parallel_size",
     "policy.megatron_cfg.expert_tensor_parallel_size",
     "policy.megatron_cfg.force_reconvert_from_hf",

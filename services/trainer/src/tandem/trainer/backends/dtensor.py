@@ -53,6 +53,7 @@ class DTensorBackend:
         self._temperature = (config.policy.generation.temperature or 1.0) if config.algorithm == "grpo" else 1.0
 
         source = config.policy.model_name if checkpoint is None else str(checkpoint / checkpoints.POLICY)
+        proof = checkpoints.Proof(checkpoints.files_to_load(config, checkpoint))
         self._policy = load_model(source, config, torch.float32)
         self._linear_head = has_linear_head(self._policy)
         self.shares_prompts = self._prepare_attention()
@@ -70,6 +71,7 @@ class DTensorBackend:
             self._start_optimizer(num_steps=0)
         else:
             self._load_optimizer(checkpoint)
+        proof.conclude()
 
     def train_step(self, micro_batches: Sequence[MicroBatch], loss: LossOfMicroBatch) -> OptimizerStep:
         """Forward and backward over this rank's micro-batches, clip, and step optimizer and schedule once.
@@ -127,6 +129,7 @@ class DTensorBackend:
     @torch.no_grad()
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote, bit for bit, on any number of ranks, in the memory the parameters lie in."""
+        proof = checkpoints.Proof(checkpoints.files_of(folder))
         try:
             loaded = load_model(str(folder / checkpoints.POLICY), self._config, torch.float32)
         except ModelError as error:
@@ -138,6 +141,7 @@ class DTensorBackend:
         for name, parameter in self._parameters.items():
             shards.local_of(parameter).copy_(tensors[name][shards.box_of(parameter).region])
         self._load_optimizer(folder)
+        proof.conclude()
 
     def offload(self) -> None:
         """Free the gradients and move the optimizer's state from the GPU to pinned host memory.

@@ -13,12 +13,15 @@ from tandem.common.config.checks import (
     megatron,
     model,
     parallelism,
+    paths,
     run,
 )
 from tandem.common.config.checks.rule import Rule
+from tandem.common.config.problem import Invalid, Problems
 from tandem.common.config.schema import Config
 
 RULES: tuple[Rule, ...] = (
+    *paths.RULES,
     *model.RULES,
     *megatron.RULES,
     *parallelism.RULES,
@@ -34,7 +37,18 @@ RULES: tuple[Rule, ...] = (
 """Checked in this order."""
 
 
-def first_problem(config: Config) -> None:
-    """Raise `Invalid` for the first rule that the configuration breaks."""
+def broken_rules(config: Config) -> Problems:
+    """Return what the rules say that the configuration breaks, a line a key: the first often explains the others."""
+    problems = Problems()
     for rule in RULES:
-        rule(config)
+        try:
+            with problems.collected():
+                rule(config)
+        except (ArithmeticError, LookupError, OSError, TypeError, ValueError):
+            if not problems.found:  # else it counts on what an earlier rule has found broken
+                raise
+    by_key: dict[str, Invalid] = {}
+    for problem in problems.found:
+        by_key.setdefault(problem.key, problem)
+    problems.found = [*by_key.values()]
+    return problems

@@ -96,6 +96,8 @@ def environments_are_known(config: Config) -> None:
                 )
         elif not re.fullmatch(r"\w+(\.\w+)+", entry.class_path):
             raise Invalid(f"env.{name}.class", f"{shown(entry.class_path)} is not a dotted path, such as package.Class")
+        if entry.max_failures is not None and (entry.on_error or ("fail" if entry.class_path else "zero")) == "fail":
+            raise Invalid(f"env.{name}.max_failures", f"the first failure ends the run; set env.{name}.on_error, too")
 
 
 def samples_are_scored(config: Config) -> None:
