@@ -187,5 +187,5 @@ def test_check_looks_through_the_folder(capsys: pytest.CaptureFixture[str]) -> N
         "{algorithm: grpo, policy: {model_name: model}, data: {dataset_name: reasoning_gym, task: chain_sum}}"
     )
     configure(num_hidden_layers=1)
-    assert main(["check", "config.yaml"]) == 1, "before any process starts"
+    assert main(["check", "config.yaml"]) == 2, "before any process starts, beside what else is wrong"
     assert "is of a layer beyond the 1 of config.json" in capsys.readouterr().err

@@ -139,7 +139,7 @@ def shortened(path: Path) -> str:
 
 def nearest_file(path: Path) -> str:
     """Return ``; did you mean 'x'?`` for the YAML file nearest to one that is not there, or an empty string."""
-    if why_no_path(path) is not None:
+    if why_no_path(path) is not None or path.exists():
         return ""
     folders = [folder for folder in (path.parent, path.parent / path.stem, Path("examples")) if folder.is_dir()]
     found = {file.stem: file for folder in reversed(folders) for file in folder.glob("*.y*ml")}
