@@ -34,6 +34,7 @@ def batch() -> dict[str, Any]:
         loss_mask_T=np.array([False, True, True, False, True]),
         generation_logprobs_T=np.array([0, -1, -1, 0, -0.5], np.float32),
         advantages_S=np.array([0.5, -0.5], np.float32),
+        rewards_S=np.zeros(2, dtype=np.float32),
     )
     tokens = {"token_ids_T": whole.token_ids_T, "loss_mask_T": whole.loss_mask_T}
     return {**whole.table().to_frames(), **tokens}

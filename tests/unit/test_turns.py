@@ -256,5 +256,9 @@ def finished(rollout: Rollout) -> list[SamplesFinished]:
 
 def test_samples_for_which_there_is_no_room_are_an_error(start: Callable[..., Rollout]) -> None:
     rollout = start("Scores", generation={"max_stored_tokens": 1024})
-    message = rollout.error(rollout.group(0, range(150)))
-    assert re.match(r"no room for a sample of \d+ tokens: .*policy.generation.max_stored_tokens is 1024$", message)
+    rollout.start(rollout.group(0, range(150)))
+    while rollout.service.work():
+        assert not rollout.member.errors
+    (error,) = rollout.member.errors
+    assert re.match(r"no room for a sample of \d+ tokens: .*policy.generation.max_stored_tokens is 1024$", str(error))
+    assert rollout.store.num_tokens == 0, "what was made of a group that is given up is released"

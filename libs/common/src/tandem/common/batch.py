@@ -125,11 +125,7 @@ class RaggedArrays(Bundle, frozen=True, kw_only=True):
         rows, offsets = np.asarray(rows, dtype=np.int64), self.offsets()
         tokens = np.concatenate([rows[:0], *(np.arange(offsets[row], offsets[row + 1]) for row in rows)])
         arrays = self.to_frames().items()
-        # Of what there is not for every sequence, there is nothing.
-        taken = {
-            name: array[rows if name.endswith("_S") else tokens] if len(array) else array for name, array in arrays
-        }
-        return type(self)(**taken)
+        return type(self)(**{name: array[rows if name.endswith("_S") else tokens] for name, array in arrays})
 
     def counted(self) -> Bools:
         """Return the loss mask without the first token of each sequence, which nothing predicts."""
@@ -190,19 +186,6 @@ class TrainingBatch(RaggedArrays, frozen=True, kw_only=True):
     rewards_S: Float32s
     """What advantages were made of; zeros where there are no rewards."""
 
-    def check(self, vocabulary: int, *, may_mask_all: bool = False) -> None:
-        """Raise `WireError` unless the numbers can be what they are said to be.
-
-        Token ids are of the vocabulary, log-probabilities finite and at most 0, advantages finite. Some token counts in
-        the loss, unless `may_mask_all`.
-        """
-        self.check_tokens(vocabulary)
-        check_logprobs(self, "generation_logprobs_T")
-        for name in ("advantages_S", "rewards_S"):
-            self.refuse(name, ~np.isfinite(getattr(self, name)), "must be finite")
-        if not (may_mask_all or self.loss_mask_T.any()):
-            raise WireError("loss_mask_T: no token counts in the loss")
-
     def part(self, first: int, count: int) -> TrainingBatch:
         """Return `count` sequences from `first` on, uncopied."""
         start, size = (int(self.lengths_S[rows].sum()) for rows in (slice(first), slice(first, first + count)))
@@ -239,7 +222,7 @@ class TrainingBatch(RaggedArrays, frozen=True, kw_only=True):
             prompt_lengths_S=np.array(lengths, dtype=np.int32),
             rank_S=nothing_S,
             advantages_S=self.advantages_S,
-            rewards_S=self.rewards_S if len(self.rewards_S) else nothing_S.astype(np.float32),
+            rewards_S=self.rewards_S,
             source_S=nothing_S - 1,
             command_S=nothing_S.astype(np.int64),
             group_S=nothing_S,

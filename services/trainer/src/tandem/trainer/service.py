@@ -155,6 +155,7 @@ class TrainerService:
             **given.to_frames(),
             generation_logprobs_T=np.zeros(len(given.token_ids_T), dtype=np.float32),
             advantages_S=own.advantages_S,
+            rewards_S=own.rewards_S,
         )
 
     def _built(self) -> Backend:
