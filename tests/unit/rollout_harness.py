@@ -12,6 +12,7 @@ from typing import Any
 from engine_harness import make_model, sampling, shared_layout
 from numpy.typing import NDArray
 from own_environments import WAIT_S
+from samples_harness import RUN_ID, fetch
 
 from tandem.common.batch import SampleArrays
 from tandem.common.config import Config, build_config
@@ -26,8 +27,10 @@ from tandem.common.messages import (
     Message,
     Problem,
     PromptGroup,
+    Purpose,
     Refit,
     Refitted,
+    ReleaseSamples,
     RolloutOrder,
     SampleScored,
     SamplesFinished,
@@ -36,6 +39,7 @@ from tandem.common.tokenizer import load_tokenizer, write_new_model
 from tandem.coordinator.replies import Limits, Replies
 from tandem.refit import layout, program
 from tandem.refit.planner import plan
+from tandem.rollout.sample_store import SampleStore
 from tandem.rollout.service import RolloutService
 
 CHARACTERS = "0123456789au: \n"
@@ -50,6 +54,8 @@ class Member:
     """Stands where the link to the coordinator would: keeps what the service sends."""
 
     name = "rollout-0"
+    run_id = RUN_ID
+    coordinator = "tcp://127.0.0.1:1"
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -108,11 +114,13 @@ class Rollout:
         self.order(BuildEngine(command_id=1, deadline_s=WAIT_S))
         built, _ = self.member.sent.pop()
         assert isinstance(built, EngineBuilt)
+        self.samples_address = built.samples_address
         wanted = layout.decode(built.layouts[0])
         planned = plan({"trainer-0": shared_layout(self.model)}, {"rollout-0": wanted}, allow_alias=False)
         encoded = program.encode(planned.programs["rollout-0"])
         self.order(InstallProgram(command_id=2, deadline_s=WAIT_S, programs=(encoded,)))
         self._command_ids = itertools.count(3)
+        self._generated: list[int] = []
         self.refit(0)
 
     def order(self, order: RolloutOrder) -> None:
@@ -135,7 +143,14 @@ class Rollout:
             seeds=tuple(seeds),
         )
 
-    def start(self, *groups: PromptGroup, max_new_tokens: int = 5, oldest: int | None = None, ends: bool = True) -> int:
+    def start(
+        self,
+        *groups: PromptGroup,
+        max_new_tokens: int = 5,
+        oldest: int | None = None,
+        ends: bool = True,
+        purpose: Purpose = "train",
+    ) -> int:
         """Order to generate; return the id. `ends`: whether the end-of-sequence token ends a response."""
         stops = (self.tokenizer.eos_id,) if ends else ()
         how = sampling(max_new_tokens=max_new_tokens, stop_token_ids=stops)
@@ -145,11 +160,12 @@ class Rollout:
             deadline_s=WAIT_S,
             oldest=command_id if oldest is None else oldest,
             step=1,
-            purpose="train",
+            purpose=purpose,
             sampling=how,
             groups=groups,
         )
         self.order(order)
+        self._generated.append(command_id)
         return command_id
 
     def finish(self) -> dict[tuple[int, int], tuple[SampleScored, SampleArrays]]:
@@ -160,11 +176,19 @@ class Rollout:
         samples: dict[tuple[int, int], tuple[SampleScored, SampleArrays]] = {}
         for message, frames in self.member.sent:
             if isinstance(message, SamplesFinished):
-                arrays = SampleArrays.from_frames(frames)
+                assert not frames, "the tokens stay"
+                arrays = self.fetch(message)
                 for row, sample in enumerate(message.samples):
                     assert (sample.group, sample.sample) not in samples
                     samples[sample.group, sample.sample] = (sample, arrays.take([row]))
         return samples
+
+    def fetch(self, message: SamplesFinished) -> SampleArrays:
+        """Return the arrays of samples as a trainer gets them."""
+        keys = [(message.command_id, sample.group, sample.sample) for sample in message.samples]
+        arrays = fetch(self.samples_address, keys)
+        assert isinstance(arrays, SampleArrays), arrays
+        return arrays
 
     def run(self, *groups: PromptGroup, **how: Any) -> dict[tuple[int, int], tuple[SampleScored, SampleArrays]]:
         self.start(*groups, **how)
@@ -176,6 +200,30 @@ class Rollout:
         assert done.num_tokens == sum(sample.response_length for sample, _ in samples.values())
         self.member.sent.clear()
         return samples
+
+    def release(self, number: int) -> None:
+        """Release what was made for one order: the first, the second and so on."""
+        released = ReleaseSamples(
+            command_id=next(self._command_ids), deadline_s=WAIT_S, command_ids=(self._generated[number],)
+        )
+        self.service.handle(released, {})
+
+    def texts(self, *groups: PromptGroup) -> dict[tuple[int, int], str]:
+        """Make samples for validation; return what was said in each."""
+        stored = self.store.num_tokens
+        self.start(*groups, purpose="validate")
+        while self.service.work():
+            pass
+        assert self.store.num_tokens == stored, "those for validation are not kept"
+        said = [sample for message, _ in self.member.sent for sample in getattr(message, "samples", ())]
+        self.member.sent.clear()
+        return {(sample.group, sample.sample): sample.response for sample in said}
+
+    @property
+    def store(self) -> SampleStore:
+        """Where the service keeps its samples."""
+        assert self.service._store is not None
+        return self.service._store
 
     def error(self, *groups: PromptGroup) -> str:
         self.start(*groups)

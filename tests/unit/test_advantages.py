@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -12,8 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from samples_harness import scored
 
-from tandem.common.batch import SampleArrays
+from tandem.common.assignment import NO_PROMPT
+from tandem.common.batch import BatchTable
 from tandem.common.config import Config, build_config
 from tandem.common.config.schema import AdvEstimator, RewardScaling, RewardShaping
 from tandem.common.errors import RewardError
@@ -21,6 +24,7 @@ from tandem.common.messages import SampleScored
 from tandem.coordinator.algorithms.advantages import decoupled_advantages, group_advantages
 from tandem.coordinator.algorithms.grpo import training_batch
 from tandem.coordinator.algorithms.rewards import has_spread, scaled, shaped
+from tandem.coordinator.samples import SampleRecord
 
 EPSILON = 1e-6
 
@@ -98,50 +102,36 @@ def grpo_config() -> Config:
 REWARDS = [[1.0, 2.0, 6.0], [0.5, 0.5, 0.5]]
 
 
-def samples_and_arrays(rewards: list[list[float]] = REWARDS) -> tuple[list[SampleScored], SampleArrays]:
+def records_of(rewards: list[list[float]] = REWARDS) -> list[SampleRecord]:
     """Make two groups of three; sample ``i`` of all has ``i + 1`` made tokens after two of the prompt."""
-    samples = []
-    for group, row in enumerate(rewards):
-        for sample, reward in enumerate(row):
-            number = group * 3 + sample
-            samples.append(
-                SampleScored(
-                    group=group,
-                    sample=sample,
-                    prompt_length=2,
-                    response_length=number + 1,
-                    num_turns=1,
-                    finish_reason="length" if number == 5 else "stop",
-                    reward=reward,
-                    correct=reward > 0.9,
-                    response="",
-                )
-            )
-    lengths = np.arange(3, 9, dtype=np.int32)
-    total = int(lengths.sum())
-    arrays_of_samples = SampleArrays(
-        lengths_S=lengths,
-        token_ids_T=np.arange(total, dtype=np.int32),
-        loss_mask_T=np.concatenate([np.arange(length) >= 2 for length in lengths]),
-        generation_logprobs_T=-np.arange(total, dtype=np.float32),
-        versions_T=np.zeros(total, dtype=np.int32),
-    )
-    return samples, arrays_of_samples
+    records = []
+    for number, reward in enumerate(itertools.chain(*rewards)):
+        cut_off = {"finish_reason": "length"} if number == 5 else {}
+        sizes = {"prompt_length": 2, "response_length": number + 1}
+        one = scored(*divmod(number, 3), reward=reward, correct=reward > 0.9, **sizes, **cut_off)
+        records.append(SampleRecord(one, f"rollout-{number % 2}", 7 + number))
+    return records
+
+
+def batch_with(config: Config, records: list[SampleRecord]) -> tuple[BatchTable, dict[str, float]]:
+    batch, metrics = training_batch(config, records, {0: "a prompt", 1: "another"})
+    return batch.table, metrics
 
 
 def test_each_sequence_gets_the_advantage_of_its_sample() -> None:
-    samples, sample_arrays = samples_and_arrays()
-    batch, _ = training_batch(grpo_config(), samples, sample_arrays)
+    table, _ = batch_with(grpo_config(), records_of())
     expected = group_advantages(np.array(REWARDS), leave_one_out=True, normalize=True).reshape(-1)
-    np.testing.assert_array_equal(batch.advantages_S, expected)
-    assert batch.advantages_S.dtype == np.float32
-    np.testing.assert_array_equal(batch.token_ids_T, sample_arrays.token_ids_T)
-    np.testing.assert_array_equal(batch.loss_mask_T, sample_arrays.loss_mask_T)
-    np.testing.assert_array_equal(batch.generation_logprobs_T, sample_arrays.generation_logprobs_T)
+    np.testing.assert_array_equal(table.advantages_S, expected)
+    assert table.advantages_S.dtype == np.float32
+    assert table.lengths_S.tolist() == [3, 4, 5, 6, 7, 8]
+    assert table.num_counted_S.tolist() == [1, 2, 3, 4, 5, 6]
+    assert table.prompt_S.tolist() == [0, 0, 0, 3, 3, 3]
+    assert table.source_S.tolist() == [0, 1] * 3
+    assert table.command_S.tolist() == [7, 8, 9, 10, 11, 12]
 
 
 def test_the_metrics_describe_the_samples() -> None:
-    _, metrics = training_batch(grpo_config(), *samples_and_arrays())
+    _, metrics = batch_with(grpo_config(), records_of())
     flat = np.array(REWARDS).reshape(-1)
     assert metrics == pytest.approx(
         {
@@ -159,9 +149,8 @@ def test_the_metrics_describe_the_samples() -> None:
 
 
 def test_a_batch_of_samples_in_another_order_is_refused() -> None:
-    samples, sample_arrays = samples_and_arrays()
     with pytest.raises(AssertionError, match="order"):
-        training_batch(grpo_config(), samples[::-1], sample_arrays)
+        batch_with(grpo_config(), records_of()[::-1])
 
 
 # --- rewards ---------------------------------------------------------------------------------------------------------
@@ -202,7 +191,7 @@ def test_advantages_are_made_of_rewards_that_were_scaled_and_then_shaped() -> No
             enabled=True, max_response_length=5, overlong_buffer_length=2, overlong_buffer_penalty=4.0
         ),
     )
-    batch, metrics = training_batch(config, *samples_and_arrays())
+    batch, metrics = batch_with(config, records_of())
     # 1, 2, 6 become 5, 10, 10; the last three, of 4, 5 and 6 tokens, lose 2, 4 and 4.
     trained = np.array([[5.0, 10.0, 10.0], [0.5, -1.5, -1.5]])
     expected = group_advantages(trained, leave_one_out=True, normalize=True).reshape(-1)
@@ -212,13 +201,12 @@ def test_advantages_are_made_of_rewards_that_were_scaled_and_then_shaped() -> No
 
 
 def test_a_sample_that_was_cut_off_counts_in_the_baseline_but_not_in_the_loss() -> None:
-    samples, sample_arrays = samples_and_arrays([[1.0, 2.0, 6.0], [0.0, 0.0, 1.0]])
-    plain, _ = training_batch(grpo_config(), samples, sample_arrays)
-    filtered, metrics = training_batch(with_grpo(overlong_filtering=True), samples, sample_arrays)
+    records = records_of([[1.0, 2.0, 6.0], [0.0, 0.0, 1.0]])
+    plain, _ = batch_with(grpo_config(), records)
+    filtered, metrics = batch_with(with_grpo(overlong_filtering=True), records)
     np.testing.assert_array_equal(filtered.advantages_S, plain.advantages_S)
-    last = int(sample_arrays.lengths_S[-1])
-    np.testing.assert_array_equal(filtered.loss_mask_T[:-last], sample_arrays.loss_mask_T[:-last])
-    assert not filtered.loss_mask_T[-last:].any()
+    assert filtered.num_counted_S.tolist() == [*plain.num_counted_S[:-1].tolist(), 0]
+    assert filtered.prompt_S.tolist() == [0, 0, 0, 3, 3, NO_PROMPT]
     assert metrics["truncated_fraction"] == pytest.approx(1 / 6)
 
 
@@ -233,7 +221,7 @@ def test_the_estimator_may_differ_from_the_section() -> None:
         expected = group_advantages(
             np.array(REWARDS), leave_one_out=False, normalize=estimator.normalize_rewards
         ).reshape(-1)
-        batch, _ = training_batch(with_grpo(adv_estimator=estimator), *samples_and_arrays())
+        batch, _ = batch_with(with_grpo(adv_estimator=estimator), records_of())
         np.testing.assert_array_equal(batch.advantages_S, expected)
 
 
@@ -242,7 +230,7 @@ def test_the_estimator_may_differ_from_the_section() -> None:
 )
 def test_reinforce_plus_plus_leaves_normalising_to_the_trainer(minus_baseline: bool, expected: list[float]) -> None:
     estimator = AdvEstimator(name="reinforce_plus_plus", minus_baseline=minus_baseline)
-    batch, _ = training_batch(with_grpo(adv_estimator=estimator), *samples_and_arrays())
+    batch, _ = batch_with(with_grpo(adv_estimator=estimator), records_of())
     assert batch.advantages_S.tolist() == expected
 
 
@@ -285,20 +273,20 @@ def test_groups_that_grpo_takes_for_alike_are_told_apart_by_gdpo() -> None:
     np.testing.assert_allclose(decoupled[1], 2 * decoupled[0], rtol=1e-5)
 
 
-def gdpo_samples() -> tuple[list[SampleScored], SampleArrays]:
-    samples, sample_arrays = samples_and_arrays()
+def gdpo_records() -> list[SampleRecord]:
     parts = [component for group in COMPONENTS for component in group]
-    named = [
-        msgspec.structs.replace(sample, components={"short": short, "right": right})
-        for sample, (right, short) in zip(samples, parts, strict=True)
+    return [
+        msgspec.structs.replace(
+            record, scored=msgspec.structs.replace(record.scored, components={"short": short, "right": right})
+        )
+        for record, (right, short) in zip(records_of(), parts, strict=True)
     ]
-    return named, sample_arrays
 
 
 def test_the_components_of_a_batch() -> None:
     estimator = AdvEstimator(name="gdpo", reward_weights=(1.0, 0.25))
     scaling = RewardScaling(enabled=True, source_max=10.0)
-    batch, metrics = training_batch(with_grpo(adv_estimator=estimator, reward_scaling=scaling), *gdpo_samples())
+    batch, metrics = batch_with(with_grpo(adv_estimator=estimator, reward_scaling=scaling), gdpo_records())
     expected = decoupled_advantages(np.array(COMPONENTS) / 10, estimator).reshape(-1)
     np.testing.assert_allclose(batch.advantages_S, expected, rtol=1e-6)
     assert (metrics["reward/right"], metrics["reward/short"]) == (0.5, 1.0)
@@ -307,23 +295,27 @@ def test_the_components_of_a_batch() -> None:
 def test_gdpo_needs_components_and_a_weight_for_each() -> None:
     config = with_grpo(adv_estimator=AdvEstimator(name="gdpo"))
     with pytest.raises(RewardError, match=r"at least two components, environment 'reasoning_gym' gave none$"):
-        training_batch(config, *samples_and_arrays())
+        batch_with(config, records_of())
     config = with_grpo(adv_estimator=AdvEstimator(name="gdpo", reward_weights=(1.0,)))
     with pytest.raises(RewardError, match=r"reward_weights: 1 weights, but .* gave right, short$"):
-        training_batch(config, *gdpo_samples())
+        batch_with(config, gdpo_records())
 
 
 # --- samples that are dropped ----------------------------------------------------------------------------------------
 
 
-def with_failures(samples: list[SampleScored], numbers: Sequence[int]) -> list[SampleScored]:
+def with_failures(records: list[SampleRecord], numbers: Sequence[int]) -> list[SampleRecord]:
     """Return samples of which these were dropped, with a reward that must not count."""
     return [
-        msgspec.structs.replace(sample, failure="why", timed_out=number == 0, dropped=True, reward=99.0, correct=True)
+        changed(record, failure="why", timed_out=number == 0, dropped=True, reward=99.0, correct=True)
         if number in numbers
-        else sample
-        for number, sample in enumerate(samples)
+        else record
+        for number, record in enumerate(records)
     ]
+
+
+def changed(record: SampleRecord, **changes: Any) -> SampleRecord:
+    return msgspec.structs.replace(record, scored=msgspec.structs.replace(record.scored, **changes))
 
 
 @pytest.mark.parametrize("leave_one_out", [True, False])
@@ -331,10 +323,8 @@ def with_failures(samples: list[SampleScored], numbers: Sequence[int]) -> list[S
 def test_a_dropped_sample_does_not_train_and_is_in_nobodys_baseline(leave_one_out: bool, normalize: bool) -> None:
     estimator = AdvEstimator(normalize_rewards=normalize, use_leave_one_out_baseline=leave_one_out)
     rewards = [[1.0, 0.0, 6.0], [2.0, 0.0, 0.0]]
-    samples, sample_arrays = samples_and_arrays(rewards)
-    batch, metrics = training_batch(
-        with_grpo(adv_estimator=estimator), with_failures(samples, [1, 4, 5]), sample_arrays
-    )
+    records = records_of(rewards)
+    batch, metrics = batch_with(with_grpo(adv_estimator=estimator), with_failures(records, [1, 4, 5]))
     # Of the first group 1 and 6 are left: each is the other's baseline, or 3.5 is both's. Of the second only one is.
     if leave_one_out:
         first, last = -5.0, 5.0  # a baseline of one sample has no deviation to divide by
@@ -343,11 +333,7 @@ def test_a_dropped_sample_does_not_train_and_is_in_nobodys_baseline(leave_one_ou
     else:
         first, last = -2.5, 2.5
     assert batch.advantages_S.tolist() == pytest.approx([first, 0.0, last, 0.0, 0.0, 0.0])
-    starts = np.concatenate([[0], np.cumsum(sample_arrays.lengths_S)])
-    for number in range(6):
-        own = slice(starts[number], starts[number + 1])
-        expected = np.zeros_like(batch.loss_mask_T[own]) if number in (1, 4, 5) else sample_arrays.loss_mask_T[own]
-        np.testing.assert_array_equal(batch.loss_mask_T[own], expected)
+    assert batch.num_counted_S.tolist() == [1, 0, 3, 4, 0, 0]
     assert metrics["reward"] == pytest.approx(3.0)
     assert metrics["reward_std"] == pytest.approx(math.sqrt((4 + 9 + 1) / 3))
     assert (metrics["reward_min"], metrics["reward_max"], metrics["accuracy"]) == (1.0, 6.0, 1.0)
@@ -361,27 +347,25 @@ def test_a_dropped_sample_does_not_train_and_is_in_nobodys_baseline(leave_one_ou
 )
 def test_reinforce_plus_plus_without_dropped_samples(minus_baseline: bool, expected: list[float]) -> None:
     estimator = AdvEstimator(name="reinforce_plus_plus", minus_baseline=minus_baseline)
-    samples, sample_arrays = samples_and_arrays()
-    batch, _ = training_batch(with_grpo(adv_estimator=estimator), with_failures(samples, [1, 4, 5]), sample_arrays)
+    records = records_of()
+    batch, _ = batch_with(with_grpo(adv_estimator=estimator), with_failures(records, [1, 4, 5]))
     assert batch.advantages_S.tolist() == expected
 
 
 def test_gdpo_compares_and_normalises_over_what_is_left() -> None:
     estimator = AdvEstimator(name="gdpo", normalize_rewards=False, use_leave_one_out_baseline=False)
-    samples, sample_arrays = gdpo_samples()
-    batch, metrics = training_batch(
-        with_grpo(adv_estimator=estimator), with_failures(samples, [2, 4, 5]), sample_arrays
-    )
+    records = gdpo_records()
+    batch, metrics = batch_with(with_grpo(adv_estimator=estimator), with_failures(records, [2, 4, 5]))
     # Left are (1, 0) and (0, 5): 0.5 - 2.5 and -0.5 + 2.5, of mean 0 and deviation sqrt(8); and one with nobody beside.
     assert batch.advantages_S.tolist() == pytest.approx([-2 / math.sqrt(8), 2 / math.sqrt(8), 0.0, 0.0, 0.0, 0.0])
     assert (metrics["reward/right"], metrics["reward/short"]) == pytest.approx((2 / 3, 2.0))
 
 
 def test_a_step_of_which_everything_was_dropped_has_no_rewards_and_trains_nothing() -> None:
-    samples, sample_arrays = samples_and_arrays()
+    records = records_of()
     scaling = RewardScaling(enabled=True)
-    batch, metrics = training_batch(with_grpo(reward_scaling=scaling), with_failures(samples, range(6)), sample_arrays)
-    assert not batch.loss_mask_T.any()
+    batch, metrics = batch_with(with_grpo(reward_scaling=scaling), with_failures(records, range(6)))
+    assert not batch.num_counted_S.any()
     assert not batch.advantages_S.any()
     assert not {"reward", "reward_std", "accuracy", "training_reward"} & metrics.keys()
     assert metrics["groups_without_spread"] == 1.0
@@ -389,18 +373,22 @@ def test_a_step_of_which_everything_was_dropped_has_no_rewards_and_trains_nothin
 
 
 def test_a_failure_that_is_worth_nothing_is_a_sample_like_others() -> None:
-    samples, sample_arrays = samples_and_arrays()
-    failed = [msgspec.structs.replace(sample, failure="why") for sample in samples]
-    batch, metrics = training_batch(grpo_config(), failed, sample_arrays)
-    plain, usual = training_batch(grpo_config(), samples, sample_arrays)
+    records = records_of()
+    failed = [changed(record, failure="why") for record in records]
+    batch, metrics = batch_with(grpo_config(), failed)
+    plain, usual = batch_with(grpo_config(), records)
     np.testing.assert_array_equal(batch.advantages_S, plain.advantages_S)
-    np.testing.assert_array_equal(batch.loss_mask_T, plain.loss_mask_T)
+    np.testing.assert_array_equal(batch.num_counted_S, plain.num_counted_S)
     assert metrics == usual | {"environment_failures": 6.0, "environment_timeouts": 0.0, "environment_dropped": 0.0}
 
 
 def test_dropped_samples_make_no_spread() -> None:
-    samples = samples_and_arrays()[0][:3]
+    records = records_of()[:3]
     for dropped, expected in (([], True), ([2], True), ([0], True), ([0, 1], False), ([0, 1, 2], False)):
-        assert has_spread(grpo_config().grpo, with_failures(samples, dropped)) is expected
-    alike = [msgspec.structs.replace(sample, reward=1.0) for sample in samples]
-    assert not has_spread(grpo_config().grpo, with_failures(alike, [1]))
+        assert has_spread(grpo_config().grpo, scored_of(with_failures(records, dropped))) is expected
+    alike = [changed(record, reward=1.0) for record in records]
+    assert not has_spread(grpo_config().grpo, scored_of(with_failures(alike, [1])))
+
+
+def scored_of(records: list[SampleRecord]) -> list[SampleScored]:
+    return [record.scored for record in records]

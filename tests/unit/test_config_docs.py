@@ -29,6 +29,7 @@ NEW_KEYS = [
     "policy.generation.transformers_cfg.num_slots",
     "policy.generation.generation_timeout",
     "policy.generation.in_flight_weight_updates",
+    "policy.generation.max_stored_tokens",
     "policy.generation.recompute_kv_cache_after_weight_updates",
     "data.task",
     "data.task_params",

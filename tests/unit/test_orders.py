@@ -28,20 +28,22 @@ VOCABULARY = len(CHARACTERS) + 3
 
 
 def batch() -> dict[str, Any]:
-    return TrainingBatch(
+    whole = TrainingBatch(
         lengths_S=np.array([3, 2], np.int32),
         token_ids_T=np.array([1, 4, 5, 1, 6], np.int32),
         loss_mask_T=np.array([False, True, True, False, True]),
         generation_logprobs_T=np.array([0, -1, -1, 0, -0.5], np.float32),
         advantages_S=np.array([0.5, -0.5], np.float32),
         rewards_S=np.zeros(2, dtype=np.float32),
-    ).to_frames()
+    )
+    tokens = {"token_ids_T": whole.token_ids_T, "loss_mask_T": whole.loss_mask_T}
+    return {**whole.table().to_frames(), **tokens}
 
 
 class Member:
     """Stands where the link to the coordinator would."""
 
-    name, index = "trainer-0", 0
+    name, index, run_id = "trainer-0", 0, "run"
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -74,20 +76,25 @@ def trainer(tmp_path: Path) -> Callable[..., TrainerService]:
     return make
 
 
-TRAIN = Train(command_id=5, deadline_s=60.0, step=1)
+TRAIN = Train(command_id=5, deadline_s=60.0, step=1, sources={})
 NAN = float("nan")
 BATCHES: dict[str, tuple[str, Any, str]] = {
-    "no loss": ("loss_mask_T", np.zeros(5, np.bool_), "Train.loss_mask_T: no token counts in the loss"),
+    "no loss": ("num_counted_S", np.zeros(2, np.int32), "Train.num_counted_S: no token counts in the loss"),
+    "other loss": ("loss_mask_T", np.zeros(5, np.bool_), "Train.loss_mask_T: must have as many tokens of each .*"),
+    "counted": (
+        "num_counted_S",
+        np.array([4, 1], np.int32),
+        "Train.num_counted_S: 4 for sequence 0, must be from 0 .*",
+    ),
+    "prompt": ("prompt_lengths_S", np.array([1, -1], np.int32), "Train.prompt_lengths_S: -1 for sequence 1, must .*"),
+    "rank": ("rank_S", np.array([0, 1], np.int32), "Train.rank_S: 1 for sequence 1, must be from 0 to 0"),
+    "source": ("source_S", np.array([0, -1], np.int32), "Train.source_S: 0 for sequence 0, must be from -1 to -1"),
+    "key": ("command_S", np.array([0, -1], np.int64), "Train.command_S: -1 for sequence 1, must be at least 0"),
     "advantage": ("advantages_S", np.array([0, NAN], np.float32), "Train.advantages_S: nan for sequence 1, must be .*"),
     "vocabulary": (
         "token_ids_T",
         np.array([1, 4, VOCABULARY, 1, 6], np.int32),
         f"Train.token_ids_T: {VOCABULARY} for token 2, of sequence 0, must be from 0 to {VOCABULARY - 1}",
-    ),
-    "log-probability": (
-        "generation_logprobs_T",
-        np.array([0, -1, 1, 0, 0], np.float32),
-        "Train.generation_logprobs_T: 1.0 for token 2, .* must be finite and at most 0",
     ),
     "dtype": ("advantages_S", np.zeros(2), "Train.advantages_S: is float64 .*, must be float32 of one dimension"),
     "length": ("advantages_S", np.zeros(3, np.float32), "Train.advantages_S: 3 numbers, does not fit the 2 sequences"),
@@ -104,7 +111,7 @@ def test_a_batch_that_cannot_be(trainer: Callable[..., TrainerService], field: s
 
 def test_a_batch_without_an_array_or_with_parts_that_are_not_all(trainer: Callable[..., TrainerService]) -> None:
     frames = batch()
-    evaluate = Evaluate(command_id=5, deadline_s=60.0, step=1, parts={"a": 1})
+    evaluate = Evaluate(command_id=5, deadline_s=60.0, step=1, sources={}, parts={"a": 1})
     with pytest.raises(WireError, match=r"^Evaluate.parts: 1 sequences, must be all 2$"):
         trainer().handle(evaluate, frames)
     del frames["advantages_S"]
@@ -113,7 +120,7 @@ def test_a_batch_without_an_array_or_with_parts_that_are_not_all(trainer: Callab
 
 
 def test_all_responses_may_be_cut_off_where_such_do_not_count(trainer: Callable[..., TrainerService]) -> None:
-    frames = {**batch(), "loss_mask_T": np.zeros(5, np.bool_)}
+    frames = {**batch(), "loss_mask_T": np.zeros(5, np.bool_), "num_counted_S": np.zeros(2, np.int32)}
     service = trainer(overlong_filtering=True)
     with pytest.raises(AssertionError, match="the coordinator orders BuildTrainer first"):
         service.handle(TRAIN, frames)

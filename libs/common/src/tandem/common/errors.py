@@ -18,6 +18,7 @@ The tree::
     |-- CheckpointError        a checkpoint that could not be written or read
     |   `-- DamagedCheckpoint  its files are not what was written; another one may be whole
     |-- TrainingError          an optimizer step whose loss or gradient is not a finite number
+    |-- SamplesError           samples that are no longer where they should be, or have no room
     |-- RewardError            an environment returned something that is no reward
     `-- RefitError             weights could not be moved whole
         `-- CoverageError      a transfer plan that would not write each wanted element exactly once
@@ -123,6 +124,10 @@ class DamagedCheckpoint(CheckpointError):
 
 class TrainingError(TandemError):
     """The loss or its gradient is not a finite number; the optimizer step was not taken."""
+
+
+class SamplesError(TandemError):
+    """Samples cannot be kept, or are not there any more."""
 
 
 class RewardError(TandemError):

@@ -189,17 +189,23 @@ class TrainerBuilt(Message, frozen=True, kw_only=True, tag=True):
     version: Count
     """Weight version the rank now holds: the number of training steps behind it."""
     num_parameters: Positive
+    shares_prompts: bool
+    """Whether it computes a prompt once for all of its samples, so that these had better stay together."""
     layout: Encoded
     """An encoded `tandem.refit.layout.Layout`: what this rank holds, and where."""
 
 
 class Train(Command, frozen=True, kw_only=True, tag=True):
-    """Run one training step on one batch; every rank gets the whole batch and takes its own share.
+    """Run one training step on one batch: every rank gets the same table of it, and fetches its own share's tokens.
 
-    Frames: a `tandem.common.batch.TrainingBatch`.
+    Frames: a `tandem.common.batch.BatchTable`; where `sources` is empty, this rank's `tandem.common.batch.GivenTokens`
+    as well.
     """
 
     step: Count
+    sources: dict[Name, Name]
+    """Where the samples lie: rollouts and their `EngineBuilt.samples_address`. The table counts them in the order of
+    their names. Empty for algorithms over data sets, whose tokens come with the order."""
 
 
 class Trained(Message, frozen=True, kw_only=True, tag=True):
@@ -217,13 +223,27 @@ class Trained(Message, frozen=True, kw_only=True, tag=True):
     memory: MemoryUse
 
 
+class SamplesMissing(Message, frozen=True, kw_only=True, tag=True):
+    """Not every rank could fetch its share, so no weight has changed; every rank says so.
+
+    What was fetched is kept for the next `Train` of the same step.
+    """
+
+    command_id: Count
+    step: Count
+    members: dict[Name, Text]
+    """The rollouts whose samples this rank itself lacks, possibly none, and why."""
+
+
 class Evaluate(Command, frozen=True, kw_only=True, tag=True):
     """Compute the loss on a batch without training.
 
-    Frames: a `tandem.common.batch.TrainingBatch`.
+    Frames: as for `Train`.
     """
 
     step: Count
+    sources: dict[Name, Name]
+    """As in `Train`."""
     parts: dict[str, Count]
     """Sequences of each part of the batch that is evaluated by itself as well, by its name, in order."""
 
@@ -280,6 +300,8 @@ class EngineBuilt(Message, frozen=True, kw_only=True, tag=True):
     command_id: Count
     layouts: Annotated[tuple[Encoded, ...], Meta(min_length=1)]
     """Encoded `tandem.refit.layout.Layout`s: what each of its `tandem.common.worker_shards` wants, and where."""
+    samples_address: Name
+    """``tcp://HOST:PORT``, where trainers fetch its samples."""
 
 
 class Problem(Message, frozen=True, kw_only=True):
@@ -319,10 +341,14 @@ class SamplingParameters(Message, frozen=True, kw_only=True):
 
 
 class Generate(Command, frozen=True, kw_only=True, tag=True):
-    """Draw samples for these groups and score them; samples stream back as they finish."""
+    """Draw samples for these groups and score them; what is known of each is sent as it finishes.
+
+    Samples to train on stay with the rollout, until they are released; those to validate with are not kept.
+    """
 
     oldest: Count
-    """Orders to generate with a lower command id are given up; the others go on beside this one."""
+    """Orders to generate with a lower command id are given up, and what was made of their unfinished groups is
+    released; the others go on beside this one."""
     step: Count
     purpose: Purpose
     sampling: SamplingParameters
@@ -330,7 +356,7 @@ class Generate(Command, frozen=True, kw_only=True, tag=True):
 
 
 class SampleScored(Message, frozen=True, kw_only=True):
-    """What is known of one finished sample beside its arrays."""
+    """What is known of one finished sample beside its tokens, which stay with the rollout."""
 
     group: Count
     sample: Count
@@ -338,6 +364,11 @@ class SampleScored(Message, frozen=True, kw_only=True):
     prompt_length: Positive
     response_length: Positive
     """Tokens the policy made, in all turns."""
+    num_tokens: Positive
+    """Tokens of the whole sequence: the prompt, what the policy made, and what an environment said in between."""
+    oldest_version: Count
+    newest_version: Count
+    """The weight versions that the tokens were made with: from the oldest to this one."""
     num_turns: Positive
     """Responses the policy gave: one, unless the environment answers."""
     finish_reason: Literal["stop", "length", "turns"]
@@ -347,7 +378,7 @@ class SampleScored(Message, frozen=True, kw_only=True):
     """What the environment says the reward is made of, by name."""
     correct: bool
     response: str
-    """What followed the prompt, a line for each message, for logs and the report; the tokens are what trains."""
+    """What followed the prompt, a line for each message, for logs; empty unless the sample is for validation."""
     failure: str = ""
     """Why the environment gave the last response no score, on one line; empty if it did, or if a limit came first."""
     timed_out: bool = False
@@ -357,10 +388,7 @@ class SampleScored(Message, frozen=True, kw_only=True):
 
 
 class SamplesFinished(Message, frozen=True, kw_only=True, tag=True):
-    """Some samples of a `Generate`, each exactly once.
-
-    Frames: a `tandem.common.batch.SampleArrays`, whose rows stand in the order of `samples`.
-    """
+    """Some samples of a `Generate`, each exactly once; the rollout keeps the tokens of those to train on."""
 
     command_id: Count
     step: Count
@@ -380,6 +408,48 @@ class Generated(Message, frozen=True, kw_only=True, tag=True):
     seconds: SecondsByPhase
     """Seconds by phase: ``generation``, ``rewards``."""
     memory: MemoryUse
+
+
+class ReleaseSamples(Command, frozen=True, kw_only=True, tag=True):
+    """Samples that are not needed any longer; nobody waits for an answer, and none is sent."""
+
+    command_ids: tuple[Count, ...]
+    """The `Generate` orders that they were made for."""
+
+
+# --- the sample plane: trainer to rollout and back --------------------------------------------------------------------
+
+SampleKey = tuple[Count, Count, Count]
+"""One sample of a rollout: command id of its `Generate`, its group, its place in the group."""
+
+
+MAX_TOKENS_FETCHED = 2**21
+"""That one request may ask for, unless it asks for a single sample: the arrays of a reply are some 27 MB at most."""
+
+
+class FetchSamples(Message, frozen=True, kw_only=True, tag=True):
+    """A trainer rank asks a rollout for samples."""
+
+    run_id: Name
+    """Of the trainer's run, in case the address is another run's by now."""
+    request_id: Count
+    keys: tuple[SampleKey, ...]
+
+
+class SamplesFetched(Message, frozen=True, kw_only=True, tag=True):
+    """The samples.
+
+    Frames: a `tandem.common.batch.SampleArrays`, in the order of the keys.
+    """
+
+    request_id: Count
+
+
+class SamplesGone(Message, frozen=True, kw_only=True, tag=True):
+    """The rollout does not have all of these samples, or not for whoever asked."""
+
+    request_id: Count
+    why: Text
 
 
 # --- the weight plane: coordinator to trainer and rollout, and back ---------------------------------------------------
@@ -535,11 +605,20 @@ PlaneOrder = InstallProgram | ConnectMesh | Refit | Attest
 PlaneReply = ProgramInstalled | MeshConnected | Refitted | Attested
 
 TrainerOrder = OpenRendezvous | BuildTrainer | PlaneOrder | Train | Evaluate | SaveCheckpoint | AwaitCheckpoint
-RolloutOrder = BuildEngine | PlaneOrder | Generate
+RolloutOrder = BuildEngine | PlaneOrder | Generate | ReleaseSamples
 RefitOrder = PlanTransfers | CommitVersion
 Order = TrainerOrder | RolloutOrder | RefitOrder
 
-TrainerReply = RendezvousOpened | TrainerBuilt | PlaneReply | Trained | Evaluated | CheckpointCopied | CheckpointSaved
+TrainerReply = (
+    RendezvousOpened
+    | TrainerBuilt
+    | PlaneReply
+    | Trained
+    | SamplesMissing
+    | Evaluated
+    | CheckpointCopied
+    | CheckpointSaved
+)
 RolloutReply = EngineBuilt | PlaneReply | SamplesFinished | Generated
 RefitReply = TransfersPlanned | VersionCommitted
 Reply = TrainerReply | RolloutReply | RefitReply
@@ -552,3 +631,6 @@ FromRollout = Membership | RolloutReply
 
 ToRefit = Admission | RefitOrder
 FromRefit = Membership | RefitReply
+
+ToSampleStore = FetchSamples
+FromSampleStore = SamplesFetched | SamplesGone

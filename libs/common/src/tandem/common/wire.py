@@ -25,6 +25,7 @@ import msgspec
 import numpy as np
 import zmq
 from numpy.typing import NDArray
+from zmq.utils.monitor import recv_monitor_message
 
 from tandem.common.errors import ConfigError, TandemError, VersionMismatch, WireError
 from tandem.common.messages import (
@@ -199,10 +200,13 @@ def check_version(frame: bytes | memoryview) -> None:
 
 
 class Hub:
-    """The coordinator's ROUTER socket. Used by one thread."""
+    """A ROUTER socket: the coordinator's, or that of a rollout's samples. Used by one thread."""
 
-    def __init__(self, address: str) -> None:
-        """Bind. Raises `ConfigError` if the address is taken or is none."""
+    def __init__(self, address: str, *, max_bytes: int = -1) -> None:
+        """Bind. Raises `ConfigError` if the address is taken or is none.
+
+        Whoever sends a frame of more than `max_bytes` loses its connection; -1: any size may come.
+        """
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 1000)
@@ -211,6 +215,7 @@ class Hub:
         # Neither side drops messages: the high-water mark would block the loop for a slow receiver.
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
@@ -241,6 +246,69 @@ class Hub:
     def close(self) -> None:
         """Close the socket, giving what was sent a second to leave."""
         self._socket.close()
+        self._context.term()
+
+
+class Callers:
+    """DEALER connections to several processes that answer what they are asked. Used by one thread.
+
+    A connection that breaks is made again by itself, but what was on its way is lost: `receive` says whenever there is
+    a new one, and then is the time to ask, again.
+    """
+
+    def __init__(self, addresses: Mapping[str, str]) -> None:
+        """Begin to connect to these addresses, given by name. Raises `WireError` for one that is none."""
+        self._context = zmq.Context()
+        self._poller = zmq.Poller()
+        self._sockets: dict[str, zmq.Socket[bytes]] = {}
+        self._names: dict[zmq.Socket[bytes], str] = {}
+        self._monitors: dict[zmq.Socket[bytes], str] = {}
+        self._down_since = dict.fromkeys(addresses, time.monotonic())
+        for name, address in addresses.items():
+            socket = self._sockets[name] = self._context.socket(zmq.DEALER)
+            self._names[socket] = name
+            socket.setsockopt(zmq.LINGER, 0)
+            # zmq's own heartbeats, which its threads answer whatever the process does: for hosts that vanish.
+            socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
+            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5000)
+            socket.setsockopt(zmq.RECONNECT_IVL, 50)
+            socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+            monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+            self._monitors[monitor] = name
+            for each in (socket, monitor):
+                self._poller.register(each, zmq.POLLIN)
+            try:
+                socket.connect(address)
+            except zmq.ZMQError as error:
+                self.close()
+                raise WireError(f"{name} cannot be reached at {address!r}: {error.strerror}") from error
+
+    def send(self, name: str, frames: Frames) -> None:
+        """Send to one of them."""
+        self._sockets[name].send_multipart(frames, copy=False)
+
+    def receive(self, timeout_s: float) -> Iterator[tuple[str, Frames | None]]:
+        """Wait up to `timeout_s` for something to happen; yield by name what came, None for a new connection."""
+        for socket, _ in self._poller.poll(int(timeout_s * 1000)):
+            if socket in self._monitors:
+                name = self._monitors[socket]
+                is_up = recv_monitor_message(socket)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+                self._down_since[name] = math.inf if is_up else time.monotonic()
+                if is_up:
+                    yield name, None
+            else:
+                yield self._names[socket], [frame.buffer for frame in socket.recv_multipart(copy=False)]
+
+    def down_for(self, name: str) -> float:
+        """Return the seconds for which there has been no connection; zero while there is one."""
+        return max(0.0, time.monotonic() - self._down_since[name])
+
+    def close(self) -> None:
+        """Close all connections, at once."""
+        for socket in self._sockets.values():
+            socket.disable_monitor()
+        for each in (*self._sockets.values(), *self._monitors):
+            each.close(linger=0)
         self._context.term()
 
 

@@ -16,7 +16,7 @@ import msgspec
 from tandem.common import batch, messages
 from tandem.coordinator.replies import rule_of
 
-LINKS: dict[str, UnionType] = {
+LINKS: dict[str, UnionType | type[messages.Message]] = {
     "Coordinator to any process": messages.Admission,
     "Any process to the coordinator": messages.Membership,
     "Coordinator to trainer": messages.TrainerOrder,
@@ -25,6 +25,8 @@ LINKS: dict[str, UnionType] = {
     "Rollout to coordinator": messages.RolloutReply,
     "Coordinator to refit": messages.RefitOrder,
     "Refit to coordinator": messages.RefitReply,
+    "Trainer to rollout": messages.ToSampleStore,
+    "Rollout to trainer": messages.FromSampleStore,
 }
 _PARTS = (
     messages.PromptGroup,
@@ -34,7 +36,7 @@ _PARTS = (
     messages.PlannedMesh,
     messages.MemoryUse,
 )
-_BUNDLES = (batch.SampleArrays, batch.TrainingBatch)
+_BUNDLES = (batch.BatchTable, batch.GivenTokens, batch.SampleArrays)
 _LIMITS = {
     "ge": "at least",
     "gt": "above",
@@ -58,7 +60,7 @@ def tables() -> str:
     shown: set[type] = set()
     for title, union in LINKS.items():
         lines += ["", f"### {title}"]
-        for message in get_args(union):
+        for message in get_args(union) or (union,):
             if message not in shown:
                 shown.add(message)
                 lines += ["", *_table(message)]

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
 
-from tandem.common.batch import Int32s, SampleArrays
 from tandem.common.config import Config
 from tandem.common.errors import RefitError, WireError
 from tandem.common.messages import (
@@ -50,6 +49,7 @@ from tandem.common.messages import (
     Reply,
     SampleScored,
     SamplesFinished,
+    SamplesMissing,
     SaveCheckpoint,
     Train,
     Trained,
@@ -64,6 +64,7 @@ from tandem.refit import layout
 
 _SHOWN = 100
 """Characters of a value that an error shows."""
+_ADDRESS = re.compile(r"tcp://[^\s/]+:[0-9]{1,5}")
 _SPEAKER = "trainer-0"
 """The rank whose metrics are the run's."""
 
@@ -179,13 +180,12 @@ class Replies:
             kind = type(asked.order)
             fits = kind is rule.order
             _must(fits, "command_id", reply.command_id, f"of a {rule.order.__name__}, not of a {kind.__name__}")
-            if isinstance(reply, SamplesFinished):
-                _samples_finished(asked, reply, arrays)
-                return True
             if rule.check is not None:
                 rule.check(asked, reply)
         for array in arrays:
             raise WireError(f"{array[:_SHOWN]}: arrays came with a message that has none")
+        if isinstance(reply, SamplesFinished):
+            return True  # more answers follow
         del self._asked[reply.command_id]
         return True
 
@@ -207,6 +207,12 @@ def _trained(asked: _Asked, reply: Trained) -> None:
     _finite(reply.metrics)
 
 
+def _samples_missing(asked: _Asked, reply: SamplesMissing) -> None:
+    """`step` is that of the order. `members` are sources of the order."""
+    _same(asked, reply, "step")
+    _known("members", reply.members, {*asked.order.sources})
+
+
 def _evaluated(asked: _Asked, reply: Evaluated) -> None:
     """`step` is that of the order. `metrics` are finite numbers."""
     _same(asked, reply, "step")
@@ -214,33 +220,31 @@ def _evaluated(asked: _Asked, reply: Evaluated) -> None:
 
 
 def _engine_built(asked: _Asked, reply: EngineBuilt) -> None:
-    """`layouts` can be read."""
+    """`layouts` can be read. `samples_address` is ``tcp://HOST:PORT``."""
+    address = reply.samples_address
+    _must(_ADDRESS.fullmatch(address) is not None, "samples_address", address, "tcp://HOST:PORT")
     asked.member.num_tensors = tuple(_num_tensors(f"layouts[{i}]", each) for i, each in enumerate(reply.layouts))
 
 
-def _samples_finished(asked: _Asked, reply: SamplesFinished, arrays: Arrays) -> None:
+def _samples_finished(asked: _Asked, reply: SamplesFinished) -> None:
     """`step` and `purpose` are those of the order, and each sample is one that was asked for, once in a message.
 
-    Its prompt is the one asked for, and nothing of it is counted as made; what the policy made is as long as it says,
-    and within the limits of the order, of `policy.max_total_sequence_length` and of `grpo.max_rollout_turns`. The
-    versions are ones that the engine held since it was given the order.
+    Its prompt is as long as the one asked for; what the policy made is within the limits of the order, of
+    `policy.max_total_sequence_length` and of `grpo.max_rollout_turns`. The versions are ones that the engine held since
+    it was given the order. There is text for validation alone.
     """
     _same(asked, reply, "step", "purpose")
-    bundle = SampleArrays.from_frames(arrays)
-    found, num = len(bundle.lengths_S), len(reply.samples)
-    _must(found == num, "lengths_S", f"{found} sequences", f"as many as the {num} samples")
-    bundle.check(asked.limits.vocabulary)
-    _check_prompts(bundle, _check_samples(asked, reply.samples, bundle))
-    made_S = np.add.reduceat(bundle.loss_mask_T, bundle.offsets()[:-1], dtype=np.int64)
-    for row, (sample, made) in enumerate(zip(reply.samples, made_S.tolist(), strict=True)):
-        _fits(sample.response_length == made, row, "response_length", sample, "{}, as loss_mask_T has it", made)
+    _check_samples(asked, reply.samples)
     versions = asked.member.versions
     held = versions[bisect.bisect_left(versions, asked.oldest_version) :]
-    wrong_T = bundle.loss_mask_T
-    for version in held:
-        wrong_T = wrong_T & (bundle.versions_T != version)
-    bundle.refuse("versions_T", wrong_T, f"must be a version that the engine held then: {_some(held)}")
-    for sample in reply.samples:
+    for row, sample in enumerate(reply.samples):
+        for field in ("oldest_version", "newest_version"):
+            if getattr(sample, field) not in held:
+                _fits(False, row, field, sample, f"one that the engine held then: {_some(held)}")
+        oldest, newest = sample.oldest_version, sample.newest_version
+        _fits(oldest <= newest, row, "oldest_version", sample, "at most the newest, {}", newest)
+        has_text = bool(sample.response) and reply.purpose == "train"
+        _fits(not has_text, row, "response", sample, "empty: only validation has text")
         if (sample.group, sample.sample) not in asked.arrived:  # an order that is sent again is answered again
             asked.arrived.add((sample.group, sample.sample))
             asked.num_tokens += sample.response_length
@@ -308,11 +312,12 @@ RULES: Mapping[type[Message], _Rule] = {
     RendezvousOpened: _Rule(OpenRendezvous, None),
     TrainerBuilt: _Rule(BuildTrainer, _trainer_built),
     Trained: _Rule(Train, _trained),
+    SamplesMissing: _Rule(Train, _samples_missing),
     Evaluated: _Rule(Evaluate, _evaluated),
     CheckpointCopied: _Rule(SaveCheckpoint, None),
     CheckpointSaved: _Rule(AwaitCheckpoint, None),
     EngineBuilt: _Rule(BuildEngine, _engine_built),
-    SamplesFinished: _Rule(Generate, None),
+    SamplesFinished: _Rule(Generate, _samples_finished),
     Generated: _Rule(Generate, _generated),
     ProgramInstalled: _Rule(InstallProgram, None),
     MeshConnected: _Rule(ConnectMesh, _mesh_connected),
@@ -328,19 +333,18 @@ def rule_of(message: type[Message]) -> str:
     if message not in RULES:
         return ""
     order, check = RULES[message]
-    said = _samples_finished.__doc__ if message is SamplesFinished else check.__doc__ if check is not None else ""
+    said = check.__doc__ if check is not None else ""
     return f"Answers `{order.__name__}`. {said or ''}"
 
 
 # --- what rules are made of ------------------------------------------------------------------------------------------
 
 
-def _check_samples(asked: _Asked, samples: Sequence[SampleScored], bundle: SampleArrays) -> list[Int32s]:
-    """Compare what is said of each sample with its order, and its length with that; return the samples' prompts."""
+def _check_samples(asked: _Asked, samples: Iterable[SampleScored]) -> None:
+    """Compare the sizes of each sample with its order."""
     order: Generate = asked.order
     limits, groups = asked.limits, {group.group: group for group in order.groups}
     seen: set[tuple[int, int]] = set()
-    prompts: dict[int, Int32s] = {}
     for row, sample in enumerate(samples):
         group = groups.get(sample.group)
         if group is None:
@@ -352,36 +356,20 @@ def _check_samples(asked: _Asked, samples: Sequence[SampleScored], bundle: Sampl
         _fits(turns <= limits.max_turns, row, "num_turns", sample, "at most {}", limits.max_turns)
         most = min(turns * order.sampling.max_new_tokens, limits.max_tokens - prompt)
         _fits(turns <= made <= most, row, "response_length", sample, "from {} to {}", turns, most)
+        length = sample.num_tokens
+        _fits(length <= limits.max_tokens, row, "num_tokens", sample, "at most {}", limits.max_tokens)
+        # Between two responses the environment has spoken.
+        is_all = length == prompt + made if turns == 1 else length >= prompt + made
+        _fits(is_all, row, "num_tokens", sample, "that of the prompt, {}, and what follows, {}", prompt, made)
         can_end = sample.finish_reason != "turns" or turns == limits.max_turns
         _fits(can_end, row, "finish_reason", sample, "another after {} of {}", turns, limits.max_turns)
         seen.add((sample.group, sample.sample))
-        if sample.group not in prompts:
-            prompts[sample.group] = np.array(group.prompt_ids, np.int32)
-    bundle.refuse("lengths_S", bundle.lengths_S > limits.max_tokens, f"must be at most {limits.max_tokens}")
-    said_S = np.array([sample.prompt_length + sample.response_length for sample in samples])
-    # Between two responses the environment has spoken.
-    is_all_S = np.array([sample.num_turns == 1 for sample in samples])
-    wrong_S = (bundle.lengths_S < said_S) | (is_all_S & (bundle.lengths_S > said_S))
-    bundle.refuse("lengths_S", wrong_S, "must be that of the prompt and of what follows it")
-    return [prompts[sample.group] for sample in samples]
 
 
 def _fits(holds: bool, row: int, field: str, sample: SampleScored, must: str, *values: int) -> None:
     """Raise `WireError` unless something holds of a field of a sample; there are many, and no text is made of most."""
     if not holds:
         _must(False, f"samples[{row}].{field}", getattr(sample, field), must.format(*values))
-
-
-def _check_prompts(bundle: SampleArrays, prompts: list[Int32s]) -> None:
-    """Compare the beginning of each sequence with the prompt that was asked for."""
-    sizes_S = np.array([len(prompt) for prompt in prompts])
-    # Where each token of each prompt is in the bundle.
-    place_P = np.arange(sizes_S.sum()) + np.repeat(bundle.offsets()[:-1] - np.cumsum(sizes_S) + sizes_S, sizes_S)
-    wrong_T = np.zeros(len(bundle.token_ids_T), np.bool_)
-    wrong_T[place_P] = bundle.token_ids_T[place_P] != np.concatenate(prompts)
-    bundle.refuse("token_ids_T", wrong_T, "must be that of the prompt")
-    wrong_T[place_P] = bundle.loss_mask_T[place_P]
-    bundle.refuse("loss_mask_T", wrong_T, "must be False within the prompt")
 
 
 def _num_tensors(field: str, encoded: bytes) -> int:

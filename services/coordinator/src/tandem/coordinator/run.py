@@ -20,6 +20,7 @@ from tandem.common.config import (
 from tandem.common.errors import DamagedCheckpoint, ModelError, RunFolderError
 from tandem.common.telemetry import MetricWriters, MlflowRun, MlflowWriter, TensorBoardWriter, WandbRun, WandbWriter
 from tandem.coordinator.algorithms.rewards import has_spread
+from tandem.coordinator.batches import Batches
 from tandem.coordinator.checkpoints import CheckpointFolder
 from tandem.coordinator.feed import Feed
 from tandem.coordinator.journal import Journal, read_journal
@@ -205,7 +206,7 @@ def _run(
         recorder = Recorder(config, journal, checkpoints, writers, progress)
         say(_who_runs_where(config, hub.address))
         scheduler = Scheduler(spec, time.monotonic(), is_informative=partial(has_spread, config.grpo))
-        loop = Loop(scheduler, registry, processes, feed, recorder)
+        loop = Loop(scheduler, registry, processes, feed, Batches(config, feed), recorder)
         outcome = "failed"
         try:
             _launch(config, processes, registry)

@@ -1,7 +1,8 @@
 """The trainer service: one rank. Batches in, weight versions out.
 
-It consumes orders from the coordinator and produces new weights in memory that engines read in place. During an order
-it waits only for the other ranks, inside collective operations whose timeout is the order's deadline; between orders it
+It consumes orders from the coordinator, and the samples to train on from the rollouts that made them, and produces new
+weights in memory that engines read in place. During an order it waits for the rollouts, for a share of the order's
+deadline, and for the other ranks, inside collective operations whose timeout is that deadline; between orders it
 touches no weight. A checkpoint is copied during an order, and a thread writes the copy beside the orders that follow.
 Where generation takes turns with training on the same devices, what only optimizer steps need is not there between
 orders.
@@ -18,12 +19,14 @@ from functools import partial
 from pathlib import Path
 from typing import assert_never
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tandem.common import gc_tuning
-from tandem.common.batch import TrainingBatch
+from tandem.common.assignment import data_parallel_ranks
+from tandem.common.batch import BatchTable, GivenTokens, TrainingBatch
 from tandem.common.config import Config
 from tandem.common.errors import WireError
 from tandem.common.memory import MemoryMeter
@@ -40,6 +43,7 @@ from tandem.common.messages import (
     OpenRendezvous,
     Refit,
     RendezvousOpened,
+    SamplesMissing,
     SaveCheckpoint,
     Train,
     Trained,
@@ -56,6 +60,10 @@ from tandem.refit.endpoint import Endpoint, Weights
 from tandem.trainer import step
 from tandem.trainer.backend import Backend, Writing
 from tandem.trainer.backends import make_backend
+from tandem.trainer.fetching import SampleFetcher
+
+_FETCH_SHARE = 0.25
+"""Of the deadline of a training step that fetching its samples may take."""
 
 
 class TrainerService:
@@ -65,10 +73,12 @@ class TrainerService:
         self._member = member
         self._config = member.config
         self._vocabulary = vocabulary_size(member.config.policy)
+        self._rank = data_parallel_ranks(member.config)[member.index]
         self._store: TCPStore | None = None
         self._backend: Backend | None = None
         self._weights: Weights | None = None
         self._endpoint: Endpoint | None = None
+        self._fetcher = SampleFetcher(member.run_id, self._vocabulary)
         self._version = 0
         self._memory = MemoryMeter()
         self._writing: Writing | None = None
@@ -85,13 +95,10 @@ class TrainerService:
                     self._build(order)
             case Train():
                 with self._member.phase(f"training step {order.step}"):
-                    self._train(order, self._batch(order, arrays))
+                    self._train(order, self._table(order, arrays), arrays)
             case Evaluate():
                 with self._member.phase(f"evaluating step {order.step}"):
-                    batch = self._batch(order, arrays)
-                    metrics = step.evaluate(self._built(), batch, self._config, order.parts)
-                    reply = Evaluated(command_id=order.command_id, step=order.step, metrics=metrics)
-                    self._member.reply(order.command_id, reply)
+                    self._evaluate(order, self._table(order, arrays), arrays)
             case InstallProgram() | ConnectMesh() | Refit() | Attest():
                 assert self._endpoint is not None, "the coordinator orders BuildTrainer first"
                 self._endpoint.handle(order)
@@ -120,18 +127,36 @@ class TrainerService:
             dist.destroy_process_group()
         self._store = None
 
-    def _batch(self, order: Train | Evaluate, arrays: Arrays) -> TrainingBatch:
-        """Return the batch that came with an order. Raises `WireError`, which names the field, for what is none."""
+    def _table(self, order: Train | Evaluate, arrays: Arrays) -> BatchTable:
+        """Return the table that came with an order. Raises `WireError`, which names the field, for what is none."""
         try:
-            batch = TrainingBatch.from_frames(arrays)
+            # What has a number for each sequence; the rest are the tokens of a data set.
+            table = BatchTable.from_frames({name: array for name, array in arrays.items() if name.endswith("_S")})
+            num_ranks, num_sources = self._config.data_parallel_size, len(order.sources)
             # Where what was cut off does not count, all of a step may be.
-            batch.check(self._vocabulary, may_mask_all=_may_mask_all(self._config))
+            table.check(num_ranks=num_ranks, num_sources=num_sources, may_mask_all=_may_mask_all(self._config))
             num_parts = sum(order.parts.values()) if isinstance(order, Evaluate) else 0
-            if num_parts not in (0, len(batch.lengths_S)):
-                raise WireError(f"parts: {num_parts} sequences, must be all {len(batch.lengths_S)}")
+            if num_parts not in (0, len(table)):
+                raise WireError(f"parts: {num_parts} sequences, must be all {len(table)}")
         except WireError as error:
             raise WireError(f"{type(order).__name__}.{error}") from error
-        return batch
+        return table
+
+    def _given_share(self, order: Train | Evaluate, table: BatchTable, arrays: Arrays) -> TrainingBatch:
+        """Return the share whose tokens came with the order. Raises `WireError`, as `_table` does."""
+        own = table.take(table.rows_of(self._rank))
+        try:
+            tokens = {name: array for name, array in arrays.items() if not name.endswith("_S")}
+            given = GivenTokens.beside(own.lengths_S, tokens)
+            given.check(self._vocabulary, own.num_counted_S)
+        except WireError as error:
+            raise WireError(f"{type(order).__name__}.{error}") from error
+        return TrainingBatch(
+            **given.to_frames(),
+            generation_logprobs_T=np.zeros(len(given.token_ids_T), dtype=np.float32),
+            advantages_S=own.advantages_S,
+            rewards_S=own.rewards_S,
+        )
 
     def _built(self) -> Backend:
         assert self._backend is not None, "the coordinator orders BuildTrainer first"
@@ -183,6 +208,7 @@ class TrainerService:
         )
         resume_from = Path(order.checkpoint) if order.checkpoint else None
         self._backend = make_backend(self._config, checkpoint=resume_from)
+        assert self._backend.data_parallel_rank == self._rank, "the coordinator sends shares by this number"
         if self._config.takes_turns:
             self._backend.offload()
         self._weights = self._backend.weights()
@@ -192,16 +218,31 @@ class TrainerService:
             command_id=order.command_id,
             version=self._version,
             num_parameters=self._backend.num_parameters,
+            shares_prompts=self._backend.shares_prompts,
             layout=layout.encode(self._weights.layout),
         )
         self._member.reply(order.command_id, reply)
 
-    def _train(self, order: Train, batch: TrainingBatch) -> None:
+    def _train(self, order: Train, table: BatchTable, arrays: Arrays) -> None:
+        share: TrainingBatch | None
+        if order.sources:
+            rows = table.rows_of(self._rank)
+            with self._member.phase(f"fetching the samples of step {order.step}"):
+                timeout_s = _FETCH_SHARE * order.deadline_s
+                share, missing = self._fetcher.fetch(order.step, table, rows, order.sources, timeout_s)
+            if not _all_have(share):
+                lack = SamplesMissing(command_id=order.command_id, step=order.step, members=missing)
+                self._member.reply(order.command_id, lack)
+                return
+            assert share is not None, "all have theirs, so has this rank"
+        else:
+            share = self._given_share(order, table, arrays)
         assert self._endpoint is not None, "the coordinator orders BuildTrainer first"
         self._endpoint.abandon_digest()
         self._memory.begin()
         with self._training_state() as backend:
-            result = step.train(backend, batch, self._config)
+            result = step.train(backend, table, share, self._config)
+        self._fetcher.clear()
         self._version = order.step
         reply = Trained(
             command_id=order.command_id,
@@ -213,6 +254,11 @@ class TrainerService:
             memory=self._memory.use(),
         )
         self._member.reply(order.command_id, reply)
+
+    def _evaluate(self, order: Evaluate, table: BatchTable, arrays: Arrays) -> None:
+        share = self._given_share(order, table, arrays)
+        metrics = step.evaluate(self._built(), table, share, self._config, order.parts)
+        self._member.reply(order.command_id, Evaluated(command_id=order.command_id, step=order.step, metrics=metrics))
 
     def _save(self, order: SaveCheckpoint) -> None:
         assert self._writing is None or self._writing.num_bytes.done(), "the coordinator orders one at a time"
@@ -229,6 +275,13 @@ class TrainerService:
             return
         reply = CheckpointSaved(command_id=order.command_id, num_bytes=num_bytes.result())
         self._member.reply(order.command_id, reply)
+
+
+def _all_have(share: TrainingBatch | None) -> bool:
+    """Say whether every rank has its share. Collective: all of them come to the same."""
+    num_lacking = torch.tensor([int(share is None)])
+    dist.all_reduce(num_lacking)
+    return int(num_lacking) == 0
 
 
 def _may_mask_all(config: Config) -> bool:
