@@ -176,7 +176,7 @@ class Rollouts:
             stop_strings=(),
         )
         return Generate(
-            oldest=promise["command_id"], step=1, purpose="train", sampling=sampling, groups=groups, **promise
+            cancel_before=promise["command_id"], step=1, purpose="train", sampling=sampling, groups=groups, **promise
         )
 
 

@@ -157,7 +157,7 @@ class Bench:
         )
         promise = self.plane.promise()
         return Generate(
-            oldest=promise["command_id"],
+            cancel_before=promise["command_id"],
             step=self.version,
             purpose="train",
             sampling=sampling,

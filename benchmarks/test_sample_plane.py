@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -58,8 +58,8 @@ from tandem.coordinator.algorithms.grpo import training_batch
 from tandem.coordinator.batches import Batches
 from tandem.coordinator.members import Pulse, Registry
 from tandem.coordinator.replies import Limits, Replies
-from tandem.coordinator.samples import SampleRecords
-from tandem.coordinator.scheduler.events import DispatchBatch, Joined, Replied
+from tandem.coordinator.scheduler.events import DispatchBatch, GroupSize, Joined, Replied
+from tandem.coordinator.scheduler.groups import GroupTable, SampleRecord
 from tandem.refit import layout
 from tandem.refit.layout import LayoutBuilder
 
@@ -196,12 +196,11 @@ class Feed:
 
     def __init__(self, config: Config, prompts: dict[int, Any]) -> None:
         self.validation_parts: dict[str, int] = {}
-        self.records = SampleRecords()
         self._config = config
         self._prompts = prompts
 
-    def batch(self, step: int, purpose: Any) -> Any:
-        return training_batch(self._config, self.records.peek(step, purpose), self._prompts)
+    def batch(self, step: int, purpose: Any, records: Sequence[SampleRecord]) -> Any:
+        return training_batch(self._config, records, self._prompts)
 
 
 class Cluster:
@@ -280,7 +279,7 @@ class Cluster:
                 engine,
                 Generate(
                     **command,
-                    oldest=command["command_id"],
+                    cancel_before=command["command_id"],
                     step=self._step,
                     purpose="train",
                     sampling=sampling,
@@ -296,16 +295,26 @@ class Cluster:
             batches.take_reply(built.member, built.reply)
         self.bytes_sent = 0
         times = [time.process_time()]
+        groups = GroupTable()
+        groups.draw(self._step + 1, "train", NUM_GROUPS)
+        waiting: Any = None
         for engine, order in self.orders(OURS):
+            if waiting is None:
+                sizes = [GroupSize(num_samples=GROUP_SIZE, num_tokens=1)] * NUM_GROUPS
+                waiting = groups.add(self._step, "train", sizes)
+            groups.assign([waiting[group.group] for group in order.groups], engine, order.command_id)
             self.send(engine, order)
         times.append(time.process_time())
         sent_to_engines = self.bytes_sent
         for event in self.replies(len(self.engines)):
             if isinstance(event.reply, SamplesFinished):
-                feed.records.add(event.member, event.reply)
+                groups.take_results(event.member, event.reply)
+        of_step = groups.of_step(self._step, "train")
+        assert of_step is not None
+        records = of_step.records()
         times.append(time.process_time())
         made = [
-            batches.order(DispatchBatch(member=rank, step=self._step, purpose="train", **self.command()))
+            batches.order(DispatchBatch(member=rank, step=self._step, purpose="train", **self.command()), records)
             for rank in self.ranks
         ]
         times.append(time.process_time())

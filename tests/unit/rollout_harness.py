@@ -147,7 +147,7 @@ class Rollout:
         self,
         *groups: PromptGroup,
         max_new_tokens: int = 5,
-        oldest: int | None = None,
+        cancel_before: int | None = None,
         ends: bool = True,
         purpose: Purpose = "train",
     ) -> int:
@@ -158,7 +158,7 @@ class Rollout:
         order = Generate(
             command_id=command_id,
             deadline_s=WAIT_S,
-            oldest=command_id if oldest is None else oldest,
+            cancel_before=command_id if cancel_before is None else cancel_before,
             step=1,
             purpose=purpose,
             sampling=how,

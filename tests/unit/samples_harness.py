@@ -9,8 +9,19 @@ from typing import Any
 import numpy as np
 
 from tandem.common.batch import SampleArrays
-from tandem.common.messages import FetchSamples, FromSampleStore, SampleKey, SampleScored, SamplesFetched, SamplesGone
+from tandem.common.messages import (
+    FetchSamples,
+    FromSampleStore,
+    PromptGroup,
+    SampleKey,
+    SampleScored,
+    SamplesFetched,
+    SamplesFinished,
+    SamplesGone,
+)
 from tandem.common.wire import Callers, Codec, Frames, encode
+from tandem.coordinator.scheduler.events import GroupSize
+from tandem.coordinator.scheduler.groups import GroupTable, SampleRecord
 
 RUN_ID = "run"
 WAIT_S = 10.0
@@ -69,3 +80,30 @@ def fetch(address: str, keys: Sequence[SampleKey], run_id: str = RUN_ID) -> Samp
     if isinstance(answer.message, SamplesGone):
         return answer.message.why
     return SampleArrays.from_frames(answer.arrays)
+
+
+def finished(groups: tuple[PromptGroup, ...], step: int, purpose: Any) -> list[SamplesFinished]:
+    """Answer each group with a token, which scores one for the first sample and zero for the others."""
+    messages = []
+    for group in groups:
+        for sample in range(len(group.seeds)):
+            first = {"reward": float(sample == 0), "correct": sample == 0}
+            one = scored(group.group, sample, prompt_length=len(group.prompt_ids), **first)
+            command_id = 10 + group.group % 2
+            messages.append(SamplesFinished(command_id=command_id, step=step, purpose=purpose, samples=(one,)))
+    return messages
+
+
+def records_of(groups: Sequence[PromptGroup], messages: Sequence[SamplesFinished]) -> list[SampleRecord]:
+    """Return what the scheduler's table keeps of the answers of two engines, which take the groups in turns."""
+    table, step = GroupTable(), messages[0].step
+    table.draw(step, "train", len(groups))
+    sizes = [GroupSize(num_samples=len(group.seeds), num_tokens=1) for group in groups]
+    waiting = table.add(step, "train", sizes)
+    for engine in range(2):
+        table.assign(waiting[engine::2], f"rollout-{engine}", 10 + engine)
+    for message in messages:
+        table.take_results(f"rollout-{message.command_id % 2}", message)
+    of_step = table.of_step(step, "train")
+    assert of_step is not None
+    return of_step.records()

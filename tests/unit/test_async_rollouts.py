@@ -104,7 +104,7 @@ def test_orders_run_beside_each_other_until_one_says_otherwise(start: Start) -> 
     first = rollout.start(groups[0], groups[1])
     for _ in range(3):
         assert rollout.service.work()
-    second = rollout.start(groups[2], groups[3], oldest=first)
+    second = rollout.start(groups[2], groups[3], cancel_before=first)
     samples = rollout.finish()
     assert tokens_of(samples) == expected
     assert sorted(generated(rollout)) == [first, second]
@@ -113,7 +113,7 @@ def test_orders_run_beside_each_other_until_one_says_otherwise(start: Start) -> 
         second: {2, 3},
     }
     rollout.member.sent.clear()
-    given_up = [rollout.start(groups[0]), rollout.start(groups[1], oldest=0)]
+    given_up = [rollout.start(groups[0]), rollout.start(groups[1], cancel_before=0)]
     for _ in range(8):
         assert rollout.service.work()
     rollout.member.sent.clear()
@@ -201,7 +201,7 @@ def test_requests_added_later_use_nothing_of_the_weights_before(start: Start) ->
         assert rollout.service.work()
     change(rollout)
     rollout.refit(1)
-    again = rollout.start(group, max_new_tokens=16, ends=False, oldest=order)
+    again = rollout.start(group, max_new_tokens=16, ends=False, cancel_before=order)
     deadline = time.monotonic() + WAIT_S
     while rollout.service.work():
         assert time.monotonic() < deadline

@@ -14,20 +14,20 @@ import numpy as np
 import pytest
 import reasoning_gym
 from data_harness import character_tokenizer, data_config
-from samples_harness import scored
+from samples_harness import finished, records_of, scored
 
 from tandem.common.batch import TrainingBatch
 from tandem.common.config import Config
 from tandem.common.config.schema import Tokenizer as TokenizerSettings
 from tandem.common.errors import ConfigError, DataError, TandemError
-from tandem.common.messages import Problem, PromptGroup, SamplesFinished
+from tandem.common.messages import Problem
 from tandem.common.tokenizer import Tokenizer, load_tokenizer
 from tandem.coordinator.algorithms.grpo import GrpoFeed, turn_metrics
 from tandem.coordinator.algorithms.grpo import batch_of as batch_of_samples
 from tandem.coordinator.algorithms.sft import SftFeed
 from tandem.coordinator.data import ChatEncoder, ConversationWriter, PromptEncoder, epoch_stream, sample_seed, worked
 from tandem.coordinator.data.chat import EncodedSolution
-from tandem.coordinator.samples import SampleRecord
+from tandem.coordinator.scheduler.groups import SampleRecord
 
 MARKED = (
     "{% for m in messages %}{{ m['role'][0] + ': ' + m['content'] }}"
@@ -309,27 +309,12 @@ def test_validation_asks_the_same_once_each_time(grpo: GrpoFeed) -> None:
     assert not training & {group.prompt_ids for group in first}
 
 
-def finished(groups: tuple[PromptGroup, ...], step: int, purpose: Any) -> list[SamplesFinished]:
-    """Answer each group with a token, which scores one for the first sample and zero for the others."""
-    messages = []
-    for group in groups:
-        for sample in range(len(group.seeds)):
-            first = {"reward": float(sample == 0), "correct": sample == 0}
-            one = scored(group.group, sample, prompt_length=len(group.prompt_ids), **first)
-            command_id = 10 + group.group % 2
-            messages.append(SamplesFinished(command_id=command_id, step=step, purpose=purpose, samples=(one,)))
-    return messages
-
-
 def test_a_batch_is_the_same_in_whatever_order_its_samples_came(grpo: GrpoFeed) -> None:
     groups = grpo.prompt_groups(1, "train", range(4))
     messages = finished(groups, 1, "train")
     batches = []
     for order in (messages, messages[::-1], messages + messages):
-        for message in order:
-            grpo.take_samples(f"rollout-{message.command_id % 2}", message)
-        batches.append(grpo.batch(1, "train"))
-        assert grpo.finish_step(1) == {}
+        batches.append(grpo.batch(1, "train", records_of(groups, order)))
     (batch, metrics), *others = batches
     table = batch.table
     assert table.advantages_S.tolist() == [1, -1] * 4  # each of two is alone against the other
@@ -375,10 +360,10 @@ def test_turns_are_summed_up_where_there_may_be_several() -> None:
 
 
 def test_validation_is_summed_up_when_the_step_is_done(grpo: GrpoFeed) -> None:
-    for message in finished(grpo.prompt_groups(4, "validate", range(20)), 4, "validate"):
-        grpo.take_samples("rollout-0", message)
-    assert grpo.finish_step(4) == {"val_reward": 1, "val_accuracy": 1, "val_mean_generation_length": 1}
-    assert grpo.finish_step(4) == {}
+    messages = finished(grpo.prompt_groups(4, "validate", range(20)), 4, "validate")
+    samples = [sample for message in messages for sample in message.samples]
+    assert grpo.validation_metrics(samples) == {"val_reward": 1, "val_accuracy": 1, "val_mean_generation_length": 1}
+    assert grpo.validation_metrics([]) == {}
 
 
 def changed(config: Config, **grpo: Any) -> Config:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from cluster_harness import GRPO, Cluster, lose, replace, result
 from data_harness import character_tokenizer, data_config
-from test_data_feeds import finished
+from samples_harness import finished, records_of
 
 from tandem.common.config import Config
 from tandem.common.config.schema import AdvEstimator, Grpo, RewardScaling, RewardShaping
@@ -174,14 +174,14 @@ def test_the_first_groups_that_teach_something_are_trained_on(
     monkeypatch.chdir(str(tmp_path))
     config = feed_config()
     feed = GrpoFeed(config, character_tokenizer(config))
-    messages = finished(feed.prompt_groups(1, "train", range(12)), 1, "train")
+    groups = feed.prompt_groups(1, "train", range(12))
+    messages = finished(groups, 1, "train")
     useless = {0, 2, 3, 4, 7}
-    for message in reversed(messages):
+    for i, message in enumerate(messages):
         (one,) = message.samples
         if one.group in useless:
-            message = msgspec.structs.replace(message, samples=(msgspec.structs.replace(one, reward=0.0),))
-        feed.take_samples("rollout-0", message)
-    batch, metrics = feed.batch(1, "train")
+            messages[i] = msgspec.structs.replace(message, samples=(msgspec.structs.replace(one, reward=0.0),))
+    batch, metrics = feed.batch(1, "train", records_of(groups, messages[::-1]))
     kept = [1, 5, 6, 8]
     assert batch.table.group_S.tolist() == [group for group in kept for _ in range(2)]
     assert batch.table.sample_S.tolist() == [0, 1] * 4

@@ -47,7 +47,7 @@ def questions(feed: GivenFeed | GrpoFeed, config: Config, steps: range) -> list[
         return [group.problem.question for group in groups]
     tokenizer, found = load_tokenizer(config), []
     for step in steps:
-        batch, _ = feed.batch(step, "train")
+        batch = feed.batch(step, "train")[0].tokens
         end = 0
         for length in batch.lengths_S:
             found.append(tokenizer.decode(batch.token_ids_T[end : end + length].tolist()).split(" = ")[0])

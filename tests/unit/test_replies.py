@@ -76,7 +76,7 @@ def command(command_id: int) -> dict[str, Any]:
 
 GENERATE = Generate(
     **command(13),
-    oldest=13,
+    cancel_before=13,
     step=STEP,
     purpose="train",
     sampling=SamplingParameters(
@@ -523,9 +523,9 @@ def engine(order: Generate = GENERATE) -> Replies:
 
 def test_what_an_order_to_generate_gives_up_is_not_heard_any_more() -> None:
     replies = engine()
-    replies.ordered("rollout-0", msgspec.structs.replace(GENERATE, command_id=16, oldest=13))
+    replies.ordered("rollout-0", msgspec.structs.replace(GENERATE, command_id=16, cancel_before=13))
     assert replies.take("rollout-0", FINISHED, {})
-    replies.ordered("rollout-0", msgspec.structs.replace(GENERATE, command_id=17, oldest=17))
+    replies.ordered("rollout-0", msgspec.structs.replace(GENERATE, command_id=17, cancel_before=17))
     for command_id in (13, 16):
         assert not replies.take("rollout-0", msgspec.structs.replace(FINISHED, command_id=command_id), {})
     assert replies.take("rollout-0", msgspec.structs.replace(FINISHED, command_id=17), {})
@@ -548,7 +548,7 @@ def test_an_engine_may_take_a_version_while_it_generates() -> None:
     with pytest.raises(WireError, match=r"oldest_version: 5, must be at most the newest, 3"):
         replies.take("rollout-0", with_versions(5, 3), {})
     assert replies.take("rollout-0", msgspec.structs.replace(REFITTED, command_id=17, version=5), {})
-    replies.ordered("rollout-0", msgspec.structs.replace(GENERATE, command_id=18, oldest=18))
+    replies.ordered("rollout-0", msgspec.structs.replace(GENERATE, command_id=18, cancel_before=18))
     with pytest.raises(WireError, match=r"oldest_version: 3, .*held then: 5"):
         replies.take("rollout-0", msgspec.structs.replace(mixed, command_id=18), {})
 

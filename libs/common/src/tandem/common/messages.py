@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 """Raised whenever a message changes shape; both ends of a link must hold the same number."""
 
 ServiceKind = Literal["trainer", "rollout", "refit"]
@@ -346,7 +346,7 @@ class Generate(Command, frozen=True, kw_only=True, tag=True):
     Samples to train on stay with the rollout, until they are released; those to validate with are not kept.
     """
 
-    oldest: Count
+    cancel_before: Count
     """Orders to generate with a lower command id are given up, and what was made of their unfinished groups is
     released; the others go on beside this one."""
     step: Count

@@ -6,7 +6,7 @@ come from a data set, each rank is sent those of its own share.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from tandem.common.config import Config
 from tandem.common.messages import EngineBuilt, Evaluate, Reply, SamplesMissing, Train, TrainerBuilt
 from tandem.coordinator.feed import Feed
 from tandem.coordinator.scheduler.events import DispatchBatch
+from tandem.coordinator.scheduler.groups import SampleRecord
 
 
 class Batches:
@@ -49,11 +50,16 @@ class Batches:
             case _:
                 pass
 
-    def order(self, action: DispatchBatch) -> tuple[Train | Evaluate, dict[str, NDArray[Any]], dict[str, float]]:
-        """Return the order for one trainer, its arrays, and the metrics of the samples the batch was made from."""
+    def order(
+        self, action: DispatchBatch, records: Sequence[SampleRecord]
+    ) -> tuple[Train | Evaluate, dict[str, NDArray[Any]], dict[str, float]]:
+        """Return the order for one trainer, its arrays, and the metrics of the samples that the batch is made from.
+
+        `records` are those samples, in order; none where the algorithm is over a data set.
+        """
         metrics: dict[str, float] = {}
         if self._made != (action.step, action.purpose):
-            metrics = self._make(action)
+            metrics = self._make(action, records)
         common: Mapping[str, Any] = {
             "command_id": action.command_id,
             "deadline_s": action.deadline_s,
@@ -67,8 +73,8 @@ class Batches:
             return Train(**common), arrays, metrics
         return Evaluate(**common, parts=self._feed.validation_parts), arrays, metrics
 
-    def _make(self, action: DispatchBatch) -> dict[str, float]:
-        batch, metrics = self._feed.batch(action.step, action.purpose)
+    def _make(self, action: DispatchBatch, records: Sequence[SampleRecord]) -> dict[str, float]:
+        batch, metrics = self._feed.batch(action.step, action.purpose, records)
         parts = [*self._feed.validation_parts.values()] if action.purpose == "validate" else []
         table = Assignment.of(self._config, shares_prompts=self._shares_prompts).assign(batch.table, parts)
         self._made = action.step, action.purpose

@@ -1,7 +1,7 @@
 """What the loop asks of an algorithm: prompts for the engines and batches for the trainers.
 
-A feed is a pure function of the configuration, the step and the samples it was given, so a resumed run needs nothing of
-it but the number of the step.
+A feed is a pure function of the configuration, the step and the samples, which the scheduler's table of groups keeps:
+a resumed run needs nothing of it but the number of the step.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from tandem.common.messages import PromptGroup, Purpose, SamplesFinished, SamplingParameters
+from tandem.common.messages import PromptGroup, Purpose, SampleScored, SamplingParameters
 from tandem.coordinator.samples import StepBatch
 from tandem.coordinator.scheduler.events import DrawPrompts, GroupSize
+from tandem.coordinator.scheduler.groups import SampleRecord
 
 
 class Feed(Protocol):
@@ -43,24 +44,18 @@ class Feed(Protocol):
         """Return these prompt groups of `step`."""
         ...
 
-    def take_samples(self, rollout: str, finished: SamplesFinished) -> Sequence[str]:
-        """Keep what is known of samples that a rollout has finished; return what a user should know of them."""
+    def batch(
+        self, step: int, purpose: Purpose, records: Sequence[SampleRecord] = ()
+    ) -> tuple[StepBatch, dict[str, float]]:
+        """Return the batch of `step`, and the metrics of the samples it is made from: those of `records`, in order."""
         ...
 
-    def discard_samples(self, step: int, purpose: Purpose, groups: Sequence[int]) -> None:
-        """Forget the samples of these groups: others will come in their place."""
+    def describe(self, samples: Sequence[SampleScored]) -> list[str]:
+        """Describe validation samples, a line each."""
         ...
 
-    def batch(self, step: int, purpose: Purpose) -> tuple[StepBatch, dict[str, float]]:
-        """Return the batch of `step` and the metrics of the samples it was made from."""
-        ...
-
-    def validation_examples(self, step: int, count: int) -> list[str]:
-        """Describe the first `count` validation samples of `step`, a line each; none if it was not validated."""
-        ...
-
-    def finish_step(self, step: int) -> dict[str, float]:
-        """Forget the step's samples; return the metrics of its validation samples, if it had any."""
+    def validation_metrics(self, samples: Sequence[SampleScored]) -> dict[str, float]:
+        """Return the metrics of a validation's samples; none if it had none."""
         ...
 
 

@@ -164,9 +164,8 @@ class Loop:
         self._batches.take_reply(event.member, event.reply)
         match event.reply:
             case SamplesFinished() as finished:
-                for line in self._feed.take_samples(event.member, finished):
-                    self._recorder.note(line)
-                return  # more answers follow
+                self._recorder.note_failures(finished.samples)
+                return  # more answers follow; the scheduler keeps what is known of the samples
             case Trained() as trained:
                 self._ledger.trained(trained)
             case Evaluated() as evaluated:
@@ -199,8 +198,8 @@ class Loop:
                 self._send_prompts(action)
             case DispatchBatch():
                 self._send_batch(action)
-            case DiscardSamples(step=step, purpose=purpose, groups=groups):
-                self._feed.discard_samples(step, purpose, groups)
+            case DiscardSamples():
+                self._recorder.record_discarded(action)
             case Replace(member=member, why=why):
                 self._replace(member, why)
             case RecordRefit():
@@ -235,7 +234,7 @@ class Loop:
         order = Generate(
             command_id=action.command_id,
             deadline_s=action.deadline_s,
-            oldest=action.cancel_before,
+            cancel_before=action.cancel_before,
             step=action.step,
             purpose=action.purpose,
             sampling=self._feed.sampling(action.purpose),
@@ -246,7 +245,8 @@ class Loop:
         self._send(action.member, order, None)
 
     def _send_batch(self, action: DispatchBatch) -> None:
-        order, arrays, metrics = self._batches.order(action)
+        of_step = self._scheduler.groups.of_step(action.step, action.purpose)
+        order, arrays, metrics = self._batches.order(action, [] if of_step is None else of_step.records())
         self._ledger.metrics.update(metrics)
         self._send(action.member, order, arrays)
 
@@ -273,9 +273,9 @@ class Loop:
         self._recorder.note(f"{member} is lost: {why}; {how}")
 
     def _commit(self, action: CommitStep) -> None:
-        for line in self._feed.validation_examples(action.step, self._recorder.num_examples):
+        for line in self._feed.describe(action.validated[: self._recorder.num_examples]):
             self._recorder.note(line)
-        self._ledger.metrics.update(self._feed.finish_step(action.step))
+        self._ledger.metrics.update(self._feed.validation_metrics(action.validated))
         self._release_samples(action.step)
         self._recorder.commit(action, self._ledger)
         self._ledger = StepLedger()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tandem.common.config import Config, config_to_json, fingerprint
+from tandem.common.messages import SampleScored
 from tandem.common.telemetry import MetricWriters
 from tandem.coordinator.checkpoints import CheckpointFolder, CheckpointRecord
 from tandem.coordinator.health import Health
@@ -12,7 +15,7 @@ from tandem.coordinator.members import Registry
 from tandem.coordinator.progress import Progress
 from tandem.coordinator.resuming import refuse_other_weights
 from tandem.coordinator.scheduler import Scheduler
-from tandem.coordinator.scheduler.events import CommitStep, RecordRefit
+from tandem.coordinator.scheduler.events import CommitStep, DiscardSamples, RecordRefit
 
 
 class Recorder:
@@ -31,12 +34,27 @@ class Recorder:
         self._checkpoints = checkpoints
         self._writers = writers
         self._progress = progress
+        self._num_failures = 0
+        """Of environments, in all samples that came."""
         self._health = Health(config)
 
     @property
     def num_examples(self) -> int:
         """Validation samples to show each time."""
         return self._config.logger.num_val_samples_to_print
+
+    def note_failures(self, samples: Sequence[SampleScored]) -> None:
+        """Say of the first sample that its environment failed on, of the tenth, the hundredth, and so on."""
+        for sample in samples:
+            if sample.failure:
+                self._num_failures += 1
+                if str(self._num_failures).strip("0") == "1":  # a power of ten
+                    self.note(failure_note(sample, self._num_failures))
+
+    def record_discarded(self, action: DiscardSamples) -> None:
+        """Write to the journal that groups are generated again."""
+        groups = ", ".join(map(str, action.groups))
+        self._journal.record_event("coordinator", f"step {action.step} ({action.purpose}): groups {groups} again")
 
     def note(self, text: str) -> None:
         """Show a line, and keep it in the journal."""
@@ -100,3 +118,10 @@ class Recorder:
                 quarantined=action.quarantined,
             )
         )
+
+
+def failure_note(sample: SampleScored, count: int) -> str:
+    """Say that the environment failed on a sample, and on how many so far."""
+    became = "is dropped" if sample.dropped else "is worth nothing"
+    which = "the first" if count == 1 else f"number {count}"
+    return f"{sample.failure}; the sample {became}, {which} so far; all are in the rollout's log"

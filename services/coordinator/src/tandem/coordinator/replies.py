@@ -144,7 +144,7 @@ class Replies:
                 if order.version not in member.versions[-1:]:
                     bisect.insort(member.versions, order.version)
             case Generate() | Attest():  # what it gives up for this, it never answers
-                oldest = order.oldest if isinstance(order, Generate) else order.command_id
+                oldest = order.cancel_before if isinstance(order, Generate) else order.command_id
                 self._asked = {
                     i: asked
                     for i, asked in self._asked.items()

@@ -208,7 +208,7 @@ class RolloutService:
         with self._member.phase(f"reading the prompts of step {order.step}"):
             self._check(order)
         engine = self._built()
-        self._give_up([command_id for command_id in self._generations if command_id < order.oldest])
+        self._give_up([command_id for command_id in self._generations if command_id < order.cancel_before])
         if not self._generations:
             self._memory.begin()
         engine.wake()

@@ -11,7 +11,7 @@ import numpy as np
 from tandem.common.batch import TrainingBatch
 from tandem.common.config import Config
 from tandem.common.config.schema import Dpo, Sft
-from tandem.common.messages import Purpose, SamplesFinished
+from tandem.common.messages import Purpose, SampleScored
 from tandem.common.tokenizer import Tokenizer
 from tandem.coordinator.data import (
     ChatEncoder,
@@ -25,6 +25,7 @@ from tandem.coordinator.data import (
 )
 from tandem.coordinator.data.step_size import check_step_size
 from tandem.coordinator.samples import StepBatch
+from tandem.coordinator.scheduler.groups import SampleRecord
 
 Sequences = tuple[tuple[tuple[int, ...], tuple[bool, ...]], ...]
 """One conversation: for each of its answers the tokens of prompt and answer, and which of them count in the loss."""
@@ -84,15 +85,9 @@ class GivenFeed:
         """Fail: no samples are drawn."""
         raise AssertionError("nothing is generated")
 
-    def take_samples(self, rollout: str, finished: SamplesFinished) -> Never:
-        """Fail: no samples are drawn."""
-        raise AssertionError("nothing is generated")
-
-    def discard_samples(self, step: int, purpose: Purpose, groups: Sequence[int]) -> Never:
-        """Fail: no samples are drawn."""
-        raise AssertionError("nothing is generated")
-
-    def batch(self, step: int, purpose: Purpose) -> tuple[StepBatch, dict[str, float]]:
+    def batch(
+        self, step: int, purpose: Purpose, records: Sequence[SampleRecord] = ()
+    ) -> tuple[StepBatch, dict[str, float]]:
         """Return the training batch of `step`, or the whole validation set."""
         if purpose == "validate":
             batch = batch_of([sequences for part in self._validation.values() for sequences in part])
@@ -101,11 +96,11 @@ class GivenFeed:
             batch = batch_of(self._train.draw((step - 1) * size, size))
         return StepBatch(table=batch.table(), tokens=batch), {}
 
-    def validation_examples(self, step: int, count: int) -> list[str]:
+    def describe(self, samples: Sequence[SampleScored]) -> list[str]:
         """Return nothing: validation is by the loss."""
         return []
 
-    def finish_step(self, step: int) -> dict[str, float]:
+    def validation_metrics(self, samples: Sequence[SampleScored]) -> dict[str, float]:
         """Return nothing: there are no samples."""
         return {}
 

@@ -15,7 +15,7 @@ from tandem.common.batch import BatchTable
 from tandem.common.config import Config
 from tandem.common.config.schema import Grpo
 from tandem.common.errors import RewardError
-from tandem.common.messages import PromptGroup, Purpose, SampleScored, SamplesFinished, SamplingParameters
+from tandem.common.messages import PromptGroup, Purpose, SampleScored, SamplingParameters
 from tandem.common.tokenizer import Tokenizer
 from tandem.coordinator.algorithms.advantages import advantages, decoupled_advantages
 from tandem.coordinator.algorithms.rewards import (
@@ -35,7 +35,8 @@ from tandem.coordinator.data import (
     set_aside,
 )
 from tandem.coordinator.data.step_size import check_step_size
-from tandem.coordinator.samples import SampleRecord, SampleRecords, StepBatch
+from tandem.coordinator.samples import StepBatch
+from tandem.coordinator.scheduler.groups import SampleRecord
 
 
 class GrpoFeed:
@@ -60,9 +61,6 @@ class GrpoFeed:
         num_rows = len(self._train) + len(problems.validation) + problems.num_set_aside
         self.notices = tuple(filter(None, (too_long, set_aside(problems.num_set_aside, num_rows))))
         self._stop_token_ids = (tokenizer.eos_id, *(config.policy.generation.stop_token_ids or ()))
-        self._records = SampleRecords()
-        self._num_failures = 0
-        """Of the environment, in the samples that came."""
 
     @property
     def num_validation(self) -> int:
@@ -114,45 +112,25 @@ class GrpoFeed:
             for group, encoded in chosen.items()
         )
 
-    def take_samples(self, rollout: str, finished: SamplesFinished) -> list[str]:
-        """Keep what is known of finished samples; return what to say of those that the environment failed on."""
-        self._records.add(rollout, finished)
-        said = []
-        for sample in finished.samples:
-            if sample.failure:
-                self._num_failures += 1
-                if str(self._num_failures).strip("0") == "1":  # a power of ten
-                    said.append(failure_note(sample, self._num_failures))
-        return said
-
-    def discard_samples(self, step: int, purpose: Purpose, groups: Sequence[int]) -> None:
-        """Forget the samples of these groups."""
-        self._records.discard(step, purpose, groups)
-
-    def batch(self, step: int, purpose: Purpose) -> tuple[StepBatch, dict[str, float]]:
+    def batch(
+        self, step: int, purpose: Purpose, records: Sequence[SampleRecord] = ()
+    ) -> tuple[StepBatch, dict[str, float]]:
         """Return the training batch of `step` and the metrics of its samples."""
         assert purpose == "train", "GRPO validates by generating"
-        records = self._records.peek(step, "train")
         groups = self.prompt_groups(step, "train", sorted({record.scored.group for record in records}))
         return training_batch(self._config, records, {group.group: group.prompt_ids for group in groups})
 
-    def validation_examples(self, step: int, count: int) -> list[str]:
-        """Describe the first validation samples of `step`: what was asked, what came, what it was worth."""
-        if not count or not self._records.count(step, "validate"):
-            return []
-        samples = [record.scored for record in self._records.peek(step, "validate")]
+    def describe(self, samples: Sequence[SampleScored]) -> list[str]:
+        """Describe validation samples: what was asked, what came, what it was worth."""
         return [
             f"validation: {self._validation[s.group].problem.question!r} -> {s.response!r} (reward {s.reward:g})"
-            for s in samples[:count]
+            for s in samples
         ]
 
-    def finish_step(self, step: int) -> dict[str, float]:
-        """Forget the step's samples; return the metrics of its validation samples."""
-        self._records.drop(step, "train")
-        if not self._records.count(step, "validate"):
+    def validation_metrics(self, samples: Sequence[SampleScored]) -> dict[str, float]:
+        """Return the metrics of a validation's samples."""
+        if not samples:
             return {}
-        samples = [record.scored for record in self._records.peek(step, "validate")]
-        self._records.drop(step, "validate")
         counted = [sample for sample in samples if not sample.dropped]
         scores = {
             "val_reward": float(np.mean([sample.reward for sample in counted])),
@@ -300,13 +278,6 @@ def failure_metrics(samples: Sequence[SampleScored]) -> dict[str, float]:
             "environment_dropped": float(sum(sample.dropped for sample in failed)),
         }
     )
-
-
-def failure_note(sample: SampleScored, count: int) -> str:
-    """Say that the environment failed on a sample, and on how many so far."""
-    became = "is dropped" if sample.dropped else "is worth nothing"
-    which = "the first" if count == 1 else f"number {count}"
-    return f"{sample.failure}; the sample {became}, {which} so far; all are in the rollout's log"
 
 
 def dynamic_sampling(grpo: Grpo, samples: Sequence[SampleScored]) -> tuple[list[int], dict[str, float]]:

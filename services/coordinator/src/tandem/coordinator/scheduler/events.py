@@ -21,6 +21,7 @@ from tandem.common.messages import (
     Purpose,
     Refit,
     Reply,
+    SampleScored,
     SaveCheckpoint,
     ServiceKind,
 )
@@ -193,6 +194,8 @@ class CommitStep(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     seconds: dict[str, float]
     """Wall seconds by phase of this step, and ``total``."""
+    validated: tuple[SampleScored, ...] = ()
+    """The samples of its validation, in order; none if it had none, or evaluates a batch."""
 
 
 class Say(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,8 +14,19 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Iterator, Sequence
 
+import msgspec
+
 from tandem.common.messages import Purpose, SampleScored, SamplesFinished
 from tandem.coordinator.scheduler.events import GroupSize
+
+
+class SampleRecord(msgspec.Struct, frozen=True):
+    """One sample, and where its tokens lie."""
+
+    scored: SampleScored
+    rollout: str
+    command_id: int
+    """Of the order to generate that it was made for."""
 
 
 class GroupState(enum.Enum):
@@ -48,6 +59,11 @@ class Group:
         self.results: dict[int, SampleScored] = {}
         """By the sample's place in the group."""
 
+    def records(self) -> list[SampleRecord]:
+        """Return what is known of the samples that are there, in order."""
+        assert self.engine is not None, "a result comes from an engine"
+        return [SampleRecord(self.results[sample], self.engine, self.request) for sample in sorted(self.results)]
+
 
 class StepGroups:
     """The groups of one step, or of its validation, in the data order."""
@@ -67,9 +83,9 @@ class StepGroups:
         """Whether every sample of every group is there, and who made them has nothing more to say."""
         return self.num_ready == len(self.groups) == self.num_drawn and not self.num_requests
 
-    def results_of(self, group: Group) -> list[SampleScored]:
-        """Return a group's results in the order of its samples."""
-        return [group.results[sample] for sample in sorted(group.results)]
+    def records(self) -> list[SampleRecord]:
+        """Return what is known of every sample that is there, in the order of groups and samples."""
+        return [record for group in self.groups for record in group.records()]
 
 
 class GroupTable:

@@ -362,9 +362,16 @@ class Scheduler:
         if self.progress.is_committed or not self._may_commit() or self._must_save() or self._saving.is_copied:
             return []
         self.progress.is_committed = True
+        validated = self.groups.of_step(self.step, "validate")
+        commit = CommitStep(
+            step=self.step,
+            version=self.step,
+            seconds=self._watch.read(self.requests.now),
+            validated=() if validated is None else tuple(record.scored for record in validated.records()),
+        )
         self.groups.remove(self.step, "train")
         self.groups.remove(self.step, "validate")
-        return [CommitStep(step=self.step, version=self.step, seconds=self._watch.read(self.requests.now))]
+        return [commit]
 
     def _rule_advance(self) -> list[Action]:
         """Begin the next step."""
@@ -459,7 +466,7 @@ class Scheduler:
         dynamic = self.spec.dynamic_sampling
         if dynamic is None:
             return False
-        found = sum(self._is_informative(of_step.results_of(group)) for group in of_step.groups)
+        found = sum(self._is_informative([record.scored for record in group.records()]) for group in of_step.groups)
         if found >= self.spec.num_groups:
             return False
         if of_step.num_batches == dynamic.max_batches:
