@@ -27,6 +27,8 @@ NEW_KEYS = [
     "policy.megatron_cfg.virtual_pipeline_model_parallel_size",
     "policy.megatron_cfg.forwarded",
     "policy.generation.transformers_cfg.num_slots",
+    "loss_fn.class",
+    "loss_fn.kwargs",
     "policy.generation.generation_timeout",
     "policy.generation.in_flight_weight_updates",
     "policy.generation.recompute_kv_cache_after_weight_updates",

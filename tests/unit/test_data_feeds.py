@@ -21,8 +21,8 @@ from tandem.common.config.schema import Tokenizer as TokenizerSettings
 from tandem.common.errors import ConfigError, DataError, TandemError
 from tandem.common.messages import Problem, PromptGroup, SampleScored, SamplesFinished
 from tandem.common.tokenizer import Tokenizer, load_tokenizer
+from tandem.coordinator.algorithms.given import GivenFeed
 from tandem.coordinator.algorithms.grpo import GrpoFeed, turn_metrics
-from tandem.coordinator.algorithms.sft import SftFeed
 from tandem.coordinator.data import ChatEncoder, ConversationWriter, PromptEncoder, epoch_stream, sample_seed, worked
 from tandem.coordinator.data.chat import EncodedSolution
 
@@ -58,7 +58,7 @@ def text(tokenizer: Tokenizer, tokens: Any) -> str:
 def error_of(config: Config, kind: type[TandemError], characters: str = "0123456789+-= ") -> str:
     tokenizer = character_tokenizer(config, characters)
     with pytest.raises(kind) as caught:
-        SftFeed(config, tokenizer) if config.algorithm == "sft" else GrpoFeed(config, tokenizer)
+        GivenFeed(config, tokenizer) if config.algorithm == "sft" else GrpoFeed(config, tokenizer)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -436,7 +436,7 @@ def rows_of(batch: TrainingBatch) -> list[tuple[list[int], list[bool]]]:
 def test_the_loss_counts_the_solution_and_nothing_else() -> None:
     config = data_config("sft")
     tokenizer = character_tokenizer(config)
-    batch, metrics = SftFeed(config, tokenizer).batch(1, "train")
+    batch, metrics = GivenFeed(config, tokenizer).batch(1, "train")
     assert metrics == {}
     assert len(batch.lengths_S) == config.policy.train_global_batch_size
     for tokens, mask in rows_of(batch):
@@ -452,7 +452,7 @@ def test_the_loss_counts_the_solution_and_nothing_else() -> None:
 
 def test_sft_goes_through_its_problems_and_stops_when_told() -> None:
     config = data_config("sft", num_train=64)
-    feed = SftFeed(config, character_tokenizer(config))
+    feed = GivenFeed(config, character_tokenizer(config))
     assert feed.num_steps == 8  # one epoch of 64 in batches of 8, before max_num_steps
     used = [tuple(tokens) for step in range(1, 9) for tokens, _ in rows_of(feed.batch(step, "train")[0])]
     assert len(set(used)) == 64
@@ -467,7 +467,7 @@ def test_sft_trains_on_solutions_of_a_file() -> None:
     Path("sums.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     config = data_config("sft", dataset_name="jsonl", train_data_path="sums.jsonl", num_validation=1)
     tokenizer = character_tokenizer(config)
-    batch, _ = SftFeed(config, tokenizer).batch(1, "train")
+    batch, _ = GivenFeed(config, tokenizer).batch(1, "train")
     assert {text(tokenizer, tokens) for tokens, _ in rows_of(batch)} < {
         f"<bos>{row['input']}{row['output']}<eos>" for row in rows
     }

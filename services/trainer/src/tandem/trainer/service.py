@@ -53,6 +53,7 @@ from tandem.refit.endpoint import Endpoint, Weights
 from tandem.trainer import step
 from tandem.trainer.backend import Backend, Writing
 from tandem.trainer.backends import make_backend
+from tandem.trainer.losses.own import try_out
 
 
 class TrainerService:
@@ -150,6 +151,7 @@ class TrainerService:
     @collector.paused()
     def _build(self, order: BuildTrainer) -> None:
         limit_threads(self._config, "trainers")
+        try_out(self._config)
         if is_loopback(order.rendezvous_host):
             loopback_interface("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
         timeout = datetime.timedelta(seconds=order.deadline_s)

@@ -16,12 +16,12 @@ import torch
 
 from tandem.common.batch import Float32s, TrainingBatch
 from tandem.common.config import Config
-from tandem.common.config.schema import Grpo
 from tandem.trainer import packing
 from tandem.trainer.advantages import minus_kl, whitened
 from tandem.trainer.backend import Backend, OptimizerStep, WhichModel
 from tandem.trainer.batching import Batching
 from tandem.trainer.losses import Counts, Loss, make_loss
+from tandem.trainer.losses.own import blamed
 from tandem.trainer.packing import MicroBatch
 from tandem.trainer.scoring import TokenScores
 from tandem.trainer.sharing import find_prompts
@@ -54,7 +54,7 @@ def train(backend: Backend, batch: TrainingBatch, config: Config) -> TrainResult
     if config.needs_reference:
         with _timed(seconds, "reference_logprobs"):
             reference_T = shares.logprobs("reference")
-    if config.algorithm == "grpo" and (len(shares.global_batches) > 1 or config.loss_fn.use_kl_in_reward):
+    if "policy" in config.declaration.scored_by(config, len(shares.global_batches)):
         with _timed(seconds, "logprobs"):
             previous_T = shares.logprobs("policy")
     tokens = _Tokens(
@@ -64,7 +64,8 @@ def train(backend: Backend, batch: TrainingBatch, config: Config) -> TrainResult
     with _timed(seconds, "policy_training"):
         for rows in shares.global_batches:
             loss = make_loss(config, shares.counts(rows), backend.device)
-            done = backend.train_step(shares.micro_batches(rows, tokens), loss)
+            with blamed(config):
+                done = backend.train_step(shares.micro_batches(rows, tokens), loss)
             parts.append(_metrics(backend, config, loss, shares.counts(rows), done))
     metrics = {name: sum(part[name] for part in parts) / len(parts) for name in parts[0]}
     # A batch has so many of these in all, and ends on this learning rate.
@@ -103,12 +104,10 @@ def evaluate(
 
 def _evaluated(backend: Backend, batch: TrainingBatch, config: Config) -> tuple[dict[str, float], int]:
     """Return the metrics of a batch, and what its means divide by."""
-    section = config.algorithm_section
-    assert not isinstance(section, Grpo), "GRPO validates by generating"
     shares = _Shares(backend, batch, config)
     counts = shares.counts(range(len(batch.lengths_S)))
     loss = make_loss(config, counts, backend.device)
-    size = section.val_micro_batch_size
+    size = config.data_set_section.val_micro_batch_size
     reference_T = shares.logprobs("reference", size) if config.needs_reference else None
     tokens = _Tokens(advantages=shares.advantages(config, None, None), previous=None, reference=reference_T)
     total = torch.zeros(1, dtype=torch.float64, device=backend.device)
@@ -163,7 +162,7 @@ class _Shares:
     def advantages(self, config: Config, previous_T: Float32s | None, reference_T: Float32s | None) -> Float32s:
         """Return the advantage of each token, right for this rank's."""
         advantages_T = np.repeat(self._batch.advantages_S, self._batch.lengths_S)
-        if config.algorithm != "grpo" or config.grpo.adv_estimator.name != "reinforce_plus_plus":
+        if not config.declaration.finishes_advantages(config):
             return advantages_T
         if config.loss_fn.use_kl_in_reward:
             assert previous_T is not None

@@ -98,16 +98,16 @@ def _data_parallel(config: Config) -> Iterator[str]:
 
 def _rewards(config: Config) -> Iterator[str]:
     """Settings of one way to treat rewards, where another is chosen."""
-    shaping, estimator = config.grpo.reward_shaping, config.grpo.adv_estimator
-    if config.algorithm != "grpo":
+    if not config.declaration.rolls_out:
         return
+    shaping, estimator = config.rollout_section.reward_shaping, config.rollout_section.adv_estimator
     if shaping.enabled and shaping.stop_properly_penalty_coef is not None and shaping.max_response_length is not None:
-        key = "grpo.reward_shaping"
+        key = f"{config.algorithm}.reward_shaping"
         yield _vain(
             f"{key}.max_response_length", shaping.max_response_length, f"{key}.stop_properly_penalty_coef is set"
         )
     if estimator.reward_weights is not None and estimator.name != "gdpo":
-        key = "grpo.adv_estimator"
+        key = f"{config.algorithm}.adv_estimator"
         yield _vain(f"{key}.reward_weights", estimator.reward_weights, f"{key}.name is {estimator.name}")
 
 

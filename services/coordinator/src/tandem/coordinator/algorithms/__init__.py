@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from tandem.common.config import Config
+from tandem.common.dotted import named
 from tandem.common.tokenizer import Tokenizer
-from tandem.coordinator.algorithms.dpo import DpoFeed
-from tandem.coordinator.algorithms.grpo import GrpoFeed
-from tandem.coordinator.algorithms.sft import SftFeed
 from tandem.coordinator.feed import Feed
 
 __all__ = ["make_feed"]
@@ -14,10 +12,5 @@ __all__ = ["make_feed"]
 
 def make_feed(config: Config, tokenizer: Tokenizer) -> Feed:
     """Load the data of the configured algorithm. Raises `DataError` or `ConfigError` before anything starts."""
-    match config.algorithm:
-        case "grpo":
-            return GrpoFeed(config, tokenizer)
-        case "sft":
-            return SftFeed(config, tokenizer)
-        case "dpo":
-            return DpoFeed(config, tokenizer)
+    feed: Feed = named(config.declaration.batches)(config, tokenizer)
+    return feed

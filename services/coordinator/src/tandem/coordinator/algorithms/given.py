@@ -11,7 +11,6 @@ import numpy as np
 
 from tandem.common.batch import TrainingBatch
 from tandem.common.config import Config
-from tandem.common.config.schema import Dpo, Sft
 from tandem.common.messages import Purpose, SamplesFinished
 from tandem.common.tokenizer import Tokenizer
 from tandem.common.wire import Arrays
@@ -38,9 +37,9 @@ class GivenFeed:
     every other, and that is an error. Those held out are tokenised at once, the others when they are drawn.
     """
 
-    def __init__(self, config: Config, section: Sft | Dpo, tokenizer: Tokenizer) -> None:
+    def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
         self._config = config
-        self._section = section
+        self._section = section = config.data_set_section
         self._chat = ChatEncoder(config, tokenizer)
         sets = load_conversations(config)
         check_step_size(config, len(sets.train))

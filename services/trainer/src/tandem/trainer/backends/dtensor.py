@@ -49,8 +49,6 @@ class DTensorBackend:
         self.data_parallel_size = self._ranks.data.size()
         self.sequence_divisor = self._ranks.sequence_divisor
         self._dtype: torch.dtype = getattr(torch, config.policy.precision)
-        # A temperature of zero is greedy decoding, whose distribution has no gradient; only GRPO samples anything.
-        self._temperature = (config.policy.generation.temperature or 1.0) if config.algorithm == "grpo" else 1.0
 
         source = config.policy.model_name if checkpoint is None else str(checkpoint / checkpoints.POLICY)
         self._policy = load_model(source, config, torch.float32)
@@ -169,7 +167,7 @@ class DTensorBackend:
     def _scorer(self, model: Any) -> TokenScorer:
         ranks = self._ranks.context
         group = ranks.get_group() if ranks.size() > 1 else None
-        return TokenScorer(model, self._temperature, linear_head=self._linear_head, context=group)
+        return TokenScorer(model, self._config.scoring_temperature, linear_head=self._linear_head, context=group)
 
     def _prepare_attention(self) -> bool:
         """Make the policy take packed rows, its share of each sequence, or shared prompts, as is wanted.
@@ -179,7 +177,7 @@ class DTensorBackend:
         """
         policy, is_shared = self._config.policy, self._ranks.context.size() > 1
         by_tokens = policy.sequence_packing.enabled or policy.dynamic_batching.enabled
-        wants_prompts = self._config.algorithm != "sft" and policy.share_prompts and not by_tokens
+        wants_prompts = self._config.declaration.shares_prompts and policy.share_prompts and not by_tokens
         name, longest, reason = type(self._policy).__name__, policy.max_total_sequence_length, None
         if is_shared or policy.sequence_packing.enabled:
             reason = prepare_to_pack(self._policy, longest)

@@ -8,7 +8,6 @@ from tandem.common.config.checks import (
     data,
     dtensor,
     generation,
-    learning,
     loss,
     megatron,
     model,
@@ -17,6 +16,7 @@ from tandem.common.config.checks import (
 )
 from tandem.common.config.checks.rule import Rule
 from tandem.common.config.schema import Config
+from tandem.common.dotted import named
 
 RULES: tuple[Rule, ...] = (
     *model.RULES,
@@ -24,17 +24,17 @@ RULES: tuple[Rule, ...] = (
     *parallelism.RULES,
     *dtensor.RULES,
     *batches.RULES,
-    *learning.RULES,
     *loss.RULES,
     *data.RULES,
     *run.RULES,
     *cluster.RULES,
     *generation.RULES,
 )
-"""Checked in this order."""
+"""Of all algorithms. Checked in this order, and those that the algorithm's declaration lists last."""
 
 
 def first_problem(config: Config) -> None:
     """Raise `Invalid` for the first rule that the configuration breaks."""
-    for rule in RULES:
+    own: list[Rule] = [rule for path in config.declaration.rules for rule in named(path)]
+    for rule in (*RULES, *own):
         rule(config)

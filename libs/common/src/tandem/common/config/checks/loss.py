@@ -1,10 +1,10 @@
-"""Rules of the policy-gradient loss: options that contradict each other."""
+"""Rules of the loss: options that contradict each other."""
 
 from __future__ import annotations
 
 import msgspec
 
-from tandem.common.config.checks.rule import Rule
+from tandem.common.config.checks.rule import Rule, check_dotted_path
 from tandem.common.config.problem import Invalid, shown
 from tandem.common.config.schema import Config
 
@@ -39,9 +39,18 @@ _KIND = "loss_fn.truncated_importance_sampling_type"
 _HIGH, _LOW = "truncated_importance_sampling_ratio", "truncated_importance_sampling_ratio_min"
 
 
+def the_loss_is_named(config: Config) -> None:
+    """Arguments are those of a class of the user's."""
+    loss = config.loss_fn
+    if loss.class_path is not None:
+        check_dotted_path("loss_fn.class", loss.class_path)
+    elif loss.kwargs:
+        raise Invalid("loss_fn.kwargs", f"{shown(loss.kwargs)}, but loss_fn.class names no class that takes them")
+
+
 def options_agree(config: Config) -> None:
     """The options make one loss."""
-    for conflict in _CONFLICTS if config.algorithm == "grpo" else ():
+    for conflict in _CONFLICTS:
         value, other = (getattr(config.loss_fn, name) for name in (conflict.key, conflict.other))
         if value and other != conflict.needed:
             raise Invalid(
@@ -52,8 +61,6 @@ def options_agree(config: Config) -> None:
 
 def importance_weights_have_bounds(config: Config) -> None:
     """A way to truncate weights goes with the bounds that it needs, and bounds with a way."""
-    if config.algorithm != "grpo":
-        return
     loss = config.loss_fn
     kind = loss.truncated_importance_sampling_type
     high, low = loss.truncated_importance_sampling_ratio, loss.truncated_importance_sampling_ratio_min
@@ -73,7 +80,7 @@ def importance_weights_have_bounds(config: Config) -> None:
 
 def kl_in_the_reward_reaches_the_advantage(config: Config) -> None:
     """Of the estimators only Reinforce++ has rewards by token."""
-    if config.algorithm != "grpo" or not config.loss_fn.use_kl_in_reward:
+    if not config.loss_fn.use_kl_in_reward:
         return
     name = config.grpo.adv_estimator.name
     if name != "reinforce_plus_plus":
@@ -88,8 +95,8 @@ def kl_in_the_reward_reaches_the_advantage(config: Config) -> None:
 def forced_ratios_are_true(config: Config) -> None:
     """After one optimizer step the policy in training is no longer the one before."""
     batch = config.policy.train_global_batch_size
-    samples = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
-    if config.algorithm == "grpo" and config.loss_fn.force_on_policy_ratio and batch != samples:
+    samples = config.units_per_step
+    if config.loss_fn.force_on_policy_ratio and batch != samples:
         raise Invalid(
             "loss_fn.force_on_policy_ratio",
             f"true needs one optimizer step a rollout batch: policy.train_global_batch_size is {batch}, "
@@ -97,7 +104,9 @@ def forced_ratios_are_true(config: Config) -> None:
         )
 
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[Rule, ...] = (the_loss_is_named,)
+
+POLICY_GRADIENT_RULES: tuple[Rule, ...] = (
     options_agree,
     importance_weights_have_bounds,
     kl_in_the_reward_reaches_the_advantage,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import Meta
 
-from tandem.common.config.schema.base import NonNegativeFloat, PositiveFloat, Section
+from tandem.common.config.schema.base import NonEmptyStr, NonNegativeFloat, PositiveFloat, Section
 
 KlType = Literal["k1", "k2", "k3"]
 """Estimators of a KL divergence from samples (Schulman 2020, joschu.net/blog/kl-approx.html)."""
@@ -16,12 +17,17 @@ TruncationType = Literal["tis", "icepop", "seq-mask-tis"]
 
 
 class LossFn(Section, frozen=True, kw_only=True):
-    """The policy-gradient loss of GRPO and its kin; no other algorithm reads it.
+    """The policy-gradient loss of GRPO and its kin; other algorithms read `class` and `kwargs` alone.
 
     As it stands it is GRPO's. REINFORCE and RLOO: ``disable_ppo_ratio``. GSPO: ``sequence_level_importance_ratios`` and
     no ``token_level_loss``. CISPO: ``use_cispo``. DAPO: a ``ratio_clip_max`` of its own.
     """
 
+    class_path: NonEmptyStr | None = msgspec.field(name="class", default=None)
+    """New. Dotted path of a loss of your own, such as ``mine.Loss`` for the class ``Loss`` of a ``mine.py`` beside the
+    configuration file; null takes the algorithm's."""
+    kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+    """New. Arguments of that class, beside those that every loss is made with."""
     reference_policy_kl_penalty: NonNegativeFloat = 0.01
     """Weight of the KL divergence to the starting model; 0 builds no reference model."""
     reference_policy_kl_type: KlType = "k3"

@@ -199,10 +199,9 @@ class MegatronBackend:
         return chunks, RankWeights(chunks, self._settings.sizes, self._shape)
 
     def _pipeline(self, chunks: Sequence[torch.nn.Module]) -> Pipeline:
-        config = self._config
-        # A temperature of zero is greedy decoding, whose distribution has no gradient; only GRPO samples anything.
-        temperature = (config.policy.generation.temperature or 1.0) if config.algorithm == "grpo" else 1.0
-        return Pipeline(chunks, self._settings.sizes, self._shape.known.vocabulary_size, temperature)
+        return Pipeline(
+            chunks, self._settings.sizes, self._shape.known.vocabulary_size, self._config.scoring_temperature
+        )
 
     def _reference(self) -> Pipeline:
         chunks, weights = self._build()
