@@ -26,7 +26,6 @@ from processes import TIMEOUT_S, Asked, Plane, Remote, started
 from pytest_benchmark.fixture import BenchmarkFixture
 from test_refit_verify import Trainer
 
-from tandem.common.batch import SampleArrays
 from tandem.common.config import build_config, config_to_json
 from tandem.common.config.schema import NewModel
 from tandem.common.messages import BuildEngine, Generate, Generated, Problem, PromptGroup, SamplingParameters
@@ -84,6 +83,14 @@ class Service(RolloutService):
         self._is_async = way == "async_engine"
         self._holds_back = way == "turn by turn"
 
+    def take(self, command_id: int) -> list[tuple[int, int, list[int]]]:
+        """Return group, place and tokens of each sample that was made for an order, and keep them no longer."""
+        store = self._samples()
+        keys = [(command_id, group, sample) for group, sample in store._samples[command_id]]
+        taken = [(*key[1:], arrays.token_ids_T.tolist()) for key, arrays in zip(keys, store._taken(keys), strict=True)]
+        store.release([command_id])
+        return taken
+
     def _take(self, completion: Completion) -> None:
         self._held.append(completion)
         if not self._holds_back or not self._built().num_unfinished:
@@ -99,7 +106,11 @@ def make(member: Member, connection: Connection, folder: str) -> tuple[Any, Aske
         return trainer, {"layout": lambda: layout.encode(trainer.layout), "write": trainer.write}
     service = Service(member)
     service.handle(BuildEngine(command_id=0, deadline_s=TIMEOUT_S), {})
-    return service, {"layout": lambda: layout.encode(service._built().layouts()[0]), "choose": service.choose}
+    return service, {
+        "layout": lambda: layout.encode(service._built().layouts()[0]),
+        "choose": service.choose,
+        "take": service.take,
+    }
 
 
 def configuration(folder: str, num_slots: int) -> bytes:
@@ -134,16 +145,14 @@ class Rollouts:
         """Make them all; return how long that took."""
         self._engine.ask("choose", way)
         order = self._order()
-        self.tokens[way] = {}
         begun = time.perf_counter()
         self._engine.order(order)
         while not isinstance((received := self._engine.receive_all())[0], Generated):
-            finished, frames = received
-            arrays = SampleArrays.from_frames(frames)
-            for row, sample in enumerate(finished.samples):
-                assert sample.num_turns == NUM_TURNS
-                self.tokens[way][sample.group, sample.sample] = arrays.take([row]).token_ids_T.tolist()
-        return time.perf_counter() - begun
+            assert all(sample.num_turns == NUM_TURNS for sample in received[0].samples)
+        seconds = time.perf_counter() - begun
+        taken = self._engine.ask("take", order.command_id)
+        self.tokens[way] = {(group, sample): token_ids for group, sample, token_ids in taken}
+        return seconds
 
     def _order(self) -> Generate:
         promise = self._plane.promise()

@@ -105,7 +105,7 @@ class Trainer:
         """Return the seconds of processor time it took."""
         self.num_tokens = 0
         started = time.process_time()
-        step.train(self._backend, self._batch, self._config)
+        step.train(self._backend, self._batch.table(), self._batch, self._config)
         return time.process_time() - started
 
     def _count(self, _module: Any, _args: Any, kwargs: dict[str, Any]) -> None:

@@ -103,7 +103,7 @@ class Saving:
 
     def train(self) -> None:
         """Take a step."""
-        step.train(self.backend, self._batch, self._config)
+        step.train(self.backend, self._batch.table(), self._batch, self._config)
 
     def aside(self) -> float:
         """Return the seconds in which no step can start; then train until all is written."""

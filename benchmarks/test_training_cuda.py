@@ -162,7 +162,7 @@ def test_tokens_a_second(
     backend = make_backend(config, checkpoint=None)
 
     def train() -> None:
-        step.train(backend, batch, config)
+        step.train(backend, batch.table(), batch, config)
         if not IS_TRIAL:
             torch.cuda.synchronize()
 

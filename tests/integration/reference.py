@@ -19,7 +19,7 @@ from tandem.common.batch import TrainingBatch
 from tandem.common.config import Config
 from tandem.trainer import step
 from tandem.trainer.backend import Backend
-from tests.integration.trainer_harness import ADAMW, run_ranks
+from tests.integration.trainer_harness import ADAMW, run_ranks, train_on
 
 TOLERANCE = 1e-6
 
@@ -181,6 +181,6 @@ def _train_rank(
 ) -> tuple[int, NDArray[np.float32], list[dict[str, float]]]:
     backend = make(config)
     logprobs_T = step._Shares(backend, batches[0], config).logprobs("policy")
-    metrics = [step.train(backend, batch, config).metrics for batch in batches]
+    metrics = [train_on(backend, batch, config).metrics for batch in batches]
     backend.save(folder).num_bytes.result()
     return backend.data_parallel_rank, logprobs_T, metrics

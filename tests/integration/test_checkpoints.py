@@ -21,7 +21,7 @@ from safetensors import safe_open
 from tandem.common.config import Config
 from tandem.common.errors import CheckpointError
 from tandem.refit.layout import Box
-from tandem.trainer import checkpoints, step
+from tandem.trainer import checkpoints
 from tandem.trainer.backends.dtensor import DTensorBackend
 from tandem.trainer.box_files import BoxFiles, Part
 from tests.integration.trainer_harness import (
@@ -31,6 +31,7 @@ from tests.integration.trainer_harness import (
     make_config,
     make_model,
     run_ranks,
+    train_on,
     train_while_saving,
 )
 
@@ -48,7 +49,7 @@ def train_and_save(
 ) -> tuple[list[dict[str, float]], int, int]:
     """Train from a checkpoint (or the start) on the batches of these seeds, and save; return metrics, digest, bytes."""
     backend = DTensorBackend(config, checkpoint=checkpoint)
-    metrics = [step.train(backend, make_batch(16, seed=seed), config).metrics for seed in seeds]
+    metrics = [train_on(backend, make_batch(16, seed=seed), config).metrics for seed in seeds]
     num_bytes = backend.save(folder).num_bytes.result() if folder is not None else 0
     return metrics, digest_of(backend), num_bytes
 
@@ -138,7 +139,7 @@ def assert_restored(saved: tuple[int, Config], loaded: tuple[int, Config], tmp_p
 def load_and_save(rank: int, config: Config, source: Path, folder: Path) -> None:
     """Load into a backend that has trained elsewhere."""
     backend = DTensorBackend(config, checkpoint=None)
-    step.train(backend, make_batch(16, seed=9), config)
+    train_on(backend, make_batch(16, seed=9), config)
     backend.load(source)
     backend.save(folder).num_bytes.result()
 
@@ -183,7 +184,7 @@ def test_without_memory_for_copies_training_waits_and_the_checkpoint_is_the_same
 
 def save_both_ways(rank: int, config: Config, folder: Path) -> str:
     backend = DTensorBackend(config, checkpoint=None)
-    step.train(backend, make_batch(16), config)
+    train_on(backend, make_batch(16), config)
     aside = backend.save(folder / "aside")
     assert aside.why_waited == ""
     assert aside.num_bytes.result() > 0
@@ -266,7 +267,7 @@ SMALL_FILE = 30_000
 
 def save_in_small_files(rank: int, config: Config, folder: Path) -> int:
     backend = DTensorBackend(config, checkpoint=None)
-    step.train(backend, make_batch(), config)
+    train_on(backend, make_batch(), config)
     backend.save(folder / "one").num_bytes.result()
     small = checkpoints.save(folder / "small", backend._state(), config, max_file_bytes=SMALL_FILE)
     return small.num_bytes.result()
@@ -281,7 +282,7 @@ def test_nothing_is_pickled(tmp_path: Path) -> None:
 
 def save_and_load_without_pickle(rank: int, config: Config, folder: Path) -> None:
     backend = DTensorBackend(config, checkpoint=None)
-    step.train(backend, make_batch(16), config)
+    train_on(backend, make_batch(16), config)
     with no_pickle():
         backend.save(folder).num_bytes.result()
         dist.barrier()
@@ -332,14 +333,14 @@ def save_without_room(
     if not has_room_for_copies:
         leave_no_memory()
     backend = DTensorBackend(config, checkpoint=None)
-    step.train(backend, make_batch(), config)
+    train_on(backend, make_batch(), config)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == failing_rank:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, limits[1]))
     error = backend.save(folder / "full").num_bytes.exception()
     assert error is None or isinstance(error, CheckpointError)
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    step.train(backend, make_batch(), config)
+    train_on(backend, make_batch(), config)
     backend.save(folder / "roomy").num_bytes.result()
     dist.barrier()
     DTensorBackend(config, checkpoint=folder / "roomy")

@@ -14,7 +14,6 @@ import transformers
 
 from tandem.common.batch import TrainingBatch
 from tandem.common.config import Config
-from tandem.trainer import step
 from tandem.trainer.backends.dtensor import DTensorBackend
 from tandem.trainer.backends.shards import local_of
 from tandem.trainer.offload import Offloaded, state_of
@@ -30,10 +29,12 @@ from tests.integration.trainer_harness import (
     ADAMW,
     ARCHITECTURES,
     digest_of,
+    evaluate_on,
     make_batch,
     make_config,
     make_model,
     run_ranks,
+    train_on,
 )
 
 pytestmark = pytest.mark.usefixtures("rank_server")
@@ -44,7 +45,7 @@ TOLERANCE = 1e-6
 def train_rank(rank: int, config: Config, batches: Sequence[TrainingBatch], folder: Path | None = None) -> Any:
     """Train on the batches one after another; return the metrics of each, and save the weights if a folder is given."""
     backend = DTensorBackend(config, checkpoint=None)
-    results = [step.train(backend, batch, config) for batch in batches]
+    results = [train_on(backend, batch, config) for batch in batches]
     if folder is not None:
         backend.save(folder).num_bytes.result()
     return [result.metrics for result in results], digest_of(backend)
@@ -146,7 +147,7 @@ def test_sft_matches_hugging_faces_own_loss(world_size: int, tmp_path: Path) -> 
 def evaluate_rank(rank: int, config: Config, batch: TrainingBatch) -> dict[str, float]:
     backend = DTensorBackend(config, checkpoint=None)
     before = digest_of(backend)
-    metrics = step.evaluate(backend, batch, config)
+    metrics = evaluate_on(backend, batch, config)
     assert digest_of(backend) == before
     return metrics
 
@@ -212,7 +213,7 @@ def count_layer_passes(rank: int, config: Config, batches: Sequence[TrainingBatc
 
     backend = DTensorBackend(config, checkpoint=None)
     backend._policy.model.layers[0].self_attn.register_forward_pre_hook(count)
-    metrics = [step.train(backend, batch, config).metrics for batch in batches]
+    metrics = [train_on(backend, batch, config).metrics for batch in batches]
     return passes, (metrics, digest_of(backend))
 
 
@@ -236,7 +237,7 @@ def train_and_offload(rank: int, config: Config, batches: Sequence[TrainingBatch
     backend = DTensorBackend(config, checkpoint=None)
     metrics = []
     for batch in batches:
-        metrics.append(step.train(backend, batch, config).metrics)
+        metrics.append(train_on(backend, batch, config).metrics)
         state = state_of(backend._optimizer, backend.device)
         sizes = [tensor.untyped_storage().nbytes() for tensor in state]
         held = sum(local_of(parameter).nbytes for parameter in backend._parameters.values())
@@ -260,15 +261,15 @@ def train_on_nan(rank: int, config: Config) -> tuple[str, bool]:
     from tandem.common.errors import TrainingError
 
     backend = DTensorBackend(config, checkpoint=None)
-    step.train(backend, make_batch(), config)
+    train_on(backend, make_batch(), config)
     before = digest_of(backend)
     batch = make_batch()
     advantages = batch.advantages_S.copy()
     advantages[3] = np.nan
     with pytest.raises(TrainingError) as raised:
-        step.train(backend, msgspec.structs.replace(batch, advantages_S=advantages), config)
+        train_on(backend, msgspec.structs.replace(batch, advantages_S=advantages), config)
     unchanged = digest_of(backend) == before
-    step.train(backend, batch, config)  # and training can go on
+    train_on(backend, batch, config)  # and training can go on
     return str(raised.value), unchanged and digest_of(backend) != before
 
 

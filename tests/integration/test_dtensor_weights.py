@@ -25,9 +25,16 @@ from tandem.refit.adapters.deployment import Hosts
 from tandem.refit.adapters.dtensor import DTensor
 from tandem.refit.digests import task as digest
 from tandem.refit.layout import Layout, SharedMemory, whole
-from tandem.trainer import step
 from tandem.trainer.backends.dtensor import DTensorBackend
-from tests.integration.trainer_harness import ARCHITECTURES, digest_of, make_batch, make_config, make_model, run_ranks
+from tests.integration.trainer_harness import (
+    ARCHITECTURES,
+    digest_of,
+    make_batch,
+    make_config,
+    make_model,
+    run_ranks,
+    train_on,
+)
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 
@@ -101,7 +108,7 @@ def read_each_other(rank: int, config: Config, folder: Path) -> None:
     num_replicas = config.policy.dtensor_cfg.tensor_parallel_size
     for number in range(3):
         if number:
-            step.train(backend, make_batch(seed=number), config)
+            train_on(backend, make_batch(seed=number), config)
         backend.save(folder / str(number)).num_bytes.result()
         assert exchange_layouts(backend) == layouts, "what was said about the memory must stay true"
         if rank == dist.get_world_size() - 1:
@@ -161,7 +168,7 @@ def test_digest_shares_add_up_to_the_digest_of_the_model_engines_hold(precision:
 def digest_before_and_after(rank: int, config: Config) -> tuple[int, int]:
     backend = DTensorBackend(config, checkpoint=None)
     before = digest_of(backend, config.policy.precision)
-    step.train(backend, make_batch(), config)
+    train_on(backend, make_batch(), config)
     return before, digest_of(backend, config.policy.precision)
 
 

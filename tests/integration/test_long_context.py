@@ -12,9 +12,9 @@ import transformers
 
 from tandem.common.batch import TrainingBatch
 from tandem.common.config import Config
-from tandem.trainer import scoring, step
+from tandem.trainer import scoring
 from tests.integration import test_same_numbers_megatron as megatron
-from tests.integration.trainer_harness import VOCABULARY, make_config, make_model, run_ranks
+from tests.integration.trainer_harness import VOCABULARY, make_config, make_model, run_ranks, train_on
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 
@@ -82,5 +82,5 @@ def train_rank(rank: int, config: Config, batch: TrainingBatch) -> tuple[dict[st
         return logits
 
     scoring._logits, scoring._LOGITS = count, LOGITS
-    metrics = step.train(megatron.make(config), batch, config).metrics
+    metrics = train_on(megatron.make(config), batch, config).metrics
     return metrics, max(numbers)

@@ -15,12 +15,11 @@ import transformers
 from tandem.common.batch import TrainingBatch
 from tandem.common.config import Config
 from tandem.common.errors import ModelError, TrainingError
-from tandem.trainer import step
 from tandem.trainer.backends.megatron import cpu
 from tests.integration.megatron_harness import make_checkpoint
 from tests.integration.reference import plain_numbers, sequences_of
 from tests.integration.test_same_numbers_megatron import BATCHES, EP2, PP2, SP, TP2, config_for, make
-from tests.integration.trainer_harness import ADAMW, digest_of, make_batch, run_ranks
+from tests.integration.trainer_harness import ADAMW, digest_of, make_batch, run_ranks, train_on
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 
@@ -39,14 +38,14 @@ def test_a_loss_that_is_no_number_leaves_the_weights_alone(
 
 def train_on_nan(rank: int, config: Config) -> tuple[str, bool, bool]:
     backend = make(config)
-    step.train(backend, BATCHES[0], config)
+    train_on(backend, BATCHES[0], config)
     before = digest_of(backend)
     advantages = BATCHES[1].advantages_S.copy()
     advantages[3] = np.nan
     with pytest.raises(TrainingError) as raised:
-        step.train(backend, msgspec.structs.replace(BATCHES[1], advantages_S=advantages), config)
+        train_on(backend, msgspec.structs.replace(BATCHES[1], advantages_S=advantages), config)
     was_unchanged = digest_of(backend) == before
-    step.train(backend, BATCHES[1], config)
+    train_on(backend, BATCHES[1], config)
     return str(raised.value), was_unchanged, digest_of(backend) != before
 
 
@@ -70,12 +69,12 @@ def test_routers_are_frozen_and_experts_balanced_without_a_gradient(freezes: boo
 
 
 def train_once(rank: int, config: Config, batch: TrainingBatch) -> dict[str, float]:
-    return step.train(make(config), batch, config).metrics
+    return train_on(make(config), batch, config).metrics
 
 
 def train_and_save(rank: int, config: Config, folder: Path) -> None:
     backend = make(config)
-    step.train(backend, BATCHES[0], config)
+    train_on(backend, BATCHES[0], config)
     backend.save(folder).num_bytes.result()
 
 
@@ -125,7 +124,7 @@ def test_bfloat16_stays_close(num_ranks: int, megatron: dict[str, Any], tmp_path
 
 def train_all_and_save(rank: int, config: Config, folder: Path) -> list[dict[str, float]]:
     backend = make(config)
-    metrics = [step.train(backend, batch, config).metrics for batch in BATCHES]
+    metrics = [train_on(backend, batch, config).metrics for batch in BATCHES]
     backend.save(folder).num_bytes.result()
     return metrics
 
@@ -141,7 +140,7 @@ def test_the_learning_rate_follows_its_schedule(tmp_path: Path) -> None:
 
 def learning_rates(rank: int, config: Config) -> list[float]:
     backend = make(config)
-    return [step.train(backend, BATCHES[number % 3], config).metrics["learning_rate"] for number in range(5)]
+    return [train_on(backend, BATCHES[number % 3], config).metrics["learning_rate"] for number in range(5)]
 
 
 CHANGED = "Megatron-Core has changed, and cannot train on a CPU: megatron.core."

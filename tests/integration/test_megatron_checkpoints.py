@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from tandem.common.config import Config
 from tandem.common.errors import CheckpointError
-from tandem.trainer import step
 from tests.integration.megatron_harness import make_checkpoint
 from tests.integration.test_checkpoints import no_pickle
 from tests.integration.test_megatron_weights import tensors_in
@@ -32,7 +31,7 @@ from tests.integration.test_same_numbers_megatron import (
     config_for,
     make_backend,
 )
-from tests.integration.trainer_harness import digest_of, make_batch, run_ranks, train_while_saving
+from tests.integration.trainer_harness import digest_of, make_batch, run_ranks, train_on, train_while_saving
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 
@@ -132,7 +131,7 @@ def train_and_save(
     rank: int, config: Config, checkpoint: Path | None, seeds: range, folder: Path | None
 ) -> tuple[list[dict[str, float]], int]:
     backend = make_backend(config, checkpoint=checkpoint)
-    metrics = [step.train(backend, make_batch(16, seed=seed), config).metrics for seed in seeds]
+    metrics = [train_on(backend, make_batch(16, seed=seed), config).metrics for seed in seeds]
     if folder is not None:
         backend.save(folder).num_bytes.result()
     return metrics, digest_of(backend, config.policy.precision)

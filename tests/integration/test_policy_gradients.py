@@ -12,10 +12,9 @@ import transformers
 
 from tandem.common.batch import TrainingBatch
 from tandem.common.config import Config
-from tandem.trainer import step
 from tandem.trainer.backends import make_backend
 from tests.integration.reference import trained_weights
-from tests.integration.trainer_harness import ADAMW, make_batch, make_config, make_model, run_ranks
+from tests.integration.trainer_harness import ADAMW, make_batch, make_config, make_model, run_ranks, train_on
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 
@@ -75,7 +74,7 @@ def configure(model: Path, loss: dict[str, Any], **policy: Any) -> Config:
 
 def train_rank(rank: int, config: Config, batches: list[TrainingBatch], folder: Path) -> Any:
     backend = make_backend(config, checkpoint=None)
-    metrics = [step.train(backend, batch, config).metrics for batch in batches]
+    metrics = [train_on(backend, batch, config).metrics for batch in batches]
     backend.save(folder).num_bytes.result()
     return metrics
 

@@ -13,10 +13,18 @@ import transformers
 
 from tandem.common.batch import TrainingBatch
 from tandem.common.config import Config
-from tandem.trainer import step
 from tandem.trainer.backends import make_backend
 from tests.integration.megatron_harness import make_checkpoint
-from tests.integration.trainer_harness import ADAMW, digest_of, make_config, make_groups, make_model, run_ranks
+from tests.integration.trainer_harness import (
+    ADAMW,
+    digest_of,
+    evaluate_on,
+    make_config,
+    make_groups,
+    make_model,
+    run_ranks,
+    train_on,
+)
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 
@@ -49,15 +57,15 @@ def batches_of_pairs(count: int) -> list[TrainingBatch]:
 
 def train_rank(rank: int, config: Config, batches: Sequence[TrainingBatch], checkpoint: Path | None = None) -> Any:
     backend = make_backend(config, checkpoint=checkpoint)
-    return [step.train(backend, batch, config).metrics for batch in batches], digest_of(backend)
+    return [train_on(backend, batch, config).metrics for batch in batches], digest_of(backend)
 
 
 def evaluate_rank(rank: int, config: Config, batch: TrainingBatch, held_out: TrainingBatch) -> dict[str, float]:
     """Train once, so that policy and reference differ, and evaluate."""
     backend = make_backend(config, checkpoint=None)
-    step.train(backend, batch, config)
+    train_on(backend, batch, config)
     before = digest_of(backend)
-    metrics = step.evaluate(backend, held_out, config, PARTS)
+    metrics = evaluate_on(backend, held_out, config, PARTS)
     assert digest_of(backend) == before
     return metrics
 
@@ -65,7 +73,7 @@ def evaluate_rank(rank: int, config: Config, batch: TrainingBatch, held_out: Tra
 def save_rank(rank: int, config: Config, batches: Sequence[TrainingBatch], folder: Path) -> None:
     backend = make_backend(config, checkpoint=None)
     for batch in batches:
-        step.train(backend, batch, config)
+        train_on(backend, batch, config)
     backend.save(folder).num_bytes.result()
 
 

@@ -16,13 +16,21 @@ import transformers
 
 from tandem.common.batch import TrainingBatch
 from tandem.common.config import Config
-from tandem.trainer import packing, step
+from tandem.trainer import packing
 from tandem.trainer.attention import prepare_to_share
 from tandem.trainer.backends.dtensor import DTensorBackend
-from tandem.trainer.sharing import find_prompts
+from tandem.trainer.sharing import Prompts
 from tests.integration.reference import assert_same_steps, assert_same_weights, plain_grpo, trained_weights
 from tests.integration.test_dtensor import train_rank
-from tests.integration.trainer_harness import ARCHITECTURES, make_batch, make_config, make_groups, make_model, run_ranks
+from tests.integration.trainer_harness import (
+    ARCHITECTURES,
+    make_batch,
+    make_config,
+    make_groups,
+    make_model,
+    run_ranks,
+    train_on,
+)
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 
@@ -68,7 +76,7 @@ def train_counting_tokens(rank: int, config: Config, batches: Sequence[TrainingB
     metrics = []
     for batch in batches:
         counts.append(0)
-        metrics.append(step.train(backend, batch, config).metrics)
+        metrics.append(train_on(backend, batch, config).metrics)
     backend.save(folder).num_bytes.result()
     return metrics, counts, said.getvalue()
 
@@ -122,7 +130,7 @@ def test_logprobs_and_gradients_are_those_of_the_samples_one_by_one(tmp_path: Pa
     folder = make_model(tmp_path / "model")
     batch = make_groups(4, 2)
     found = []
-    for prompts in (None, find_prompts(batch)):
+    for prompts in (None, Prompts.of(batch.table())):
         model = transformers.AutoModelForCausalLM.from_pretrained(folder)
         if prompts is not None:
             assert prepare_to_share(model, 64) is None

@@ -12,10 +12,9 @@ import transformers
 
 from tandem.common.batch import TrainingBatch
 from tandem.common.config import Config
-from tandem.trainer import step
 from tandem.trainer.backends import make_backend
 from tests.integration.megatron_harness import make_checkpoint
-from tests.integration.trainer_harness import make_config, make_groups, run_ranks
+from tests.integration.trainer_harness import evaluate_on, make_config, make_groups, run_ranks, train_on
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 
@@ -39,8 +38,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 def rank(rank: int, config: Config, batch: TrainingBatch) -> tuple[dict[str, float], dict[str, float]]:
     """Evaluate, then train."""
     backend = make_backend(config, checkpoint=None)
-    evaluated = step.evaluate(backend, batch, config)
-    return evaluated, step.train(backend, batch, config).metrics
+    evaluated = evaluate_on(backend, batch, config)
+    return evaluated, train_on(backend, batch, config).metrics
 
 
 @pytest.fixture(scope="module")

@@ -15,13 +15,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
 from safetensors.torch import save_file
 
-from tandem.common.batch import TrainingBatch
+from tandem.common.assignment import Assignment
+from tandem.common.batch import BatchTable, TrainingBatch
 from tandem.common.config import Config, build_config
 from tandem.common.config.schema import NewModel
 from tandem.common.tokenizer import write_new_model
@@ -145,6 +147,29 @@ def make_batch(num_sequences: int = 8, *, seed: int = 0, max_length: int = 14) -
     )
 
 
+def share_of(
+    backend: Backend, batch: TrainingBatch, config: Config, parts: Sequence[int] = ()
+) -> tuple[BatchTable, TrainingBatch]:
+    """Return the table of a whole batch, as the coordinator would assign it, and this rank's share."""
+    assignment = Assignment.of(config, shares_prompts=backend.shares_prompts)
+    # Whatever `config` says, there are as many ranks as the test has started.
+    assignment = msgspec.structs.replace(assignment, num_ranks=backend.data_parallel_size)
+    table = assignment.assign(batch.table(), parts)
+    return table, batch.take(table.rows_of(backend.data_parallel_rank))
+
+
+def train_on(backend: Backend, batch: TrainingBatch, config: Config) -> step.TrainResult:
+    """Train on this rank's share of a whole batch."""
+    return step.train(backend, *share_of(backend, batch, config), config)
+
+
+def evaluate_on(
+    backend: Backend, batch: TrainingBatch, config: Config, parts: Mapping[str, int] | None = None
+) -> dict[str, float]:
+    """Evaluate this rank's share of a whole batch."""
+    return step.evaluate(backend, *share_of(backend, batch, config, [*(parts or {}).values()]), config, parts)
+
+
 def digest_of(backend: Backend, dtype: str = "float32") -> int:
     """Return the digest of what a rank holds, all tensors together, as engines hold it that want `dtype`."""
     weights = backend.weights()
@@ -178,7 +203,7 @@ def train_while_saving(
         for index, seed in enumerate(seeds):
             if index == num_before:
                 writing = backend.save(folder)
-            metrics.append(step.train(backend, make_batch(16, seed=seed), config).metrics)
+            metrics.append(train_on(backend, make_batch(16, seed=seed), config).metrics)
         assert not writing.num_bytes.done() or dist.get_rank(), "rank 0 has the policy to write"
         assert not list(folder.rglob("*.safetensors"))
         dist.barrier()

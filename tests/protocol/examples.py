@@ -20,13 +20,20 @@ UNIONS = (
     messages.FromRollout,
     messages.ToRefit,
     messages.FromRefit,
+    messages.ToSampleStore,
+    messages.FromSampleStore,
 )
 _VALUES: dict[Any, Any] = {str: "text", int: 7, float: 0.25, bool: True, bytes: b"\x00\xff"}
 
 
+def messages_of(union: Any) -> tuple[type[messages.Message], ...]:
+    """Return the message classes of one direction of a link."""
+    return get_args(union) or (union,)
+
+
 def every_message() -> list[type[messages.Message]]:
     """Return every message class of every link, once."""
-    return sorted({message for union in UNIONS for message in get_args(union)}, key=lambda m: m.__name__)
+    return sorted({message for union in UNIONS for message in messages_of(union)}, key=lambda m: m.__name__)
 
 
 def example(kind: Any) -> Any:
@@ -36,7 +43,8 @@ def example(kind: Any) -> Any:
     if get_origin(kind) is Literal:
         return get_args(kind)[-1]
     if get_origin(kind) is tuple:
-        return (example(get_args(kind)[0]),) * 2
+        *kinds, last = get_args(kind)
+        return tuple(map(example, kinds * 2 if last is ... else [*kinds, last]))
     if get_origin(kind) is dict:
         return {"key": example(get_args(kind)[1])}
     return _VALUES.get(kind, "anything")

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 import pytest
 
 from tandem.common.errors import WireError
 from tandem.common.messages import Message
-from tandem.common.protocol_page import with_tables
 from tandem.common.wire import Codec, encode
-from tests.protocol.examples import GOLDEN, UNIONS, every_message, example, golden_path
+from tandem.coordinator.protocol_page import with_tables
+from tests.protocol.examples import GOLDEN, UNIONS, every_message, example, golden_path, messages_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def links_of(message: type[Message]) -> list[Any]:
-    return [union for union in UNIONS if message in get_args(union)]
+    return [union for union in UNIONS if message in messages_of(union)]
 
 
 @pytest.mark.parametrize("message", every_message(), ids=lambda m: m.__name__)
@@ -42,7 +42,7 @@ def test_a_message_survives_the_wire(message: type[Message]) -> None:
 @pytest.mark.parametrize("link", UNIONS, ids=range(len(UNIONS)))
 def test_what_is_no_message_of_the_link_is_refused(link: Any) -> None:
     codec = Codec[Message](link)
-    good = msgspec.msgpack.decode(encode(example(get_args(link)[0]))[0])
+    good = msgspec.msgpack.decode(encode(example(messages_of(link)[0]))[0])
     wrong: list[bytes] = [
         b"",
         b"\xc1",
@@ -60,6 +60,6 @@ def test_what_is_no_message_of_the_link_is_refused(link: Any) -> None:
 
 def test_the_page_is_up_to_date() -> None:
     page = (ROOT / "docs" / "protocol.md").read_text()
-    assert with_tables(page) == page, "run: python -m tandem.common.protocol_page docs/protocol.md"
+    assert with_tables(page) == page, "run: python -m tandem.coordinator.protocol_page docs/protocol.md"
     for message in every_message():
         assert f"**`{message.__name__}`**" in page

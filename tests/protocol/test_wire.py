@@ -194,6 +194,27 @@ def test_impossible_manifests_are_refused(frames: Frames) -> None:
         CODEC.decode(frames)
 
 
+def test_messages_of_absurd_sizes_are_refused_unread() -> None:
+    (header,) = encode(VersionCommitted(command_id=1, version=3, differing={}, digest=0))
+    manifest = msgspec.msgpack.encode([("a", "<f4", (0,))] * 66)
+    with pytest.raises(WireError, match="1002 frames, where a message has 64 arrays at most"):
+        CODEC.decode([header, manifest, *[b""] * 1000])
+    with pytest.raises(WireError, match=r"a list of arrays of 70000 bytes, where 65536 are the most"):
+        CODEC.decode([header, bytes(70_000)])
+    huge = np.lib.stride_tricks.as_strided(np.zeros(1, np.uint8), ((1 << 30) + 1,), (0,))
+    with pytest.raises(WireError, match="a header of 1073741825 bytes"):
+        CODEC.decode([huge])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("change", [{"version": -1}, {"digest": 1.5}, {"differing": {"": "a"}}, {"more": 1}])
+def test_an_error_names_the_message_the_field_and_the_order(change: dict[str, Any]) -> None:
+    plain = msgspec.msgpack.decode(encode(VersionCommitted(command_id=17, version=3, differing={}, digest=0))[0])
+    with pytest.raises(WireError, match=r"^VersionCommitted(\.(version|digest|differing))?: ") as caught:
+        CODEC.decode([msgspec.msgpack.encode(plain | change)])
+    assert caught.value.command_id == 17
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("array", [np.array([{}], dtype=object), np.array(["a"]), np.array([1j])])
 def test_arrays_that_may_not_travel_are_not_sent(array: Any) -> None:
     with pytest.raises(WireError, match=r"'bad' of dtype .* may not travel"):
@@ -372,7 +393,7 @@ class Counting:
 
     def handle(self, order: CommitVersion, arrays: Any) -> None:
         self.count += 1
-        if order.version < 0:
+        if order.version == 999:
             raise ValueError("a bug")
         reply = VersionCommitted(command_id=order.command_id, version=self.count, differing={}, digest=0)
         self.member.reply(order.command_id, reply)
@@ -407,12 +428,17 @@ def test_an_order_that_comes_twice_is_carried_out_once(hub: Hub) -> None:
         hub.send(peer, encode(order))
         _, reply, _ = next_from(hub, VersionCommitted)
         assert (reply.command_id, reply.version) == (command_id, command_id)
-    bad = CommitVersion(command_id=3, deadline_s=5.0, version=-1, digests={}, has_update=False)
+    bad = CommitVersion(command_id=3, deadline_s=5.0, version=999, digests={}, has_update=False)
     hub.send(peer, encode(bad))
     _, failed, _ = next_from(hub, Failed)
     assert failed.error == "ValueError: a bug"
     assert not failed.expected
     assert "a bug" in failed.traceback
+    wrong = msgspec.msgpack.decode(encode(bad)[0]) | {"command_id": 4, "version": -1}
+    hub.send(peer, [msgspec.msgpack.encode(wrong)])
+    _, failed, _ = next_from(hub, Failed)
+    assert (failed.command_id, failed.expected) == (4, True)
+    assert failed.error == "CommitVersion.version: Expected `int` >= 0"
     hub.send(peer, encode(Shutdown(reason="over")))
     thread.join(10.0)
     assert codes == [0]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+from samples_harness import scored
 
 from tandem.common.messages import (
     Attest,
@@ -109,9 +110,10 @@ def answer(action: Dispatch | DispatchPrompts | DispatchBatch) -> Reply:
             return RendezvousOpened(command_id=command_id, host="127.0.0.1", port=1234)
         case BuildTrainer():
             layout = f"{action.member} holds".encode()
-            return TrainerBuilt(command_id=command_id, version=0, num_parameters=1, layout=layout)
+            return TrainerBuilt(command_id=command_id, version=0, num_parameters=1, shares_prompts=True, layout=layout)
         case BuildEngine():
-            return EngineBuilt(command_id=command_id, layouts=(f"{action.member} wants".encode(),))
+            wants = f"{action.member} wants".encode()
+            return EngineBuilt(command_id=command_id, layouts=(wants,), samples_address=f"tcp://{action.member}:1")
         case PlanTransfers(sources=sources, destinations=destinations):
             return TransfersPlanned(
                 command_id=command_id,
@@ -147,18 +149,7 @@ def answer_saving(order: SaveCheckpoint | AwaitCheckpoint) -> Reply:
 
 def result(group: int, sample: int, reward: float = 0.0, **components: float) -> SampleScored:
     """Return what an engine says of a sample."""
-    return SampleScored(
-        group=group,
-        sample=sample,
-        prompt_length=1,
-        response_length=1 + sample,
-        num_turns=1,
-        finish_reason="stop",
-        reward=reward,
-        components=components,
-        correct=False,
-        response="",
-    )
+    return scored(group, sample, response_length=1 + sample, reward=reward, components=components)
 
 
 class Cluster:

@@ -11,6 +11,7 @@ from typing import Any
 
 from engine_harness import make_model, sampling, shared_layout
 from numpy.typing import NDArray
+from samples_harness import RUN_ID, fetch
 
 from tandem.common.batch import SampleArrays
 from tandem.common.config import Config, build_config
@@ -25,15 +26,20 @@ from tandem.common.messages import (
     Message,
     Problem,
     PromptGroup,
+    Purpose,
     Refit,
     Refitted,
+    ReleaseSamples,
+    RolloutOrder,
     SampleScored,
     SamplesFinished,
 )
 from tandem.common.tokenizer import load_tokenizer, write_new_model
+from tandem.coordinator.replies import Limits, Replies
 from tandem.refit import layout, program
 from tandem.refit.planner import plan
 from tandem.rollout.environments import Score, Turn
+from tandem.rollout.sample_store import SampleStore
 from tandem.rollout.service import RolloutService
 
 CHARACTERS = "0123456789au: \n"
@@ -50,17 +56,22 @@ class Member:
     """Stands where the link to the coordinator would: keeps what the service sends."""
 
     name = "rollout-0"
+    run_id = RUN_ID
+    coordinator = "tcp://127.0.0.1:1"
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.sent: list[tuple[Message, dict[str, NDArray[Any]]]] = []
         self.errors: list[BaseException] = []
+        self.replies = Replies(Limits.of(config))
+        """What the coordinator would say of it."""
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         yield
 
     def reply(self, command_id: int, message: Message, arrays: dict[str, NDArray[Any]] | None = None) -> None:
+        assert self.replies.take(self.name, message, arrays or {})  # type: ignore[arg-type]
         self.sent.append((message, arrays or {}))
 
     def fail(self, command_id: int, error: BaseException) -> None:
@@ -102,19 +113,26 @@ class Rollout:
         self.tokenizer = load_tokenizer(self.config)
         self.member = Member(self.config)
         self.service = RolloutService(self.member)  # type: ignore[arg-type]
-        self.service.handle(BuildEngine(command_id=1, deadline_s=WAIT_S), {})
+        self.order(BuildEngine(command_id=1, deadline_s=WAIT_S))
         built, _ = self.member.sent.pop()
         assert isinstance(built, EngineBuilt)
+        self.samples_address = built.samples_address
         wanted = layout.decode(built.layouts[0])
         planned = plan({"trainer-0": shared_layout(self.model)}, {"rollout-0": wanted}, allow_alias=False)
         encoded = program.encode(planned.programs["rollout-0"])
-        self.service.handle(InstallProgram(command_id=2, deadline_s=WAIT_S, programs=(encoded,)), {})
+        self.order(InstallProgram(command_id=2, deadline_s=WAIT_S, programs=(encoded,)))
         self._command_ids = itertools.count(3)
+        self._generated: list[int] = []
         self.refit(0)
+
+    def order(self, order: RolloutOrder) -> None:
+        """Give the service an order."""
+        self.member.replies.ordered(self.member.name, order)
+        self.service.handle(order, {})
 
     def refit(self, version: int) -> None:
         """Bring the engine to what `model` holds now."""
-        self.service.handle(Refit(command_id=next(self._command_ids), deadline_s=WAIT_S, version=version), {})
+        self.order(Refit(command_id=next(self._command_ids), deadline_s=WAIT_S, version=version))
         refitted, _ = self.member.sent.pop()
         assert isinstance(refitted, Refitted)
 
@@ -127,7 +145,14 @@ class Rollout:
             seeds=tuple(seeds),
         )
 
-    def start(self, *groups: PromptGroup, max_new_tokens: int = 5, oldest: int | None = None, ends: bool = True) -> int:
+    def start(
+        self,
+        *groups: PromptGroup,
+        max_new_tokens: int = 5,
+        oldest: int | None = None,
+        ends: bool = True,
+        purpose: Purpose = "train",
+    ) -> int:
         """Order to generate; return the id. `ends`: whether the end-of-sequence token ends a response."""
         stops = (self.tokenizer.eos_id,) if ends else ()
         how = sampling(max_new_tokens=max_new_tokens, stop_token_ids=stops)
@@ -137,11 +162,12 @@ class Rollout:
             deadline_s=WAIT_S,
             oldest=command_id if oldest is None else oldest,
             step=1,
-            purpose="train",
+            purpose=purpose,
             sampling=how,
             groups=groups,
         )
-        self.service.handle(order, {})
+        self.order(order)
+        self._generated.append(command_id)
         return command_id
 
     def finish(self) -> dict[tuple[int, int], tuple[SampleScored, SampleArrays]]:
@@ -152,11 +178,19 @@ class Rollout:
         samples: dict[tuple[int, int], tuple[SampleScored, SampleArrays]] = {}
         for message, frames in self.member.sent:
             if isinstance(message, SamplesFinished):
-                arrays = SampleArrays.from_frames(frames)
+                assert not frames, "the tokens stay"
+                arrays = self.fetch(message)
                 for row, sample in enumerate(message.samples):
                     assert (sample.group, sample.sample) not in samples
                     samples[sample.group, sample.sample] = (sample, arrays.take([row]))
         return samples
+
+    def fetch(self, message: SamplesFinished) -> SampleArrays:
+        """Return the arrays of samples as a trainer gets them."""
+        keys = [(message.command_id, sample.group, sample.sample) for sample in message.samples]
+        arrays = fetch(self.samples_address, keys)
+        assert isinstance(arrays, SampleArrays), arrays
+        return arrays
 
     def run(self, *groups: PromptGroup, **how: Any) -> dict[tuple[int, int], tuple[SampleScored, SampleArrays]]:
         self.start(*groups, **how)
@@ -168,6 +202,30 @@ class Rollout:
         assert done.num_tokens == sum(sample.response_length for sample, _ in samples.values())
         self.member.sent.clear()
         return samples
+
+    def release(self, number: int) -> None:
+        """Release what was made for one order: the first, the second and so on."""
+        released = ReleaseSamples(
+            command_id=next(self._command_ids), deadline_s=WAIT_S, command_ids=(self._generated[number],)
+        )
+        self.service.handle(released, {})
+
+    def texts(self, *groups: PromptGroup) -> dict[tuple[int, int], str]:
+        """Make samples for validation; return what was said in each."""
+        stored = self.store.num_tokens
+        self.start(*groups, purpose="validate")
+        while self.service.work():
+            pass
+        assert self.store.num_tokens == stored, "those for validation are not kept"
+        said = [sample for message, _ in self.member.sent for sample in getattr(message, "samples", ())]
+        self.member.sent.clear()
+        return {(sample.group, sample.sample): sample.response for sample in said}
+
+    @property
+    def store(self) -> SampleStore:
+        """Where the service keeps its samples."""
+        assert self.service._store is not None
+        return self.service._store
 
     def error(self, *groups: PromptGroup) -> str:
         self.start(*groups)

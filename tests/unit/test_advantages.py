@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -11,15 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from samples_harness import scored
 
-from tandem.common.batch import SampleArrays
+from tandem.common.assignment import NO_PROMPT
+from tandem.common.batch import BatchTable
 from tandem.common.config import Config, build_config
 from tandem.common.config.schema import AdvEstimator, RewardScaling, RewardShaping
 from tandem.common.errors import RewardError
-from tandem.common.messages import SampleScored
 from tandem.coordinator.algorithms.advantages import decoupled_advantages, group_advantages
 from tandem.coordinator.algorithms.grpo import training_batch
 from tandem.coordinator.algorithms.rewards import scaled, shaped
+from tandem.coordinator.samples import SampleRecord
 
 EPSILON = 1e-6
 
@@ -97,50 +100,36 @@ def grpo_config() -> Config:
 REWARDS = [[1.0, 2.0, 6.0], [0.5, 0.5, 0.5]]
 
 
-def samples_and_arrays(rewards: list[list[float]] = REWARDS) -> tuple[list[SampleScored], SampleArrays]:
+def records_of(rewards: list[list[float]] = REWARDS) -> list[SampleRecord]:
     """Make two groups of three; sample ``i`` of all has ``i + 1`` made tokens after two of the prompt."""
-    samples = []
-    for group, row in enumerate(rewards):
-        for sample, reward in enumerate(row):
-            number = group * 3 + sample
-            samples.append(
-                SampleScored(
-                    group=group,
-                    sample=sample,
-                    prompt_length=2,
-                    response_length=number + 1,
-                    num_turns=1,
-                    finish_reason="length" if number == 5 else "stop",
-                    reward=reward,
-                    correct=reward > 0.9,
-                    response="",
-                )
-            )
-    lengths = np.arange(3, 9, dtype=np.int32)
-    total = int(lengths.sum())
-    arrays_of_samples = SampleArrays(
-        lengths_S=lengths,
-        token_ids_T=np.arange(total, dtype=np.int32),
-        loss_mask_T=np.concatenate([np.arange(length) >= 2 for length in lengths]),
-        generation_logprobs_T=-np.arange(total, dtype=np.float32),
-        versions_T=np.zeros(total, dtype=np.int32),
-    )
-    return samples, arrays_of_samples
+    records = []
+    for number, reward in enumerate(itertools.chain(*rewards)):
+        cut_off = {"finish_reason": "length"} if number == 5 else {}
+        sizes = {"prompt_length": 2, "response_length": number + 1}
+        one = scored(*divmod(number, 3), reward=reward, correct=reward > 0.9, **sizes, **cut_off)
+        records.append(SampleRecord(one, f"rollout-{number % 2}", 7 + number))
+    return records
+
+
+def batch_with(config: Config, records: list[SampleRecord]) -> tuple[BatchTable, dict[str, float]]:
+    batch, metrics = training_batch(config, records, {0: "a prompt", 1: "another"})
+    return batch.table, metrics
 
 
 def test_each_sequence_gets_the_advantage_of_its_sample() -> None:
-    samples, sample_arrays = samples_and_arrays()
-    batch, _ = training_batch(grpo_config(), samples, sample_arrays)
+    table, _ = batch_with(grpo_config(), records_of())
     expected = group_advantages(np.array(REWARDS), leave_one_out=True, normalize=True).reshape(-1)
-    np.testing.assert_array_equal(batch.advantages_S, expected)
-    assert batch.advantages_S.dtype == np.float32
-    np.testing.assert_array_equal(batch.token_ids_T, sample_arrays.token_ids_T)
-    np.testing.assert_array_equal(batch.loss_mask_T, sample_arrays.loss_mask_T)
-    np.testing.assert_array_equal(batch.generation_logprobs_T, sample_arrays.generation_logprobs_T)
+    np.testing.assert_array_equal(table.advantages_S, expected)
+    assert table.advantages_S.dtype == np.float32
+    assert table.lengths_S.tolist() == [3, 4, 5, 6, 7, 8]
+    assert table.num_counted_S.tolist() == [1, 2, 3, 4, 5, 6]
+    assert table.prompt_S.tolist() == [0, 0, 0, 3, 3, 3]
+    assert table.source_S.tolist() == [0, 1] * 3
+    assert table.command_S.tolist() == [7, 8, 9, 10, 11, 12]
 
 
 def test_the_metrics_describe_the_samples() -> None:
-    _, metrics = training_batch(grpo_config(), *samples_and_arrays())
+    _, metrics = batch_with(grpo_config(), records_of())
     flat = np.array(REWARDS).reshape(-1)
     assert metrics == pytest.approx(
         {
@@ -158,9 +147,8 @@ def test_the_metrics_describe_the_samples() -> None:
 
 
 def test_a_batch_of_samples_in_another_order_is_refused() -> None:
-    samples, sample_arrays = samples_and_arrays()
     with pytest.raises(AssertionError, match="order"):
-        training_batch(grpo_config(), samples[::-1], sample_arrays)
+        batch_with(grpo_config(), records_of()[::-1])
 
 
 # --- rewards ---------------------------------------------------------------------------------------------------------
@@ -201,7 +189,7 @@ def test_advantages_are_made_of_rewards_that_were_scaled_and_then_shaped() -> No
             enabled=True, max_response_length=5, overlong_buffer_length=2, overlong_buffer_penalty=4.0
         ),
     )
-    batch, metrics = training_batch(config, *samples_and_arrays())
+    batch, metrics = batch_with(config, records_of())
     # 1, 2, 6 become 5, 10, 10; the last three, of 4, 5 and 6 tokens, lose 2, 4 and 4.
     trained = np.array([[5.0, 10.0, 10.0], [0.5, -1.5, -1.5]])
     expected = group_advantages(trained, leave_one_out=True, normalize=True).reshape(-1)
@@ -211,13 +199,12 @@ def test_advantages_are_made_of_rewards_that_were_scaled_and_then_shaped() -> No
 
 
 def test_a_sample_that_was_cut_off_counts_in_the_baseline_but_not_in_the_loss() -> None:
-    samples, sample_arrays = samples_and_arrays([[1.0, 2.0, 6.0], [0.0, 0.0, 1.0]])
-    plain, _ = training_batch(grpo_config(), samples, sample_arrays)
-    filtered, metrics = training_batch(with_grpo(overlong_filtering=True), samples, sample_arrays)
+    records = records_of([[1.0, 2.0, 6.0], [0.0, 0.0, 1.0]])
+    plain, _ = batch_with(grpo_config(), records)
+    filtered, metrics = batch_with(with_grpo(overlong_filtering=True), records)
     np.testing.assert_array_equal(filtered.advantages_S, plain.advantages_S)
-    last = int(sample_arrays.lengths_S[-1])
-    np.testing.assert_array_equal(filtered.loss_mask_T[:-last], sample_arrays.loss_mask_T[:-last])
-    assert not filtered.loss_mask_T[-last:].any()
+    assert filtered.num_counted_S.tolist() == [*plain.num_counted_S[:-1].tolist(), 0]
+    assert filtered.prompt_S.tolist() == [0, 0, 0, 3, 3, NO_PROMPT]
     assert metrics["truncated_fraction"] == pytest.approx(1 / 6)
 
 
@@ -232,7 +219,7 @@ def test_the_estimator_may_differ_from_the_section() -> None:
         expected = group_advantages(
             np.array(REWARDS), leave_one_out=False, normalize=estimator.normalize_rewards
         ).reshape(-1)
-        batch, _ = training_batch(with_grpo(adv_estimator=estimator), *samples_and_arrays())
+        batch, _ = batch_with(with_grpo(adv_estimator=estimator), records_of())
         np.testing.assert_array_equal(batch.advantages_S, expected)
 
 
@@ -241,7 +228,7 @@ def test_the_estimator_may_differ_from_the_section() -> None:
 )
 def test_reinforce_plus_plus_leaves_normalising_to_the_trainer(minus_baseline: bool, expected: list[float]) -> None:
     estimator = AdvEstimator(name="reinforce_plus_plus", minus_baseline=minus_baseline)
-    batch, _ = training_batch(with_grpo(adv_estimator=estimator), *samples_and_arrays())
+    batch, _ = batch_with(with_grpo(adv_estimator=estimator), records_of())
     assert batch.advantages_S.tolist() == expected
 
 
@@ -284,20 +271,20 @@ def test_groups_that_grpo_takes_for_alike_are_told_apart_by_gdpo() -> None:
     np.testing.assert_allclose(decoupled[1], 2 * decoupled[0], rtol=1e-5)
 
 
-def gdpo_samples() -> tuple[list[SampleScored], SampleArrays]:
-    samples, sample_arrays = samples_and_arrays()
+def gdpo_records() -> list[SampleRecord]:
     parts = [component for group in COMPONENTS for component in group]
-    named = [
-        msgspec.structs.replace(sample, components={"short": short, "right": right})
-        for sample, (right, short) in zip(samples, parts, strict=True)
+    return [
+        msgspec.structs.replace(
+            record, scored=msgspec.structs.replace(record.scored, components={"short": short, "right": right})
+        )
+        for record, (right, short) in zip(records_of(), parts, strict=True)
     ]
-    return named, sample_arrays
 
 
 def test_the_components_of_a_batch() -> None:
     estimator = AdvEstimator(name="gdpo", reward_weights=(1.0, 0.25))
     scaling = RewardScaling(enabled=True, source_max=10.0)
-    batch, metrics = training_batch(with_grpo(adv_estimator=estimator, reward_scaling=scaling), *gdpo_samples())
+    batch, metrics = batch_with(with_grpo(adv_estimator=estimator, reward_scaling=scaling), gdpo_records())
     expected = decoupled_advantages(np.array(COMPONENTS) / 10, estimator).reshape(-1)
     np.testing.assert_allclose(batch.advantages_S, expected, rtol=1e-6)
     assert (metrics["reward/right"], metrics["reward/short"]) == (0.5, 1.0)
@@ -306,7 +293,7 @@ def test_the_components_of_a_batch() -> None:
 def test_gdpo_needs_components_and_a_weight_for_each() -> None:
     config = with_grpo(adv_estimator=AdvEstimator(name="gdpo"))
     with pytest.raises(RewardError, match=r"at least two components, environment 'reasoning_gym' gave none$"):
-        training_batch(config, *samples_and_arrays())
+        batch_with(config, records_of())
     config = with_grpo(adv_estimator=AdvEstimator(name="gdpo", reward_weights=(1.0,)))
     with pytest.raises(RewardError, match=r"reward_weights: 1 weights, but .* gave right, short$"):
-        training_batch(config, *gdpo_samples())
+        batch_with(config, gdpo_records())

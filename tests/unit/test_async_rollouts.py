@@ -19,7 +19,6 @@ from engine_harness import reference_logprobs
 from numpy.typing import NDArray
 from rollout_harness import WAIT_S, Messages, Rollout, count, tokens_of
 
-from tandem.common.batch import SampleArrays
 from tandem.common.errors import RefitError
 from tandem.common.messages import Generated, Problem, SamplesFinished
 from tandem.refit.endpoint import Weights
@@ -233,9 +232,9 @@ def test_requests_added_later_use_nothing_of_the_weights_before(start: Start) ->
     deadline = time.monotonic() + WAIT_S
     while rollout.service.work():
         assert time.monotonic() < deadline
-    for message, frames in rollout.member.sent:
+    for message, _ in rollout.member.sent:
         if isinstance(message, SamplesFinished) and message.command_id == again:
-            arrays = SampleArrays.from_frames(frames)
+            arrays = rollout.fetch(message)
             for row in range(len(message.samples)):
                 sample, length = arrays.take([row]), len(group.prompt_ids)
                 expected_T = reference_logprobs(rollout.model, group.prompt_ids, sample.token_ids_T[length:])

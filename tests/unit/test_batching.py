@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandem.common.assignment import EMPTY_ROW, Assignment, assign_by_tokens, global_batches
 from tandem.common.config import build_config
 from tandem.common.config.schema import Policy
-from tandem.trainer.batching import Batching, Groups, deal_tokens
-from tandem.trainer.packing import EMPTY_ROW
+from tandem.trainer.batching import Batching, Groups
 
 MODES = ("sequences", "dynamic", "packed")
 
@@ -27,9 +27,20 @@ def policy_of(mode: str, *, num_tokens: int = 64, size: int = 4, **settings: Any
     return build_config({"grpo": {}, "policy": policy, "data": data}).policy
 
 
-def ranks_of(policy: Policy, lengths: list[int], num_ranks: int, **options: Any) -> list[Batching]:
+def ranks_of(
+    policy: Policy, lengths: list[int], num_ranks: int, *, unit: int = 1, batch_size: int = 1000, **options: Any
+) -> list[Batching]:
     lengths_S = np.array(lengths, dtype=np.int32)
-    return [Batching(policy, lengths_S, rank=rank, num_ranks=num_ranks, **options) for rank in range(num_ranks)]
+    assignment = Assignment(
+        num_ranks=num_ranks,
+        batch_size=batch_size,
+        unit=unit,
+        by_tokens=policy.sequence_packing.enabled or policy.dynamic_batching.enabled,
+        by_prompts=False,
+    )
+    rank_S = assignment.ranks(lengths_S, np.zeros(len(lengths), dtype=np.int32))
+    options |= {"num_ranks": num_ranks, "unit": unit}
+    return [Batching(policy, lengths_S, rank_S, rank=rank, **options) for rank in range(num_ranks)]
 
 
 def rows_of(groups: Groups) -> list[int]:
@@ -49,9 +60,9 @@ def test_all_ranks_have_as_many_micro_batches_and_together_everything_once(
 ) -> None:
     lengths = [length for pair in pairs for length in pair]
     policy = policy_of(mode, make_sequence_length_divisible_by=divisible_by)
-    ranks = ranks_of(policy, lengths, num_ranks, unit=unit)
     half = len(pairs) // 2 * 2
-    batches = [batch for batch in (range(half), range(half, len(lengths))) if len(batch)]
+    ranks = ranks_of(policy, lengths, num_ranks, unit=unit, batch_size=half or 1000)
+    batches = global_batches(len(lengths), half or 1000)
     for batch in batches:
         groups = [rank.training(batch) for rank in ranks]
         assert len({len(group) for group in groups}) == 1, "a rank with fewer passes would leave the others waiting"
@@ -116,7 +127,7 @@ def test_a_rank_without_sequences_takes_part_with_empty_rows() -> None:
 @settings(max_examples=200, deadline=None)
 @given(lengths=st.lists(st.integers(1, 500), min_size=1, max_size=60), num_ranks=st.integers(1, 9))
 def test_tokens_are_dealt_evenly(lengths: list[int], num_ranks: int) -> None:
-    hands = deal_tokens(range(len(lengths)), np.array(lengths), num_ranks)
+    hands = assign_by_tokens(range(len(lengths)), np.array(lengths), num_ranks)
     assert sorted(row for hand in hands for row in hand) == list(range(len(lengths)))
     tokens = [sum(lengths[row] for row in hand) for hand in hands]
     assert max(tokens) - min(tokens) <= max(lengths)

@@ -31,6 +31,7 @@ NEW_KEYS = [
     "loss_fn.kwargs",
     "policy.generation.generation_timeout",
     "policy.generation.in_flight_weight_updates",
+    "policy.generation.max_stored_tokens",
     "policy.generation.recompute_kv_cache_after_weight_updates",
     "data.task",
     "data.task_params",

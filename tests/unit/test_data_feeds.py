@@ -14,17 +14,20 @@ import numpy as np
 import pytest
 import reasoning_gym
 from data_harness import character_tokenizer, data_config
+from samples_harness import scored
 
-from tandem.common.batch import SampleArrays, TrainingBatch
+from tandem.common.batch import TrainingBatch
 from tandem.common.config import Config
 from tandem.common.config.schema import Tokenizer as TokenizerSettings
 from tandem.common.errors import ConfigError, DataError, TandemError
-from tandem.common.messages import Problem, PromptGroup, SampleScored, SamplesFinished
+from tandem.common.messages import Problem, PromptGroup, SamplesFinished
 from tandem.common.tokenizer import Tokenizer, load_tokenizer
 from tandem.coordinator.algorithms.given import GivenFeed
 from tandem.coordinator.algorithms.grpo import GrpoFeed, turn_metrics
+from tandem.coordinator.algorithms.grpo import batch_of as batch_of_samples
 from tandem.coordinator.data import ChatEncoder, ConversationWriter, PromptEncoder, epoch_stream, sample_seed, worked
 from tandem.coordinator.data.chat import EncodedSolution
+from tandem.coordinator.samples import SampleRecord
 
 MARKED = (
     "{% for m in messages %}{{ m['role'][0] + ': ' + m['content'] }}"
@@ -306,53 +309,56 @@ def test_validation_asks_the_same_once_each_time(grpo: GrpoFeed) -> None:
     assert not training & {group.prompt_ids for group in first}
 
 
-def finished(groups: tuple[PromptGroup, ...], step: int, purpose: Any) -> list[tuple[SamplesFinished, Any]]:
-    """Answer each group with the sum's last digit, which scores one for the first sample and zero for the others."""
+def finished(groups: tuple[PromptGroup, ...], step: int, purpose: Any) -> list[SamplesFinished]:
+    """Answer each group with a token, which scores one for the first sample and zero for the others."""
     messages = []
     for group in groups:
         for sample in range(len(group.seeds)):
-            tokens = np.array([*group.prompt_ids, group.group + 3], dtype=np.int32)
-            made = np.arange(len(tokens)) >= len(group.prompt_ids)
-            scored = SampleScored(
-                group=group.group,
-                sample=sample,
-                prompt_length=len(group.prompt_ids),
-                response_length=1,
-                num_turns=1,
-                finish_reason="stop",
-                reward=float(sample == 0),
-                correct=sample == 0,
-                response="",
-            )
-            arrays = SampleArrays(
-                lengths_S=np.array([len(tokens)], dtype=np.int32),
-                token_ids_T=tokens,
-                loss_mask_T=made,
-                generation_logprobs_T=np.where(made, -0.5 - sample, 0).astype(np.float32),
-                versions_T=np.where(made, step - 1, -1).astype(np.int32),
-            )
-            message = SamplesFinished(command_id=1, step=step, purpose=purpose, samples=(scored,))
-            messages.append((message, arrays.to_frames()))
+            first = {"reward": float(sample == 0), "correct": sample == 0}
+            one = scored(group.group, sample, prompt_length=len(group.prompt_ids), **first)
+            command_id = 10 + group.group % 2
+            messages.append(SamplesFinished(command_id=command_id, step=step, purpose=purpose, samples=(one,)))
     return messages
 
 
 def test_a_batch_is_the_same_in_whatever_order_its_samples_came(grpo: GrpoFeed) -> None:
-    messages = finished(grpo.prompt_groups(1, "train", range(4)), 1, "train")
+    groups = grpo.prompt_groups(1, "train", range(4))
+    messages = finished(groups, 1, "train")
     batches = []
     for order in (messages, messages[::-1], messages + messages):
-        for message, arrays in order:
-            grpo.take_samples(message, arrays)
+        for message in order:
+            grpo.take_samples(f"rollout-{message.command_id % 2}", message)
         batches.append(grpo.batch(1, "train"))
         assert grpo.finish_step(1) == {}
     (batch, metrics), *others = batches
-    assert batch.advantages_S.tolist() == [1, -1] * 4  # each of two is alone against the other
+    table = batch.table
+    assert table.advantages_S.tolist() == [1, -1] * 4  # each of two is alone against the other
     assert (metrics["reward"], metrics["accuracy"], metrics["groups_without_spread"]) == (0.5, 0.5, 0)
-    assert len(batch.lengths_S) == 8
-    assert int(batch.loss_mask_T.sum()) == 8
+    assert table.prompt_lengths_S.tolist() == [len(group.prompt_ids) for group in groups for _ in range(2)]
+    assert (table.lengths_S - table.prompt_lengths_S).tolist() == table.num_counted_S.tolist() == [1] * 8
+    assert table.prompt_S.tolist() == [0, 0, 2, 2, 4, 4, 6, 6]
+    assert batch.rollouts == ("rollout-0", "rollout-1")
+    assert table.source_S.tolist() == [0, 0, 1, 1] * 2
+    assert table.command_S.tolist() == [10, 10, 11, 11] * 2
+    assert list(zip(table.group_S.tolist(), table.sample_S.tolist(), strict=True)) == [divmod(i, 2) for i in range(8)]
     for other, other_metrics in others:
         assert other_metrics == metrics
-        for name, values in batch.to_frames().items():
-            np.testing.assert_array_equal(other.to_frames()[name], values)
+        assert other.rollouts == batch.rollouts
+        for name, values in table.to_frames().items():
+            np.testing.assert_array_equal(other.table.to_frames()[name], values)
+
+
+def test_groups_of_the_same_problem_share_their_prompt(grpo: GrpoFeed) -> None:
+    records = [SampleRecord(scored(group, sample), "rollout-0", 1) for group in range(3) for sample in range(2)]
+    nothing_S = np.zeros(6, dtype=np.float32)
+    batch = batch_of_samples(
+        records,
+        {0: (1, 2), 1: (3,), 2: (1, 2)},
+        advantages_S=nothing_S,
+        rewards_S=nothing_S,
+        filters_overlong=False,
+    )
+    assert batch.table.prompt_S.tolist() == [0, 0, 2, 2, 0, 0]
 
 
 def test_turns_are_summed_up_where_there_may_be_several() -> None:
@@ -360,7 +366,7 @@ def test_turns_are_summed_up_where_there_may_be_several() -> None:
     assert turn_metrics(settings, []) == {}
     settings = msgspec.structs.replace(settings, grpo=msgspec.structs.replace(settings.grpo, max_rollout_turns=3))
     groups = GrpoFeed(settings, character_tokenizer(settings)).prompt_groups(1, "train", [0])
-    one, two = (message.samples[0] for message, _ in finished(groups, 1, "train"))
+    one, two = (message.samples[0] for message in finished(groups, 1, "train"))
     three = msgspec.structs.replace(one, num_turns=3, finish_reason="turns")
     assert turn_metrics(settings, [one, two, three, three]) == {
         "avg_turns_per_sample": 2,
@@ -369,8 +375,8 @@ def test_turns_are_summed_up_where_there_may_be_several() -> None:
 
 
 def test_validation_is_summed_up_when_the_step_is_done(grpo: GrpoFeed) -> None:
-    for message, arrays in finished(grpo.prompt_groups(4, "validate", range(20)), 4, "validate"):
-        grpo.take_samples(message, arrays)
+    for message in finished(grpo.prompt_groups(4, "validate", range(20)), 4, "validate"):
+        grpo.take_samples("rollout-0", message)
     assert grpo.finish_step(4) == {"val_reward": 1, "val_accuracy": 1, "val_mean_generation_length": 1}
     assert grpo.finish_step(4) == {}
 
@@ -425,7 +431,8 @@ def test_large_numbers_of_what_is_not_counted_take_no_time() -> None:
 # --- SFT -------------------------------------------------------------------------------------------------------------
 
 
-def rows_of(batch: TrainingBatch) -> list[tuple[list[int], list[bool]]]:
+def rows_of(batch: TrainingBatch | None) -> list[tuple[list[int], list[bool]]]:
+    assert batch is not None
     ends = np.cumsum(batch.lengths_S)
     return [
         (batch.token_ids_T[end - length : end].tolist(), batch.loss_mask_T[end - length : end].tolist())
@@ -436,8 +443,12 @@ def rows_of(batch: TrainingBatch) -> list[tuple[list[int], list[bool]]]:
 def test_the_loss_counts_the_solution_and_nothing_else() -> None:
     config = data_config("sft")
     tokenizer = character_tokenizer(config)
-    batch, metrics = GivenFeed(config, tokenizer).batch(1, "train")
+    made, metrics = GivenFeed(config, tokenizer).batch(1, "train")
     assert metrics == {}
+    batch = made.tokens
+    assert batch is not None
+    assert made.table.num_counted_S.tolist() == batch.num_counted().tolist()
+    assert set(made.table.source_S.tolist()) == {-1}
     assert len(batch.lengths_S) == config.policy.train_global_batch_size
     for tokens, mask in rows_of(batch):
         prompt = text(tokenizer, itertools.compress(tokens, np.logical_not(mask)))
@@ -454,10 +465,10 @@ def test_sft_goes_through_its_problems_and_stops_when_told() -> None:
     config = data_config("sft", num_train=64)
     feed = GivenFeed(config, character_tokenizer(config))
     assert feed.num_steps == 8  # one epoch of 64 in batches of 8, before max_num_steps
-    used = [tuple(tokens) for step in range(1, 9) for tokens, _ in rows_of(feed.batch(step, "train")[0])]
+    used = [tuple(tokens) for step in range(1, 9) for tokens, _ in rows_of(feed.batch(step, "train")[0].tokens)]
     assert len(set(used)) == 64
-    assert rows_of(feed.batch(3, "train")[0]) == rows_of(feed.batch(3, "train")[0])
-    held_out = [tuple(tokens) for tokens, _ in rows_of(feed.batch(3, "validate")[0])]
+    assert rows_of(feed.batch(3, "train")[0].tokens) == rows_of(feed.batch(3, "train")[0].tokens)
+    held_out = [tuple(tokens) for tokens, _ in rows_of(feed.batch(3, "validate")[0].tokens)]
     assert len(held_out) == 20
     assert not set(held_out) & set(used)
 
@@ -467,8 +478,8 @@ def test_sft_trains_on_solutions_of_a_file() -> None:
     Path("sums.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     config = data_config("sft", dataset_name="jsonl", train_data_path="sums.jsonl", num_validation=1)
     tokenizer = character_tokenizer(config)
-    batch, _ = GivenFeed(config, tokenizer).batch(1, "train")
-    assert {text(tokenizer, tokens) for tokens, _ in rows_of(batch)} < {
+    made, _ = GivenFeed(config, tokenizer).batch(1, "train")
+    assert {text(tokenizer, tokens) for tokens, _ in rows_of(made.tokens)} < {
         f"<bos>{row['input']}{row['output']}<eos>" for row in rows
     }
 

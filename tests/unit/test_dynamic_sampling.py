@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
-import numpy as np
 import pytest
 from cluster_harness import GRPO, Cluster, lose, replace, result
 from data_harness import character_tokenizer, data_config
@@ -177,16 +176,16 @@ def test_the_first_groups_that_teach_something_are_trained_on(
     feed = GrpoFeed(config, character_tokenizer(config))
     messages = finished(feed.prompt_groups(1, "train", range(12)), 1, "train")
     useless = {0, 2, 3, 4, 7}
-    for message, arrays in reversed(messages):
-        (scored,) = message.samples
-        if scored.group in useless:
-            message = msgspec.structs.replace(message, samples=(msgspec.structs.replace(scored, reward=0.0),))
-        feed.take_samples(message, arrays)
+    for message in reversed(messages):
+        (one,) = message.samples
+        if one.group in useless:
+            message = msgspec.structs.replace(message, samples=(msgspec.structs.replace(one, reward=0.0),))
+        feed.take_samples("rollout-0", message)
     batch, metrics = feed.batch(1, "train")
     kept = [1, 5, 6, 8]
-    made = [int(batch.token_ids_T[end - 1]) - 3 for end in np.cumsum(batch.lengths_S)]
-    assert made == [group for group in kept for _ in range(2)], "the last token says the group"
-    assert batch.advantages_S.tolist() == [1, -1] * 4
+    assert batch.table.group_S.tolist() == [group for group in kept for _ in range(2)]
+    assert batch.table.sample_S.tolist() == [0, 1] * 4
+    assert batch.table.advantages_S.tolist() == [1, -1] * 4
     assert metrics["dynamic_sampling_num_gen_batches"] == 2
     assert metrics["dynamic_sampling_num_dropped_groups"] == 5
     assert metrics["dynamic_sampling_num_discarded_valid_samples"] == 2 * (7 - 4)

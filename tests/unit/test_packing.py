@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandem.common.assignment import EMPTY_ROW, assign, global_batches
 from tandem.common.batch import TrainingBatch
 from tandem.trainer import packing
-from tandem.trainer.packing import EMPTY_ROW
 
 CPU = torch.device("cpu")
 
@@ -49,8 +49,8 @@ def test_the_width_is_rounded_up(divisible_by: int, width: int) -> None:
 
 def test_the_first_token_of_a_sequence_never_counts() -> None:
     batch = batch_of("xxx", "x", ".x")
-    assert packing.counted_tokens(batch).tolist() == [False, True, True, False, False, True]
-    assert packing.counts_of_sequences(batch).tolist() == [2, 0, 1]
+    assert batch.counted().tolist() == [False, True, True, False, False, True]
+    assert batch.num_counted().tolist() == [2, 0, 1]
     assert batch.loss_mask_T[0], "the batch itself is left as it was"
 
 
@@ -96,7 +96,7 @@ def test_scores_of_the_ragged_batch_are_padded_beside_their_tokens() -> None:
     [(8, 4, [range(4), range(4, 8)]), (5, 4, [range(4), range(4, 5)]), (3, 8, [range(3)])],
 )
 def test_global_batches_are_consecutive(num_sequences: int, size: int, expected: list[range]) -> None:
-    assert packing.global_batches(num_sequences, size) == expected
+    assert global_batches(num_sequences, size) == expected
 
 
 @settings(max_examples=200, deadline=None)
@@ -106,7 +106,7 @@ def test_global_batches_are_consecutive(num_sequences: int, size: int, expected:
     size=st.integers(1, 8),
 )
 def test_every_sequence_is_dealt_once_in_equal_and_even_shares(lengths: list[int], num_ranks: int, size: int) -> None:
-    hands = packing.deal(range(len(lengths)), lengths, num_ranks)
+    hands = assign(range(len(lengths)), lengths, num_ranks)
     dealt = [row for hand in hands for row in hand if row != EMPTY_ROW]
     assert sorted(dealt) == list(range(len(lengths)))
     assert len({len(hand) for hand in hands}) == 1
@@ -127,5 +127,5 @@ def test_like_lengths_share_a_micro_batch() -> None:
 
 
 def test_dealing_is_even_where_it_can_be() -> None:
-    assert packing.deal(range(4), [10, 20, 30, 40], 2) == [[3, 0], [2, 1]]
-    assert packing.deal([4, 5, 6], [0, 0, 0, 0, 7, 7, 7], 2) == [[4, EMPTY_ROW], [5, 6]]
+    assert assign(range(4), [10, 20, 30, 40], 2) == [[3, 0], [2, 1]]
+    assert assign([4, 5, 6], [0, 0, 0, 0, 7, 7, 7], 2) == [[4, EMPTY_ROW], [5, 6]]

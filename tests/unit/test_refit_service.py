@@ -141,6 +141,28 @@ def test_digests_of_something_else_are_refused() -> None:
         service.commit(digests)
 
 
+def test_what_cannot_be_read_is_one_line_with_the_name_of_the_part() -> None:
+    service = Service()
+    good, bad = layout.encode(service.source), b"\x91" * 100_000
+    for sources, destinations, named in (
+        ({"trainer-0": bad}, {"rollout-0": good}, "trainer-0"),
+        ({"trainer-0": good}, {"rollout-0": good[:-1]}, "rollout-0"),
+    ):
+        order = PlanTransfers(
+            command_id=1, deadline_s=1.0, sources=sources, destinations=destinations, allow_alias=True
+        )
+        with pytest.raises(RefitError, match=f"^{named}: not a layout: "):
+            service.service.handle(order, {})
+    service.plan()
+    for digests, what in (
+        ({"trainer-0": bytes(9)}, "trainer-0: 9 bytes are not digests of 8 bytes each"),
+        ({"rollout-0/0": bytes(16)}, "no digests came of trainer-0, which has sent the weights"),
+    ):
+        commit = CommitVersion(command_id=2, deadline_s=1.0, version=1, digests=digests, has_update=False)
+        with pytest.raises(RefitError, match=f"^{what}$"):
+            service.service.handle(commit, {})
+
+
 def test_the_workers_of_an_engine_are_in_one_mesh() -> None:
     """So that an engine that is lost is brought back over one, whichever of its workers needs what."""
     service = Service(address=PRIVATE)

@@ -26,6 +26,7 @@ from tandem.common.messages import (
     Refit,
     Refitted,
     Reply,
+    SamplesMissing,
     SaveCheckpoint,
     TransfersPlanned,
     VersionCommitted,
@@ -35,15 +36,18 @@ from tandem.coordinator.scheduler.events import (
     CommitStep,
     DiscardSamples,
     Dispatch,
+    DispatchBatch,
     DispatchPrompts,
     Erred,
     Finish,
+    Interrupted,
     Joined,
     Lost,
     PublishCheckpoint,
     RecordRefit,
     Replace,
     Replied,
+    Say,
     Ticked,
 )
 from tandem.coordinator.scheduler.phases import Phase
@@ -366,7 +370,7 @@ def test_a_replacement_that_wants_something_else_ends_the_run() -> None:
     lose(cluster, "rollout-0")
     replace(cluster, "rollout-0")
     (build,) = (a for a in cluster.pending if isinstance(a, Dispatch) and isinstance(a.order, BuildEngine))
-    reply = EngineBuilt(command_id=build.order.command_id, layouts=(b"something else",))
+    reply = EngineBuilt(command_id=build.order.command_id, layouts=(b"something else",), samples_address="")
     finish = only_finish(cluster.give(Replied(now=cluster.now, member="rollout-0", reply=reply)))
     assert "wants other weights" in str(finish.error)
 
@@ -422,7 +426,7 @@ def test_a_replacement_with_other_workers_ends_the_run() -> None:
     lose(cluster, "rollout-0")
     replace(cluster, "rollout-0")
     (build,) = (a for a in cluster.pending if isinstance(a, Dispatch) and isinstance(a.order, BuildEngine))
-    reply = EngineBuilt(command_id=build.order.command_id, layouts=(b"rollout-0 wants 0",))
+    reply = EngineBuilt(command_id=build.order.command_id, layouts=(b"rollout-0 wants 0",), samples_address="")
     finish = only_finish(cluster.give(Replied(now=cluster.now, member="rollout-0", reply=reply)))
     assert "wants other weights" in str(finish.error)
 
@@ -666,3 +670,75 @@ def test_interrupted_in_a_later_phase_loses_nothing(phase: Phase) -> None:
 def test_the_scheduler_needs_no_torch_and_no_sockets() -> None:
     code = "import sys, tandem.coordinator.scheduler; print([m for m in ('torch', 'zmq') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+# --- samples that cannot be fetched ----------------------------------------------------------------------------------
+
+
+def miss(cluster: Cluster, **members: str) -> list[Action]:
+    """Have every rank answer that it could not train: the last one names engines."""
+    ranks = [action for action in cluster.pending if isinstance(action, DispatchBatch)]
+    assert len(ranks) > 1
+    cluster.pending = [action for action in cluster.pending if action not in ranks]
+    actions: list[Action] = []
+    for rank in ranks:
+        lacks = {name.replace("_", "-"): why for name, why in members.items()} if rank is ranks[-1] else {}
+        reply = SamplesMissing(command_id=rank.command_id, step=rank.step, members=lacks)
+        actions += cluster.give(Replied(now=cluster.now, member=rank.member, reply=reply))
+    return actions
+
+
+def test_what_trainers_cannot_fetch_is_made_again_and_nothing_else() -> None:
+    cluster = Cluster(GRPO)
+    cluster.join_all()
+    cluster.run_until(Phase.TRAINING)
+    before = {a.member: a.groups for a in cluster.orders if isinstance(a, DispatchPrompts) and a.purpose == "train"}
+    actions = miss(cluster, rollout_1="nobody answers")
+    assert DiscardSamples(step=1, purpose="train", groups=before["rollout-1"]) in actions
+    assert Say(text="samples of step 1 are missing and are made again: rollout-1: nobody answers") in actions
+    again = [a for a in actions if isinstance(a, DispatchPrompts)]
+    assert [(a.member, a.groups) for a in again] == [("rollout-1", before["rollout-1"])]
+    cluster.run_until(Phase.FINISHED)
+    assert cluster.commits() == list(range(GRPO.last_step + 1))
+    trained = [a for a in cluster.orders if isinstance(a, DispatchBatch) and a.step == 1]
+    assert len(trained) == 2 * GRPO.expected["trainer"]
+
+
+def test_an_engine_that_is_lost_with_its_samples_makes_them_again_once_it_is_replaced() -> None:
+    cluster = Cluster(GRPO)
+    cluster.join_all()
+    cluster.run_until(Phase.TRAINING)
+    batches = [action for action in cluster.pending if isinstance(action, DispatchBatch)]
+    lose(cluster, "rollout-0")
+    cluster.pending = [action for action in cluster.pending if action not in batches] + batches
+    miss(cluster, rollout_0="nobody answers")
+    assert cluster.plan.phase is Phase.GENERATING
+    replace(cluster, "rollout-0")
+    cluster.run_until(Phase.FINISHED)
+    assert cluster.commits() == list(range(GRPO.last_step + 1))
+
+
+def test_samples_that_are_missing_again_and_again_end_the_run() -> None:
+    cluster = Cluster(GRPO)
+    cluster.join_all()
+    for _ in range(2):
+        cluster.run_until(Phase.TRAINING)
+        miss(cluster, rollout_1="gone")
+    cluster.run_until(Phase.TRAINING)
+    finish = only_finish(miss(cluster, rollout_1="gone"))
+    assert str(finish.error) == (
+        "coordinator failed while training step 1: samples are missing: rollout-1: gone (3 times in this step)"
+    )
+
+
+def test_interrupted_while_samples_are_missing_abandons_the_step() -> None:
+    cluster = Cluster(GRPO)
+    cluster.join_all()
+    cluster.run_until(Phase.GENERATING)
+    cluster.run_until(Phase.TRAINING)
+    cluster.give(Interrupted(now=cluster.now))
+    miss(cluster, rollout_1="gone")
+    cluster.run_until(Phase.FINISHED)
+    assert cluster.commits() == [0]
+    (finish,) = (action for action in cluster.done if isinstance(action, Finish))
+    assert finish.outcome == "interrupted"

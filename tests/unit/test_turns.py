@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from engine_harness import reference_logprobs
 from rollout_harness import WAIT_S, Rollout, Talks, count, tokens_of
 
 from tandem.common.batch import SampleArrays
-from tandem.common.messages import Problem, PromptGroup
+from tandem.common.messages import Problem, PromptGroup, SamplesFinished
 from tandem.rollout.conversation import turn_seed
 from tandem.rollout.environments import Score, Turn
 
@@ -40,6 +42,19 @@ class Scores:
 
     def score(self, problem: Problem, response: str) -> Score:
         return Score(float(len(response)), correct=False)
+
+
+class Holds:
+    """Scores; the first sample of problem 0 not before it may."""
+
+    release = threading.Event()
+    waits = threading.Lock()
+
+    def score(self, problem: Problem, response: str) -> Score:
+        if problem.metadata["number"] == 0 and self.waits.acquire(blocking=False):
+            self.release.wait(WAIT_S)
+            self.waits.release()
+        return Score(1.0, correct=True)
 
 
 class Fails:
@@ -85,11 +100,11 @@ def test_a_sample_goes_on_from_exactly_its_own_tokens(start: Callable[..., Rollo
     rollout = start("Talks", kwargs={"turns": 3})
     groups = [rollout.group(number, [10 * number + i for i in range(4)]) for number in range(3)]
     samples = rollout.run(*groups)
+    texts = rollout.texts(*groups)
     would_differ = []
-    for (number, _), (sample, arrays) in samples.items():
+    for (number, place), (sample, arrays) in samples.items():
         tokens = arrays.token_ids_T.tolist()
         assert tokens[: sample.prompt_length] == list(groups[number].prompt_ids)
-        texts = sample.response.split("\n")
         parts = segments(rollout, groups[number], arrays)
         assert [made for *_, made in parts] == [True, False, True, False, True]
         for turn, (first, end, made) in enumerate(parts):
@@ -110,15 +125,16 @@ def test_a_sample_goes_on_from_exactly_its_own_tokens(start: Callable[..., Rollo
                 assert set(arrays.versions_T[first:end].tolist()) == {-1}
         assert sample.response_length == int(arrays.loss_mask_T.sum())
         assert (sample.num_turns, sample.reward, sample.correct) == (3, 1.5, True)
-        assert f"{number}1" in texts
-        assert f"{number}2" in texts
+        assert sample.response == "", "text is for validation"
+        assert {f"{number}1", f"{number}2"} < set(texts[number, place].split("\n"))
     assert any(would_differ), "no response tells exact tokens from tokens made again of their text"
 
 
 def test_an_environment_that_only_scores_has_one_turn(start: Callable[..., Rollout]) -> None:
     rollout = start("Scores")
-    (sample, arrays), *_ = rollout.run(rollout.group(0, [1, 2])).values()
-    assert (sample.num_turns, sample.reward) == (1, float(len(sample.response)))
+    group = rollout.group(0, [1, 2])
+    (sample, arrays), *_ = rollout.run(group).values()
+    assert (sample.num_turns, sample.reward) == (1, float(len(rollout.texts(group)[0, sample.sample])))
     assert arrays.loss_mask_T.tolist() == [False] * sample.prompt_length + [True] * sample.response_length
 
 
@@ -244,3 +260,53 @@ def test_a_generation_that_is_abandoned_between_turns_leaves_nothing(start: Call
             assert rollout.service.work()
         rollout.member.sent.clear()
         assert tokens_of(rollout.run(*groups)) == expected
+
+
+# --- what is kept ----------------------------------------------------------------------------------------------------
+
+
+def test_samples_are_kept_until_they_are_released(start: Callable[..., Rollout]) -> None:
+    rollout = start("Scores")
+    samples = rollout.run(rollout.group(0, [1, 2]))
+    for sample, arrays in samples.values():
+        assert sample.num_tokens == len(arrays.token_ids_T) == sample.prompt_length + sample.response_length
+        assert (sample.oldest_version, sample.newest_version) == (0, 0)
+    assert rollout.store.num_tokens == sum(sample.num_tokens for sample, _ in samples.values())
+    rollout.refit(1)
+    more = rollout.run(rollout.group(1, [1]))
+    assert {(sample.oldest_version, sample.newest_version) for sample, _ in more.values()} == {(1, 1)}
+    rollout.release(0)
+    assert rollout.store.num_tokens == sum(sample.num_tokens for sample, _ in more.values())
+    rollout.release(1)
+    assert rollout.store.num_tokens == 0
+    assert not rollout.member.sent, "nobody waits for an answer"
+
+
+def test_what_is_given_up_is_released_but_for_groups_that_were_finished(start: Callable[..., Rollout]) -> None:
+    rollout = start("Holds", generation={"async_engine": True}, num_workers=2)
+    held, done = rollout.group(0, [1, 2]), rollout.group(1, [1, 2])
+    Holds.release.clear()
+    rollout.start(held, done)
+    deadline = time.monotonic() + WAIT_S
+    while sum(len(message.samples) for message in finished(rollout)) < 3:
+        assert rollout.service.work()
+        assert time.monotonic() < deadline
+    samples = [sample for message in finished(rollout) for sample in message.samples]
+    assert rollout.store.num_tokens == sum(sample.num_tokens for sample in samples)
+    rollout.start()  # nothing more, and what came before is given up
+    Holds.release.set()
+    kept = [sample.num_tokens for sample in samples if sample.group == 1]
+    assert (len(kept), sum(kept)) == (2, rollout.store.num_tokens), "of the group that was finished"
+    for message in finished(rollout):
+        if {sample.group for sample in message.samples} == {1}:
+            assert rollout.fetch(message)
+
+
+def finished(rollout: Rollout) -> list[SamplesFinished]:
+    return [message for message, _ in rollout.member.sent if isinstance(message, SamplesFinished)]
+
+
+def test_samples_for_which_there_is_no_room_are_an_error(start: Callable[..., Rollout]) -> None:
+    rollout = start("Scores", generation={"max_stored_tokens": 40})
+    message = rollout.error(rollout.group(0, range(8)))
+    assert re.match(r"no room for a sample of \d+ tokens: .*policy.generation.max_stored_tokens is 40$", message)

@@ -7,7 +7,7 @@ The tree::
     |   `-- NotSupportedYet    a NeMo-RL key that is known, and switched on, but not built
     |-- DataError              a dataset, problem or prompt that cannot be used
     |-- RunFolderError         a run folder that is taken, missing or from another configuration
-    |-- WireError              a frame or message that breaks the protocol
+    |-- WireError              a frame or message that breaks the protocol, or says what cannot be
     |   `-- VersionMismatch    two processes speak different protocol versions
     |-- ServiceError           a process failed; names the process and the phase
     |   |-- ServiceLost        it died, or was silent for longer than the heartbeat timeout
@@ -17,6 +17,7 @@ The tree::
     |-- ModelError             a checkpoint folder that cannot be loaded
     |-- CheckpointError        a checkpoint that could not be written or read
     |-- TrainingError          an optimizer step whose loss or gradient is not a finite number
+    |-- SamplesError           samples that are no longer where they should be, or have no room
     |-- RewardError            an environment returned something that is no reward
     `-- RefitError             weights could not be moved whole
         `-- CoverageError      a transfer plan that would not write each wanted element exactly once
@@ -52,7 +53,12 @@ class RunFolderError(TandemError):
 
 
 class WireError(TandemError):
-    """Bytes arrived that are not a message of the protocol."""
+    """What arrived is no message of the protocol, or says what cannot be; the text begins with the message or field."""
+
+    def __init__(self, what: str, command_id: int | None = None) -> None:
+        self.command_id = command_id
+        """The order that it is, or answers, where that could still be read."""
+        super().__init__(what)
 
 
 class VersionMismatch(WireError):
@@ -102,6 +108,10 @@ class CheckpointError(TandemError):
 
 class TrainingError(TandemError):
     """The loss or its gradient is not a finite number; the optimizer step was not taken."""
+
+
+class SamplesError(TandemError):
+    """Samples cannot be kept, or are not there any more."""
 
 
 class RewardError(TandemError):

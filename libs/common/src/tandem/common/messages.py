@@ -4,6 +4,10 @@ A link is the ZeroMQ connection between the coordinator and one other process. E
 one tagged union at the bottom of this module; receivers dispatch with ``match`` and close with ``assert_never``.
 ``docs/protocol.md`` is generated from the docstrings here.
 
+The type of a field says what it may be by itself (`Count`, `Seconds`, ...), and decoding refuses anything else. What a
+reply may be as the answer to a certain order is checked in `tandem.coordinator.replies`, what an order may be for a
+certain model by the services, and arrays in `tandem.common.batch`.
+
 Arrays never enter these structs. A message that carries arrays says so in its docstring (``Frames:``) and they travel
 as raw frames beside the header (`tandem.common.wire`). Layouts and transfer programs are opaque bytes here: only
 `tandem.refit` reads them, the coordinator relays them.
@@ -11,15 +15,52 @@ as raw frames beside the header (`tandem.common.wire`). Layouts and transfer pro
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 PROTOCOL_VERSION = 6
 """Raised whenever a message changes shape; both ends of a link must hold the same number."""
 
 ServiceKind = Literal["trainer", "rollout", "refit"]
 Purpose = Literal["train", "validate"]
+
+MAX_NAME, MAX_TEXT, MAX_TRACEBACK = 200, 10_000, 200_000
+"""Characters; senders cut longer texts off."""
+MAX_COMPONENTS = 100
+"""Of a reward."""
+
+Count = Annotated[int, Meta(ge=0, le=2**62)]
+"""A number of something, or the number of something."""
+Positive = Annotated[int, Meta(ge=1, le=2**62)]
+"""A number of something that there must be."""
+Digest = Annotated[int, Meta(ge=0)]
+"""64 bits."""
+TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+"""Below the vocabulary of the model as well."""
+Port = Annotated[int, Meta(ge=1, le=65535)]
+"""Of TCP."""
+Finite = Annotated[float, Meta(ge=-1e300, le=1e300)]
+"""No NaN and no infinity."""
+Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
+"""A time something took or may take."""
+Share = Annotated[float, Meta(gt=0.0, le=1.0)]
+"""A part of a whole."""
+Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
+"""Of a process, host, file, metric or the like."""
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+"""For people."""
+Traceback = Annotated[str, Meta(max_length=MAX_TRACEBACK)]
+"""For people who mend Tandem."""
+Encoded = Annotated[bytes, Meta(min_length=1)]
+"""Something that only `tandem.refit` reads."""
+Metrics = Annotated[dict[Name, float], Meta(max_length=1000)]
+"""Finite numbers; a metric that is none is refused by its own name."""
+SecondsByPhase = Annotated[dict[Name, Seconds], Meta(max_length=20)]
+"""Not more phases than there are."""
+Components = Annotated[dict[Name, Finite], Meta(max_length=MAX_COMPONENTS)]
+"""What a reward is made of."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -34,22 +75,22 @@ class Hello(Message, frozen=True, kw_only=True, tag=True):
 
     protocol_version: int
     service: ServiceKind
-    host: str
-    pid: int
-    launch_id: str = ""
+    host: Name
+    pid: Count
+    launch_id: Annotated[str, Meta(max_length=100)] = ""
     """Names the process if the coordinator launched it; empty if it was started by hand."""
 
 
 class Welcome(Message, frozen=True, kw_only=True, tag=True):
     """The coordinator admits a process and gives it its place in the run."""
 
-    member: str
+    member: Name
     """Its name in this run, such as ``trainer-0``; used in every log line and error."""
-    index: int
+    index: Count
     """Its place among the processes of its kind; for trainers this is the rank."""
     run_id: str
-    heartbeat_interval_s: float
-    heartbeat_timeout_s: float
+    heartbeat_interval_s: Seconds
+    heartbeat_timeout_s: Seconds
     config_json: bytes
     """The resolved configuration: `tandem.common.config.Config` as JSON."""
 
@@ -57,39 +98,39 @@ class Welcome(Message, frozen=True, kw_only=True, tag=True):
 class Refused(Message, frozen=True, kw_only=True, tag=True):
     """The coordinator does not admit the process; it exits with the reason as its error."""
 
-    reason: str
+    reason: Text
 
 
 class Heartbeat(Message, frozen=True, kw_only=True, tag=True):
     """Sent by both ends every ``heartbeat_interval_s``, also during long computations."""
 
-    phase: str = ""
+    phase: Text = ""
     """What the sender is doing, for error messages and the progress display."""
 
 
 class Goodbye(Message, frozen=True, kw_only=True, tag=True):
     """The sender leaves on purpose; nothing more will come from it."""
 
-    reason: str
+    reason: Text
 
 
 class Shutdown(Message, frozen=True, kw_only=True, tag=True):
     """The coordinator ends the run; the process cleans up and exits with code 0."""
 
-    reason: str
+    reason: Text
 
 
 class Failed(Message, frozen=True, kw_only=True, tag=True):
     """A command could not be carried out."""
 
-    command_id: int
-    phase: str
+    command_id: Count
+    phase: Text
     """What the process was doing."""
-    error: str
+    error: Text
     """One line for the user."""
     expected: bool
     """True for a `TandemError`: the line is enough. False for a bug: `traceback` is shown as well."""
-    traceback: str = ""
+    traceback: Traceback = ""
 
     @property
     def account(self) -> str:
@@ -100,17 +141,17 @@ class Failed(Message, frozen=True, kw_only=True, tag=True):
 class Command(Message, frozen=True, kw_only=True):
     """Base of every order. A command id that was seen before is answered again, not carried out again."""
 
-    command_id: int
-    deadline_s: float
+    command_id: Count
+    deadline_s: Seconds
     """Seconds the receiver has, from receipt."""
 
 
 class MemoryUse(Message, frozen=True, kw_only=True):
     """Bytes that a process took to carry out an order: allocated on its GPU, or resident where it computes on a CPU."""
 
-    peak: int
+    peak: Count
     """The most at any time from the order to its answer."""
-    held: int
+    held: Count
     """What it still has at the answer."""
 
 
@@ -124,18 +165,18 @@ class OpenRendezvous(Command, frozen=True, kw_only=True, tag=True):
 class RendezvousOpened(Message, frozen=True, kw_only=True, tag=True):
     """Where the ranks meet."""
 
-    command_id: int
-    host: str
-    port: int
+    command_id: Count
+    host: Name
+    port: Port
 
 
 class BuildTrainer(Command, frozen=True, kw_only=True, tag=True):
     """Every rank joins the process group and builds model, optimizer and, if the loss needs one, the reference."""
 
-    rendezvous_host: str
-    rendezvous_port: int
-    world_size: int
-    version: int
+    rendezvous_host: Name
+    rendezvous_port: Port
+    world_size: Positive
+    version: Count
     """Weight version that the weights to start from count as: the number of training steps behind them."""
     checkpoint: str = ""
     """Folder of a Tandem checkpoint to resume from; empty to start from ``policy.model_name``."""
@@ -144,55 +185,75 @@ class BuildTrainer(Command, frozen=True, kw_only=True, tag=True):
 class TrainerBuilt(Message, frozen=True, kw_only=True, tag=True):
     """The rank is ready and its weights lie where other processes can read them."""
 
-    command_id: int
-    version: int
+    command_id: Count
+    version: Count
     """Weight version the rank now holds: the number of training steps behind it."""
-    num_parameters: int
-    layout: bytes
+    num_parameters: Positive
+    shares_prompts: bool
+    """Whether it computes a prompt once for all of its samples, so that these had better stay together."""
+    layout: Encoded
     """An encoded `tandem.refit.layout.Layout`: what this rank holds, and where."""
 
 
 class Train(Command, frozen=True, kw_only=True, tag=True):
-    """Run one training step on one batch; every rank gets the whole batch and takes its own share.
+    """Run one training step on one batch: every rank gets the same table of it, and fetches its own share's tokens.
 
-    Frames: a `tandem.common.batch.TrainingBatch`.
+    Frames: a `tandem.common.batch.BatchTable`; where `sources` is empty, this rank's `tandem.common.batch.GivenTokens`
+    as well.
     """
 
-    step: int
+    step: Count
+    sources: dict[Name, Name]
+    """Where the samples lie: rollouts and their `EngineBuilt.samples_address`. The table counts them in the order of
+    their names. Empty for algorithms over data sets, whose tokens come with the order."""
 
 
 class Trained(Message, frozen=True, kw_only=True, tag=True):
     """The optimizer has stepped; the weights in memory are those of `version` and stay so until the next `Train`."""
 
-    command_id: int
-    step: int
-    version: int
-    metrics: dict[str, float]
+    command_id: Count
+    step: Count
+    version: Count
+    metrics: Metrics
     """Rank 0's metrics, already reduced over all ranks; empty from the others."""
-    seconds: dict[str, float]
+    seconds: SecondsByPhase
     """Seconds by phase: ``policy_training``, ``logprobs``, ``reference_logprobs``."""
     has_update: bool
     """Whether an optimizer step had a gradient and a learning rate that are not zero, so that weights must differ."""
     memory: MemoryUse
 
 
+class SamplesMissing(Message, frozen=True, kw_only=True, tag=True):
+    """Not every rank could fetch its share, so no weight has changed; every rank says so.
+
+    What was fetched is kept for the next `Train` of the same step.
+    """
+
+    command_id: Count
+    step: Count
+    members: dict[Name, Text]
+    """The rollouts whose samples this rank itself lacks, possibly none, and why."""
+
+
 class Evaluate(Command, frozen=True, kw_only=True, tag=True):
     """Compute the loss on a batch without training.
 
-    Frames: a `tandem.common.batch.TrainingBatch`.
+    Frames: as for `Train`.
     """
 
-    step: int
-    parts: dict[str, int]
+    step: Count
+    sources: dict[Name, Name]
+    """As in `Train`."""
+    parts: dict[str, Count]
     """Sequences of each part of the batch that is evaluated by itself as well, by its name, in order."""
 
 
 class Evaluated(Message, frozen=True, kw_only=True, tag=True):
     """The metrics of an `Evaluate`; those of a part are named ``PART/METRIC``."""
 
-    command_id: int
-    step: int
-    metrics: dict[str, float]
+    command_id: Count
+    step: Count
+    metrics: Metrics
 
 
 class SaveCheckpoint(Command, frozen=True, kw_only=True, tag=True):
@@ -202,28 +263,28 @@ class SaveCheckpoint(Command, frozen=True, kw_only=True, tag=True):
     """
 
     folder: str
-    step: int
+    step: Count
 
 
 class CheckpointCopied(Message, frozen=True, kw_only=True, tag=True):
     """This rank has its copy, and its weights may change."""
 
-    command_id: int
-    why_waited: str
+    command_id: Count
+    why_waited: Text
     """Why it has written everything before it answered, as it does where memory has no room for a copy; else empty."""
 
 
 class AwaitCheckpoint(Command, frozen=True, kw_only=True, tag=True):
     """Say when what the last `SaveCheckpoint` has copied is written. Other orders are carried out in the meantime."""
 
-    step: int
+    step: Count
 
 
 class CheckpointSaved(Message, frozen=True, kw_only=True, tag=True):
     """This rank's part is on disk and synced."""
 
-    command_id: int
-    num_bytes: int
+    command_id: Count
+    num_bytes: Count
 
 
 # --- coordinator to rollout and back ---------------------------------------------------------------------------------
@@ -236,9 +297,11 @@ class BuildEngine(Command, frozen=True, kw_only=True, tag=True):
 class EngineBuilt(Message, frozen=True, kw_only=True, tag=True):
     """The engine wants weights."""
 
-    command_id: int
-    layouts: tuple[bytes, ...]
+    command_id: Count
+    layouts: Annotated[tuple[Encoded, ...], Meta(min_length=1)]
     """Encoded `tandem.refit.layout.Layout`s: what each of its parts (`tandem.common.parts`) wants, and where."""
+    samples_address: Name
+    """``tcp://HOST:PORT``, where trainers fetch its samples."""
 
 
 class Problem(Message, frozen=True, kw_only=True):
@@ -256,83 +319,131 @@ class Problem(Message, frozen=True, kw_only=True):
 class PromptGroup(Message, frozen=True, kw_only=True):
     """A problem, its tokens, and how many samples to draw for it."""
 
-    group: int
+    group: Count
     """Position of the group within the step's batch."""
     problem: Problem
-    prompt_ids: tuple[int, ...]
-    seeds: tuple[int, ...]
+    prompt_ids: Annotated[tuple[TokenId, ...], Meta(min_length=1)]
+    seeds: Annotated[tuple[Digest, ...], Meta(min_length=1)]
     """One 64-bit seed a sample: the same seed, weights and prompt give the same sample, whatever else runs."""
 
 
 class SamplingParameters(Message, frozen=True, kw_only=True):
     """How tokens are drawn."""
 
-    temperature: float
+    temperature: Annotated[float, Meta(ge=0.0, le=1e6)]
     """Zero means greedy."""
-    top_p: float
-    top_k: int
+    top_p: Share
+    top_k: Count
     """Zero means no limit."""
-    max_new_tokens: int
-    stop_token_ids: tuple[int, ...]
+    max_new_tokens: Positive
+    stop_token_ids: tuple[TokenId, ...]
     stop_strings: tuple[str, ...]
 
 
 class Generate(Command, frozen=True, kw_only=True, tag=True):
-    """Draw samples for these groups and score them; samples stream back as they finish."""
+    """Draw samples for these groups and score them; what is known of each is sent as it finishes.
 
-    oldest: int
-    """Orders to generate with a lower command id are given up; the others go on beside this one."""
-    step: int
+    Samples to train on stay with the rollout, until they are released; those to validate with are not kept.
+    """
+
+    oldest: Count
+    """Orders to generate with a lower command id are given up, and what was made of their unfinished groups is
+    released; the others go on beside this one."""
+    step: Count
     purpose: Purpose
     sampling: SamplingParameters
     groups: tuple[PromptGroup, ...]
 
 
 class SampleScored(Message, frozen=True, kw_only=True):
-    """What is known of one finished sample beside its arrays."""
+    """What is known of one finished sample beside its tokens, which stay with the rollout."""
 
-    group: int
-    sample: int
+    group: Count
+    sample: Count
     """Position within its group."""
-    prompt_length: int
-    response_length: int
+    prompt_length: Positive
+    response_length: Positive
     """Tokens the policy made, in all turns."""
-    num_turns: int
+    num_tokens: Positive
+    """Tokens of the whole sequence: the prompt, what the policy made, and what an environment said in between."""
+    oldest_version: Count
+    newest_version: Count
+    """The weight versions that the tokens were made with: from the oldest to this one."""
+    num_turns: Positive
     """Responses the policy gave: one, unless the environment answers."""
     finish_reason: Literal["stop", "length", "turns"]
     """How the sample ended: as it should, at a limit of tokens, or at ``grpo.max_rollout_turns``."""
-    reward: float
-    components: dict[str, float] = {}
+    reward: Finite
+    components: Components = {}
     """What the environment says the reward is made of, by name."""
     correct: bool
     response: str
-    """What followed the prompt, a line for each message, for logs and the report; the tokens are what trains."""
+    """What followed the prompt, a line for each message, for logs; empty unless the sample is for validation."""
 
 
 class SamplesFinished(Message, frozen=True, kw_only=True, tag=True):
-    """Some samples of a `Generate`, each exactly once.
+    """Some samples of a `Generate`, each exactly once; the rollout keeps the tokens of those to train on."""
 
-    Frames: a `tandem.common.batch.SampleArrays`, whose rows stand in the order of `samples`.
-    """
-
-    command_id: int
-    step: int
+    command_id: Count
+    step: Count
     purpose: Purpose
-    samples: tuple[SampleScored, ...]
+    samples: Annotated[tuple[SampleScored, ...], Meta(min_length=1)]
 
 
 class Generated(Message, frozen=True, kw_only=True, tag=True):
     """Every sample of a `Generate` was sent."""
 
-    command_id: int
-    step: int
+    command_id: Count
+    step: Count
     purpose: Purpose
-    num_samples: int
-    num_tokens: int
+    num_samples: Count
+    num_tokens: Count
     """Tokens the engine made."""
-    seconds: dict[str, float]
+    seconds: SecondsByPhase
     """Seconds by phase: ``generation``, ``rewards``."""
     memory: MemoryUse
+
+
+class ReleaseSamples(Command, frozen=True, kw_only=True, tag=True):
+    """Samples that are not needed any longer; nobody waits for an answer, and none is sent."""
+
+    command_ids: tuple[Count, ...]
+    """The `Generate` orders that they were made for."""
+
+
+# --- the sample plane: trainer to rollout and back --------------------------------------------------------------------
+
+SampleKey = tuple[Count, Count, Count]
+"""One sample of a rollout: command id of its `Generate`, its group, its place in the group."""
+
+
+MAX_TOKENS_FETCHED = 2**21
+"""That one request may ask for, unless it asks for a single sample: the arrays of a reply are some 27 MB at most."""
+
+
+class FetchSamples(Message, frozen=True, kw_only=True, tag=True):
+    """A trainer rank asks a rollout for samples."""
+
+    run_id: Name
+    """Of the trainer's run, in case the address is another run's by now."""
+    request_id: Count
+    keys: tuple[SampleKey, ...]
+
+
+class SamplesFetched(Message, frozen=True, kw_only=True, tag=True):
+    """The samples.
+
+    Frames: a `tandem.common.batch.SampleArrays`, in the order of the keys.
+    """
+
+    request_id: Count
+
+
+class SamplesGone(Message, frozen=True, kw_only=True, tag=True):
+    """The rollout does not have all of these samples, or not for whoever asked."""
+
+    request_id: Count
+    why: Text
 
 
 # --- the weight plane: coordinator to trainer and rollout, and back ---------------------------------------------------
@@ -344,16 +455,16 @@ class InstallProgram(Command, frozen=True, kw_only=True, tag=True):
     Engines and trainer ranks alike get one.
     """
 
-    programs: tuple[bytes, ...]
+    programs: Annotated[tuple[Encoded, ...], Meta(min_length=1)]
     """An encoded `tandem.refit.program.TransferProgram` for each part of the process, in order."""
 
 
 class ProgramInstalled(Message, frozen=True, kw_only=True, tag=True):
     """The program is bound; a `Refit` from now on only copies."""
 
-    command_id: int
-    num_copies: int
-    num_bytes: int
+    command_id: Count
+    num_copies: Count
+    num_bytes: Count
     """Bytes one refit will move into this process; zero where every tensor is an alias."""
 
 
@@ -363,25 +474,25 @@ class ConnectMesh(Command, frozen=True, kw_only=True, tag=True):
     Again, with a new `epoch`, when one of them was replaced.
     """
 
-    mesh: str
+    mesh: Name
     members: tuple[str, ...]
-    epoch: int
+    epoch: Count
     """How often the mesh has been connected before."""
-    rendezvous_host: str
-    rendezvous_port: int
+    rendezvous_host: Name
+    rendezvous_port: Port
 
 
 class MeshConnected(Message, frozen=True, kw_only=True, tag=True):
     """The process has reached every other member of the mesh."""
 
-    command_id: int
-    mesh: str
+    command_id: Count
+    mesh: Name
 
 
 class Refit(Command, frozen=True, kw_only=True, tag=True):
     """Run the transfer program: an engine receives `version` and serves no token until it has answered; others send."""
 
-    version: int
+    version: Count
     only: tuple[str, ...] = ()
     """Engines to bring to `version`; empty for all."""
 
@@ -389,29 +500,29 @@ class Refit(Command, frozen=True, kw_only=True, tag=True):
 class Refitted(Message, frozen=True, kw_only=True, tag=True):
     """The engine holds `version`, whole; a sender has sent all of it."""
 
-    command_id: int
-    version: int
-    num_bytes: dict[str, int]
+    command_id: Count
+    version: Count
+    num_bytes: dict[Name, Count]
     """Bytes counted at this end of each link, named ``trainer-0>rollout-1``."""
-    seconds: float
+    seconds: Seconds
     memory: MemoryUse
 
 
 class Attest(Command, frozen=True, kw_only=True, tag=True):
     """Compute the digests of `version` from memory, beside other work; orders that come meanwhile are not held up."""
 
-    version: int
+    version: Count
 
 
 class Attested(Message, frozen=True, kw_only=True, tag=True):
     """What the process holds of `version`; see `tandem.refit.digests.task`."""
 
-    command_id: int
-    version: int
-    digests: tuple[bytes, ...]
+    command_id: Count
+    version: Count
+    digests: Annotated[tuple[bytes, ...], Meta(min_length=1)]
     """For each of its parts, its share of the digest of each tensor of its layout, in order: unsigned 64-bit
     little-endian integers."""
-    seconds: float
+    seconds: Seconds
     """Time spent computing."""
 
 
@@ -421,9 +532,9 @@ class Attested(Message, frozen=True, kw_only=True, tag=True):
 class PlanTransfers(Command, frozen=True, kw_only=True, tag=True):
     """Plan how every wanted element reaches its engine."""
 
-    sources: dict[str, bytes]
+    sources: dict[Name, Encoded]
     """Encoded layouts of the trainer ranks, by member."""
-    destinations: dict[str, bytes]
+    destinations: dict[Name, Encoded]
     """Encoded layouts of the engines, by part."""
     allow_alias: bool
     """True if no engine generates while the trainer steps, on the same devices: engines may then read the trainer's
@@ -433,33 +544,33 @@ class PlanTransfers(Command, frozen=True, kw_only=True, tag=True):
 class PlannedMesh(Message, frozen=True, kw_only=True):
     """Processes that stream to each other."""
 
-    name: str
-    members: tuple[str, ...]
+    name: Name
+    members: tuple[Name, ...]
 
 
 class TransfersPlanned(Message, frozen=True, kw_only=True, tag=True):
     """A program for each process, proven to write each wanted element exactly once."""
 
-    command_id: int
-    programs: dict[str, bytes]
+    command_id: Count
+    programs: dict[Name, Encoded]
     """Encoded `tandem.refit.program.TransferProgram` by part."""
     senders: tuple[str, ...]
     """Members that have something to do in a refit beside the engines that receive."""
     meshes: tuple[PlannedMesh, ...]
-    num_bytes: dict[str, int]
+    num_bytes: dict[Name, Count]
     """Bytes one refit moves over each link between parts, named ``trainer-0>rollout-1``."""
-    predicted_s: float
+    predicted_s: Annotated[float, Meta(ge=0.0, le=1e300)]
     """Seconds that a refit should take at the rates of ``cluster.links``."""
-    bound_s: float
+    bound_s: Annotated[float, Meta(ge=0.0, le=1e300)]
     """Seconds below which no plan could come at these rates: see `tandem.refit.cost`."""
-    seconds: float
+    seconds: Seconds
     """Time spent planning."""
 
 
 class CommitVersion(Command, frozen=True, kw_only=True, tag=True):
     """Compare what engines hold with what trainers meant to send, and make `version` the current one."""
 
-    version: int
+    version: Count
     digests: dict[str, bytes]
     """By part, of trainers and engines, as in `Attested`; empty where ``refit.verify`` is off."""
     has_update: bool
@@ -469,11 +580,11 @@ class CommitVersion(Command, frozen=True, kw_only=True, tag=True):
 class VersionCommitted(Message, frozen=True, kw_only=True, tag=True):
     """Samples of `version` may be trained on, but for those of engines that differ."""
 
-    command_id: int
-    version: int
-    differing: dict[str, str]
+    command_id: Count
+    version: Count
+    differing: dict[Name, Text]
     """Engines that do not hold `version`, and which tensors differ; they must be refitted."""
-    digest: int
+    digest: Digest
     """Of the whole of `version`; zero where ``refit.verify`` is off."""
 
 
@@ -488,11 +599,20 @@ PlaneOrder = InstallProgram | ConnectMesh | Refit | Attest
 PlaneReply = ProgramInstalled | MeshConnected | Refitted | Attested
 
 TrainerOrder = OpenRendezvous | BuildTrainer | PlaneOrder | Train | Evaluate | SaveCheckpoint | AwaitCheckpoint
-RolloutOrder = BuildEngine | PlaneOrder | Generate
+RolloutOrder = BuildEngine | PlaneOrder | Generate | ReleaseSamples
 RefitOrder = PlanTransfers | CommitVersion
 Order = TrainerOrder | RolloutOrder | RefitOrder
 
-TrainerReply = RendezvousOpened | TrainerBuilt | PlaneReply | Trained | Evaluated | CheckpointCopied | CheckpointSaved
+TrainerReply = (
+    RendezvousOpened
+    | TrainerBuilt
+    | PlaneReply
+    | Trained
+    | SamplesMissing
+    | Evaluated
+    | CheckpointCopied
+    | CheckpointSaved
+)
 RolloutReply = EngineBuilt | PlaneReply | SamplesFinished | Generated
 RefitReply = TransfersPlanned | VersionCommitted
 Reply = TrainerReply | RolloutReply | RefitReply
@@ -505,3 +625,6 @@ FromRollout = Membership | RolloutReply
 
 ToRefit = Admission | RefitOrder
 FromRefit = Membership | RefitReply
+
+ToSampleStore = FetchSamples
+FromSampleStore = SamplesFetched | SamplesGone

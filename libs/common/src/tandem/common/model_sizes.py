@@ -48,6 +48,13 @@ def model_sizes(policy: Policy) -> ModelSizes:
     return ModelSizes(**{size: value for size, value in found.items() if isinstance(value, int)})
 
 
+def vocabulary_size(policy: Policy) -> int:
+    """Return how many tokens the model has an embedding for; as many as ids can name where that is not known here."""
+    config = model_config(policy) or {}
+    size = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
+    return size if isinstance(size, int) else 2**31
+
+
 def _new(policy: Policy) -> dict[str, Any] | None:
     return policy.new_model.config if policy.new_model is not None else None
 

@@ -24,6 +24,8 @@ from tandem.common.config import Config, config_from_json
 from tandem.common.errors import TandemError, WireError
 from tandem.common.kinship import die_with
 from tandem.common.messages import (
+    MAX_TEXT,
+    MAX_TRACEBACK,
     PROTOCOL_VERSION,
     Command,
     Failed,
@@ -82,7 +84,13 @@ class Member:
         trace = "" if expected else "".join(traceback.format_exception(error))
         with contextlib.suppress(OSError):  # the log may lie on the disk whose being full is reported here
             print(f"{self.name}: failed while {phase}: {trace or text}", file=sys.stderr, flush=True)
-        failed = Failed(command_id=command_id, phase=phase, error=text, expected=expected, traceback=trace)
+        failed = Failed(
+            command_id=command_id,
+            phase=phase[:MAX_TEXT],
+            error=text[:MAX_TEXT],
+            expected=expected,
+            traceback=trace[-MAX_TRACEBACK:],
+        )
         if not aside:
             self._set_phase("idle")
         self.reply(command_id, failed)
@@ -147,7 +155,7 @@ def run_service(
     except KeyboardInterrupt:
         print(f"{kind}: interrupted before it had joined", file=sys.stderr)
         return _EXIT_INTERRUPTED
-    service = None
+    service, code = None, 0
     try:
         print(f"{welcome.member} joined {arguments.coordinator} (run {welcome.run_id})", flush=True)
         member = Member(link, welcome, arguments.coordinator)
@@ -157,12 +165,14 @@ def run_service(
         reason = _answer_orders(link, member, service)
     except KeyboardInterrupt:
         reason = "interrupted"
+    except WireError as error:
+        reason, code = f"the coordinator has sent {error}", 1
     collector.retire()
     if service is not None:
         service.close()
     link.close(reason)
     print(f"{welcome.member} leaves: {reason}", flush=True)
-    return 0
+    return code
 
 
 def _heed_signals(launched_by: int) -> None:
@@ -176,10 +186,19 @@ def _heed_signals(launched_by: int) -> None:
 
 
 def _answer_orders(link: Link[Any], member: Member, service: Service) -> str:
-    """Answer orders until the coordinator shuts the run down; return its reason."""
+    """Answer orders until the coordinator shuts the run down; return its reason.
+
+    Raises `WireError` for what is no order, if not even its id can be read.
+    """
     busy = False
     while True:
-        received = link.receive(0.0 if busy else _IDLE_POLL_S)
+        try:
+            received = link.receive(0.0 if busy else _IDLE_POLL_S)
+        except WireError as error:
+            if error.command_id is None:
+                raise
+            member.fail(error.command_id, error)
+            continue
         if received is None:
             busy = service.work() if busy else False
             continue

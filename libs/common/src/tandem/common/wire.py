@@ -14,19 +14,22 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
 import zmq
 from numpy.typing import NDArray
+from zmq.utils.monitor import recv_monitor_message
 
 from tandem.common.errors import ConfigError, TandemError, VersionMismatch, WireError
 from tandem.common.messages import (
+    MAX_TEXT,
     PROTOCOL_VERSION,
     Goodbye,
     Heartbeat,
@@ -48,6 +51,12 @@ _ARRAY_KINDS = "biuf"
 UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """What msgspec raises for bytes that are no message; the last two for text that is none and for bottomless nesting."""
 
+_MOST_ARRAYS = 64
+_MOST_HEADER_BYTES, _MOST_MANIFEST_BYTES = 1 << 30, 1 << 16
+"""What no message comes near: a header has the layout of a model at most, or the prompts of a step."""
+_WHERE = re.compile(r"(.*?)(?: - at (`key` in )?`\$\.?(.*)`)?", re.DOTALL)
+"""How msgspec says what is wrong, and where."""
+
 _EXIT_COORDINATOR_LOST = 70
 _SHUTDOWN_GRACE_S = 5.0
 """Seconds a process has to end by itself after `Shutdown` before its link ends it."""
@@ -56,9 +65,9 @@ _SHUTDOWN_GRACE_S = 5.0
 class ArrayHeader(msgspec.Struct, frozen=True, array_like=True):
     """How to read one raw frame."""
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
+    name: Annotated[str, msgspec.Meta(max_length=100)]
+    dtype: Annotated[str, msgspec.Meta(max_length=20)]
+    shape: Annotated[tuple[int, ...], msgspec.Meta(max_length=8)]
 
 
 class Received(msgspec.Struct, Generic[Incoming], frozen=True):
@@ -68,7 +77,15 @@ class Received(msgspec.Struct, Generic[Incoming], frozen=True):
     arrays: dict[str, NDArray[Any]]
 
 
+class _AnyTag(msgspec.Struct):
+    """Reads the tag of any message, and which order it is or answers."""
+
+    type: str
+    command_id: int | None = None
+
+
 _encoder = msgspec.msgpack.Encoder()
+_tag_decoder = msgspec.msgpack.Decoder(_AnyTag)
 _manifest_decoder = msgspec.msgpack.Decoder(list[ArrayHeader])
 
 
@@ -100,19 +117,48 @@ class Codec(Generic[Incoming]):
 
     def decode(self, frames: Sequence[bytes | memoryview]) -> Received[Incoming]:
         """Return message and arrays. Raises `WireError` for anything that is not a message of this link."""
-        if not frames:
-            raise WireError("empty message")
+        _check_sizes(frames)
         try:
             message = self._decoder.decode(frames[0])
+        except UNDECODABLE as error:
+            raise _undecoded(frames[0], error) from error
+        try:
             headers = _manifest_decoder.decode(frames[1]) if len(frames) > 1 else []
         except UNDECODABLE as error:
-            raise WireError(f"not a message of this link: {error}") from error
+            raise WireError(f"not a message of this link: its list of arrays: {error}") from error
         if len(headers) != max(0, len(frames) - 2):
             raise WireError(f"{len(headers)} arrays announced, {max(0, len(frames) - 2)} came")
         arrays = {h.name: _to_array(h, frame) for h, frame in zip(headers, frames[2:], strict=True)}
         if len(arrays) != len(headers):
             raise WireError("two arrays of the same name")
         return Received(message, arrays)
+
+
+def _check_sizes(frames: Sequence[bytes | memoryview]) -> None:
+    """Refuse what is no message by its size, before any of it is read."""
+    if not frames:
+        raise WireError("empty message")
+    if len(frames) > 2 + _MOST_ARRAYS:
+        raise WireError(f"{len(frames)} frames, where a message has {_MOST_ARRAYS} arrays at most")
+    for name, frame, most in zip(
+        ("header", "list of arrays"), frames, (_MOST_HEADER_BYTES, _MOST_MANIFEST_BYTES), strict=False
+    ):
+        if len(frame) > most:
+            raise WireError(f"a {name} of {len(frame)} bytes, where {most} are the most")
+
+
+def _undecoded(frame: bytes | memoryview, error: Exception) -> WireError:
+    """Say what is wrong with a header: in which message and field, and of which order, as far as that can be read."""
+    try:
+        tag = _tag_decoder.decode(frame)
+    except UNDECODABLE:
+        return WireError(f"not a message of this link: {error}")
+    where = _WHERE.fullmatch(str(error))
+    if not isinstance(error, msgspec.ValidationError) or where is None or where[3] == "type":
+        return WireError(f"not a message of this link: {error}", tag.command_id)
+    field = f".{where[3]}" if where[3] else ""
+    of_key = "for a key: " if where[2] else ""
+    return WireError(f"{tag.type}{field}: {of_key}{where[1]}", tag.command_id)
 
 
 def _to_array(header: ArrayHeader, frame: bytes | memoryview) -> NDArray[Any]:
@@ -153,10 +199,13 @@ def check_version(frame: bytes | memoryview) -> None:
 
 
 class Hub:
-    """The coordinator's ROUTER socket. Used by one thread."""
+    """A ROUTER socket: the coordinator's, or that of a rollout's samples. Used by one thread."""
 
-    def __init__(self, address: str) -> None:
-        """Bind. Raises `ConfigError` if the address is taken or is none."""
+    def __init__(self, address: str, *, max_bytes: int = -1) -> None:
+        """Bind. Raises `ConfigError` if the address is taken or is none.
+
+        Whoever sends a frame of more than `max_bytes` loses its connection; -1: any size may come.
+        """
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 1000)
@@ -165,6 +214,7 @@ class Hub:
         # Neither side drops messages: the high-water mark would block the loop for a slow receiver.
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
@@ -195,6 +245,69 @@ class Hub:
     def close(self) -> None:
         """Close the socket, giving what was sent a second to leave."""
         self._socket.close()
+        self._context.term()
+
+
+class Callers:
+    """DEALER connections to several processes that answer what they are asked. Used by one thread.
+
+    A connection that breaks is made again by itself, but what was on its way is lost: `receive` says whenever there is
+    a new one, and then is the time to ask, again.
+    """
+
+    def __init__(self, addresses: Mapping[str, str]) -> None:
+        """Begin to connect to these addresses, given by name. Raises `WireError` for one that is none."""
+        self._context = zmq.Context()
+        self._poller = zmq.Poller()
+        self._sockets: dict[str, zmq.Socket[bytes]] = {}
+        self._names: dict[zmq.Socket[bytes], str] = {}
+        self._monitors: dict[zmq.Socket[bytes], str] = {}
+        self._down_since = dict.fromkeys(addresses, time.monotonic())
+        for name, address in addresses.items():
+            socket = self._sockets[name] = self._context.socket(zmq.DEALER)
+            self._names[socket] = name
+            socket.setsockopt(zmq.LINGER, 0)
+            # zmq's own heartbeats, which its threads answer whatever the process does: for hosts that vanish.
+            socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
+            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5000)
+            socket.setsockopt(zmq.RECONNECT_IVL, 50)
+            socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+            monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+            self._monitors[monitor] = name
+            for each in (socket, monitor):
+                self._poller.register(each, zmq.POLLIN)
+            try:
+                socket.connect(address)
+            except zmq.ZMQError as error:
+                self.close()
+                raise WireError(f"{name} cannot be reached at {address!r}: {error.strerror}") from error
+
+    def send(self, name: str, frames: Frames) -> None:
+        """Send to one of them."""
+        self._sockets[name].send_multipart(frames, copy=False)
+
+    def receive(self, timeout_s: float) -> Iterator[tuple[str, Frames | None]]:
+        """Wait up to `timeout_s` for something to happen; yield by name what came, None for a new connection."""
+        for socket, _ in self._poller.poll(int(timeout_s * 1000)):
+            if socket in self._monitors:
+                name = self._monitors[socket]
+                is_up = recv_monitor_message(socket)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+                self._down_since[name] = math.inf if is_up else time.monotonic()
+                if is_up:
+                    yield name, None
+            else:
+                yield self._names[socket], [frame.buffer for frame in socket.recv_multipart(copy=False)]
+
+    def down_for(self, name: str) -> float:
+        """Return the seconds for which there has been no connection; zero while there is one."""
+        return max(0.0, time.monotonic() - self._down_since[name])
+
+    def close(self) -> None:
+        """Close all connections, at once."""
+        for socket in self._sockets.values():
+            socket.disable_monitor()
+        for each in (*self._sockets.values(), *self._monitors):
+            each.close(linger=0)
         self._context.term()
 
 
@@ -274,7 +387,7 @@ class Link(Generic[Incoming]):
         """Say goodbye and stop the thread."""
         if self._thread is None:
             return
-        self.send(encode(Goodbye(reason=reason)))
+        self.send(encode(Goodbye(reason=reason[:MAX_TEXT])))
         self.send([b""])  # the end, for our own thread
         self._thread.join(timeout=_SHUTDOWN_GRACE_S)
         self._thread = None
@@ -322,7 +435,6 @@ class _Pump:
         self._arrived = arrived
         self._welcome = welcome
         self._phase = phase
-        self._tag = msgspec.msgpack.Decoder(_AnyTag)
 
     def run(self) -> None:
         """Consume both sides until the process closes the link; never waits longer than a heartbeat interval."""
@@ -346,7 +458,7 @@ class _Pump:
                 self._dealer.send_multipart(frames, copy=False)
             if now - last_beat >= interval:
                 last_beat = now
-                self._dealer.send_multipart(encode(Heartbeat(phase=self._phase())))
+                self._dealer.send_multipart(encode(Heartbeat(phase=self._phase()[:MAX_TEXT])))
             if now - last_seen > self._welcome.heartbeat_timeout_s:
                 self._end_process(
                     f"the coordinator was silent for {now - last_seen:.0f} s while {self._phase()}",
@@ -362,7 +474,7 @@ class _Pump:
         """Hand one message to the process, heartbeats aside; True if it was a `Shutdown`."""
         frames = self._dealer.recv_multipart(copy=False)
         try:
-            tag = self._tag.decode(frames[0].buffer).type
+            tag = _tag_decoder.decode(frames[0].buffer).type
         except UNDECODABLE:
             tag = ""  # no message: `receive` says so, where somebody hears it
         if tag != "Heartbeat":
@@ -372,9 +484,3 @@ class _Pump:
     def _end_process(self, why: str, code: int) -> None:
         print(f"{self._welcome.member}: ending: {why}", file=sys.stderr, flush=True)
         os._exit(code)
-
-
-class _AnyTag(msgspec.Struct):
-    """Reads the tag of any message."""
-
-    type: str

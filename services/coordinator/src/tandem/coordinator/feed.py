@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from tandem.common.batch import TrainingBatch
 from tandem.common.messages import PromptGroup, Purpose, SamplesFinished, SamplingParameters
-from tandem.common.wire import Arrays
+from tandem.coordinator.samples import StepBatch
 from tandem.coordinator.scheduler.events import DrawPrompts, GroupSize
 
 
@@ -44,16 +43,16 @@ class Feed(Protocol):
         """Return these prompt groups of `step`."""
         ...
 
-    def take_samples(self, finished: SamplesFinished, arrays: Arrays) -> None:
-        """Keep finished samples until their step's batch is made."""
+    def take_samples(self, rollout: str, finished: SamplesFinished) -> None:
+        """Keep what is known of samples that this rollout has finished until their step's batch is made."""
         ...
 
     def discard_samples(self, step: int, purpose: Purpose, groups: Sequence[int]) -> None:
         """Forget the samples of these groups: others will come in their place."""
         ...
 
-    def batch(self, step: int, purpose: Purpose) -> tuple[TrainingBatch, dict[str, float]]:
-        """Return the batch of `step` and the metrics of the samples it was made from. The same for every rank."""
+    def batch(self, step: int, purpose: Purpose) -> tuple[StepBatch, dict[str, float]]:
+        """Return the batch of `step` and the metrics of the samples it was made from."""
         ...
 
     def validation_examples(self, step: int, count: int) -> list[str]:

@@ -20,19 +20,19 @@ from tandem.common import signals
 from tandem.common.messages import (
     Attested,
     CheckpointCopied,
-    Evaluate,
     Evaluated,
     Generate,
     Generated,
     Order,
     Refitted,
+    ReleaseSamples,
     SamplesFinished,
     Shutdown,
-    Train,
     Trained,
     TrainerBuilt,
 )
 from tandem.common.wire import Arrays, Frames, encode
+from tandem.coordinator.batches import Batches
 from tandem.coordinator.feed import Feed, group_sizes
 from tandem.coordinator.launch import LocalProcesses
 from tandem.coordinator.ledger import RefitLedger, StepLedger
@@ -64,6 +64,8 @@ from tandem.coordinator.scheduler.events import (
 _CAUSE_S = 0.5
 """How long after an error the death of a process that caused it may show."""
 _POLL_S = 0.1
+_RELEASE_S = 60.0
+"""Deadline of an order that nobody waits for."""
 _ASKED_ONCE_S = 2.0
 """Signals that ask the run to end within so long of each other are one request, unless they are Ctrl-C."""
 _RESEND_AFTER = 0.5
@@ -87,16 +89,20 @@ class Loop:
         registry: Registry,
         processes: LocalProcesses,
         feed: Feed,
+        batches: Batches,
         recorder: Recorder,
     ) -> None:
         self._scheduler = scheduler
         self._registry = registry
         self._processes = processes
         self._feed = feed
+        self._batches = batches
         self._recorder = recorder
         self._ledger = StepLedger()
         self._refits = RefitLedger()
         self._sent: dict[int, Sent] = {}
+        self._generated: dict[str, list[tuple[int, int]]] = {}
+        """Orders to generate whose samples rollouts may keep, each with the step that trains on them."""
         self._interrupts = 0
         self._asked_at = -math.inf
         self._finish: Finish | None = None
@@ -105,8 +111,8 @@ class Loop:
         """Run until the scheduler finishes; return how it did."""
         with signals.heard(self._on_signal):
             while self._finish is None:
-                for event, arrays in self._events():
-                    self._keep(event, arrays)
+                for event, _ in self._events():
+                    self._keep(event)
                     self._handle(event)
                 self._recorder.show(self._scheduler, self._registry)
         return self._finish
@@ -151,13 +157,14 @@ class Loop:
         now = time.monotonic()
         return [Lost(now=now, member=launched.name, why=launched.describe_death()) for launched in dead]
 
-    def _keep(self, event: Event, arrays: Arrays) -> None:
+    def _keep(self, event: Event) -> None:
         """Keep what a reply brings besides the fact that it came."""
         if not isinstance(event, Replied) or event.reply.command_id not in self._scheduler.requests:
             return
+        self._batches.take_reply(event.member, event.reply)
         match event.reply:
             case SamplesFinished() as finished:
-                self._feed.take_samples(finished, arrays)
+                self._feed.take_samples(event.member, finished)
                 return  # more answers follow
             case Trained() as trained:
                 self._ledger.trained(trained)
@@ -213,7 +220,7 @@ class Loop:
         frames = encode(order, arrays)
         resend_at = time.monotonic() + _RESEND_AFTER * order.deadline_s
         self._sent[order.command_id] = Sent(member, frames, resend_at)
-        self._registry.send(member, frames)
+        self._registry.order(member, order, frames)
 
     def _resend(self, now: float) -> None:
         """Send unanswered orders once more, in case their connection broke on the way."""
@@ -233,26 +240,28 @@ class Loop:
             sampling=self._feed.sampling(action.purpose),
             groups=self._feed.prompt_groups(action.step, action.purpose, action.groups),
         )
+        if action.purpose == "train":
+            self._generated.setdefault(action.member, []).append((action.command_id, action.step))
         self._send(action.member, order, None)
 
     def _send_batch(self, action: DispatchBatch) -> None:
-        batch, metrics = self._feed.batch(action.step, action.purpose)
+        order, arrays, metrics = self._batches.order(action)
         self._ledger.metrics.update(metrics)
-        order: Train | Evaluate
-        if action.purpose == "train":
-            order = Train(command_id=action.command_id, deadline_s=action.deadline_s, step=action.step)
-        else:
-            order = Evaluate(
-                command_id=action.command_id,
-                deadline_s=action.deadline_s,
-                step=action.step,
-                parts=self._feed.validation_parts,
-            )
-        self._send(action.member, order, batch.to_frames())
+        self._send(action.member, order, arrays)
+
+    def _release_samples(self, step: int) -> None:
+        """Have rollouts forget the samples of a step that is done, and of those before."""
+        for member, orders in self._generated.items():
+            done = tuple(command_id for command_id, its_step in orders if its_step <= step)
+            self._generated[member] = [order for order in orders if order[1] > step]
+            if done:
+                release = ReleaseSamples(command_ids=done, **self._scheduler.requests.notice(_RELEASE_S))
+                self._registry.send(member, encode(release))
 
     def _replace(self, member: str, why: str) -> None:
         """Launch a process in the place of one that is lost, or ask for one if the lost one was started by hand."""
         self._registry.forget(member)
+        self._generated.pop(member, None)
         launched = self._processes.restart(member)
         if launched is None:
             kind = member.rpartition("-")[0]
@@ -266,6 +275,7 @@ class Loop:
         for line in self._feed.validation_examples(action.step, self._recorder.num_examples):
             self._recorder.note(line)
         self._ledger.metrics.update(self._feed.finish_step(action.step))
+        self._release_samples(action.step)
         self._recorder.commit(action, self._ledger)
         self._ledger = StepLedger()
 

@@ -11,6 +11,7 @@ import msgspec
 from tandem.common import wire
 from tandem.common.errors import VersionMismatch, WireError
 from tandem.common.messages import (
+    MAX_TEXT,
     Failed,
     FromRefit,
     FromRollout,
@@ -19,11 +20,14 @@ from tandem.common.messages import (
     Heartbeat,
     Hello,
     Message,
+    Order,
     Refused,
     ServiceKind,
+    Shutdown,
     Welcome,
 )
 from tandem.coordinator.launch import Launched
+from tandem.coordinator.replies import Replies
 from tandem.coordinator.scheduler.events import Erred, Event, Joined, Lost, Replied
 
 _CODECS: dict[ServiceKind, wire.Codec[Any]] = {
@@ -60,13 +64,20 @@ class Registry:
     """
 
     def __init__(
-        self, hub: wire.Hub, expected: dict[ServiceKind, int], config_json: bytes, run_id: str, pulse: Pulse
+        self,
+        hub: wire.Hub,
+        expected: dict[ServiceKind, int],
+        config_json: bytes,
+        run_id: str,
+        pulse: Pulse,
+        replies: Replies,
     ) -> None:
         self._hub = hub
         self._expected = expected
         self._config_json = config_json
         self._run_id = run_id
         self._pulse = pulse
+        self._replies = replies
         self._reserved: dict[str, str] = {}
         self._by_peer: dict[bytes, Member] = {}
         self.members: dict[str, Member] = {}
@@ -86,6 +97,7 @@ class Registry:
         member = self.members.pop(name, None)
         if member is not None:
             del self._by_peer[member.peer]
+        self._replies.forget(name)
         self._reserved = {launch_id: kept for launch_id, kept in self._reserved.items() if kept != name}
 
     def receive(self, timeout_s: float) -> Iterator[tuple[Event, wire.Arrays]]:
@@ -101,13 +113,20 @@ class Registry:
             member.last_seen = now
             try:
                 received = _CODECS[member.hello.service].decode(frames)
+                event = self._to_event(member, received, now)
             except WireError as error:
-                yield Lost(now=now, member=member.name, why=f"it broke the protocol: {error}"), {}
+                why = f"it broke the protocol: {error}"
+                self._hub.send(peer, wire.encode(Shutdown(reason=why[:MAX_TEXT])))
+                yield Lost(now=now, member=member.name, why=why), {}
                 continue
-            event = self._to_event(member, received.message, now)
             if event is not None:
                 yield event, received.arrays
         yield from ((event, {}) for event in self._watch(time.monotonic()))
+
+    def order(self, name: str, order: Order, frames: wire.Frames) -> None:
+        """Send a member an order for the first time; its replies are checked against it."""
+        self._replies.ordered(name, order)
+        self.send(name, frames)
 
     def send(self, name: str, frames: wire.Frames) -> bool:
         """Send to a member; False if its connection is gone."""
@@ -118,8 +137,9 @@ class Registry:
         for member in self.members.values():
             self._hub.send(member.peer, wire.encode(message))
 
-    def _to_event(self, member: Member, message: Any, now: float) -> Event | None:
-        match message:
+    def _to_event(self, member: Member, received: wire.Received[Any], now: float) -> Event | None:
+        """Return what a message means. Raises `WireError` for a reply that cannot be one."""
+        match received.message:
             case Heartbeat(phase=phase):
                 member.phase = phase
                 return None
@@ -127,9 +147,11 @@ class Registry:
                 return None  # sent again before the welcome arrived
             case Goodbye(reason=reason):
                 return Lost(now=now, member=member.name, why=f"it left: {reason}")
-            case Failed():
-                return Erred(now=now, member=member.name, failed=message)
             case reply:
+                if not self._replies.take(member.name, reply, received.arrays):
+                    return None  # a repetition, or the answer to an order that was abandoned
+                if isinstance(reply, Failed):
+                    return Erred(now=now, member=member.name, failed=reply)
                 return Replied(now=now, member=member.name, reply=reply)
 
     def _admit(self, peer: bytes, frames: wire.Frames, now: float) -> Event | None:
@@ -138,7 +160,7 @@ class Registry:
             wire.check_version(frames[0])
             hello = _hello_codec.decode(frames).message
         except VersionMismatch as mismatch:
-            self._hub.send(peer, wire.encode(Refused(reason=str(mismatch))))
+            self._hub.send(peer, wire.encode(Refused(reason=str(mismatch)[:MAX_TEXT])))
             return None
         except WireError:
             return None

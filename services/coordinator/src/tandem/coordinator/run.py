@@ -27,6 +27,7 @@ from tandem.common.telemetry import MetricWriters, MlflowRun, MlflowWriter, Tens
 from tandem.common.tokenizer import load_tokenizer, write_new_model
 from tandem.coordinator.algorithms import make_feed
 from tandem.coordinator.algorithms.rewards import has_spread
+from tandem.coordinator.batches import Batches
 from tandem.coordinator.checkpoints import CheckpointFolder
 from tandem.coordinator.feed import Feed
 from tandem.coordinator.journal import Journal, read_journal
@@ -37,6 +38,7 @@ from tandem.coordinator.members import Pulse, Registry
 from tandem.coordinator.nursery import Nursery
 from tandem.coordinator.progress import Progress
 from tandem.coordinator.recorder import Recorder
+from tandem.coordinator.replies import Limits, Replies
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import Finish
 from tandem.coordinator.spec import KINDS, expected_processes, launched_processes, run_spec
@@ -251,7 +253,8 @@ def _run(
     with contextlib.ExitStack() as stack:
         processes = LocalProcesses(hub.address, Path(config.logger.log_dir) / "logs", nursery)
         pulse = Pulse(interval_s=config.cluster.heartbeat_interval_s, timeout_s=config.cluster.heartbeat_timeout_s)
-        registry = Registry(hub, expected_processes(config), config_to_json(config), journal.run_id, pulse)
+        replies = Replies(Limits.of(config))
+        registry = Registry(hub, expected_processes(config), config_to_json(config), journal.run_id, pulse, replies)
         progress = Progress(config, spec, journal.steps())
         if config.logger.tensorboard_enabled:
             folder = journal.folder / config.logger.tensorboard.log_dir
@@ -260,7 +263,7 @@ def _run(
         recorder = Recorder(config, journal, checkpoints, writers, progress)
         say(_who_runs_where(config, hub.address))
         scheduler = Scheduler(spec, time.monotonic(), is_informative=partial(has_spread, config.grpo))
-        loop = Loop(scheduler, registry, processes, feed, recorder)
+        loop = Loop(scheduler, registry, processes, feed, Batches(config, feed), recorder)
         outcome = "failed"
         try:
             _launch(config, processes, registry)

@@ -59,7 +59,7 @@ def decode(encoded: bytes, kind: type[T], what: str) -> T:
     """Read what `encode` wrote. Raises `RefitError` for anything else, calling it not `what`."""
     try:
         return msgspec.msgpack.decode(encoded, type=kind, dec_hook=_decode_column)
-    except (msgspec.MsgspecError, ValueError, TypeError) as error:
+    except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError, SyntaxError) as error:
         raise RefitError(f"not {what}: {error}") from error
 
 

@@ -374,12 +374,21 @@ def encode(layout: Layout) -> bytes:
 
 def decode(encoded: bytes) -> Layout:
     """Read what `encode` wrote. Raises `RefitError` for anything else."""
+    parts, tensors = _decode_parts(encoded)
+    return Layout(parts.host, parts.device, tensors, parts.storages, _decode_pieces(parts.pieces))
+
+
+def num_tensors(encoded: bytes) -> int:
+    """Return how many tensors an encoded layout has, without the work of reading all of it. Raises `RefitError`."""
+    return len(_decode_parts(encoded)[1])
+
+
+def _decode_parts(encoded: bytes) -> tuple[_Encoded, tuple[Tensor, ...]]:
     try:
         parts = msgspec.msgpack.decode(encoded, type=_Encoded)
-        tensors = _decode_tensors(parts.tensors)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        return parts, _decode_tensors(parts.tensors)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise RefitError(f"not a layout: {error}") from error
-    return Layout(parts.host, parts.device, tensors, parts.storages, _decode_pieces(parts.pieces))
 
 
 @functools.lru_cache(maxsize=64)

@@ -7,7 +7,8 @@ next order. No weights pass through it.
 from __future__ import annotations
 
 import time
-from typing import assert_never
+from collections.abc import Callable, Mapping
+from typing import TypeVar, assert_never
 
 from tandem.common.errors import RefitError
 from tandem.common.messages import (
@@ -26,6 +27,8 @@ from tandem.refit.cost import cost
 from tandem.refit.digests import comparison
 from tandem.refit.digests.comparison import Digests, Held, Verdict
 from tandem.refit.layout import Layout
+
+T = TypeVar("T")
 
 
 class RefitService:
@@ -63,8 +66,8 @@ class RefitService:
 
     def _plan(self, order: PlanTransfers) -> None:
         started = time.perf_counter()
-        self._sources = {name: layout.decode(encoded) for name, encoded in order.sources.items()}
-        self._destinations = {name: layout.decode(encoded) for name, encoded in order.destinations.items()}
+        self._sources = _read(order.sources, layout.decode)
+        self._destinations = _read(order.destinations, layout.decode)
         plan = planner.plan(self._sources, self._destinations, allow_alias=order.allow_alias)
         predicted = cost(plan.links, {**self._sources, **self._destinations}, len(self._sources), self._rates)
         num_bytes: dict[str, int] = {}
@@ -95,10 +98,13 @@ class RefitService:
         self._member.reply(order.command_id, reply)
 
     def _compare(self, order: CommitVersion) -> Verdict:
-        digests = {part: comparison.from_bytes(encoded) for part, encoded in order.digests.items()}
+        digests = _read(order.digests, comparison.from_bytes)
         unknown = sorted(digests.keys() - self._sources.keys() - self._destinations.keys())
         if unknown:
             raise RefitError(f"digests came of {', '.join(unknown)}, for which nothing was planned")
+        missing = sorted(self._sources.keys() - digests.keys())
+        if missing:
+            raise RefitError(f"no digests came of {', '.join(missing)}, which has sent the weights")
         sources = {member: digests[member] for member in self._sources}
         # Samples of two versions are of different elements, and differ in any case.
         if self._verify == "full" and order.version != self.version:
@@ -113,3 +119,14 @@ class RefitService:
             if part in digests:
                 engines.setdefault(process_of(part), {})[part] = held, digests[part]
         return comparison.compare({member: (self._sources[member], sources[member]) for member in sources}, engines)
+
+
+def _read(encoded: Mapping[str, bytes], decode: Callable[[bytes], T]) -> dict[str, T]:
+    """Decode what came of each part. Raises `RefitError`, which names the part."""
+    read = {}
+    for part, each in encoded.items():
+        try:
+            read[part] = decode(each)
+        except RefitError as error:
+            raise RefitError(f"{part}: {error}") from error
+    return read

@@ -86,11 +86,16 @@ class Conversation:
     def finish(self, score: Score, cause: Literal["score", "length", "turns"]) -> tuple[SampleScored, SampleArrays]:
         """Return the sample: ended by a score, or by a limit that left no room for another response."""
         scored: FinishReason = "length" if self._cut_off else "stop"
+        parts = SampleArrays.concatenate(self._parts)
+        made_versions_T = parts.versions_T[parts.loss_mask_T]
         sample = SampleScored(
             group=self.group.group,
             sample=self.sample,
             prompt_length=len(self.group.prompt_ids),
             response_length=self._num_made,
+            num_tokens=self.num_tokens,
+            oldest_version=int(made_versions_T.min()),
+            newest_version=int(made_versions_T.max()),
             num_turns=self.num_turns,
             finish_reason=scored if cause == "score" else cause,
             reward=self.reward + score.reward,
@@ -98,7 +103,6 @@ class Conversation:
             correct=score.correct,
             response="\n".join(message["content"] for message in self.messages),
         )
-        parts = SampleArrays.concatenate(self._parts)
         lengths_S = np.array([len(parts.token_ids_T)], dtype=np.int32)
         return sample, SampleArrays(**{**parts.to_frames(), "lengths_S": lengths_S})
 

@@ -1,10 +1,11 @@
 """The rollout service: one engine. Prompts in, scored samples out.
 
-It consumes `Generate` orders and weight versions, and produces samples as they finish: token ids, the log-probabilities
-of the distribution each token was drawn from, the weight version that made it, and the reward. An environment may
-answer a response, and then the sample goes on (`tandem.rollout.conversation`). Between two steps of the engine it looks
-for orders; it waits only for environments, each of whose answers has a deadline of its own. Where training takes turns
-with generation on the same devices, the engine sleeps from the end of a `Generate` to what it is asked for next.
+It consumes `Generate` orders and weight versions, and produces samples as they finish. What is known of one, such as
+its reward, goes to the coordinator; its arrays (token ids, the log-probabilities of the distribution each was drawn
+from, the weight version that made it) stay here for trainers to fetch (`tandem.rollout.sample_store`). An environment
+may answer a response, and then the sample goes on (`tandem.rollout.conversation`). Between two steps of the engine it
+looks for orders; it waits only for environments, each of whose answers has a deadline of its own. Where training takes
+turns with generation on the same devices, the engine sleeps from the end of a `Generate` to what it is asked for next.
 
 Without ``async_engine`` the engine stands still while an environment may answer, so that what runs together does not
 depend on how long that takes. With it the engine goes on with the others, and who was answered joins at once.
@@ -16,10 +17,12 @@ import time
 from pathlib import Path
 from typing import Literal, assert_never
 
+import msgspec
+
 from tandem.common import collector
 from tandem.common.batch import SampleArrays
 from tandem.common.config import Config
-from tandem.common.errors import DataError, RewardError
+from tandem.common.errors import DataError, RewardError, WireError
 from tandem.common.memory import MemoryMeter
 from tandem.common.messages import (
     Attest,
@@ -29,11 +32,15 @@ from tandem.common.messages import (
     Generate,
     Generated,
     InstallProgram,
+    Purpose,
     Refit,
+    ReleaseSamples,
     RolloutOrder,
     SampleScored,
     SamplesFinished,
 )
+from tandem.common.model_sizes import vocabulary_size
+from tandem.common.network import address_towards
 from tandem.common.service import Member
 from tandem.common.threads import limit_threads
 from tandem.common.tokenizer import Tokenizer, load_tokenizer
@@ -43,6 +50,7 @@ from tandem.refit.endpoint import Endpoint
 from tandem.rollout.conversation import Conversation
 from tandem.rollout.engine import Completion, Engine
 from tandem.rollout.environments import Score, Scorer, Turn
+from tandem.rollout.sample_store import SampleStore
 
 _REWARD_POLL_S = 0.001
 _UNSCORED = Score(0.0, correct=False)
@@ -72,9 +80,11 @@ class RolloutService:
     def __init__(self, member: Member) -> None:
         self._member = member
         self._config = member.config
+        self._vocabulary = vocabulary_size(member.config.policy)
         self._engine: Engine | None = None
         self._endpoint: Endpoint | None = None
         self._scorer: Scorer | None = None
+        self._store: SampleStore | None = None
         self._tokenizer: Tokenizer | None = None
         self._is_async = member.config.policy.generation.is_async
         self._generations: dict[int, Generation] = {}
@@ -101,6 +111,8 @@ class RolloutService:
                 self._plane().handle(order)
             case Generate():
                 self._start(order)
+            case ReleaseSamples():
+                self._samples().release(order.command_ids)
             case other:
                 assert_never(other)
 
@@ -124,6 +136,8 @@ class RolloutService:
         """Release the engine and the environments."""
         if self._scorer is not None:
             self._scorer.close()
+        if self._store is not None:
+            self._store.close()
         if self._endpoint is not None:
             self._endpoint.close()
         if self._engine is not None:
@@ -139,7 +153,10 @@ class RolloutService:
         self._engine = _make_engine(self._config)
         self._endpoint = Endpoint(self._member, self._engine)
         layouts = tuple(map(layout.encode, self._engine.layouts()))
-        reply = EngineBuilt(command_id=order.command_id, layouts=layouts)
+        # After the engine: processes that it forks must not hold the socket.
+        max_tokens = self._config.policy.generation.max_stored_tokens
+        self._store = SampleStore(address_towards(self._member.coordinator), self._member.run_id, max_tokens)
+        reply = EngineBuilt(command_id=order.command_id, layouts=layouts, samples_address=self._store.address)
         self._member.reply(order.command_id, reply)
 
     def _built(self) -> Engine:
@@ -153,6 +170,10 @@ class RolloutService:
     def _environments(self) -> Scorer:
         assert self._scorer is not None, "the coordinator orders BuildEngine first"
         return self._scorer
+
+    def _samples(self) -> SampleStore:
+        assert self._store is not None, "the coordinator orders BuildEngine first"
+        return self._store
 
     def _refit(self, order: Refit) -> None:
         """Take a version, or pass one on; requests that run go on only with a newer one, and if they are meant to.
@@ -180,9 +201,11 @@ class RolloutService:
     # --- generation --------------------------------------------------------------------------------------------------
 
     def _start(self, order: Generate) -> None:
-        """Begin a generation beside those that the coordinator still waits for."""
+        """Begin a generation beside those that the coordinator still waits for. Raises `WireError` for no prompt."""
         if order.command_id in self._generations:
             return  # sent once more, so long after the first time that it is not known to be a repetition
+        with self._member.phase(f"reading the prompts of step {order.step}"):
+            self._check(order)
         engine = self._built()
         self._give_up([command_id for command_id in self._generations if command_id < order.oldest])
         if not self._generations:
@@ -195,10 +218,25 @@ class RolloutService:
             self._generation_of[number] = generation
             engine.add_request(conversation.request(number, order.sampling))
 
+    def _check(self, order: Generate) -> None:
+        """Raise `WireError`, which names the field, for prompts that the model cannot read, or not answer."""
+        longest = self._config.policy.max_total_sequence_length
+        for index, group in enumerate(order.groups):
+            highest, size = max(group.prompt_ids), len(group.prompt_ids)
+            field = f"Generate.groups[{index}].prompt_ids"
+            if highest >= self._vocabulary:
+                raise WireError(f"{field}: {highest}, must be from 0 to {self._vocabulary - 1}")
+            if size >= longest:
+                raise WireError(f"{field}: {size} tokens, must be fewer than {longest}")
+        if len({group.group for group in order.groups}) < len(order.groups):
+            raise WireError("Generate.groups: one is there twice")
+
     def _give_up(self, command_ids: list[int]) -> None:
-        """Stop generations that the coordinator no longer waits for."""
+        """Stop generations that the coordinator no longer waits for; of their samples, whole groups stay."""
         for command_id in command_ids:
-            numbers = self._generations.pop(command_id).conversations.keys()
+            conversations = self._generations.pop(command_id).conversations
+            self._samples().release_groups(command_id, {each.group.group for each in conversations.values()})
+            numbers = conversations.keys()
             for number in numbers:
                 self._built().abort(number)
                 del self._generation_of[number]
@@ -241,7 +279,7 @@ class RolloutService:
         environments.submit(number, conversation.group.problem, tuple(conversation.messages))
 
     def _answer(self, results: list[tuple[int, Score | Turn]]) -> None:
-        """Send the samples that have ended; let the others go on."""
+        """Say which samples have ended; let the others go on."""
         finished: dict[int, list[tuple[SampleScored, SampleArrays]]] = {}
         for number, result in results:
             self._awaited.discard(number)
@@ -258,14 +296,16 @@ class RolloutService:
             del generation.conversations[number], self._generation_of[number]
         for command_id, samples in finished.items():
             order = self._generations[command_id].order
+            if order.purpose == "train":
+                for scored, arrays in samples:
+                    self._samples().put((command_id, scored.group, scored.sample), arrays)
             message = SamplesFinished(
                 command_id=command_id,
                 step=order.step,
                 purpose=order.purpose,
-                samples=tuple(sample for sample, _ in samples),
+                samples=tuple(_as_sent(scored, order.purpose) for scored, _ in samples),
             )
-            arrays = SampleArrays.concatenate([arrays for _, arrays in samples])
-            self._member.reply(command_id, message, arrays.to_frames())
+            self._member.reply(command_id, message)
 
     def _go_on(self, conversation: Conversation, turn: Turn) -> Literal["length", "turns"] | None:
         """Add what the environment said, if another response may follow; else return the limit that ends the sample."""
@@ -296,6 +336,11 @@ class RolloutService:
             memory=self._memory.use(),
         )
         self._member.reply(generation.order.command_id, reply)
+
+
+def _as_sent(sample: SampleScored, purpose: Purpose) -> SampleScored:
+    """Return a sample as the coordinator gets it, which shows the texts of validation alone."""
+    return sample if purpose == "validate" else msgspec.structs.replace(sample, response="")
 
 
 def _make_engine(config: Config) -> Engine:

@@ -4,7 +4,7 @@ The coordinator, which has every sample's reward but no model, sends each sample
 happens here, where the log-probabilities are: each rank does it for its own sequences, and three sums over the ranks
 make the normalisation that of the whole rollout batch. So it takes no round trip between coordinator and trainers.
 
-Shapes: ``T`` tokens of the whole ragged batch.
+Shapes: ``T`` tokens of the rank's ragged share of the batch.
 """
 
 from __future__ import annotations
@@ -35,19 +35,15 @@ def minus_kl(advantages_T: Float32s, previous_T: Float32s, reference_T: Float32s
     return np.asarray(advantages_T - np.float32(settings.reference_policy_kl_penalty) * kl, dtype=np.float32)
 
 
-def whitened(advantages_T: Float32s, own_T: NDArray[np.bool_], sum_over_ranks: SumOverRanks) -> Float32s:
+def whitened(advantages_T: Float32s, counted_T: NDArray[np.bool_], sum_over_ranks: SumOverRanks) -> Float32s:
     """Return (A_t - mean) / deviation, both over all counted tokens of the batch (arXiv:2501.03262, section 3).
 
     Args:
-        advantages_T: right where `own_T` is True.
-        own_T: the counted tokens of this rank; over all ranks, every counted token of the batch once.
+        advantages_T: of the tokens of this rank.
+        counted_T: which of them count in the loss; over all ranks, every counted token of the batch is there once.
         sum_over_ranks: adds a float64 tensor over the ranks.
-
-    Returns:
-        ``advantages_T``, right in the same places.
-
     """
-    own = advantages_T[own_T].astype(np.float64)
+    own = advantages_T[counted_T].astype(np.float64)
     count, total = sum_over_ranks(torch.tensor([len(own), own.sum()], dtype=torch.float64)).tolist()
     mean = total / max(1.0, count)
     (squares,) = sum_over_ranks(torch.tensor([np.square(own - mean).sum()], dtype=torch.float64)).tolist()

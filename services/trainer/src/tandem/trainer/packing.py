@@ -1,15 +1,11 @@
-"""From one ragged batch to padded micro-batches: who trains on what, and in which shape.
+"""From a ragged share of a batch to padded micro-batches.
 
-Everything here is a pure function of its arguments, so every rank works out its own share of a batch, and the others'
-sizes, without asking anyone.
-
-Shapes: ``S`` sequences and ``T`` tokens of the whole ragged batch; within a micro-batch ``B`` rows and ``T`` padded
+Shapes: ``S`` sequences and ``T`` tokens of the ragged share; within a micro-batch ``B`` rows and ``T`` padded
 positions.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -18,14 +14,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tandem.common.assignment import EMPTY_ROW, Ints, by_prompt
 from tandem.common.batch import Float32s, TrainingBatch
 from tandem.trainer.packed import PackedRow, pack_row
 from tandem.trainer.sharing import Prompts, SharedPrompts, share_prompts
 
 Scalar = TypeVar("Scalar", np.int64, np.float32, np.bool_)
-
-EMPTY_ROW = -1
-"""Stands for a row that holds no sequence: it evens out the ranks' shares and counts nowhere."""
 
 
 class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -35,7 +29,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """
 
     rows: tuple[int, ...]
-    """Which sequence of the batch each row is; `EMPTY_ROW` for none."""
+    """Which sequence of this rank's share each row is; `EMPTY_ROW` for none."""
     lengths_B: torch.Tensor
     """int64."""
     token_ids_BT: torch.Tensor
@@ -61,77 +55,20 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """The same sequences end to end in one row, for the model; None where it takes the padded rows."""
 
 
-def counted_tokens(batch: TrainingBatch) -> NDArray[np.bool_]:
-    """Return the loss mask ``[T]`` without the first token of each sequence, which nothing predicts."""
-    mask_T = batch.loss_mask_T.copy()
-    firsts = np.cumsum(batch.lengths_S, dtype=np.int64) - batch.lengths_S
-    mask_T[firsts[batch.lengths_S > 0]] = False
-    return mask_T
-
-
-def counts_of_sequences(batch: TrainingBatch) -> NDArray[np.int64]:
-    """Return the number of counted tokens of each sequence, ``[S]``."""
-    cumulative = np.concatenate([[0], np.cumsum(counted_tokens(batch), dtype=np.int64)])
-    ends = np.cumsum(batch.lengths_S, dtype=np.int64)
-    return np.asarray(cumulative[ends] - cumulative[ends - batch.lengths_S], dtype=np.int64)
-
-
-def global_batches(num_sequences: int, size: int) -> list[range]:
-    """Cut a rollout batch into the consecutive sequences of each optimizer step; the last may be smaller."""
-    return [range(first, min(first + size, num_sequences)) for first in range(0, num_sequences, size)]
-
-
-def deal(
-    rows: Sequence[int],
-    lengths_S: Sequence[int] | NDArray[np.int32],
-    num_ranks: int,
-    prompts: Prompts | None = None,
-) -> list[list[int]]:
-    """Deal the sequences of a global batch to the ranks: equal counts, nearly equal tokens.
-
-    The longest go first, one to each rank, back and forth: the rank that got the longest of one round gets the shortest
-    of the next. Where the count does not divide, `EMPTY_ROW` fills up. Sequences that share a prompt stay together as
-    far as equal counts allow: what is dealt are pieces of them, all of one size.
-    """
-    hand_size = -(-len(rows) // num_ranks)
-    num_empty = num_ranks * hand_size - len(rows)
-    runs = _runs(rows, lengths_S, prompts)
-    size = math.gcd(hand_size, num_empty, *(len(run) for run in runs))
-    pieces = [run[first : first + size] for run in runs for first in range(0, len(run), size)]
-    pieces.sort(key=lambda piece: (-sum(int(lengths_S[row]) for row in piece), piece))
-    pieces += [[EMPTY_ROW] * size] * (num_empty // size)
-    hands: list[list[int]] = [[] for _ in range(num_ranks)]
-    for number, first in enumerate(range(0, len(pieces), num_ranks)):
-        dealt = pieces[first : first + num_ranks]
-        for hand, piece in zip(hands, dealt if number % 2 == 0 else reversed(dealt), strict=True):
-            hand.extend(piece)
-    return hands
-
-
 def micro_batches_of(
     rows: Sequence[int],
-    lengths_S: Sequence[int] | NDArray[np.int32],
+    lengths_S: Sequence[int] | Ints,
     size: int,
-    prompts: Prompts | None = None,
+    prompt_S: Ints | None = None,
 ) -> list[tuple[int, ...]]:
     """Group a rank's sequences into micro-batches of at most `size`, like lengths together so that little is padded.
 
-    Sequences that share a prompt lie side by side, so a `size` that is a multiple of the samples of a prompt splits no
-    group. The number of micro-batches depends on the number of rows alone: equal hands give equal numbers of passes.
+    Sequences of equal `prompt_S` lie side by side, so a `size` that is a multiple of the samples of a prompt splits no
+    group. The number of micro-batches depends on the number of rows alone: equal shares give equal numbers of passes.
     """
-    ordered = [row for run in _runs([row for row in rows if row != EMPTY_ROW], lengths_S, prompts) for row in run]
+    ordered = [row for run in by_prompt([row for row in rows if row != EMPTY_ROW], lengths_S, prompt_S) for row in run]
     ordered += [EMPTY_ROW] * (len(rows) - len(ordered))
     return [tuple(ordered[first : first + size]) for first in range(0, len(ordered), size)]
-
-
-def _runs(
-    rows: Sequence[int], lengths_S: Sequence[int] | NDArray[np.int32], prompts: Prompts | None
-) -> list[list[int]]:
-    """Put sequences that share a prompt together, the longest first, and the groups in the order of their longest."""
-    runs: dict[int, list[int]] = {}
-    for row in sorted(rows, key=lambda row: (-int(lengths_S[row]), row)):
-        runs.setdefault(row if prompts is None else int(prompts.prompt_S[row]), []).append(row)
-    return list(runs.values())
 
 
 def pad(
@@ -168,7 +105,7 @@ def pad(
         return torch.from_numpy(values).to(device)
 
     token_ids_BT = padded(batch.token_ids_T, np.int64)
-    counted_BT = padded(counted_tokens(batch), np.bool_)
+    counted_BT = padded(batch.counted(), np.bool_)
     if advantages_T is None:
         advantages_T = np.repeat(batch.advantages_S, batch.lengths_S)
     scores = [

@@ -1,7 +1,8 @@
 """The trainer service: one rank. Batches in, weight versions out.
 
-It consumes orders from the coordinator and produces new weights in memory that engines read in place. During an order
-it waits only for the other ranks, inside collective operations whose timeout is the order's deadline; between orders it
+It consumes orders from the coordinator, and the samples to train on from the rollouts that made them, and produces new
+weights in memory that engines read in place. During an order it waits for the rollouts, for a share of the order's
+deadline, and for the other ranks, inside collective operations whose timeout is that deadline; between orders it
 touches no weight. A checkpoint is copied during an order, and a thread writes the copy beside the orders that follow.
 Where generation takes turns with training on the same devices, what only optimizer steps need is not there between
 orders.
@@ -18,12 +19,15 @@ from functools import partial
 from pathlib import Path
 from typing import assert_never
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tandem.common import collector
-from tandem.common.batch import TrainingBatch
+from tandem.common.assignment import data_parallel_ranks
+from tandem.common.batch import BatchTable, GivenTokens, TrainingBatch
+from tandem.common.errors import WireError
 from tandem.common.memory import MemoryMeter
 from tandem.common.messages import (
     Attest,
@@ -38,12 +42,14 @@ from tandem.common.messages import (
     OpenRendezvous,
     Refit,
     RendezvousOpened,
+    SamplesMissing,
     SaveCheckpoint,
     Train,
     Trained,
     TrainerBuilt,
     TrainerOrder,
 )
+from tandem.common.model_sizes import vocabulary_size
 from tandem.common.network import address_towards, is_loopback, loopback_interface
 from tandem.common.service import Member
 from tandem.common.threads import limit_threads
@@ -53,7 +59,11 @@ from tandem.refit.endpoint import Endpoint, Weights
 from tandem.trainer import step
 from tandem.trainer.backend import Backend, Writing
 from tandem.trainer.backends import make_backend
+from tandem.trainer.fetching import SampleFetcher
 from tandem.trainer.losses.own import try_out
+
+_FETCH_SHARE = 0.25
+"""Of the deadline of a training step that fetching its samples may take."""
 
 
 class TrainerService:
@@ -62,10 +72,13 @@ class TrainerService:
     def __init__(self, member: Member) -> None:
         self._member = member
         self._config = member.config
+        self._vocabulary = vocabulary_size(member.config.policy)
+        self._rank = data_parallel_ranks(member.config)[member.index]
         self._store: TCPStore | None = None
         self._backend: Backend | None = None
         self._weights: Weights | None = None
         self._endpoint: Endpoint | None = None
+        self._fetcher = SampleFetcher(member.run_id, self._vocabulary)
         self._version = 0
         self._memory = MemoryMeter()
         self._writing: Writing | None = None
@@ -82,13 +95,10 @@ class TrainerService:
                     self._build(order)
             case Train():
                 with self._member.phase(f"training step {order.step}"):
-                    self._train(order, TrainingBatch.from_frames(arrays))
+                    self._train(order, self._table(order, arrays), arrays)
             case Evaluate():
                 with self._member.phase(f"evaluating step {order.step}"):
-                    batch = TrainingBatch.from_frames(arrays)
-                    metrics = step.evaluate(self._built(), batch, self._config, order.parts)
-                    reply = Evaluated(command_id=order.command_id, step=order.step, metrics=metrics)
-                    self._member.reply(order.command_id, reply)
+                    self._evaluate(order, self._table(order, arrays), arrays)
             case InstallProgram() | ConnectMesh() | Refit() | Attest():
                 assert self._endpoint is not None, "the coordinator orders BuildTrainer first"
                 self._endpoint.handle(order)
@@ -116,6 +126,38 @@ class TrainerService:
         if dist.is_initialized():
             dist.destroy_process_group()
         self._store = None
+
+    def _table(self, order: Train | Evaluate, arrays: Arrays) -> BatchTable:
+        """Return the table that came with an order. Raises `WireError`, which names the field, for what is none."""
+        try:
+            # What has a number for each sequence; the rest are the tokens of a data set.
+            table = BatchTable.from_frames({name: array for name, array in arrays.items() if name.endswith("_S")})
+            num_ranks, num_sources = self._config.data_parallel_size, len(order.sources)
+            # Where what was cut off does not count, all of a step may be.
+            declared = self._config.declaration
+            may_mask_all = declared.rolls_out and self._config.rollout_section.overlong_filtering
+            table.check(num_ranks=num_ranks, num_sources=num_sources, may_mask_all=may_mask_all)
+            num_parts = sum(order.parts.values()) if isinstance(order, Evaluate) else 0
+            if num_parts not in (0, len(table)):
+                raise WireError(f"parts: {num_parts} sequences, must be all {len(table)}")
+        except WireError as error:
+            raise WireError(f"{type(order).__name__}.{error}") from error
+        return table
+
+    def _given_share(self, order: Train | Evaluate, table: BatchTable, arrays: Arrays) -> TrainingBatch:
+        """Return the share whose tokens came with the order. Raises `WireError`, as `_table` does."""
+        own = table.take(table.rows_of(self._rank))
+        try:
+            tokens = {name: array for name, array in arrays.items() if not name.endswith("_S")}
+            given = GivenTokens.beside(own.lengths_S, tokens)
+            given.check(self._vocabulary, own.num_counted_S)
+        except WireError as error:
+            raise WireError(f"{type(order).__name__}.{error}") from error
+        return TrainingBatch(
+            **given.to_frames(),
+            generation_logprobs_T=np.zeros(len(given.token_ids_T), dtype=np.float32),
+            advantages_S=own.advantages_S,
+        )
 
     def _built(self) -> Backend:
         assert self._backend is not None, "the coordinator orders BuildTrainer first"
@@ -168,6 +210,7 @@ class TrainerService:
         )
         resume_from = Path(order.checkpoint) if order.checkpoint else None
         self._backend = make_backend(self._config, checkpoint=resume_from)
+        assert self._backend.data_parallel_rank == self._rank, "the coordinator sends shares by this number"
         if self._config.takes_turns:
             self._backend.offload()
         self._weights = self._backend.weights()
@@ -177,16 +220,31 @@ class TrainerService:
             command_id=order.command_id,
             version=self._version,
             num_parameters=self._backend.num_parameters,
+            shares_prompts=self._backend.shares_prompts,
             layout=layout.encode(self._weights.layout),
         )
         self._member.reply(order.command_id, reply)
 
-    def _train(self, order: Train, batch: TrainingBatch) -> None:
+    def _train(self, order: Train, table: BatchTable, arrays: Arrays) -> None:
+        share: TrainingBatch | None
+        if order.sources:
+            rows = table.rows_of(self._rank)
+            with self._member.phase(f"fetching the samples of step {order.step}"):
+                timeout_s = _FETCH_SHARE * order.deadline_s
+                share, missing = self._fetcher.fetch(order.step, table, rows, order.sources, timeout_s)
+            if not _all_have(share):
+                lack = SamplesMissing(command_id=order.command_id, step=order.step, members=missing)
+                self._member.reply(order.command_id, lack)
+                return
+            assert share is not None, "all have theirs, so has this rank"
+        else:
+            share = self._given_share(order, table, arrays)
         assert self._endpoint is not None, "the coordinator orders BuildTrainer first"
         self._endpoint.abandon_digest()
         self._memory.begin()
         with self._training_state() as backend:
-            result = step.train(backend, batch, self._config)
+            result = step.train(backend, table, share, self._config)
+        self._fetcher.clear()
         self._version = order.step
         reply = Trained(
             command_id=order.command_id,
@@ -198,6 +256,11 @@ class TrainerService:
             memory=self._memory.use(),
         )
         self._member.reply(order.command_id, reply)
+
+    def _evaluate(self, order: Evaluate, table: BatchTable, arrays: Arrays) -> None:
+        share = self._given_share(order, table, arrays)
+        metrics = step.evaluate(self._built(), table, share, self._config, order.parts)
+        self._member.reply(order.command_id, Evaluated(command_id=order.command_id, step=order.step, metrics=metrics))
 
     def _save(self, order: SaveCheckpoint) -> None:
         assert self._writing is None or self._writing.num_bytes.done(), "the coordinator orders one at a time"
@@ -214,3 +277,10 @@ class TrainerService:
             return
         reply = CheckpointSaved(command_id=order.command_id, num_bytes=num_bytes.result())
         self._member.reply(order.command_id, reply)
+
+
+def _all_have(share: TrainingBatch | None) -> bool:
+    """Say whether every rank has its share. Collective: all of them come to the same."""
+    num_lacking = torch.tensor([int(share is None)])
+    dist.all_reduce(num_lacking)
+    return int(num_lacking) == 0

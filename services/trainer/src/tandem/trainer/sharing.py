@@ -11,21 +11,35 @@ that predict something; ``K`` counted tokens.
 
 from __future__ import annotations
 
+from typing import Self
+
 import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tandem.common.batch import TrainingBatch
+from tandem.common.assignment import NO_PROMPT
+from tandem.common.batch import BatchTable
 
 
 class Prompts(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Which sequences of a ragged batch begin with the same prompt."""
 
     prompt_S: NDArray[np.int64]
-    """The first sequence of the batch that has the same prompt."""
+    """Equal where the prompt is."""
     lengths_S: NDArray[np.int64]
     """Tokens of each prompt, at least 1."""
+
+    @classmethod
+    def of(cls, table: BatchTable) -> Self:
+        """Return those of a batch's sequences."""
+        prompt_S = table.prompt_S.astype(np.int64)
+        alone_S = len(table) + np.arange(len(table)) + prompt_S.max(initial=0)  # numbers that no prompt has
+        return cls(
+            prompt_S=np.where(prompt_S == NO_PROMPT, alone_S, prompt_S),
+            # Nothing predicts the very first token, so it belongs to the prompt whatever the response is.
+            lengths_S=np.maximum(table.prompt_lengths_S, 1).astype(np.int64),
+        )
 
 
 class SharedPrompts(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -41,21 +55,6 @@ class SharedPrompts(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """int64; which of the ``B * W`` positions each token of the row takes what it attended to from."""
     predictor_K: torch.Tensor
     """int64; the row's token that predicts each counted token, in the order of the loss mask."""
-
-
-def find_prompts(batch: TrainingBatch) -> Prompts:
-    """Tell which sequences have the same tokens before the first that counts."""
-    prompts: dict[bytes, int] = {}
-    firsts, lengths = [], []
-    start = 0
-    for row, length in enumerate(batch.lengths_S.tolist()):
-        mask_T = batch.loss_mask_T[start : start + length]
-        # Nothing predicts the very first token, so it belongs to the prompt whatever the mask says.
-        prompt = max(1, int(mask_T.argmax()) if mask_T.any() else length)
-        firsts.append(prompts.setdefault(batch.token_ids_T[start : start + prompt].tobytes(), row))
-        lengths.append(prompt)
-        start += length
-    return Prompts(prompt_S=np.array(firsts, dtype=np.int64), lengths_S=np.array(lengths, dtype=np.int64))
 
 
 def share_prompts(

@@ -1,7 +1,8 @@
-"""One training step, as any backend runs it: shard the batch, score it where the loss needs that, and optimize.
+"""One training step, as any backend runs it: score this rank's share where the loss needs that, and optimize.
 
-Consumes a whole ragged batch, the same on every rank; produces metrics of the whole batch, the same on every rank. It
-waits for the other ranks, inside the backend's collective operations, and for nothing else.
+Consumes the table of a batch, the same on every rank, and the rank's own share of its tokens; produces metrics of the
+whole batch, the same on every rank. It waits for the other ranks, inside the backend's collective operations, and for
+nothing else.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import msgspec
 import numpy as np
 import torch
 
-from tandem.common.batch import Float32s, TrainingBatch
+from tandem.common.assignment import EMPTY_ROW, global_batches
+from tandem.common.batch import BatchTable, Float32s, TrainingBatch
 from tandem.common.config import Config
 from tandem.trainer import packing
 from tandem.trainer.advantages import minus_kl, whitened
@@ -24,7 +26,7 @@ from tandem.trainer.losses import Counts, Loss, make_loss
 from tandem.trainer.losses.own import blamed
 from tandem.trainer.packing import MicroBatch
 from tandem.trainer.scoring import TokenScores
-from tandem.trainer.sharing import find_prompts
+from tandem.trainer.sharing import Prompts
 
 _NUMBERS = ("num_valid_tokens", "num_valid_samples")
 """Metrics that are no means."""
@@ -41,14 +43,16 @@ class TrainResult(msgspec.Struct, frozen=True, kw_only=True):
     """Whether an optimizer step had a gradient and a learning rate that are not zero."""
 
 
-def train(backend: Backend, batch: TrainingBatch, config: Config) -> TrainResult:
+def train(backend: Backend, table: BatchTable, share: TrainingBatch, config: Config) -> TrainResult:
     """Train on one batch: an optimizer step for each ``train_global_batch_size`` consecutive sequences (DPO: pairs).
 
     The previous policy of the loss's ratio is the one before the first of these steps. If there is only one, that is
     the policy in training, and no separate pass computes its log-probabilities unless advantages need them.
+    `share` is what `table` assigns to this rank, in its order.
+
     Raises `TrainingError` if a loss or gradient is no finite number; the weights are then those of the step before.
     """
-    shares = _Shares(backend, batch, config)
+    shares = _Share(backend, table, share, config)
     seconds = {"policy_training": 0.0, "logprobs": 0.0, "reference_logprobs": 0.0}
     previous_T = reference_T = None
     if config.needs_reference:
@@ -76,24 +80,31 @@ def train(backend: Backend, batch: TrainingBatch, config: Config) -> TrainResult
 
 
 def evaluate(
-    backend: Backend, batch: TrainingBatch, config: Config, parts: Mapping[str, int] | None = None
+    backend: Backend,
+    table: BatchTable,
+    share: TrainingBatch,
+    config: Config,
+    parts: Mapping[str, int] | None = None,
 ) -> dict[str, float]:
     """Return the loss of the whole batch, what it reports, and how much there is of it; nothing is trained.
 
     Args:
         backend: of this rank.
-        batch: the same on every rank.
+        table: of the batch, the same on every rank.
+        share: what it assigns to this rank.
         config: of the run.
         parts: sequences of each part of the batch, in order, of which the same is returned as ``PART/METRIC``.
 
     """
     if not parts:
-        return _evaluated(backend, batch, config)[0]
-    found, first = {}, 0
+        return _evaluated(backend, table, share, config)[0]
+    found, first, first_own = {}, 0, 0
     for name, count in parts.items():
-        found[name] = _evaluated(backend, batch.part(first, count), config)
-        first += count
-    assert first == len(batch.lengths_S), "the parts are the batch"
+        part = table.take(slice(first, first + count))
+        num_own = len(part.rows_of(backend.data_parallel_rank))
+        found[name] = _evaluated(backend, part, share.part(first_own, num_own), config)
+        first, first_own = first + count, first_own + num_own
+    assert first == len(table), "the parts are the batch"
     num_counted = max(1, sum(counted for _, counted in found.values()))
     metrics = {
         name: sum(part[name] * (1 if name in _NUMBERS else counted / num_counted) for part, counted in found.values())
@@ -102,10 +113,12 @@ def evaluate(
     return metrics | {f"{part}/{name}": value for part, (own, _) in found.items() for name, value in own.items()}
 
 
-def _evaluated(backend: Backend, batch: TrainingBatch, config: Config) -> tuple[dict[str, float], int]:
+def _evaluated(
+    backend: Backend, table: BatchTable, share: TrainingBatch, config: Config
+) -> tuple[dict[str, float], int]:
     """Return the metrics of a batch, and what its means divide by."""
-    shares = _Shares(backend, batch, config)
-    counts = shares.counts(range(len(batch.lengths_S)))
+    shares = _Share(backend, table, share, config)
+    counts = shares.counts(range(len(table)))
     loss = make_loss(config, counts, backend.device)
     size = config.data_set_section.val_micro_batch_size
     reference_T = shares.logprobs("reference", size) if config.needs_reference else None
@@ -118,41 +131,45 @@ def _evaluated(backend: Backend, batch: TrainingBatch, config: Config) -> tuple[
 
 
 class _Tokens(msgspec.Struct, frozen=True, kw_only=True):
-    """What the loss reads of each token of the batch, ``[T]``, where this rank has its sequence."""
+    """What the loss reads of each token of this rank's share, ``[T]``."""
 
     advantages: Float32s
     previous: Float32s | None
     reference: Float32s | None
 
 
-class _Shares:
-    """This rank's shares of a batch."""
+class _Share:
+    """This rank's share of a batch; rows are those of the whole batch's table."""
 
-    def __init__(self, backend: Backend, batch: TrainingBatch, config: Config) -> None:
+    def __init__(self, backend: Backend, table: BatchTable, batch: TrainingBatch, config: Config) -> None:
         self._backend = backend
         self._batch = batch
+        own = table.rows_of(backend.data_parallel_rank)
+        assert table.lengths_S[own].tolist() == batch.lengths_S.tolist(), "the share is what the table says"
+        self._place_of = {EMPTY_ROW: EMPTY_ROW} | {row: place for place, row in enumerate(own.tolist())}
         policy = config.policy
         cuts_by_tokens = policy.sequence_packing.enabled or policy.dynamic_batching.enabled
-        shares = policy.share_prompts and backend.shares_prompts and not cuts_by_tokens
-        self._prompts = find_prompts(batch) if shares else None
+        shares_prompts = policy.share_prompts and backend.shares_prompts and not cuts_by_tokens
+        self._prompts = Prompts.of(table.take(own)) if shares_prompts else None
         self._batching = Batching(
             policy,
-            batch.lengths_S,
+            table.lengths_S,
+            table.rank_S,
             rank=backend.data_parallel_rank,
             num_ranks=backend.data_parallel_size,
             sequence_divisor=backend.sequence_divisor,
-            prompts=self._prompts,
+            prompt_S=table.prompt_S if shares_prompts else None,
             unit=config.sequences_per_sample,
         )
-        self._counted_S = packing.counts_of_sequences(batch)
+        self._counted_S = table.num_counted_S
+        self._rewards_S = table.rewards_S
         size = policy.train_global_batch_size * config.sequences_per_sample
-        self.global_batches = packing.global_batches(len(batch.lengths_S), size)
+        self.global_batches = global_batches(len(table), size)
 
     def counts(self, rows: Sequence[int]) -> Counts:
-        """Return what the means over these sequences divide by."""
+        """Return what the means over these sequences of all ranks divide by."""
         counted = self._counted_S[list(rows)]
-        rewards_S = self._batch.rewards_S
-        positive = int(counted[rewards_S[list(rows)] > 0].sum()) if len(rewards_S) else 0
+        positive = int(counted[self._rewards_S[list(rows)] > 0].sum())
         return Counts(tokens=int(counted.sum()), sequences=int((counted > 0).sum()), positive_tokens=positive)
 
     def micro_batches(self, rows: Sequence[int], tokens: _Tokens) -> list[MicroBatch]:
@@ -160,7 +177,7 @@ class _Shares:
         return [self._pad(group, tokens) for group in self._batching.training(rows)]
 
     def advantages(self, config: Config, previous_T: Float32s | None, reference_T: Float32s | None) -> Float32s:
-        """Return the advantage of each token, right for this rank's."""
+        """Return the advantage of each token of the share."""
         advantages_T = np.repeat(self._batch.advantages_S, self._batch.lengths_S)
         if not config.declaration.finishes_advantages(config):
             return advantages_T
@@ -168,14 +185,10 @@ class _Shares:
             assert previous_T is not None
             assert reference_T is not None
             advantages_T = minus_kl(advantages_T, previous_T, reference_T, config.loss_fn)
-        is_mine_S = np.zeros(len(self._batch.lengths_S), dtype=np.bool_)
-        mine = [row for group in self._batching.scoring(self.global_batches) for row in group]
-        is_mine_S[[row for row in mine if row != packing.EMPTY_ROW]] = True
-        own_T = np.repeat(is_mine_S, self._batch.lengths_S) & packing.counted_tokens(self._batch)
-        return whitened(advantages_T, own_T, self._backend.sum_over_ranks)
+        return whitened(advantages_T, self._batch.counted(), self._backend.sum_over_ranks)
 
     def logprobs(self, model: WhichModel, size: int | None = None) -> Float32s:
-        """Return the log-probabilities of this rank's counted tokens where they lie in the batch, zeros elsewhere."""
+        """Return the log-probabilities of the share's counted tokens, zeros elsewhere."""
         values_T = np.zeros(len(self._batch.token_ids_T), dtype=np.float32)
         for micro_batch, scores_BT in self.scored(model, size):
             packing.unpad_into(values_T, scores_BT.logprobs, self._batch, micro_batch.rows)
@@ -191,7 +204,7 @@ class _Shares:
     def _pad(self, group: Sequence[int], tokens: _Tokens | None = None) -> MicroBatch:
         return packing.pad(
             self._batch,
-            group,
+            [self._place_of[row] for row in group],
             divisible_by=self._batching.divisible_by,
             row_divisible_by=self._batching.row_divisible_by,
             device=self._backend.device,

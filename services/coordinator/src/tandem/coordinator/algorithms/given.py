@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Sequence
 from typing import Never
@@ -13,7 +12,6 @@ from tandem.common.batch import TrainingBatch
 from tandem.common.config import Config
 from tandem.common.messages import Purpose, SamplesFinished
 from tandem.common.tokenizer import Tokenizer
-from tandem.common.wire import Arrays
 from tandem.coordinator.data import (
     ChatEncoder,
     Conversation,
@@ -25,6 +23,7 @@ from tandem.coordinator.data import (
     set_aside,
 )
 from tandem.coordinator.data.step_size import check_step_size
+from tandem.coordinator.samples import StepBatch
 
 Sequences = tuple[tuple[tuple[int, ...], tuple[bool, ...]], ...]
 """One conversation: for each of its answers the tokens of prompt and answer, and which of them count in the loss."""
@@ -59,8 +58,6 @@ class GivenFeed:
         ties = f"data: {sets.num_ties} of {num_items + sets.num_ties} left out: ties" if sets.num_ties else None
         num_rows = len(sets.train) + len(sets.validation) + sets.num_set_aside
         self.notices = tuple(filter(None, (too_long, ties, set_aside(sets.num_set_aside, num_rows))))
-        # Every rank is sent the same.
-        self._training_batch = functools.lru_cache(maxsize=1)(self._draw_batch)
 
     @property
     def num_validation(self) -> int:
@@ -86,7 +83,7 @@ class GivenFeed:
         """Fail: no samples are drawn."""
         raise AssertionError("nothing is generated")
 
-    def take_samples(self, finished: SamplesFinished, arrays: Arrays) -> Never:
+    def take_samples(self, rollout: str, finished: SamplesFinished) -> Never:
         """Fail: no samples are drawn."""
         raise AssertionError("nothing is generated")
 
@@ -94,11 +91,14 @@ class GivenFeed:
         """Fail: no samples are drawn."""
         raise AssertionError("nothing is generated")
 
-    def batch(self, step: int, purpose: Purpose) -> tuple[TrainingBatch, dict[str, float]]:
+    def batch(self, step: int, purpose: Purpose) -> tuple[StepBatch, dict[str, float]]:
         """Return the training batch of `step`, or the whole validation set."""
         if purpose == "validate":
-            return batch_of([sequences for part in self._validation.values() for sequences in part]), {}
-        return self._training_batch(step), {}
+            batch = batch_of([sequences for part in self._validation.values() for sequences in part])
+        else:
+            size = self._config.policy.train_global_batch_size
+            batch = batch_of(self._train.draw((step - 1) * size, size))
+        return StepBatch(table=batch.table(), tokens=batch), {}
 
     def validation_examples(self, step: int, count: int) -> list[str]:
         """Return nothing: validation is by the loss."""
@@ -107,10 +107,6 @@ class GivenFeed:
     def finish_step(self, step: int) -> dict[str, float]:
         """Return nothing: there are no samples."""
         return {}
-
-    def _draw_batch(self, step: int) -> TrainingBatch:
-        size = self._config.policy.train_global_batch_size
-        return batch_of(self._train.draw((step - 1) * size, size))
 
     def _encode(self, conversation: Conversation) -> Sequences | None:
         """Return the conversation's sequences; None if one of them is too long."""

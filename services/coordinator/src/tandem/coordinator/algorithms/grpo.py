@@ -5,18 +5,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.common.batch import SampleArrays, TrainingBatch
+from tandem.common.assignment import NO_PROMPT
+from tandem.common.batch import BatchTable
 from tandem.common.config import Config
 from tandem.common.config.schema import Grpo
 from tandem.common.errors import RewardError
 from tandem.common.messages import PromptGroup, Purpose, SampleScored, SamplesFinished, SamplingParameters
 from tandem.common.tokenizer import Tokenizer
-from tandem.common.wire import Arrays
 from tandem.coordinator.algorithms.advantages import advantages, decoupled_advantages
 from tandem.coordinator.algorithms.rewards import (
     component_names,
@@ -35,7 +35,7 @@ from tandem.coordinator.data import (
     set_aside,
 )
 from tandem.coordinator.data.step_size import check_step_size
-from tandem.coordinator.samples import SampleStore
+from tandem.coordinator.samples import SampleRecord, SampleRecords, StepBatch
 
 
 class GrpoFeed:
@@ -60,7 +60,7 @@ class GrpoFeed:
         num_rows = len(self._train) + len(problems.validation) + problems.num_set_aside
         self.notices = tuple(filter(None, (too_long, set_aside(problems.num_set_aside, num_rows))))
         self._stop_token_ids = (tokenizer.eos_id, *(config.policy.generation.stop_token_ids or ()))
-        self._store = SampleStore()
+        self._records = SampleRecords()
 
     @property
     def num_validation(self) -> int:
@@ -112,24 +112,26 @@ class GrpoFeed:
             for group, encoded in chosen.items()
         )
 
-    def take_samples(self, finished: SamplesFinished, arrays: Arrays) -> None:
-        """Keep finished samples."""
-        self._store.add(finished, arrays)
+    def take_samples(self, rollout: str, finished: SamplesFinished) -> None:
+        """Keep what is known of finished samples."""
+        self._records.add(rollout, finished)
 
     def discard_samples(self, step: int, purpose: Purpose, groups: Sequence[int]) -> None:
         """Forget the samples of these groups."""
-        self._store.discard(step, purpose, groups)
+        self._records.discard(step, purpose, groups)
 
-    def batch(self, step: int, purpose: Purpose) -> tuple[TrainingBatch, dict[str, float]]:
+    def batch(self, step: int, purpose: Purpose) -> tuple[StepBatch, dict[str, float]]:
         """Return the training batch of `step` and the metrics of its samples."""
         assert purpose == "train", "GRPO validates by generating"
-        return training_batch(self._config, *self._store.peek(step, "train"))
+        records = self._records.peek(step, "train")
+        groups = self.prompt_groups(step, "train", sorted({record.scored.group for record in records}))
+        return training_batch(self._config, records, {group.group: group.prompt_ids for group in groups})
 
     def validation_examples(self, step: int, count: int) -> list[str]:
         """Describe the first validation samples of `step`: what was asked, what came, what it was worth."""
-        if not count or not self._store.count(step, "validate"):
+        if not count or not self._records.count(step, "validate"):
             return []
-        samples, _ = self._store.peek(step, "validate")
+        samples = [record.scored for record in self._records.peek(step, "validate")]
         return [
             f"validation: {self._validation[s.group].problem.question!r} -> {s.response!r} (reward {s.reward:g})"
             for s in samples[:count]
@@ -137,11 +139,11 @@ class GrpoFeed:
 
     def finish_step(self, step: int) -> dict[str, float]:
         """Forget the step's samples; return the metrics of its validation samples."""
-        self._store.drop(step, "train")
-        if not self._store.count(step, "validate"):
+        self._records.drop(step, "train")
+        if not self._records.count(step, "validate"):
             return {}
-        samples, _ = self._store.peek(step, "validate")
-        self._store.drop(step, "validate")
+        samples = [record.scored for record in self._records.peek(step, "validate")]
+        self._records.drop(step, "validate")
         rewards = np.array([sample.reward for sample in samples])
         return {
             "val_reward": float(rewards.mean()),
@@ -152,40 +154,80 @@ class GrpoFeed:
 
 
 def training_batch(
-    config: Config, samples: Sequence[SampleScored], arrays: SampleArrays
-) -> tuple[TrainingBatch, dict[str, float]]:
-    """Turn a step's samples, ordered by group, into a batch with advantages; return also the samples' metrics."""
+    config: Config, records: Sequence[SampleRecord], prompts: Mapping[int, Hashable]
+) -> tuple[StepBatch, dict[str, float]]:
+    """Turn a step's samples, ordered by group, into a batch with advantages; return also the samples' metrics.
+
+    `prompts` has for each group what is equal where prompts are.
+    """
     grpo = config.grpo
     num_samples = grpo.num_generations_per_prompt
+    samples = [record.scored for record in records]
     order = [(sample.group, sample.sample) for sample in samples]
     assert order == [divmod(i, num_samples) for i in range(len(samples))], "groups are whole and in order"
     metrics = sample_metrics(config, samples)
     if grpo.use_dynamic_sampling:
         rows, counts = dynamic_sampling(grpo, samples)
-        samples, arrays = [samples[row] for row in rows], arrays.take(rows)
+        records, samples = [records[row] for row in rows], [samples[row] for row in rows]
         metrics |= counts | {"filtered_reward": float(np.mean([sample.reward for sample in samples]))}
     rewards_S = training_rewards(samples, grpo)
     if grpo.reward_scaling.enabled or grpo.reward_shaping.enabled:
         metrics["training_reward"] = float(rewards_S.mean())
-    loss_mask_T = arrays.loss_mask_T
-    if grpo.overlong_filtering:
-        is_truncated_S = np.array([is_truncated(sample) for sample in samples])
-        loss_mask_T = loss_mask_T & ~np.repeat(is_truncated_S, arrays.lengths_S)
     if grpo.adv_estimator.name == "gdpo":
         components_SC = _components(config, samples)
         components_GNC = components_SC.reshape(-1, num_samples, components_SC.shape[1])
         advantages_GN = decoupled_advantages(components_GNC, grpo.adv_estimator)
     else:
         advantages_GN = advantages(rewards_S.reshape(-1, num_samples), grpo.adv_estimator)
-    batch = TrainingBatch(
-        lengths_S=arrays.lengths_S,
-        token_ids_T=arrays.token_ids_T,
-        loss_mask_T=loss_mask_T,
-        generation_logprobs_T=arrays.generation_logprobs_T,
+    batch = batch_of(
+        records,
+        prompts,
         advantages_S=advantages_GN.reshape(-1),
         rewards_S=rewards_S.astype(np.float32),
+        filters_overlong=grpo.overlong_filtering,
     )
     return batch, metrics
+
+
+def batch_of(
+    records: Sequence[SampleRecord],
+    prompts: Mapping[int, Hashable],
+    *,
+    advantages_S: NDArray[np.float32],
+    rewards_S: NDArray[np.float32],
+    filters_overlong: bool,
+) -> StepBatch:
+    """Return the batch of these samples, in this order; with `filters_overlong` no token of a truncated one counts."""
+    samples = [record.scored for record in records]
+    rollouts = tuple(sorted({record.rollout for record in records}))
+    # Nothing predicts the first token of a sequence, so that it does not count even where the policy made it.
+    counted = [
+        0 if filters_overlong and is_truncated(sample) else sample.response_length - (sample.prompt_length == 0)
+        for sample in samples
+    ]
+    first_rows: dict[Hashable, int] = {}
+    numbers = [
+        first_rows.setdefault(prompts[sample.group], row) if num_counted else NO_PROMPT
+        for row, (sample, num_counted) in enumerate(zip(samples, counted, strict=True))
+    ]
+
+    def column(values: Sequence[int]) -> NDArray[np.int32]:
+        return np.array(values, dtype=np.int32)
+
+    table = BatchTable(
+        lengths_S=column([sample.num_tokens for sample in samples]),
+        num_counted_S=column(counted),
+        prompt_S=column(numbers),
+        prompt_lengths_S=column([sample.prompt_length for sample in samples]),
+        rank_S=column([0] * len(samples)),
+        advantages_S=advantages_S,
+        rewards_S=rewards_S,
+        source_S=column([rollouts.index(record.rollout) for record in records]),
+        command_S=np.array([record.command_id for record in records], dtype=np.int64),
+        group_S=column([sample.group for sample in samples]),
+        sample_S=column([sample.sample for sample in samples]),
+    )
+    return StepBatch(table=table, rollouts=rollouts)
 
 
 def sample_metrics(config: Config, samples: Sequence[SampleScored]) -> dict[str, float]:

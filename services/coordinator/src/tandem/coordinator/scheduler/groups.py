@@ -3,6 +3,7 @@
     WAITING ── assigned to an engine ──▶ IN_FLIGHT ── every sample is there ──▶ READY ── a step trains on it ──▶ TAKEN
        ▲                                     │                                   │
        └── its engine is lost, too slow, or did not hold the version it should ──┘
+       └── trainers cannot fetch its samples ─────────────────────────────────────────────────────┘
 
 A group's identity is its place in the data order: the step that trains on it, and its number there. So a group that is
 made again is the same group. Here, and nowhere else, a result that comes twice is told from one that comes first.
@@ -160,6 +161,14 @@ class GroupTable:
         for group in self._steps[step, purpose].groups:
             group.state = GroupState.TAKEN
             self._forget_engine(group)
+
+    def untake(self, step: int, purpose: Purpose) -> list[Group]:
+        """Note that a step's groups are yet to be trained on, after all; return them."""
+        groups = self._steps[step, purpose].groups
+        for group in groups:
+            group.state = GroupState.READY
+            self._of_engine.setdefault(str(group.engine), {})[group] = None
+        return groups
 
     def remove(self, step: int, purpose: Purpose) -> None:
         """Forget the groups of a step that is done."""

@@ -162,6 +162,10 @@ class Publication:
         """Take note that trainers begin to step: the version can be read no longer."""
         self._is_readable = False
 
+    def resume(self) -> None:
+        """Take note that trainers have not stepped: the version can be read as before `withdraw`."""
+        self._is_readable = True
+
     def stop(self) -> None:
         """Ask nothing more of engines: the run is being interrupted."""
         for mesh in [*self._connecting]:

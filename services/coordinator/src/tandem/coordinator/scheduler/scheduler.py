@@ -18,7 +18,7 @@ The tables: rollout groups (`groups`), engines (`engines`), pending requests (`r
 | draw | a step is at most `max_trajectory_age_steps` ahead of the one in progress | its groups wait |
 | assign | an engine that holds a version young enough for a waiting group has room | it generates |
 | train | the step's groups are ready, and every version in them is attested | every rank trains |
-| offer | every rank has trained | trainers hold a new version |
+| offer | every rank has trained | trainers hold a new version; if samples were missing, these are made again |
 | finish | the last step is committed, and nothing is pending | the run ends |
 
 Synchronous training is an age of zero: nothing is generated for a step before the weights of the one before are
@@ -42,6 +42,7 @@ from tandem.common.messages import (
     Reply,
     SampleScored,
     SamplesFinished,
+    SamplesMissing,
     Trained,
 )
 from tandem.coordinator.scheduler.assignment import Assignment, BalancedAssignment, PinnedAssignment
@@ -75,6 +76,8 @@ from tandem.coordinator.scheduler.spec import RunSpec
 IsInformative = Callable[[Sequence[SampleScored]], bool]
 """Whether training can learn something from the results of a group."""
 _GENERATION = (Phase.GENERATING, Phase.VALIDATING)
+_MAX_FETCHES = 3
+"""How often trainers may try to fetch the samples of a step."""
 
 
 class StepProgress:
@@ -83,6 +86,10 @@ class StepProgress:
     def __init__(self, number: int, *, is_trained: bool = False, is_committed: bool = False) -> None:
         self.number = number
         self.is_training = False
+        self.missing: dict[str, str] = {}
+        """Engines whose samples trainers could not fetch, and why; while ranks are still to say so."""
+        self.num_fetches = 0
+        """How often trainers were to fetch the step's samples."""
         self.is_trained = is_trained
         """Whether the optimizer has stepped; the weights that a run starts with count as a trained step."""
         self.has_update = False
@@ -200,6 +207,8 @@ class Scheduler:
             return []
         self.requests.close(reply.command_id)
         self.groups.close_request(reply.command_id)
+        if isinstance(reply, SamplesMissing):
+            self.progress.missing |= reply.members
         if isinstance(reply, Trained):
             self.progress.has_update |= reply.has_update
         if isinstance(reply, CheckpointSaved):
@@ -308,6 +317,8 @@ class Scheduler:
         progress = self.progress
         if not progress.is_training or self.requests.num_for(Phase.TRAINING):
             return []
+        if progress.missing:
+            return self._make_again()
         progress.is_training, progress.is_trained = False, True
         if self.spec.has_engines and not self._is_interrupted:
             self.publication.offer(progress.number, has_update=progress.has_update)
@@ -398,6 +409,7 @@ class Scheduler:
                 return []
             self.groups.take(self.step, "train")
         self.progress.is_training = True
+        self.progress.num_fetches += 1
         self.publication.withdraw()
         return self._dispatch_batches("train")
 
@@ -515,6 +527,24 @@ class Scheduler:
             for rank in self._membership.all("trainer")
         ]
 
+    def _make_again(self) -> list[Action]:
+        """Have the samples that trainers could not fetch made again; no rank has stepped."""
+        progress = self.progress
+        missing, progress.missing, progress.is_training = progress.missing, {}, False
+        why = "; ".join(f"{engine}: {reason}" for engine, reason in missing.items())
+        if progress.num_fetches == _MAX_FETCHES:
+            tried = f"{why} ({_MAX_FETCHES} times in this step)"
+            raise ServiceError("coordinator", f"training step {progress.number}", f"samples are missing: {tried}")
+        self.publication.resume()
+        if self._is_interrupted:
+            self._abandon_step()
+            return self._run_rules()
+        groups = self.groups.untake(self.step, "train")
+        return [
+            Say(text=f"samples of step {self.step} are missing and are made again: {why}"),
+            *self._put_back([group for group in groups if group.engine in missing]),
+        ]
+
     def _put_back_suspects(self) -> list[Action]:
         """Discard what engines made that does not count any more."""
         actions: list[Action] = []
@@ -575,9 +605,13 @@ class Scheduler:
         self.progress.is_validated |= self.progress.is_validating
         self.progress.is_validating = False
         if self._has_started and not self.progress.is_trained and not self.progress.is_training:
-            # Go back to the last step that was done, and save it if it was not saved.
-            self.progress = StepProgress(self.step - 1, is_trained=True, is_committed=True)
+            self._abandon_step()
         return []
+
+    def _abandon_step(self) -> None:
+        """Go back to the last step that was done, and save it if it was not saved."""
+        self.groups.remove(self.step, "train")
+        self.progress = StepProgress(self.step - 1, is_trained=True, is_committed=True)
 
     def _stop_generating(self) -> None:
         self.groups.clear()

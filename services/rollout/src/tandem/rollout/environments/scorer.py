@@ -12,7 +12,7 @@ import msgspec
 
 from tandem.common.config import Config
 from tandem.common.errors import RewardError, TandemError
-from tandem.common.messages import Problem
+from tandem.common.messages import MAX_COMPONENTS, MAX_NAME, Problem
 from tandem.common.tokenizer import Messages
 from tandem.rollout.environments.environment import Score, Turn, converses, make_environment, step_of
 
@@ -123,7 +123,9 @@ class Scorer:
         if self.converses and isinstance(job.result, Turn):
             return Turn(_valid_messages(job.result.messages, where), _valid_reward(job.result.reward, where))
         if isinstance(job.result, Score):
-            components = {str(name): _valid_reward(value, where) for name, value in job.result.components.items()}
+            components = {_valid_name(n, where): _valid_reward(v, where) for n, v in job.result.components.items()}
+            if len(components) > MAX_COMPONENTS:
+                raise RewardError(f"{where}: {len(components)} components of a reward, more than {MAX_COMPONENTS}")
             return Score(_valid_reward(job.result.reward, where), bool(job.result.correct), components)
         wanted = "step() returned {}, not a Score or a Turn" if self.converses else "score() returned {}, not a Score"
         raise RewardError(f"{where}: {wanted.format(type(job.result).__name__)}")
@@ -138,6 +140,14 @@ def _valid_reward(given: object, where: str) -> float:
     if not math.isfinite(reward):
         raise RewardError(f"{where}: the reward is {given!r}, not a finite number")
     return reward
+
+
+def _valid_name(given: object, where: str) -> str:
+    """Return the name of a component as text that is not too long to travel."""
+    name = str(given)
+    if not 1 <= len(name) <= MAX_NAME:
+        raise RewardError(f"{where}: the name of a component has {len(name)} characters, not 1 to {MAX_NAME}")
+    return name
 
 
 def _valid_messages(given: object, where: str) -> Messages:

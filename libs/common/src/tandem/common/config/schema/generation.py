@@ -111,6 +111,9 @@ class Generation(Section, frozen=True, kw_only=True):
     recompute_kv_cache_after_weight_updates: bool = False
     """New. Requests that go on compute the keys and values of all their tokens anew with the new weights. Otherwise
     they keep those that they have."""
+    max_stored_tokens: PositiveInt = 500_000_000
+    """New. Tokens of finished samples that one engine's process keeps, at most, until they are trained on: 13 bytes of
+    host memory each."""
     colocated: Colocated = Colocated()
 
     @property

@@ -1,0 +1,437 @@
+"""What does a step of 1,024 samples x 8,192 tokens cost the coordinator, for 8, 64 and 512 trainer ranks?
+
+The coordinator's own parts do what they do in a run: they order samples of up to 128 engines, admit and check every
+record that comes back, make a batch of them, assign it, and send every rank its order; the step is over when every rank
+has answered. Ranks and engines are stand-ins, a few processes with many sockets each, that speak the real protocol and
+compute nothing. Processor time is that of the coordinator's process, with the threads of its sockets.
+
+Beside it stands the former way: the arrays of every sample come to the coordinator, which joins them to one batch and
+sends that to every rank. For 512 ranks that would be 39 GB in stand-ins' memory, so it is measured for up to 64.
+
+The goal: under 0.5 s of processor time for any number of ranks, and bytes that do not depend on tokens.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+from pytest_benchmark.fixture import BenchmarkFixture
+
+from tandem.common.batch import SampleArrays, TrainingBatch
+from tandem.common.config import Config, build_config
+from tandem.common.messages import (
+    PROTOCOL_VERSION,
+    BuildEngine,
+    BuildTrainer,
+    EngineBuilt,
+    FromRollout,
+    Generate,
+    Generated,
+    Hello,
+    MemoryUse,
+    Problem,
+    PromptGroup,
+    Refit,
+    Refitted,
+    SampleScored,
+    SamplesFinished,
+    SamplingParameters,
+    ServiceKind,
+    ToRollout,
+    ToTrainer,
+    Train,
+    Trained,
+    TrainerBuilt,
+)
+from tandem.common.wire import Codec, Frames, Hub, encode
+from tandem.coordinator.algorithms.grpo import training_batch
+from tandem.coordinator.batches import Batches
+from tandem.coordinator.members import Pulse, Registry
+from tandem.coordinator.replies import Limits, Replies
+from tandem.coordinator.samples import SampleRecords
+from tandem.coordinator.scheduler.events import DispatchBatch, Joined, Replied
+from tandem.refit import layout
+from tandem.refit.layout import LayoutBuilder
+
+NUM_GROUPS, GROUP_SIZE, PROMPT = 128, 8, 128
+LENGTHS = (512, 8192)
+CLUSTERS = ((8, 8), (64, 64), (512, 128))
+"""Ranks and engines."""
+MOST_RANKS_OF_THE_FORMER_WAY = 64
+NUM_ROUNDS = 5
+GOAL_S = 0.5
+DEADLINE_S = 120.0
+MEMORY = MemoryUse(peak=1, held=1)
+VOCABULARY = 150_000
+
+
+# --- stand-ins -------------------------------------------------------------------------------------------------------
+
+
+def stand_in(address: str, kind: ServiceKind, count: str) -> None:
+    """Be `count` processes of a kind: join, answer every order at once, end with the coordinator's process."""
+    context, poller = zmq.Context(), zmq.Poller()
+    codec: Codec[Any] = Codec(ToTrainer if kind == "trainer" else ToRollout)
+    for _ in range(int(count)):
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(address)
+        socket.send_multipart(encode(Hello(protocol_version=PROTOCOL_VERSION, service=kind, host="here", pid=1)))
+        poller.register(socket, zmq.POLLIN)
+    parent = os.getppid()
+    while os.getppid() == parent:
+        for socket, _ in poller.poll(1000):
+            frames = [frame.buffer for frame in socket.recv_multipart(copy=False)]
+            for answer in answers(codec.decode(frames).message):
+                socket.send_multipart(answer, copy=False)
+    context.destroy(linger=0)
+
+
+def answers(order: Any) -> Iterator[Frames]:
+    match order:
+        case BuildTrainer(command_id=command_id):
+            yield encode(
+                TrainerBuilt(
+                    command_id=command_id, version=0, num_parameters=1, shares_prompts=True, layout=empty_layout()
+                )
+            )
+        case BuildEngine(command_id=command_id):
+            yield encode(
+                EngineBuilt(command_id=command_id, layouts=(empty_layout(),), samples_address="tcp://10.0.0.1:4711")
+            )
+        case Refit(command_id=command_id, version=version):
+            yield encode(Refitted(command_id=command_id, version=version, num_bytes={}, seconds=0.1, memory=MEMORY))
+        case Train(command_id=command_id, step=step):
+            yield encode(
+                Trained(
+                    command_id=command_id,
+                    step=step,
+                    version=step,
+                    metrics={},
+                    seconds={},
+                    has_update=True,
+                    memory=MEMORY,
+                )
+            )
+        case Generate():
+            yield from generated(order)
+        case _:
+            pass
+
+
+def generated(order: Generate) -> Iterator[Frames]:
+    """Finish one sample after the other, each in a message of its own; with their arrays in the former way."""
+    with_arrays = order.sampling.temperature == FORMER
+    num_made = order.sampling.max_new_tokens
+    num_samples = 0
+    for group in order.groups:
+        for sample in range(len(group.seeds)):
+            num_samples += 1
+            scored = SampleScored(
+                group=group.group,
+                sample=sample,
+                prompt_length=len(group.prompt_ids),
+                response_length=num_made,
+                num_tokens=len(group.prompt_ids) + num_made,
+                oldest_version=0,
+                newest_version=0,
+                num_turns=1,
+                finish_reason="stop",
+                reward=float(sample % 3),
+                correct=sample == 0,
+                response="",
+            )
+            finished = SamplesFinished(
+                command_id=order.command_id, step=order.step, purpose=order.purpose, samples=(scored,)
+            )
+            arrays = arrays_of(group, num_made).to_frames() if with_arrays else None
+            yield encode(finished, arrays)
+    yield encode(
+        Generated(
+            command_id=order.command_id,
+            step=order.step,
+            purpose=order.purpose,
+            num_samples=num_samples,
+            num_tokens=num_samples * num_made,
+            seconds={},
+            memory=MEMORY,
+        )
+    )
+
+
+def arrays_of(group: PromptGroup, num_made: int) -> SampleArrays:
+    length = len(group.prompt_ids) + num_made
+    made_T = np.arange(length) >= len(group.prompt_ids)
+    return SampleArrays(
+        lengths_S=np.array([length], dtype=np.int32),
+        token_ids_T=np.concatenate([np.array(group.prompt_ids, np.int32), np.full(num_made, 9, np.int32)]),
+        loss_mask_T=made_T,
+        generation_logprobs_T=np.where(made_T, np.float32(-0.5), np.float32(0)),
+        versions_T=np.where(made_T, np.int32(0), np.int32(-1)),
+    )
+
+
+def empty_layout() -> bytes:
+    return layout.encode(LayoutBuilder("here").build())
+
+
+# --- the coordinator -------------------------------------------------------------------------------------------------
+
+OURS, FORMER = 1.0, 0.5
+"""The way, as the temperature that engines are told."""
+
+
+class Feed:
+    """What `Batches` asks of an algorithm, from the records of one step."""
+
+    def __init__(self, config: Config, prompts: dict[int, Any]) -> None:
+        self.validation_parts: dict[str, int] = {}
+        self.records = SampleRecords()
+        self._config = config
+        self._prompts = prompts
+
+    def batch(self, step: int, purpose: Any) -> Any:
+        return training_batch(self._config, self.records.peek(step, purpose), self._prompts)
+
+
+class Cluster:
+    """A coordinator's registry, and stand-ins for everybody else."""
+
+    def __init__(self, num_ranks: int, num_engines: int, length: int) -> None:
+        self.hub = Hub("tcp://127.0.0.1:*")
+        self.config = config_of(num_ranks, num_engines, length)
+        limits = Limits(vocabulary=VOCABULARY, max_tokens=length, max_turns=1)
+        expected: dict[ServiceKind, int] = {"trainer": num_ranks, "rollout": num_engines}
+        pulse = Pulse(interval_s=1000.0, timeout_s=1000.0)
+        self.registry = Registry(self.hub, expected, b"{}", "run", pulse, Replies(limits))
+        self.ranks = [f"trainer-{i}" for i in range(num_ranks)]
+        self.engines = [f"rollout-{i}" for i in range(num_engines)]
+        self.prompts = {
+            group: tuple(int(t) for t in np.random.default_rng(group).integers(3, VOCABULARY, PROMPT))
+            for group in range(NUM_GROUPS)
+        }
+        self._num_made = length - PROMPT
+        self._processes = [
+            subprocess.Popen([sys.executable, __file__, self.hub.address, kind, str(count // 2)])
+            for kind, count in expected.items()
+            for _ in range(2)
+        ]
+        self._command_id = 0
+        self._step = 0
+        self.bytes_sent = self.bytes_received = 0
+        joined = 0
+        while joined < num_ranks + num_engines:
+            joined += sum(isinstance(event, Joined) for event, _ in self.registry.receive(1.0))
+        self.built = [self.ask(rank, BuildTrainer(**self.command(), **MEETING)) for rank in self.ranks]
+        self.built += [self.ask(engine, BuildEngine(**self.command())) for engine in self.engines]
+        for engine in self.engines:
+            self.ask(engine, Refit(**self.command(), version=0))
+
+    def command(self) -> dict[str, Any]:
+        self._command_id += 1
+        return {"command_id": self._command_id, "deadline_s": DEADLINE_S}
+
+    def send(self, member: str, order: Any, arrays: Any = None) -> None:
+        frames = encode(order, arrays)
+        self.bytes_sent += sum(map(len, frames))
+        self.registry.order(member, order, frames)
+
+    def ask(self, member: str, order: Any) -> Replied:
+        self.send(member, order)
+        return next(iter(self.replies(1)))
+
+    def replies(self, count: int) -> Iterator[Replied]:
+        """Yield replies until so many orders are answered whole."""
+        deadline = time.monotonic() + DEADLINE_S
+        while count:
+            assert time.monotonic() < deadline
+            for event, _ in self.registry.receive(1.0):
+                assert isinstance(event, Replied), event
+                count -= not isinstance(event.reply, SamplesFinished)
+                yield event
+
+    def orders(self, way: float) -> Iterator[tuple[str, Generate]]:
+        sampling = SamplingParameters(
+            temperature=way, top_p=1.0, top_k=0, max_new_tokens=self._num_made, stop_token_ids=(2,), stop_strings=()
+        )
+        self._step += 1
+        for number, engine in enumerate(self.engines):
+            groups = tuple(
+                PromptGroup(
+                    group=group,
+                    problem=Problem(problem_id=f"p{group}", question="", answer="", metadata={}),
+                    prompt_ids=self.prompts[group],
+                    seeds=tuple(range(GROUP_SIZE)),
+                )
+                for group in range(number, NUM_GROUPS, len(self.engines))
+            )
+            command = self.command()
+            yield (
+                engine,
+                Generate(
+                    **command,
+                    oldest=command["command_id"],
+                    step=self._step,
+                    purpose="train",
+                    sampling=sampling,
+                    groups=groups,
+                ),
+            )
+
+    def step(self) -> dict[str, float]:
+        """Take one step; return the seconds of processor time by what they were for."""
+        feed = Feed(self.config, self.prompts)
+        batches = Batches(self.config, feed)  # type: ignore[arg-type]
+        for built in self.built:
+            batches.take_reply(built.member, built.reply)
+        self.bytes_sent = 0
+        times = [time.process_time()]
+        for engine, order in self.orders(OURS):
+            self.send(engine, order)
+        times.append(time.process_time())
+        sent_to_engines = self.bytes_sent
+        for event in self.replies(len(self.engines)):
+            if isinstance(event.reply, SamplesFinished):
+                feed.records.add(event.member, event.reply)
+        times.append(time.process_time())
+        made = [
+            batches.order(DispatchBatch(member=rank, step=self._step, purpose="train", **self.command()))
+            for rank in self.ranks
+        ]
+        times.append(time.process_time())
+        for rank, (order, arrays, _) in zip(self.ranks, made, strict=True):
+            self.send(rank, order, arrays)
+        for _ in self.replies(len(self.ranks)):
+            pass
+        times.append(time.process_time())
+        self.bytes_to_ranks = self.bytes_sent - sent_to_engines
+        names = ("order samples", "take records", "make and assign the batch", "send it and hear of it")
+        seconds = {name: end - start for name, start, end in zip(names, times, times[1:], strict=False)}
+        return seconds | {"all": times[-1] - times[0]}
+
+    def former_step(self) -> dict[str, float]:
+        """Take one step in which arrays come here and go to every rank."""
+        codec: Codec[Any] = Codec(FromRollout)
+        bundles: dict[tuple[int, int], SampleArrays] = {}
+        began = time.process_time()
+        for engine, order in self.orders(FORMER):
+            self.registry.send(engine, encode(order))
+        num_done, deadline = 0, time.monotonic() + DEADLINE_S
+        while num_done < len(self.engines):
+            assert time.monotonic() < deadline
+            for _, frames in self.hub.receive(1.0):
+                received = codec.decode(frames)
+                if isinstance(received.message, Generated):
+                    num_done += 1
+                    continue
+                (sample,) = received.message.samples
+                bundles[sample.group, sample.sample] = SampleArrays.from_frames(received.arrays)
+        arrays = SampleArrays.concatenate([bundles[key] for key in sorted(bundles)])
+        batch = TrainingBatch(
+            lengths_S=arrays.lengths_S,
+            token_ids_T=arrays.token_ids_T,
+            loss_mask_T=arrays.loss_mask_T,
+            generation_logprobs_T=arrays.generation_logprobs_T,
+            advantages_S=np.ones(len(arrays.lengths_S), dtype=np.float32),
+        )
+        self.bytes_to_ranks = 0
+        for rank in self.ranks:
+            order = Train(**self.command(), step=self._step, sources={})
+            frames = encode(order, batch.to_frames())
+            self.bytes_to_ranks += sum(map(len, frames))
+            self.registry.order(rank, order, frames)
+        for _ in self.replies(len(self.ranks)):
+            pass
+        return {"all": time.process_time() - began}
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        self.hub.close()
+
+
+MEETING: dict[str, Any] = {"rendezvous_host": "here", "rendezvous_port": 1, "world_size": 1, "version": 0}
+
+
+def config_of(num_ranks: int, num_engines: int, length: int) -> Config:
+    return build_config(
+        {
+            "grpo": {"num_prompts_per_step": NUM_GROUPS, "num_generations_per_prompt": GROUP_SIZE},
+            "policy": {
+                "model_name": "model",
+                "max_total_sequence_length": length,
+                "train_global_batch_size": NUM_GROUPS * GROUP_SIZE,
+                "train_micro_batch_size": 1,
+                "generation": {"max_new_tokens": length - PROMPT},
+            },
+            "data": {"dataset_name": "reasoning_gym", "task": "chain_sum"},
+            "cluster": {"trainers": num_ranks, "rollouts": num_engines},
+        }
+    )
+
+
+@contextmanager
+def cluster_of(num_ranks: int, num_engines: int, length: int) -> Iterator[Cluster]:
+    cluster = Cluster(num_ranks, num_engines, length)
+    try:
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@pytest.mark.timeout(1800)
+def test_a_step_of_the_coordinator(benchmark: BenchmarkFixture) -> None:
+    found: dict[str, Any] = {}
+
+    def measure() -> None:
+        for num_ranks, num_engines in CLUSTERS:
+            for length in LENGTHS:
+                with cluster_of(num_ranks, num_engines, length) as cluster:
+                    cluster.step()  # warms up
+                    rounds = [cluster.step() for _ in range(NUM_ROUNDS)]
+                    name = f"{num_ranks} ranks, {num_engines} engines, {length} tokens"
+                    found[name] = {
+                        "seconds of processor time, medians": {
+                            part: statistics.median(each[part] for each in rounds) for part in rounds[0]
+                        },
+                        "seconds of processor time, all rounds": [each["all"] for each in rounds],
+                        "bytes to each rank": cluster.bytes_to_ranks // num_ranks,
+                    }
+                    if num_ranks <= MOST_RANKS_OF_THE_FORMER_WAY:
+                        former = cluster.former_step()["all"]
+                        found[name]["former way: seconds of processor time"] = former
+                        found[name]["former way: bytes to each rank"] = cluster.bytes_to_ranks // num_ranks
+
+    benchmark.pedantic(measure, rounds=1)
+    benchmark.extra_info.update(
+        {
+            "samples": NUM_GROUPS * GROUP_SIZE,
+            "load average of the machine": os.getloadavg(),
+            "steps": found,
+        }
+    )
+    print()
+    for name, step in found.items():
+        seconds = step["seconds of processor time, medians"]
+        former = step.get("former way: seconds of processor time")
+        beside = f"; the former way {former:.2f} s" if former is not None else ""
+        print(f"{name}: {1e3 * seconds['all']:.0f} ms, {step['bytes to each rank']} bytes to each rank{beside}")
+    for num_ranks, num_engines in CLUSTERS:
+        sizes = {found[f"{num_ranks} ranks, {num_engines} engines, {n} tokens"]["bytes to each rank"] for n in LENGTHS}
+        assert len(sizes) == 1, "bytes depend on tokens"
+    assert max(step["seconds of processor time, medians"]["all"] for step in found.values()) < GOAL_S
+
+
+if __name__ == "__main__":
+    stand_in(sys.argv[1], sys.argv[2], sys.argv[3])  # type: ignore[arg-type]

@@ -1,0 +1,85 @@
+"""What trainers are sent of a batch: one table for all of them, and where the tokens are. Pure: no sockets, no clock.
+
+Where samples were generated, ranks fetch their tokens from the rollouts, so nothing here grows with tokens. Where they
+come from a data set, each rank is sent those of its own share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from numpy.typing import NDArray
+
+from tandem.common.assignment import Assignment, data_parallel_ranks
+from tandem.common.batch import BatchTable, GivenTokens, TrainingBatch
+from tandem.common.config import Config
+from tandem.common.messages import EngineBuilt, Evaluate, Reply, SamplesMissing, Train, TrainerBuilt
+from tandem.coordinator.feed import Feed
+from tandem.coordinator.scheduler.events import DispatchBatch
+
+
+class Batches:
+    """The orders that send a step's batch to the trainers, made once for all of them."""
+
+    def __init__(self, config: Config, feed: Feed) -> None:
+        self._ranks = data_parallel_ranks(config)
+        """Of each trainer, by its index."""
+        self._config = config
+        self._feed = feed
+        self._shares_prompts = False
+        self._addresses: dict[str, str] = {}
+        """Of the samples of each rollout."""
+        self._made: tuple[int, str] | None = None
+        """The step and purpose of what follows."""
+        self._sources: dict[str, str] = {}
+        self._table: dict[str, NDArray[Any]] = {}
+        self._tokens: list[dict[str, NDArray[Any]]] = []
+        """Those of each data-parallel rank."""
+
+    def take_reply(self, member: str, reply: Reply) -> None:
+        """Take note of what matters here of any reply."""
+        match reply:
+            case EngineBuilt(samples_address=address):
+                self._addresses[member] = address
+            case TrainerBuilt(shares_prompts=shares_prompts):
+                self._shares_prompts = shares_prompts
+            case SamplesMissing():
+                self._made = None  # of some samples, others will come
+            case _:
+                pass
+
+    def order(self, action: DispatchBatch) -> tuple[Train | Evaluate, dict[str, NDArray[Any]], dict[str, float]]:
+        """Return the order for one trainer, its arrays, and the metrics of the samples the batch was made from."""
+        metrics: dict[str, float] = {}
+        if self._made != (action.step, action.purpose):
+            metrics = self._make(action)
+        common: Mapping[str, Any] = {
+            "command_id": action.command_id,
+            "deadline_s": action.deadline_s,
+            "step": action.step,
+            "sources": self._sources,
+        }
+        arrays = self._table
+        if self._tokens:
+            arrays = arrays | self._tokens[self._ranks[int(action.member.rpartition("-")[2])]]
+        if action.purpose == "train":
+            return Train(**common), arrays, metrics
+        return Evaluate(**common, parts=self._feed.validation_parts), arrays, metrics
+
+    def _make(self, action: DispatchBatch) -> dict[str, float]:
+        batch, metrics = self._feed.batch(action.step, action.purpose)
+        parts = [*self._feed.validation_parts.values()] if action.purpose == "validate" else []
+        table = Assignment.of(self._config, shares_prompts=self._shares_prompts).assign(batch.table, parts)
+        self._made = action.step, action.purpose
+        self._sources = {rollout: self._addresses[rollout] for rollout in batch.rollouts}
+        self._table = table.to_frames()
+        self._tokens = [] if batch.tokens is None else shares_of(table, batch.tokens, self._config.data_parallel_size)
+        return metrics
+
+
+def shares_of(table: BatchTable, batch: TrainingBatch, num_ranks: int) -> list[dict[str, NDArray[Any]]]:
+    """Return what each data-parallel rank is sent of a batch beside its table: the tokens of its own sequences."""
+    shares = [batch.take(table.rows_of(rank)) for rank in range(num_ranks)]
+    names = [name for name in GivenTokens.__struct_fields__ if name.endswith("_T")]
+    return [{name: getattr(share, name) for name in names} for share in shares]

@@ -1,0 +1,224 @@
+"""A rank's share of a batch, fetched from the rollouts that made it.
+
+`SampleFetcher.fetch` consumes the batch's table and produces this rank's share. It asks all rollouts at once, a bounded
+number of tokens each at a time, and waits for their answers until one deadline; a rollout that it has no connection to
+for `_PATIENCE_S` is given up before. What was fetched is kept until `clear`, so that a step that is tried again fetches
+only what it lacks. What arrives must be what the table says.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from tandem.common.assignment import NO_PROMPT
+from tandem.common.batch import BatchTable, Int32s, Int64s, SampleArrays, TrainingBatch
+from tandem.common.errors import WireError
+from tandem.common.messages import MAX_TOKENS_FETCHED, FetchSamples, FromSampleStore, SamplesFetched, SamplesGone
+from tandem.common.wire import Arrays, Callers, Codec, Frames, encode
+
+_PATIENCE_S = 5.0
+"""How long there may be no connection to a rollout."""
+_POLL_S = 0.5
+
+Rows = list[int]
+"""Of a batch's table."""
+
+
+class SampleFetcher:
+    """Fetches what a rank trains on, and keeps it until it was."""
+
+    def __init__(self, run_id: str, vocabulary: int) -> None:
+        """`run_id` is of the run whose samples these are, `vocabulary` the tokens that its model knows."""
+        self._run_id = run_id
+        self._vocabulary = vocabulary
+        self._step: int | None = None
+        self._kept: dict[tuple[str, int, int, int], SampleArrays] = {}
+        """By rollout and key."""
+
+    def fetch(
+        self, step: int, table: BatchTable, rows: Int64s, sources: Mapping[str, str], timeout_s: float
+    ) -> tuple[TrainingBatch | None, dict[str, str]]:
+        """Return these rows of the table, or None, and why, by rollout, some are missing.
+
+        Args:
+            step: that they are for; of another step nothing is kept.
+            table: of the whole batch.
+            rows: of this rank.
+            sources: addresses of the rollouts, by name.
+            timeout_s: seconds there are.
+
+        """
+        if step != self._step:
+            self.clear()
+            self._step = step
+        names = sorted(sources)
+        keys = {
+            int(row): (names[table.source_S[row]], int(command), int(group), int(sample))
+            for row, command, group, sample in zip(
+                rows, table.command_S[rows], table.group_S[rows], table.sample_S[rows], strict=True
+            )
+        }
+        wanted: dict[str, Rows] = {}
+        for row, key in keys.items():
+            if key not in self._kept:
+                wanted.setdefault(key[0], []).append(row)
+        missing: dict[str, str] = {}
+        if wanted:
+            inquiries = {name: _Inquiry(self._run_id, table, its_rows) for name, its_rows in wanted.items()}
+            missing = _ask({name: sources[name] for name in wanted}, inquiries, self._vocabulary, timeout_s)
+            for inquiry in inquiries.values():
+                self._kept |= {keys[row]: arrays for row, arrays in inquiry.found.items()}
+        if missing:
+            return None, missing
+        share = share_of(table.take(rows), [self._kept[keys[int(row)]] for row in rows])
+        missing = {keys[int(rows[place])][0]: why for place, why in _differing_prompts(table.take(rows), share).items()}
+        return (None if missing else share), missing
+
+    def clear(self) -> None:
+        """Forget what was fetched."""
+        self._kept.clear()
+        self._step = None
+
+
+class _Inquiry:
+    """What one rollout is asked for, a request at a time."""
+
+    def __init__(self, run_id: str, table: BatchTable, rows: Rows) -> None:
+        self._run_id = run_id
+        self._table = table
+        self._requests = list(_cut(rows, table.lengths_S))
+        self._next = 0
+        self.found: dict[int, SampleArrays] = {}
+        """By row of the table."""
+        self.why_missing = ""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether there is nothing more to ask, or no use in it."""
+        return bool(self.why_missing) or self._next == len(self._requests)
+
+    def request(self) -> Frames:
+        """Return what to ask next."""
+        part = self._table.take(np.array(self._requests[self._next]))
+        keys = zip(part.command_S.tolist(), part.group_S.tolist(), part.sample_S.tolist(), strict=True)
+        return encode(FetchSamples(run_id=self._run_id, request_id=self._next, keys=tuple(keys)))
+
+    def take(self, reply: SamplesFetched | SamplesGone, frames: Arrays, vocabulary: int) -> None:
+        """Take an answer, unless it is to a request that was answered before, over another connection."""
+        if reply.request_id != self._next or self.is_done:
+            return
+        if isinstance(reply, SamplesGone):
+            self.why_missing = reply.why
+            return
+        rows = self._requests[self._next]
+        arrays = samples_from(frames, self._table.take(np.array(rows)), vocabulary)
+        self.found |= {row: arrays.take([place]) for place, row in enumerate(rows)}
+        self._next += 1
+
+
+def _ask(
+    addresses: Mapping[str, str], inquiries: Mapping[str, _Inquiry], vocabulary: int, timeout_s: float
+) -> dict[str, str]:
+    """Make all inquiries, until all are done or the time is up; return why those that failed did."""
+    deadline = time.monotonic() + timeout_s
+    codec: Codec[SamplesFetched | SamplesGone] = Codec(FromSampleStore)
+    try:
+        callers = Callers(addresses)
+    except WireError as error:
+        return dict.fromkeys(addresses, str(error))
+    try:
+        while not all(inquiry.is_done for inquiry in inquiries.values()):
+            for name, frames in callers.receive(_POLL_S):
+                inquiry = inquiries[name]
+                if frames is not None:
+                    try:
+                        received = codec.decode(frames)
+                        inquiry.take(received.message, received.arrays, vocabulary)
+                    except WireError as error:
+                        inquiry.why_missing = f"it sent what is not asked for: {error}"
+                if not inquiry.is_done:
+                    callers.send(name, inquiry.request())
+            is_late = time.monotonic() > deadline
+            for name, inquiry in inquiries.items():
+                if is_late and not inquiry.is_done:
+                    inquiry.why_missing = f"it has not sent them within {timeout_s:g} s"
+                elif callers.down_for(name) > _PATIENCE_S and not inquiry.is_done:
+                    inquiry.why_missing = f"nobody answers at {addresses[name]}"
+    finally:
+        callers.close()
+    return {name: inquiry.why_missing for name, inquiry in inquiries.items() if inquiry.why_missing}
+
+
+def _cut(rows: Rows, lengths_S: Int32s) -> Iterator[Rows]:
+    """Cut what is asked for into requests of no more tokens than one may have."""
+    request: Rows = []
+    num_tokens = 0
+    for row in rows:
+        length = int(lengths_S[row])
+        if request and num_tokens + length > MAX_TOKENS_FETCHED:
+            yield request
+            request, num_tokens = [], 0
+        request.append(row)
+        num_tokens += length
+    yield request
+
+
+def samples_from(frames: Arrays, table: BatchTable, vocabulary: int) -> SampleArrays:
+    """Return received samples. Raises `WireError` unless they can be samples, and are what these rows of a table say.
+
+    `vocabulary` are the tokens that there are.
+    """
+    arrays = SampleArrays.from_frames(frames)
+    arrays.check(vocabulary)
+    if arrays.lengths_S.tolist() != table.lengths_S.tolist():
+        raise WireError("lengths_S: not the lengths that were announced")
+    starts, made_T = arrays.offsets()[:-1], arrays.loss_mask_T
+    num_made = np.concatenate([[0], np.cumsum(made_T, dtype=np.int64)])
+    ends_of_prompts = starts + table.prompt_lengths_S
+    is_made_S = made_T[np.minimum(ends_of_prompts, len(made_T) - 1)] & (table.prompt_lengths_S < table.lengths_S)
+    if not is_made_S.all() or (num_made[ends_of_prompts] != num_made[starts]).any():
+        raise WireError("loss_mask_T: not the prompts that were announced")
+    if ((table.num_counted_S > 0) & (arrays.num_counted() != table.num_counted_S)).any():
+        raise WireError("loss_mask_T: not the numbers of tokens that were announced")
+    return arrays
+
+
+def share_of(table: BatchTable, samples: Sequence[SampleArrays]) -> TrainingBatch:
+    """Lay samples out as what is trained on: with their advantages, and masked whole where none of a sample counts."""
+    if not samples:
+        nothing = np.zeros(0, dtype=np.int32)
+        samples = [
+            SampleArrays(
+                lengths_S=nothing,
+                token_ids_T=nothing,
+                loss_mask_T=nothing.astype(np.bool_),
+                generation_logprobs_T=nothing.astype(np.float32),
+                versions_T=nothing,
+            )
+        ]
+    arrays = SampleArrays.concatenate(samples)
+    return TrainingBatch(
+        lengths_S=arrays.lengths_S,
+        token_ids_T=arrays.token_ids_T,
+        loss_mask_T=arrays.loss_mask_T & np.repeat(table.num_counted_S > 0, arrays.lengths_S),
+        generation_logprobs_T=arrays.generation_logprobs_T,
+        advantages_S=table.advantages_S,
+        rewards_S=table.rewards_S,
+    )
+
+
+def _differing_prompts(table: BatchTable, share: TrainingBatch) -> dict[int, str]:
+    """Return the sequences of a share whose prompt is not the one that they are said to share."""
+    starts = share.offsets()
+    prompts: dict[int, bytes] = {}
+    differing = {}
+    for place, (prompt, length) in enumerate(
+        zip(table.prompt_S.tolist(), table.prompt_lengths_S.tolist(), strict=True)
+    ):
+        token_ids = share.token_ids_T[starts[place] : starts[place] + length].tobytes()
+        if prompt != NO_PROMPT and prompts.setdefault(prompt, token_ids) != token_ids:
+            differing[place] = "the prompt of a sample is not that of its group"
+    return differing

@@ -1,0 +1,68 @@
+"""A relay between one service and its coordinator, which may change what the service says."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Self
+
+import msgspec
+import zmq
+
+from tandem.common.wire import Codec, Frames, encode
+
+Tampering = Callable[[dict[str, Any], dict[str, Any]], None]
+"""Changes a message, as plain values, or the arrays that come with it."""
+
+
+class Relay:
+    """Passes frames on, both ways, and tampers with those that `is_wanted` picks by their message."""
+
+    def __init__(
+        self, coordinator: str, union: Any, is_wanted: Callable[[dict[str, Any]], bool], tamper: Tampering
+    ) -> None:
+        self._codec: Codec[Any] = Codec(union)
+        self._is_wanted, self._tamper = is_wanted, tamper
+        self._context = zmq.Context()
+        self._front = self._context.socket(zmq.ROUTER)
+        self._back = self._context.socket(zmq.DEALER)
+        for socket in (self._front, self._back):
+            socket.setsockopt(zmq.LINGER, 0)
+        port = self._front.bind_to_random_port("tcp://127.0.0.1")
+        self.address = f"tcp://127.0.0.1:{port}"
+        self._back.connect(coordinator)
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="relay")
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+        for socket in (self._front, self._back):
+            socket.close()
+        self._context.term()
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._front, zmq.POLLIN)
+        poller.register(self._back, zmq.POLLIN)
+        peer = b""
+        while not self._is_over.is_set():
+            ready = dict(poller.poll(50))
+            if self._front in ready:
+                peer, *frames = self._front.recv_multipart()
+                self._back.send_multipart(self._changed(frames))
+            if self._back in ready:
+                self._front.send_multipart([peer, *self._back.recv_multipart()])
+
+    def _changed(self, frames: list[bytes]) -> Frames:
+        plain = msgspec.msgpack.decode(frames[0])
+        if not self._is_wanted(plain):
+            return [*frames]
+        received = self._codec.decode(frames)
+        arrays = {name: array.copy() for name, array in received.arrays.items()}
+        self._tamper(plain, arrays)
+        return [msgspec.msgpack.encode(plain), *encode(received.message, arrays)[1:]]

@@ -1,0 +1,71 @@
+"""Samples, what is known of them, and a process's way to fetch them that is not the trainer's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tandem.common.batch import SampleArrays
+from tandem.common.messages import FetchSamples, FromSampleStore, SampleKey, SampleScored, SamplesFetched, SamplesGone
+from tandem.common.wire import Callers, Codec, Frames, encode
+
+RUN_ID = "run"
+WAIT_S = 10.0
+
+
+def scored(group: int, sample: int, *, prompt_length: int = 1, response_length: int = 1, **known: Any) -> SampleScored:
+    """What is known of a sample of one turn."""
+    usual: dict[str, Any] = {
+        "num_tokens": prompt_length + response_length,
+        "oldest_version": 0,
+        "newest_version": 0,
+        "num_turns": 1,
+        "finish_reason": "stop",
+        "reward": 0.0,
+        "correct": False,
+        "response": "",
+    }
+    return SampleScored(
+        group=group, sample=sample, prompt_length=prompt_length, response_length=response_length, **usual | known
+    )
+
+
+def sample_of(length: int, *, prompt_length: int = 2, first_token: int = 0) -> SampleArrays:
+    """A sample of consecutive tokens; log-probabilities tell them apart, too."""
+    made_T = np.arange(length) >= prompt_length
+    return SampleArrays(
+        lengths_S=np.array([length], dtype=np.int32),
+        token_ids_T=np.arange(first_token, first_token + length, dtype=np.int32),
+        loss_mask_T=made_T,
+        generation_logprobs_T=np.where(made_T, -np.arange(length) / 8, 0).astype(np.float32),
+        versions_T=np.where(made_T, 3, -1).astype(np.int32),
+    )
+
+
+def ask(address: str, frames: Frames, wait_s: float = WAIT_S) -> Any:
+    """Send a request as it stands; return the answer with its arrays, None if there is none in time."""
+    codec: Codec[SamplesFetched | SamplesGone] = Codec(FromSampleStore)
+    callers = Callers({"store": address})
+    deadline = time.monotonic() + wait_s
+    try:
+        while time.monotonic() < deadline:
+            for _, answer in callers.receive(0.1):
+                if answer is not None:
+                    return codec.decode(answer)
+                callers.send("store", frames)
+    finally:
+        callers.close()
+    return None
+
+
+def fetch(address: str, keys: Sequence[SampleKey], run_id: str = RUN_ID) -> SampleArrays | str:
+    """Return samples, or why they are not there."""
+    answer = ask(address, encode(FetchSamples(run_id=run_id, request_id=5, keys=tuple(keys))))
+    assert answer is not None
+    assert answer.message.request_id == 5
+    if isinstance(answer.message, SamplesGone):
+        return answer.message.why
+    return SampleArrays.from_frames(answer.arrays)

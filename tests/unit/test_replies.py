@@ -1,0 +1,575 @@
+"""What members say is checked, not believed: well-formed messages with wrong content, through real sockets."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+from plan_harness import simple
+
+from tandem.common.errors import WireError
+from tandem.common.messages import (
+    PROTOCOL_VERSION,
+    Attest,
+    Attested,
+    BuildEngine,
+    BuildTrainer,
+    CommitVersion,
+    ConnectMesh,
+    EngineBuilt,
+    Evaluate,
+    Evaluated,
+    Failed,
+    Generate,
+    Generated,
+    Heartbeat,
+    Hello,
+    InstallProgram,
+    MemoryUse,
+    MeshConnected,
+    Message,
+    OpenRendezvous,
+    Order,
+    PlannedMesh,
+    PlanTransfers,
+    Problem,
+    ProgramInstalled,
+    PromptGroup,
+    Refit,
+    Refitted,
+    RendezvousOpened,
+    SampleScored,
+    SamplesFinished,
+    SamplesMissing,
+    SamplingParameters,
+    ServiceKind,
+    Shutdown,
+    Train,
+    Trained,
+    TrainerBuilt,
+    TransfersPlanned,
+    VersionCommitted,
+)
+from tandem.common.wire import Frames, Hub, encode
+from tandem.coordinator.members import Pulse, Registry
+from tandem.coordinator.replies import Limits, Replies
+from tandem.coordinator.scheduler.events import Erred, Event, Joined, Lost, Replied
+from tandem.refit import layout
+
+LIMITS = Limits(vocabulary=50, max_tokens=12, max_turns=2)
+LAYOUT = layout.encode(simple({"a": ((2, 3), "float32"), "b": ((4,), "float32")}))
+MEMORY = MemoryUse(peak=10, held=5)
+PROMPTS = {4: (1, 5, 7), 6: (1, 9)}
+VERSION, STEP = 3, 4
+SOURCES = {"rollout-0": "tcp://10.0.0.1:4711"}
+
+
+def command(command_id: int) -> dict[str, Any]:
+    return {"command_id": command_id, "deadline_s": 60.0}
+
+
+GENERATE = Generate(
+    **command(13),
+    oldest=13,
+    step=STEP,
+    purpose="train",
+    sampling=SamplingParameters(
+        temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=4, stop_token_ids=(2,), stop_strings=()
+    ),
+    groups=tuple(
+        PromptGroup(
+            group=group,
+            problem=Problem(problem_id=f"p{group}", question="", answer="", metadata={}),
+            prompt_ids=prompt_ids,
+            seeds=(7, 2**64 - 1),
+        )
+        for group, prompt_ids in PROMPTS.items()
+    ),
+)
+
+
+def sample(group: int, number: int, made: int, turns: int = 1) -> SampleScored:
+    return SampleScored(
+        group=group,
+        sample=number,
+        prompt_length=len(PROMPTS[group]),
+        response_length=made,
+        num_tokens=len(PROMPTS[group]) + made + (2 if turns == 2 else 0),
+        oldest_version=VERSION,
+        newest_version=VERSION,
+        num_turns=turns,
+        finish_reason="stop",
+        reward=0.5,
+        components={"format": 0.25},
+        correct=False,
+        response="",
+    )
+
+
+SAMPLES = (sample(4, 0, 2), sample(6, 1, 3), sample(6, 0, 4, turns=2), sample(4, 1, 1))
+FINISHED = SamplesFinished(command_id=13, step=STEP, purpose="train", samples=SAMPLES)
+GENERATED = Generated(
+    command_id=13, step=STEP, purpose="train", num_samples=4, num_tokens=10, seconds={"rewards": 0.5}, memory=MEMORY
+)
+BUILT = EngineBuilt(command_id=10, layouts=(LAYOUT,), samples_address="tcp://10.0.0.1:4711")
+TRAINED = Trained(
+    command_id=23,
+    step=STEP,
+    version=STEP,
+    metrics={"loss": 0.5, "reward/a": -1.0},
+    seconds={"policy_training": 1.0},
+    has_update=True,
+    memory=MEMORY,
+)
+REFITTED = Refitted(command_id=11, version=VERSION, num_bytes={"trainer-0>rollout-0": 40}, seconds=0.1, memory=MEMORY)
+ATTESTED = Attested(command_id=12, version=VERSION, digests=(bytes(16),), seconds=0.1)
+PLANNED = TransfersPlanned(
+    command_id=31,
+    programs={"trainer-0": b"p", "rollout-0/0": b"q", "rollout-0/1": b"r"},
+    senders=("trainer-0",),
+    meshes=(PlannedMesh(name="to rollout-0", members=("trainer-0", "rollout-0/0", "rollout-0/1")),),
+    num_bytes={"trainer-0>rollout-0/0": 40, "rollout-0/0>rollout-0/1": 40},
+    predicted_s=0.1,
+    bound_s=0.05,
+    seconds=0.2,
+)
+
+Exchange = tuple[Order, tuple[tuple[Message, Mapping[str, Any]], ...]]
+"""An order and its whole answer."""
+EXCHANGES: dict[ServiceKind, list[Exchange]] = {
+    "rollout": [
+        (BuildEngine(**command(10)), ((BUILT, {}),)),
+        (Refit(**command(11), version=VERSION), ((REFITTED, {}),)),
+        (Attest(**command(12), version=VERSION), ((ATTESTED, {}),)),
+        (GENERATE, ((FINISHED, {}), (GENERATED, {}))),
+        (
+            InstallProgram(**command(14), programs=(b"p",)),
+            ((ProgramInstalled(command_id=14, num_copies=2, num_bytes=40), {}),),
+        ),
+        (
+            ConnectMesh(
+                **command(15), mesh="to rollout-0", members=("a",), epoch=0, rendezvous_host="h", rendezvous_port=1
+            ),
+            ((MeshConnected(command_id=15, mesh="to rollout-0"), {}),),
+        ),
+    ],
+    "trainer": [
+        (OpenRendezvous(**command(21)), ((RendezvousOpened(command_id=21, host="here", port=4711), {}),)),
+        (
+            BuildTrainer(**command(22), rendezvous_host="here", rendezvous_port=4711, world_size=1, version=2),
+            ((TrainerBuilt(command_id=22, version=2, num_parameters=10, shares_prompts=True, layout=LAYOUT), {}),),
+        ),
+        (Train(**command(23), step=STEP, sources=SOURCES), ((TRAINED, {}),)),
+        (
+            Evaluate(**command(24), step=STEP, sources={}, parts={}),
+            ((Evaluated(command_id=24, step=STEP, metrics={"loss": 0.25}), {}),),
+        ),
+    ],
+    "refit": [
+        (
+            PlanTransfers(
+                **command(31),
+                sources={"trainer-0": LAYOUT},
+                destinations={"rollout-0/0": LAYOUT, "rollout-0/1": LAYOUT},
+                allow_alias=False,
+            ),
+            ((PLANNED, {}),),
+        ),
+        (
+            CommitVersion(
+                **command(32),
+                version=VERSION,
+                digests={"trainer-0": bytes(16), "rollout-0/0": bytes(16), "rollout-0/1": bytes(16)},
+                has_update=True,
+            ),
+            ((VersionCommitted(command_id=32, version=VERSION, differing={"rollout-0": "a"}, digest=5), {}),),
+        ),
+    ],
+}
+
+
+_PEERS: list[Peer] = []
+
+
+class Room:
+    """A coordinator's registry, and one member on a socket of its own, which may send anything."""
+
+    def __init__(self, hub: Hub, kind: ServiceKind, index: int = 0) -> None:
+        pulse = Pulse(interval_s=100.0, timeout_s=100.0)
+        self.registry = Registry(hub, {kind: index + 1}, b"{}", "run", pulse, Replies(LIMITS))
+        self.members = [Peer(hub, kind) for _ in range(index + 1)]
+        for number, member in enumerate(self.members):
+            member.send(encode(Hello(protocol_version=PROTOCOL_VERSION, service=kind, host="here", pid=1)))
+            (event, _) = self.next()
+            assert isinstance(event, Joined)
+            assert event.member == f"{kind}-{number}"
+        self.name = f"{kind}-{index}"
+
+    def next(self) -> tuple[Event, Mapping[str, Any]]:
+        deadline = time.monotonic() + 10.0
+        while time.monotonic() < deadline:
+            for event, came in self.registry.receive(0.1):
+                return event, came
+        raise AssertionError("nothing happened within 10 s")
+
+    def order(self, order: Order) -> None:
+        self.registry.order(self.name, order, encode(order))
+
+    def say(self, frames: Frames) -> tuple[Event, Mapping[str, Any]]:
+        """Have the member send something; return what it is to the coordinator."""
+        self.members[-1].send(frames)
+        return self.next()
+
+    def talk(self, kind: ServiceKind, until: type[Message], before: int = 0) -> None:
+        """Exchange orders and answers, up to the answer of a type, which is not sent."""
+        for order, answers in EXCHANGES[kind]:
+            self.order(order)
+            for answer, came in answers:
+                if type(answer) is until:
+                    return
+                event, _ = self.say(encode(answer, came))
+                assert isinstance(event, Replied), event
+        raise AssertionError(f"no {until.__name__}")
+
+
+class Peer:
+    """A socket such as a process has; closed after the test."""
+
+    def __init__(self, hub: Hub, kind: str) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.connect(hub.address)
+        _PEERS.append(self)
+
+    def send(self, frames: Frames) -> None:
+        self._socket.send_multipart(frames)
+
+    def told(self) -> list[bytes]:
+        """Return the headers of what it has been sent, until nothing more comes."""
+        found = []
+        while self._socket.poll(200):
+            found.append(self._socket.recv_multipart()[0])
+        return found
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[Hub]:
+    hub = Hub("tcp://127.0.0.1:*")
+    yield hub
+    hub.close()
+
+
+@pytest.fixture(autouse=True)
+def _nobody_stays() -> Iterator[None]:
+    yield
+    while _PEERS:
+        _PEERS.pop().close()
+
+
+Tampering = Callable[[dict[str, Any], dict[str, Any]], None]
+"""Changes a message, as plain values, or the arrays that come with it."""
+
+
+def tampered(message: Message, came: Mapping[str, Any], tamper: Tampering) -> Frames:
+    """Return the frames of a message that somebody has changed on its way, as they would be encoded."""
+    plain = msgspec.msgpack.decode(encode(message)[0])
+    changed = {name: array.copy() for name, array in came.items()}
+    tamper(plain, changed)
+    return [msgspec.msgpack.encode(plain), *encode(message, changed)[1:]]
+
+
+def answer(kind: ServiceKind, message: type[Message]) -> tuple[Message, Mapping[str, Any]]:
+    return next(a for _, answers in EXCHANGES[kind] for a in answers if type(a[0]) is message)
+
+
+@pytest.mark.parametrize("kind", EXCHANGES)
+def test_what_is_right_is_accepted_and_what_is_over_is_dropped(hub: Hub, kind: ServiceKind) -> None:
+    room = Room(hub, kind)
+    for order, answers in EXCHANGES[kind]:
+        room.order(order)
+        for message, came in answers:
+            event, passed = room.say(encode(message, came))
+            assert isinstance(event, Replied)
+            assert event.reply == message
+            assert passed.keys() == came.keys()
+    for _, answers in EXCHANGES[kind]:
+        for message, came in answers:  # once more, as after an order that was sent twice
+            room.members[-1].send(encode(message, came))
+    event, _ = room.say([b"junk"])
+    assert isinstance(event, Lost), "nothing of it is an event"
+
+
+def say(field: str, value: object) -> Tampering:
+    """Change a field of the message; `a.0.b` is a field of what is first in another."""
+
+    def tamper(message: dict[str, Any], _: dict[str, Any]) -> None:
+        *path, last = field.split(".")
+        place: Any = message
+        for step in path:
+            place = place[int(step) if step.isdigit() else step]
+        place[int(last) if last.isdigit() else last] = value
+
+    return tamper
+
+
+def one_more(_: dict[str, Any], came: dict[str, Any]) -> None:
+    came["more"] = np.zeros(3)
+
+
+NAN, INF = float("nan"), float("inf")
+SENT: dict[str, tuple[Tampering, str]] = {
+    "arrays": (one_more, "more: arrays came with a message that has none"),
+    "too long": (say("samples.1.num_tokens", 13), r"samples\[1\].num_tokens: 13, must be at most 12"),
+    "too short": (say("samples.1.num_tokens", 4), r"samples\[1\].num_tokens: 4, must be that of the prompt, 2, .*"),
+    "no tokens": (say("samples.1.num_tokens", 0), r"samples\[1\].num_tokens: Expected `int` >= 1"),
+    "version to come": (
+        say("samples.0.newest_version", 4),
+        r".*newest_version: 4, must be one that the .* held then: 3",
+    ),
+    "version long gone": (say("samples.0.oldest_version", 2), r".*oldest_version: 2, must be one that .* held then: 3"),
+    "negative version": (say("samples.0.oldest_version", -1), r"samples\[0\].oldest_version: Expected `int` >= 0"),
+    "text": (say("samples.0.response", "12"), r"samples\[0\].response: 12, must be empty: only validation has text"),
+    "response of -5": (say("samples.0.response_length", -5), r"samples\[0\].response_length: Expected `int` >= 1"),
+    "response of 10^9": (say("samples.0.response_length", 10**9), r"samples\[0\].response_length: 1000000000, must .*"),
+    "prompt's length": (say("samples.0.prompt_length", 2), r"samples\[0\].prompt_length: 2, must be 3, as asked for"),
+    "no turn": (say("samples.0.num_turns", 0), r"samples\[0\].num_turns: Expected `int` >= 1"),
+    "too many turns": (say("samples.0.num_turns", 3), r"samples\[0\].num_turns: 3, must be at most 2"),
+    "turns without tokens": (say("samples.3.num_turns", 2), r"samples\[3\].response_length: 1, must be from 2 to .*"),
+    "no such end": (say("samples.0.finish_reason", "tired"), r"samples\[0\].finish_reason: Invalid enum value .*"),
+    "turns are left": (
+        say("samples.0.finish_reason", "turns"),
+        r"samples\[0\].finish_reason: turns, must be .*",
+    ),
+    "nobody's group": (say("samples.0.group", 5), r"samples\[0\].group: 5, must be one that was asked for"),
+    "one sample more": (say("samples.0.sample", 2), r"samples\[0\].sample: 2, must be below 2"),
+    "a sample twice": (say("samples.3.sample", 0), r"samples\[3\].sample: 0, must be one that is not there twice"),
+    "no sample": (say("samples", []), "samples: Expected `array` of length >= 1"),
+    "reward": (say("samples.1.reward", NAN), r"samples\[1\].reward: Expected `float` >= .*"),
+    "component": (say("samples.1.components.format", INF), r"samples\[1\].components\[...\]: Expected `float` <= .*"),
+    "long name": (say("samples.1.components", {"x" * 201: 0}), r"samples\[1\].components: for a key: Expected .*"),
+    "many names": (say("samples.1.components", dict.fromkeys(map(str, range(101)), 0)), ".*: .* of length <= 100"),
+    "another step": (say("step", 5), "step: 5, must be 4, as in the order"),
+    "another purpose": (say("purpose", "validate"), "purpose: validate, must be train, as in the order"),
+    "nobody's order": (say("command_id", 99), "command_id: 99, must be of an order"),
+    "another order": (say("command_id", 14), "command_id: 14, must be of a Generate, not of a InstallProgram"),
+}
+"""How samples are tampered with, and what is then said of them."""
+
+
+@pytest.mark.parametrize(("tamper", "what"), SENT.values(), ids=SENT)
+def test_samples_that_cannot_be_are_one_line(hub: Hub, tamper: Tampering, what: str) -> None:
+    room = Room(hub, "rollout")
+    room.talk("rollout", SamplesFinished)
+    room.order(InstallProgram(**command(14), programs=(b"p",)))
+    event, came = room.say(tampered(FINISHED, {}, tamper))
+    assert isinstance(event, Lost)
+    assert event.member == "rollout-0"
+    assert re.fullmatch(rf"it broke the protocol: SamplesFinished\.{what}", event.why), event.why
+    assert not came
+
+
+def as_long_as(count: int) -> dict[str, float]:
+    return {f"metric {i}": 0.0 for i in range(count)}
+
+
+SAID: list[tuple[ServiceKind, type[Message], Tampering, str]] = [
+    ("rollout", EngineBuilt, say("samples_address", "ipc:///tmp/a"), "samples_address: .*, must be tcp://HOST:PORT"),
+    ("rollout", EngineBuilt, say("samples_address", "tcp://a b:1"), "samples_address: .*, must be tcp://HOST:PORT"),
+    ("rollout", EngineBuilt, say("layouts", []), "layouts: Expected `array` of length >= 1"),
+    ("rollout", EngineBuilt, say("layouts.0", b"junk"), r"layouts\[0\]: not a layout: .*"),
+    ("rollout", EngineBuilt, say("layouts.0", b"\x91" * 100_000), r"layouts\[0\]: not a layout: .*"),
+    ("rollout", Refitted, say("version", 4), "version: 4, must be 3, as in the order"),
+    ("rollout", Refitted, say("num_bytes", {"trainer-0>rollout-1": 3}), "num_bytes: .*, must be a link of rollout-0"),
+    ("rollout", Refitted, say("num_bytes", {"trainer-0>rollout-0": -3}), r"num_bytes\[...\]: Expected `int` >= 0"),
+    ("rollout", Refitted, say("seconds", NAN), "seconds: Expected `float` >= 0.0"),
+    ("rollout", Refitted, say("memory.peak", -1), "memory.peak: Expected `int` >= 0"),
+    ("rollout", Attested, say("digests.0", bytes(8)), "digests: 8 bytes, must be 16: 8 for each tensor .*"),
+    ("rollout", Attested, say("digests", [bytes(16)] * 2), "digests: 16, 16 bytes, must be 16: .*"),
+    ("rollout", Attested, say("version", 2), "version: 2, must be 3, as in the order"),
+    ("rollout", Generated, say("num_samples", 3), "num_samples: 3, must be 4, as asked for"),
+    ("rollout", Generated, say("num_tokens", 11), "num_tokens: 11, must be 10, as were sent"),
+    ("rollout", Generated, say("seconds.rewards", -1.0), r"seconds\[...\]: Expected `float` >= 0.0"),
+    ("rollout", Generated, say("step", 5), "step: 5, must be 4, as in the order"),
+    ("rollout", Generated, one_more, "more: arrays came with a message that has none"),
+    ("rollout", MeshConnected, say("mesh", "other"), "mesh: other, must be to rollout-0, as in the order"),
+    ("rollout", ProgramInstalled, say("num_bytes", -1), "num_bytes: Expected `int` >= 0"),
+    ("trainer", RendezvousOpened, say("port", 0), "port: Expected `int` >= 1"),
+    ("trainer", RendezvousOpened, say("port", 65536), "port: Expected `int` <= 65535"),
+    ("trainer", RendezvousOpened, say("host", ""), "host: Expected `str` of length >= 1"),
+    ("trainer", TrainerBuilt, say("layout", b"junk"), "layout: not a layout: .*"),
+    ("trainer", TrainerBuilt, say("version", 0), "version: 0, must be 2, as in the order"),
+    ("trainer", TrainerBuilt, say("num_parameters", 0), "num_parameters: Expected `int` >= 1"),
+    ("trainer", Trained, say("metrics.loss", NAN), r"metrics\['loss'\]: nan, must be a finite number"),
+    ("trainer", Trained, say("metrics.loss", INF), r"metrics\['loss'\]: inf, must be a finite number"),
+    ("trainer", Trained, say("metrics", as_long_as(10**6)), "metrics: Expected `object` of length <= 1000"),
+    ("trainer", Trained, say("metrics", {"x" * 201: 1.0}), "metrics: for a key: Expected `str` of length <= 200"),
+    ("trainer", Trained, say("seconds.policy_training", -1), r"seconds\[...\]: Expected `float` >= 0.0"),
+    ("trainer", Trained, say("step", 5), "step: 5, must be 4, as in the order"),
+    ("trainer", Trained, say("version", 5), "version: 5, must be the step, 4"),
+    ("trainer", Trained, say("surprise", 5), ".*unknown field `surprise`"),
+    ("trainer", Evaluated, say("metrics.loss", NAN), r"metrics\['loss'\]: nan, must be a finite number"),
+    ("trainer", Evaluated, say("step", 0), "step: 0, must be 4, as in the order"),
+    ("refit", TransfersPlanned, say("programs.rollout-7", b"p"), "programs: rollout-7, must be one of those in .*"),
+    ("refit", TransfersPlanned, say("programs", {"trainer-0": b"p"}), "programs: rollout-0/., must be one .*"),
+    ("refit", TransfersPlanned, say("programs.trainer-0", b""), r"programs\[...\]: Expected `bytes` of length >= 1"),
+    ("refit", TransfersPlanned, say("senders", ["trainer-1"]), "senders: trainer-1, must be one of .*"),
+    ("refit", TransfersPlanned, say("meshes.0.members.1", "x"), r"meshes\['to rollout-0'\]: x, must be one of .*"),
+    ("refit", TransfersPlanned, say("num_bytes", {"trainer-0": 4}), "num_bytes: trainer-0, must be a link, .*"),
+    ("refit", TransfersPlanned, say("num_bytes", {"trainer-0>x": 4}), "num_bytes: x, must be one of .*"),
+    ("refit", TransfersPlanned, say("predicted_s", INF), "predicted_s: Expected `float` <= .*"),
+    ("refit", VersionCommitted, say("version", 4), "version: 4, must be 3, as in the order"),
+    ("refit", VersionCommitted, say("differing", {"rollout-1": "a"}), "differing: rollout-1, must be one of .*"),
+    ("refit", VersionCommitted, say("differing", {"trainer-0": "a"}), "differing: trainer-0, must be one of .*"),
+    ("refit", VersionCommitted, say("digest", -1), "digest: Expected `int` >= 0"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "tamper", "what"), SAID, ids=[f"{s[1].__name__}-{s[3][:30]}" for s in SAID]
+)
+def test_an_answer_that_cannot_be_is_one_line(
+    hub: Hub, kind: ServiceKind, message: type[Message], tamper: Tampering, what: str
+) -> None:
+    room = Room(hub, kind)
+    room.talk(kind, message)
+    event, _ = room.say(tampered(*answer(kind, message), tamper))
+    assert isinstance(event, Lost)
+    assert event.member == f"{kind}-0"
+    assert re.fullmatch(rf"it broke the protocol: {message.__name__}(\.|: ){what}", event.why), event.why
+
+
+def test_generated_before_any_sample(hub: Hub) -> None:
+    room = Room(hub, "rollout")
+    room.talk("rollout", SamplesFinished)
+    event, _ = room.say(encode(GENERATED))
+    assert isinstance(event, Lost)
+    assert event.why == "it broke the protocol: Generated.command_id: 13, must be of an order whose 4 samples were sent"
+
+
+def test_the_answer_to_another_members_order(hub: Hub) -> None:
+    room = Room(hub, "trainer", index=1)
+    room.registry.order("trainer-0", Train(**command(23), step=STEP, sources=SOURCES), [b""])
+    event, _ = room.say(encode(TRAINED))
+    assert isinstance(event, Lost)
+    assert (event.member, event.why) == (
+        "trainer-1",
+        "it broke the protocol: Trained.command_id: 23, must be of an order to trainer-1, not to trainer-0",
+    )
+    event, _ = room.say(encode(Failed(command_id=23, phase="", error="", expected=True)))
+    assert isinstance(event, Lost)
+    assert "Failed.command_id: 23, must be of an order to trainer-1" in event.why
+
+
+def test_only_one_rank_has_metrics(hub: Hub) -> None:
+    room = Room(hub, "trainer", index=1)
+    room.order(Train(**command(23), step=STEP, sources=SOURCES))
+    event, _ = room.say(encode(TRAINED))
+    assert isinstance(event, Lost)
+    assert "Trained.metrics: {'loss': 0.5, 'reward/a': -1.0}, must be empty: trainer-0 has them" in event.why
+
+
+def test_texts_that_are_too_long(hub: Hub) -> None:
+    for message in (Heartbeat(phase="x" * 10_001), Failed(command_id=1, phase="", error="x" * 10_001, expected=True)):
+        room = Room(hub, "trainer")
+        event, _ = room.say(encode(message))
+        assert isinstance(event, Lost)
+        assert f"{type(message).__name__}." in event.why
+        assert event.why.endswith("Expected `str` of length <= 10000")
+
+
+def test_who_breaks_the_protocol_is_told_to_leave_and_heard_no_more(hub: Hub) -> None:
+    room = Room(hub, "rollout")
+    room.order(BuildEngine(**command(10)))
+    event, _ = room.say(encode(EngineBuilt(command_id=10, layouts=(), samples_address="")))
+    assert isinstance(event, Lost)
+    headers = room.members[0].told()
+    assert msgspec.msgpack.decode(headers[-1], type=Shutdown).reason == event.why
+    room.registry.forget("rollout-0")
+    room.members[0].send(encode(BUILT))
+    assert list(room.registry.receive(0.2)) == []
+
+
+def test_a_failure_closes_its_order(hub: Hub) -> None:
+    room = Room(hub, "rollout")
+    room.order(BuildEngine(**command(10)))
+    failed = Failed(command_id=10, phase="building", error="no", expected=True)
+    event, _ = room.say(encode(failed))
+    assert isinstance(event, Erred)
+    room.members[0].send(encode(failed))
+    assert list(room.registry.receive(0.2)) == []
+
+
+def engine(order: Generate = GENERATE) -> Replies:
+    """Return what is known after an engine has been given an order to generate."""
+    replies = Replies(LIMITS)
+    for each, answers in EXCHANGES["rollout"][:2]:
+        replies.ordered("rollout-0", each)
+        for message, came in answers:
+            assert replies.take("rollout-0", message, came)  # type: ignore[arg-type]
+    replies.ordered("rollout-0", order)
+    return replies
+
+
+def test_what_an_order_to_generate_gives_up_is_not_heard_any_more() -> None:
+    replies = engine()
+    replies.ordered("rollout-0", msgspec.structs.replace(GENERATE, command_id=16, oldest=13))
+    assert replies.take("rollout-0", FINISHED, {})
+    replies.ordered("rollout-0", msgspec.structs.replace(GENERATE, command_id=17, oldest=17))
+    for command_id in (13, 16):
+        assert not replies.take("rollout-0", msgspec.structs.replace(FINISHED, command_id=command_id), {})
+    assert replies.take("rollout-0", msgspec.structs.replace(FINISHED, command_id=17), {})
+
+
+def with_versions(oldest: int, newest: int) -> SamplesFinished:
+    first = msgspec.structs.replace(SAMPLES[0], oldest_version=oldest, newest_version=newest)
+    return msgspec.structs.replace(FINISHED, samples=(first,))
+
+
+def test_an_engine_may_take_a_version_while_it_generates() -> None:
+    replies, mixed = engine(), with_versions(3, 5)
+    with pytest.raises(WireError, match=r"newest_version: 5, .*held then: 3"):
+        replies.take("rollout-0", mixed, {})
+    replies.ordered("rollout-0", Refit(**command(16), version=4, only=("rollout-1",)))  # which it passes on
+    replies.ordered("rollout-0", Refit(**command(17), version=5))
+    assert replies.take("rollout-0", mixed, {})
+    with pytest.raises(WireError, match=r"newest_version: 4, .*held then: 3, 5"):
+        replies.take("rollout-0", with_versions(3, 4), {})
+    with pytest.raises(WireError, match=r"oldest_version: 5, must be at most the newest, 3"):
+        replies.take("rollout-0", with_versions(5, 3), {})
+    assert replies.take("rollout-0", msgspec.structs.replace(REFITTED, command_id=17, version=5), {})
+    replies.ordered("rollout-0", msgspec.structs.replace(GENERATE, command_id=18, oldest=18))
+    with pytest.raises(WireError, match=r"oldest_version: 3, .*held then: 5"):
+        replies.take("rollout-0", msgspec.structs.replace(mixed, command_id=18), {})
+
+
+def test_ranks_that_lack_samples_name_rollouts_that_have_them(hub: Hub) -> None:
+    room = Room(hub, "trainer")
+    room.order(Train(**command(23), step=STEP, sources=SOURCES))
+    missing = SamplesMissing(command_id=23, step=STEP, members={"rollout-0": "it is gone"})
+    event, _ = room.say(encode(missing))
+    assert isinstance(event, Replied)
+    assert event.reply == missing
+    room.order(Train(**command(25), step=STEP, sources=SOURCES))
+    event, _ = room.say(encode(SamplesMissing(command_id=25, step=STEP, members={"rollout-1": "it is gone"})))
+    assert isinstance(event, Lost)
+    assert "SamplesMissing.members: rollout-1, must be one of those in the order" in event.why
+
+
+def test_another_of_the_name_begins_anew() -> None:
+    replies = engine()
+    replies.forget("rollout-0")
+    assert not replies.take("rollout-0", FINISHED, {})
+    replies.ordered("rollout-0", msgspec.structs.replace(GENERATE, command_id=16))
+    with pytest.raises(WireError, match=r"held then: none"):
+        replies.take("rollout-0", msgspec.structs.replace(FINISHED, command_id=16), {})

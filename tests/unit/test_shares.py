@@ -1,0 +1,130 @@
+"""Who trains on what, worked out by the coordinator: the same as every rank would, and in one table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.common.assignment import Assignment, data_parallel_ranks, global_batches
+from tandem.common.batch import BatchTable, GivenTokens, TrainingBatch
+from tandem.common.config import build_config
+from tandem.common.errors import WireError
+from tandem.coordinator.batches import shares_of
+
+
+def config_of(trainers: int, **policy: Any) -> Any:
+    return build_config(
+        {
+            "algorithm": "dpo",
+            "dpo": {"val_global_batch_size": 8 * trainers},
+            "policy": {"model_name": "model", "train_global_batch_size": 8, "train_micro_batch_size": 1, **policy},
+            "data": {"dataset_name": "reasoning_gym", "task": "chain_sum", "rejected_template": "no"},
+            "cluster": {"trainers": trainers},
+        }
+    )
+
+
+MEGATRON = {"enabled": True, "optimizer": {"optimizer": "adam", "lr": 1e-3}}
+
+
+@pytest.mark.parametrize(
+    ("policy", "trainers", "ranks"),
+    [
+        ({}, 4, [0, 1, 2, 3]),
+        ({"dtensor_cfg": {"tensor_parallel_size": 2}}, 4, [0, 0, 1, 1]),
+        ({"dtensor_cfg": {"tensor_parallel_size": 2, "context_parallel_size": 2}}, 8, [0, 0, 0, 0, 1, 1, 1, 1]),
+        # Pipeline stages come last: the first stages of all replicas, then the second ones.
+        ({"megatron_cfg": {**MEGATRON, "pipeline_model_parallel_size": 2}}, 8, [0, 1, 2, 3, 0, 1, 2, 3]),
+        (
+            {"megatron_cfg": {**MEGATRON, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}},
+            8,
+            [0, 0, 1, 1, 0, 0, 1, 1],
+        ),
+    ],
+)
+def test_trainers_of_one_replica_have_one_rank(policy: dict[str, Any], trainers: int, ranks: list[int]) -> None:
+    assert data_parallel_ranks(config_of(trainers, **policy)) == ranks
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=40),
+    num_ranks=st.integers(1, 5),
+    by_tokens=st.booleans(),
+    batch_size=st.integers(1, 12),
+)
+def test_every_sequence_has_one_rank_and_shares_of_a_global_batch_are_even(
+    lengths: list[int], num_ranks: int, by_tokens: bool, batch_size: int
+) -> None:
+    assignment = Assignment(num_ranks=num_ranks, batch_size=batch_size, unit=1, by_tokens=by_tokens, by_prompts=True)
+    lengths_S = np.array(lengths, dtype=np.int32)
+    rank_S = assignment.ranks(lengths_S, np.arange(len(lengths), dtype=np.int32) // 3)
+    assert rank_S.min() >= 0
+    assert rank_S.max() < num_ranks
+    for rows in global_batches(len(lengths), batch_size):
+        counts = np.bincount(rank_S[list(rows)], minlength=num_ranks)
+        tokens = np.bincount(rank_S[list(rows)], lengths_S[list(rows)], minlength=num_ranks)
+        if by_tokens:
+            assert tokens.max() - tokens.min() <= lengths_S[list(rows)].max()
+        else:
+            assert counts.max() <= -(-len(rows) // num_ranks)
+
+
+def batch_of(num_pairs: int, seed: int = 0) -> TrainingBatch:
+    random = np.random.default_rng(seed)
+    lengths = random.integers(3, 9, 2 * num_pairs).astype(np.int32)
+    mask_T = np.concatenate([np.arange(length) >= 2 for length in lengths])
+    return TrainingBatch(
+        lengths_S=lengths,
+        token_ids_T=random.integers(3, 20, len(mask_T)).astype(np.int32),
+        loss_mask_T=mask_T,
+        generation_logprobs_T=np.zeros(len(mask_T), dtype=np.float32),
+        advantages_S=np.ones(2 * num_pairs, dtype=np.float32),
+    )
+
+
+def test_ranks_get_their_own_tokens_and_pairs_stay_together() -> None:
+    config = config_of(3, train_global_batch_size=9)
+    batch = batch_of(9)
+    table = Assignment.of(config, shares_prompts=True).assign(batch.table())
+    assert (table.rank_S[::2] == table.rank_S[1::2]).all()
+    shares = shares_of(table, batch, 3)
+    for rank, frames in enumerate(shares):
+        rows = table.rows_of(rank)
+        given_tokens = GivenTokens.beside(table.lengths_S[rows], frames)
+        given_tokens.check(20, table.num_counted_S[rows])
+        np.testing.assert_array_equal(given_tokens.token_ids_T, batch.take(rows).token_ids_T)
+    assert sum(len(frames["token_ids_T"]) for frames in shares) == len(batch.token_ids_T)
+    with pytest.raises(WireError, match="token_ids_T"):
+        GivenTokens.beside(table.lengths_S[table.rows_of(0)], shares[1] | {"token_ids_T": np.zeros(3, np.int32)})
+
+
+def test_parts_that_are_evaluated_by_themselves_are_assigned_by_themselves() -> None:
+    assignment = Assignment.of(config_of(2), shares_prompts=True)
+    batch = batch_of(5)
+    parts = [4, 6]
+    together = assignment.assign(batch.table(), parts)
+    apart = [assignment.assign(batch.part(first, size).table()) for first, size in ((0, 4), (4, 6))]
+    assert together.rank_S.tolist() == [*apart[0].rank_S.tolist(), *apart[1].rank_S.tolist()]
+
+
+def test_a_table_survives_the_wire_and_what_is_none_is_refused() -> None:
+    table = batch_of(2).table()
+    again = BatchTable.from_frames(table.to_frames())
+    again.check(num_ranks=1, num_sources=0)
+    for name, array in table.to_frames().items():
+        np.testing.assert_array_equal(again.to_frames()[name], array)
+    with pytest.raises(WireError, match=r"^rank_S: is missing$"):
+        BatchTable.from_frames({name: array for name, array in table.to_frames().items() if name != "rank_S"})
+    with pytest.raises(WireError, match=r"^group_S: 3 numbers, does not fit the 4 sequences$"):
+        BatchTable.from_frames(table.to_frames() | {"group_S": np.zeros(3, np.int32)})
+    nan_S = np.array([1, 1, np.nan, 1], dtype=np.float32)
+    with pytest.raises(WireError, match=r"^rewards_S: nan for sequence 2, must be finite$"):
+        msgspec.structs.replace(table, rewards_S=nan_S).check(num_ranks=1, num_sources=0)
+    with pytest.raises(WireError, match=r"^source_S: -1 for sequence 0, must be from 0 to 1$"):
+        table.check(num_ranks=1, num_sources=2)
