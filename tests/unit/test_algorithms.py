@@ -6,11 +6,14 @@ import ast
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
 from tandem.common import algorithms
 from tandem.common.algorithms import ALGORITHMS, Algorithm
+from tandem.common.batch import BatchTable, SampleArrays
+from tandem.common.columns import BUILT_IN
 from tandem.common.config import Config, build_config
 from tandem.common.dotted import named
 from tandem.common.errors import ConfigError
@@ -99,6 +102,18 @@ def test_the_models_that_score_a_batch() -> None:
     assert free.declaration.holds(free) == ("policy",)
     assert not config_of("sft").needs_reference
     assert config_of("dpo").needs_reference
+
+
+def test_an_array_of_every_column_is_where_its_source_has_it() -> None:
+    sources = {"engine": (SampleArrays, "T"), "coordinator": (BatchTable, "S")}
+    for column in BUILT_IN.values():
+        if column.source in sources:
+            bundle, axis = sources[column.source]
+            hint = get_type_hints(bundle)[f"{column.name}_{axis}"]
+            assert get_args(get_args(hint)[1])[0].__name__ == column.dtype
+        else:
+            assert column.model == column.source
+    assert {column.name for algorithm in ALGORITHMS.values() for column in algorithm.columns} <= set(BUILT_IN)
 
 
 def test_a_step_has_so_many_optimizer_steps() -> None:

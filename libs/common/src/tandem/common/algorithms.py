@@ -14,12 +14,20 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from tandem.common.columns import (
+    ADVANTAGES,
+    GENERATION_LOGPROBS,
+    PREVIOUS_LOGPROBS,
+    REFERENCE_LOGPROBS,
+    REWARDS,
+    Column,
+    Model,
+    read_where,
+)
+
 if TYPE_CHECKING:
     from tandem.common.config.named import Holds
     from tandem.common.config.schema import Config
-
-Model = Literal["policy", "reference"]
-"""Models that a trainer can hold and score tokens with: the one in training, and that from before any training."""
 
 
 class Algorithm(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,8 +54,8 @@ class Algorithm(msgspec.Struct, frozen=True, kw_only=True):
     """What can rank checkpoints; the first does so unless the configuration names another."""
     curves: tuple[str, str]
     """The metrics that a report draws: in training, and on what is held out."""
-    scored_by: Callable[[Config, int], tuple[Model, ...]]
-    """The models that score a batch before it is trained on with so many optimizer steps."""
+    columns: tuple[Column, ...]
+    """What its loss reads of each token."""
     finishes_advantages: Callable[[Config], bool] = lambda config: False
     """Whether advantages need log-probabilities, or all tokens of the batch: `tandem.trainer.advantages`."""
     batches: str
@@ -69,16 +77,20 @@ class Algorithm(msgspec.Struct, frozen=True, kw_only=True):
         """Whether it learns from prompts with a better and a worse response."""
         return "preferences" in self.learns_from
 
+    def columns_of(self, config: Config, num_steps: int) -> tuple[Column, ...]:
+        """Return what the loss reads of each token in a step of so many optimizer steps; last, what the user's does."""
+        read = {column.name: column for column in self.columns if column.is_read(config, num_steps)}
+        return tuple((read | config.loss_fn.own_columns).values())
+
+    def scored_by(self, config: Config, num_steps: int) -> tuple[Model, ...]:
+        """Return the models that score a batch before it is trained on with so many optimizer steps."""
+        read = {column.model for column in self.columns_of(config, num_steps)}
+        models: tuple[Model, ...] = ("policy", "reference")
+        return tuple(model for model in models if model in read)
+
     def holds(self, config: Config) -> tuple[Model, ...]:
         """Return the models that a trainer holds."""
         return tuple(dict.fromkeys(("policy", *self.scored_by(config, 1))))
-
-
-def _scored_by_grpo(config: Config, num_steps: int) -> tuple[Model, ...]:
-    # In the first optimizer step on a rollout batch the policy before it is the one in training.
-    reads_old = num_steps > 1 or config.loss_fn.use_kl_in_reward
-    models: dict[Model, bool] = {"policy": reads_old, "reference": config.loss_fn.reference_policy_kl_penalty > 0}
-    return tuple(model for model, is_read in models.items() if is_read)
 
 
 GRPO = Algorithm(
@@ -89,7 +101,14 @@ GRPO = Algorithm(
     shares_prompts=True,
     metrics=("val_reward", "val_accuracy", "reward", "accuracy", "loss"),
     curves=("reward", "val_accuracy"),
-    scored_by=_scored_by_grpo,
+    columns=(
+        GENERATION_LOGPROBS,
+        ADVANTAGES,
+        read_where(REWARDS, lambda config, num_steps: config.loss_fn.positive_example_nll_weight > 0),
+        # In the first optimizer step on a rollout batch the policy before it is the one in training.
+        read_where(PREVIOUS_LOGPROBS, lambda config, num_steps: num_steps > 1 or config.loss_fn.use_kl_in_reward),
+        read_where(REFERENCE_LOGPROBS, lambda config, num_steps: config.loss_fn.reference_policy_kl_penalty > 0),
+    ),
     finishes_advantages=lambda config: config.grpo.adv_estimator.name == "reinforce_plus_plus",
     batches="tandem.coordinator.algorithms.grpo.GrpoFeed",
     loss="tandem.trainer.losses.policy_gradient.PolicyGradientLoss",
@@ -106,7 +125,7 @@ SFT = Algorithm(
     shares_prompts=False,
     metrics=("val_loss", "loss"),
     curves=("loss", "val_loss"),
-    scored_by=lambda config, num_steps: (),
+    columns=(),
     batches="tandem.coordinator.algorithms.given.GivenFeed",
     loss="tandem.trainer.losses.supervised.NegativeLogLikelihood",
     loss_section="sft",
@@ -123,7 +142,7 @@ DPO = Algorithm(
     shares_prompts=True,
     metrics=("val_loss", "val_accuracy", "loss", "accuracy"),
     curves=("loss", "val_accuracy"),
-    scored_by=lambda config, num_steps: ("reference",),
+    columns=(REFERENCE_LOGPROBS,),
     batches="tandem.coordinator.algorithms.given.GivenFeed",
     loss="tandem.trainer.losses.preference.PreferenceLoss",
     loss_section="dpo",

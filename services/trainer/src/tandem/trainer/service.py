@@ -131,7 +131,10 @@ class TrainerService:
         """Return the table that came with an order. Raises `WireError`, which names the field, for what is none."""
         try:
             # What has a number for each sequence; the rest are the tokens of a data set.
-            table = BatchTable.from_frames({name: array for name, array in arrays.items() if name.endswith("_S")})
+            table = BatchTable.from_frames(
+                {name: array for name, array in arrays.items() if name.endswith("_S")},
+                self._config.loss_fn.environment_columns,
+            )
             num_ranks, num_sources = self._config.data_parallel_size, len(order.sources)
             # Where what was cut off does not count, all of a step may be.
             declared = self._config.declaration
@@ -153,11 +156,9 @@ class TrainerService:
             given.check(self._vocabulary, own.num_counted_S)
         except WireError as error:
             raise WireError(f"{type(order).__name__}.{error}") from error
-        return TrainingBatch(
-            **given.to_frames(),
-            generation_logprobs_T=np.zeros(len(given.token_ids_T), dtype=np.float32),
-            advantages_S=own.advantages_S,
-        )
+        nothing_T = np.zeros(len(given.token_ids_T), dtype=np.float32)
+        rest = {"generation_logprobs_T": nothing_T, "advantages_S": own.advantages_S}
+        return TrainingBatch.of({**given.to_frames(), **rest})
 
     def _built(self) -> Backend:
         assert self._backend is not None, "the coordinator orders BuildTrainer first"

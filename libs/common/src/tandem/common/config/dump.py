@@ -70,7 +70,7 @@ def to_plain(config: Config) -> dict[str, Any]:
     for other in ALGORITHMS.keys() - {config.algorithm}:
         del plain[other]
     if config.declaration.loss_section != "loss_fn":
-        own = {key: plain["loss_fn"][key] for key in ("class", "kwargs")}
+        own = {key: plain["loss_fn"][key] for key in ("class", "kwargs", "columns")}
         del plain["loss_fn"]
         if own["class"] is not None:
             plain["loss_fn"] = own

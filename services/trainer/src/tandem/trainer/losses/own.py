@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
+from tandem.common.columns import GENERATION_LOGPROBS
 from tandem.common.config import Config
 from tandem.common.dotted import named
 from tandem.common.errors import ConfigError, TandemError, TrainingError
@@ -19,6 +20,7 @@ from tandem.trainer.packing import MicroBatch
 from tandem.trainer.scoring import TokenScores
 
 _KEY = "loss_fn.class"
+_LOGPROBS = (GENERATION_LOGPROBS,)
 
 
 class OwnLoss:
@@ -96,8 +98,7 @@ def blamed(config: Config) -> Iterator[None]:
 
 def _trial(config: Config) -> tuple[MicroBatch, TokenScores]:
     """Return a micro-batch with what the configured run gives a loss, and scores of it."""
-    declared, shape = config.declaration, (2 * config.sequences_per_sample, 4)
-    scored_by = declared.scored_by(config, config.num_optimizer_steps)
+    shape = (2 * config.sequences_per_sample, 4)
     mask_BT = torch.tensor([[False, False, True, True]]).expand(shape).clone()
     logprobs_BT = torch.where(mask_BT, torch.linspace(-2.0, -0.5, mask_BT.numel()).view(shape), 0.0)
     batch = MicroBatch(
@@ -106,11 +107,12 @@ def _trial(config: Config) -> tuple[MicroBatch, TokenScores]:
         token_ids_BT=torch.ones(shape, dtype=torch.int64),
         attention_mask_BT=torch.ones(shape, dtype=torch.bool),
         loss_mask_BT=mask_BT,
-        generation_logprobs_BT=logprobs_BT.clone(),
-        advantages_BT=torch.ones(shape),
-        previous_logprobs_BT=logprobs_BT.clone() if "policy" in scored_by else None,
-        reference_logprobs_BT=logprobs_BT.clone() if "reference" in scored_by else None,
-        is_positive_BT=torch.ones(shape, dtype=torch.bool) if declared.rolls_out else None,
+        columns={
+            column.name: (logprobs_BT if column in _LOGPROBS or column.model else torch.ones(shape)).to(
+                getattr(torch, column.dtype), copy=True
+            )
+            for column in config.declaration.columns_of(config, config.num_optimizer_steps)
+        },
     )
     entropy_BT = torch.where(mask_BT, 1.0, 0.0)
     return batch, TokenScores(logprobs_BT.requires_grad_(), entropy_BT, mask_BT.float())

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
+from tandem.common.batch import RESERVED
+from tandem.common.columns import BUILT_IN
 from tandem.common.config.checks.rule import Rule, check_dotted_path
 from tandem.common.config.problem import Invalid, shown
-from tandem.common.config.schema import Config
+from tandem.common.config.schema import Config, LossColumn
+from tandem.common.errors import nearest
 
 
 class Conflict(msgspec.Struct, frozen=True):
@@ -46,6 +49,25 @@ def the_loss_is_named(config: Config) -> None:
         check_dotted_path("loss_fn.class", loss.class_path)
     elif loss.kwargs:
         raise Invalid("loss_fn.kwargs", f"{shown(loss.kwargs)}, but loss_fn.class names no class that takes them")
+
+
+def columns_have_a_source(config: Config) -> None:
+    """What is built in comes from one place; engines, the coordinator and scores are those of rollouts."""
+    loss, key = config.loss_fn, "loss_fn.columns"
+    if loss.columns and loss.class_path is None:
+        raise Invalid(key, f"{', '.join(loss.columns)}, but loss_fn.class names no class that reads them")
+    for name, column in loss.columns.items():
+        known = BUILT_IN.get(name)
+        if known is not None and column != LossColumn(source=known.source):
+            raise Invalid(f"{key}.{name}", f"it is built in: its source is {known.source}, and it has no other fill")
+        if known is None and column.source in ("engine", "coordinator"):
+            names = [each.name for each in BUILT_IN.values() if each.source == column.source]
+            which = f"{column.source} has {', '.join(names)}, and no {name}{nearest(name, names)}"
+            raise Invalid(f"{key}.{name}.source", which)
+        if known is None and (not name.isidentifier() or f"{name}_S" in RESERVED):
+            raise Invalid(key, f"{shown(name)} cannot be the name of a column")
+        if column.source not in ("policy", "reference") and not config.declaration.rolls_out:
+            raise Invalid(f"{key}.{name}.source", f"{column.source}, but {config.declaration.title} rolls nothing out")
 
 
 def options_agree(config: Config) -> None:
@@ -104,7 +126,7 @@ def forced_ratios_are_true(config: Config) -> None:
         )
 
 
-RULES: tuple[Rule, ...] = (the_loss_is_named,)
+RULES: tuple[Rule, ...] = (the_loss_is_named, columns_have_a_source)
 
 POLICY_GRADIENT_RULES: tuple[Rule, ...] = (
     options_agree,
