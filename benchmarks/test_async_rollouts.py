@@ -64,6 +64,8 @@ MODEL = {
 class Slow:
     """Answers all turns but the last, after 50 ms."""
 
+    runs_in = "threads"
+
     def step(self, problem: Problem, conversation: Any) -> Score | Turn:
         time.sleep(ENVIRONMENT_S)
         num_turns = sum(message["role"] == "assistant" for message in conversation)

@@ -21,7 +21,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from tandem.refit.digests.task import Sampling, digest_layout
 from tandem.refit.layout import Layout, LayoutBuilder, contiguous_strides, whole
-from tandem.refit.program import Attestation
+from tandem.refit.program import Verification
 
 NUM_ROUNDS = 9
 ONE_IN = 16
@@ -64,7 +64,7 @@ class Weights:
         self._copies = {name: torch.zeros_like(tensor) for name, tensor in self._tensors.items()}
         self._layout = self._make_layout(str(dtype).removeprefix("torch."), dtype.itemsize)
         rows = np.arange(len(self._layout.pieces))
-        self._as_bfloat16 = Attestation(rows, ("bfloat16",) * len(shapes))
+        self._as_bfloat16 = Verification(rows, ("bfloat16",) * len(shapes))
         self.num_bytes = sum(tensor.nbytes for tensor in self._tensors.values())
         self._version = 0
 

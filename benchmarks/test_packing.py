@@ -72,6 +72,7 @@ def batch_of_lengths(lengths_S: np.ndarray[Any, np.dtype[np.int32]]) -> Training
         loss_mask_T=np.concatenate([np.arange(length) >= min(16, length // 2) for length in lengths_S]),
         generation_logprobs_T=np.zeros(num_tokens, dtype=np.float32),
         advantages_S=random.normal(0.0, 1.0, len(lengths_S)).astype(np.float32),
+        rewards_S=np.zeros(len(lengths_S), dtype=np.float32),
     )
 
 

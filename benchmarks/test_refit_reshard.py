@@ -32,8 +32,9 @@ from tandem.refit.adapters.deployment import Deployment, Hosts
 from tandem.refit.adapters.dtensor import DTensor
 from tandem.refit.adapters.megatron import Megatron
 from tandem.refit.adapters.vllm import Vllm
+from tandem.refit.bound import bind
 from tandem.refit.layout import ITEM_SIZES, Layout
-from tandem.refit.transports import bind, stream
+from tandem.refit.transports import process_group
 
 NUM_ROUNDS = 5
 TIMEOUT_S = 120.0
@@ -86,7 +87,7 @@ class Process:
         self.rank = member.index + (0 if self.is_source else facts["trainers"])
         self.storages = {s.name: torch.zeros(s.num_bytes, dtype=torch.uint8) for s in self.layout.storages}
         self.program = program.decode(programs)
-        self.groups: dict[str, stream.Group] = {}
+        self.groups: dict[str, process_group.Group] = {}
         self.bound = bind(self.program, self.storages, self.groups)
         self.boxes: Boxes = list(self._boxes())
         self.owners: dict[int, list[tuple[int, tuple[slice, ...]]]] = {}
@@ -118,7 +119,9 @@ class Process:
     def connect(self, port: int) -> None:
         store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
         for mesh in self.program.meshes:
-            self.groups[mesh.name] = stream.connect(mesh, self.name, PrefixStore("ours", store), "cpu", TIMEOUT_S)
+            self.groups[mesh.name] = process_group.connect(
+                mesh, self.name, PrefixStore("ours", store), "cpu", TIMEOUT_S
+            )
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         world_size = self.facts["trainers"] + self.facts["engines"]
         dist.init_process_group("gloo", store=PrefixStore("theirs", store), rank=self.rank, world_size=world_size)

@@ -343,6 +343,7 @@ class Cluster:
             loss_mask_T=arrays.loss_mask_T,
             generation_logprobs_T=arrays.generation_logprobs_T,
             advantages_S=np.ones(len(arrays.lengths_S), dtype=np.float32),
+            rewards_S=np.zeros(len(arrays.lengths_S), dtype=np.float32),
         )
         self.bytes_to_ranks = 0
         for rank in self.ranks:

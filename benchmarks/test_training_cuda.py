@@ -100,6 +100,7 @@ def random_batch(vocabulary: int) -> TrainingBatch:
         loss_mask_T=np.ones(num_tokens, dtype=np.bool_),
         generation_logprobs_T=np.zeros(num_tokens, dtype=np.float32),
         advantages_S=np.ones(NUM_SEQUENCES, dtype=np.float32),
+        rewards_S=np.zeros(NUM_SEQUENCES, dtype=np.float32),
     )
 
 

@@ -151,6 +151,7 @@ class Backend(Way):
             loss_mask_T=np.ones(token_ids_BT.numel(), dtype=np.bool_),
             generation_logprobs_T=np.zeros(token_ids_BT.numel(), dtype=np.float32),
             advantages_S=np.ones(NUM_SEQUENCES, dtype=np.float32),
+            rewards_S=np.zeros(NUM_SEQUENCES, dtype=np.float32),
         )
         rows = range(NUM_SEQUENCES)
         read = self.config.declaration.columns_of(self.config, 1)

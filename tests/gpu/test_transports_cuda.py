@@ -14,9 +14,10 @@ import torch
 
 from tandem.common.errors import RefitError
 from tandem.refit import layout, program
+from tandem.refit.bound import bind
 from tandem.refit.layout import Layout, LayoutBuilder, contiguous_strides, whole
 from tandem.refit.planner import plan
-from tandem.refit.transports import bind, cuda_ipc, stream
+from tandem.refit.transports import cuda_ipc, process_group
 from tandem.refit.transports.copying import Copier
 
 pytestmark = [
@@ -116,7 +117,7 @@ def stream_from(wire: Connection, port: int, encoded: bytes) -> None:
     held = {name: values(name, 1).to("cuda:1") for name in SHAPES}
     own = program.decode(encoded)
     store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False)
-    groups = {mesh.name: stream.connect(mesh, "trainer-0", store, "cuda:1", 60.0) for mesh in own.meshes}
+    groups = {mesh.name: process_group.connect(mesh, "trainer-0", store, "cuda:1", 60.0) for mesh in own.meshes}
     bound = bind(own, held, groups)
     for _ in range(2):
         bound.run(60.0)
@@ -137,7 +138,7 @@ def test_weights_stream_over_nccl() -> None:
     try:
         own = made.programs["rollout-0"]
         held = {name: torch.zeros(s, dtype=torch.bfloat16, device="cuda:0") for name, s in SHAPES.items()}
-        groups = {mesh.name: stream.connect(mesh, "rollout-0", store, "cuda:0", 60.0) for mesh in own.meshes}
+        groups = {mesh.name: process_group.connect(mesh, "rollout-0", store, "cuda:0", 60.0) for mesh in own.meshes}
         bound = bind(own, held, groups)
         for _ in range(2):
             assert sum(bound.run(60.0).values()) == bound.num_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -210,7 +211,11 @@ class Command:
 
 def processes_of(run: Command, kind: str) -> list[psutil.Process]:
     """Return the processes of a kind that the coordinator launched, in the order in which it did."""
-    found = [c for c in run.children() if " ".join(c.cmdline()).startswith(f"{kind} --coordinator")]
+    found = []
+    for child in run.children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # what an environment has started may have ended
+            if " ".join(child.cmdline()).startswith(f"{kind} --coordinator"):
+                found.append(child)
     return sorted(found, key=lambda process: process.create_time())
 
 

@@ -19,7 +19,7 @@ from tandem.common.batch import TrainingBatch
 from tandem.common.config import Config
 from tandem.trainer import step
 from tandem.trainer.backend import Backend
-from tests.integration.trainer_harness import ADAMW, run_ranks, train_on
+from tests.integration.trainer_harness import ADAMW, run_ranks, share_of, train_on
 
 TOLERANCE = 1e-6
 
@@ -180,7 +180,11 @@ def _train_rank(
     rank: int, make: Callable[[Config], Backend], config: Config, batches: Sequence[TrainingBatch], folder: Path
 ) -> tuple[int, NDArray[np.float32], list[dict[str, float]]]:
     backend = make(config)
-    logprobs_T = step._Shares(backend, batches[0], config).logprobs("policy")
+    table, share = share_of(backend, batches[0], config)
+    own_T = step._Share(backend, table, share, config).logprobs("policy")
+    logprobs_T = np.zeros(len(batches[0].token_ids_T), dtype=np.float32)
+    is_own_S = table.rank_S == backend.data_parallel_rank
+    logprobs_T[np.repeat(is_own_S, table.lengths_S)] = own_T
     metrics = [train_on(backend, batch, config).metrics for batch in batches]
     backend.save(folder).num_bytes.result()
     return backend.data_parallel_rank, logprobs_T, metrics

@@ -11,8 +11,9 @@ import msgspec
 import torch
 
 from tandem.refit import layout, planner
+from tandem.refit.bound import bind
 from tandem.refit.layout import Box, Layout, LayoutBuilder, contiguous_strides, whole
-from tandem.refit.transports import bind, shm
+from tandem.refit.transports import shm
 
 TIMEOUT_S = 60.0
 SHAPES = {"q": (8, 6), "k": (4, 6), "norm": (6,), "embed": (64, 6)}

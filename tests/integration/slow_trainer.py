@@ -6,6 +6,7 @@ the process believes that its host has none left.
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Iterable
@@ -15,6 +16,7 @@ from tandem.trainer import checkpoints, cli
 
 NO_MEMORY = Path("no_memory")
 
+_WRITING = re.compile(r"\.writing_step_(\d+)")
 _real_sync = checkpoints.sync
 _real_available = checkpoints.available_bytes
 
@@ -27,7 +29,7 @@ def busy_file(step: int) -> Path:
 def _sync(paths: Iterable[Path]) -> int:
     """Sync for real, once the disk has time."""
     paths = list(paths)
-    step = int(paths[0].parents[1].name.rpartition("_")[2].partition(".")[0])
+    step = next(int(found[1]) for parent in paths[0].parents if (found := _WRITING.match(parent.name)))
     while busy_file(step).exists():
         time.sleep(0.02)
     return _real_sync(paths)

@@ -26,10 +26,11 @@ from torch.distributed import PrefixStore, TCPStore
 
 from tandem.common.errors import RefitError
 from tandem.refit import layout, program
+from tandem.refit.bound import BoundProgram, bind
 from tandem.refit.layout import ITEM_SIZES, Box, Layout, LayoutBuilder, contiguous_strides, whole
 from tandem.refit.planner import Plan
-from tandem.refit.transports import BoundProgram, bind, stream
-from tandem.refit.transports.stream import Group
+from tandem.refit.transports import process_group
+from tandem.refit.transports.process_group import Group
 
 TIMEOUT_S = 60.0
 
@@ -144,7 +145,7 @@ class Member:
         for mesh in self.program.meshes:
             if mesh.name in self.groups:
                 self.groups[mesh.name].close()
-            self.groups[mesh.name] = stream.connect(mesh, self.name, prefixed, "cpu", timeout_s)
+            self.groups[mesh.name] = process_group.connect(mesh, self.name, prefixed, "cpu", timeout_s)
 
     def close(self) -> None:
         self.bound.close()

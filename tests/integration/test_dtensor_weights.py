@@ -23,6 +23,7 @@ from tandem.common.tokenizer import write_new_model
 from tandem.refit.adapters.catalogue import from_checkpoint
 from tandem.refit.adapters.deployment import Hosts
 from tandem.refit.adapters.dtensor import DTensor
+from tandem.refit.checks import check
 from tandem.refit.digests import task as digest
 from tandem.refit.layout import Layout, SharedMemory, whole
 from tandem.trainer.backends.dtensor import DTensorBackend
@@ -47,7 +48,7 @@ def read_piecewise(layouts: Sequence[Layout], num_replicas: int = 1) -> dict[str
     tensors: dict[str, np.ndarray[Any, Any]] = {}
     written: dict[str, np.ndarray[Any, Any]] = {}
     for layout in layouts:
-        layout.check("rank")
+        check(layout, "rank")
         storages = {storage.name: storage for storage in layout.storages}
         for tensor in layout.tensors:
             assert tensor.dtype == "float32"

@@ -40,6 +40,7 @@ def long_batch() -> TrainingBatch:
         loss_mask_T=mask_T,
         generation_logprobs_T=np.where(mask_T, -3.0, 0.0).astype(np.float32),
         advantages_S=np.ones(1, dtype=np.float32),
+        rewards_S=np.zeros(1, dtype=np.float32),
     )
 
 

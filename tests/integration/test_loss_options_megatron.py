@@ -24,7 +24,7 @@ from tandem.trainer.backends import make_backend
 from tandem.trainer.losses import make_loss
 from tests.integration.megatron_harness import make_checkpoint
 from tests.integration.reference import logprobs_of, sequences_of
-from tests.integration.trainer_harness import make_batch, make_config, run_ranks
+from tests.integration.trainer_harness import make_batch, make_config, run_ranks, share_of
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 
@@ -256,9 +256,12 @@ def step_each(
     backend = make_backend(next(iter(configs.values())), checkpoint=None)
     done = {}
     for name, config in configs.items():
-        shares = step._Shares(backend, BATCH, config)
-        advantages_T = shares.advantages(config, *others)
-        tokens = step._Tokens(advantages=advantages_T, previous=others[0], reference=others[1])
+        table, share = share_of(backend, BATCH, config)
+        own_T = np.repeat(table.rank_S == backend.data_parallel_rank, table.lengths_S)
+        previous_T, reference_T = (each_T[own_T] for each_T in others)
+        shares = step._Share(backend, table, share, config)
+        advantages_T = shares.advantages(config, previous_T, reference_T)
+        tokens = step._Tokens(advantages=advantages_T, previous=previous_T, reference=reference_T)
         (rows,) = shares.global_batches
         loss = make_loss(config, shares.counts(rows), backend.device)
         taken = backend.train_step(shares.micro_batches(rows, tokens), loss)

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from tandem.common.config import Config
 from tandem.common.errors import ModelError
 from tandem.refit.adapters.catalogue import from_checkpoint
+from tandem.refit.checks import check
 from tandem.refit.layout import Layout, whole
 from tandem.refit.transports import shm
 from tandem.trainer import checkpoints
@@ -143,7 +144,7 @@ def tensors_in(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 def assert_holds(layout: Layout, expected: dict[str, torch.Tensor]) -> None:
     """Another process finds in the memory of a layout what the checkpoint has there."""
-    layout.check("rank")
+    check(layout, "rank")
     memory = {storage.name: shm.open_storage(storage, "rank", "engine") for storage in layout.storages}
     for tensor in layout.tensors:
         for piece in layout.pieces_of(tensor.name):

@@ -57,6 +57,7 @@ def batch_of_lengths(*lengths: int, seed: int = 0) -> TrainingBatch:
         loss_mask_T=np.concatenate(masks),
         generation_logprobs_T=np.zeros(num_tokens, dtype=np.float32),
         advantages_S=random.normal(0.0, 1.0, len(lengths)).astype(np.float32),
+        rewards_S=np.zeros(len(lengths), dtype=np.float32),
     )
 
 

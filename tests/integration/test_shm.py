@@ -19,10 +19,11 @@ import torch
 
 from tandem.common.errors import RefitError
 from tandem.refit import layout
+from tandem.refit.bound import BoundProgram, bind
 from tandem.refit.layout import Layout, SharedMemory
 from tandem.refit.planner import plan
 from tandem.refit.program import TransferProgram, decode, encode
-from tandem.refit.transports import BoundProgram, bind, shm
+from tandem.refit.transports import shm
 from tests import leaks
 from tests.integration.shm_processes import FUSED, SHAPES, TIMEOUT_S, engine_layout, engine_parameters, values_of
 

@@ -16,8 +16,8 @@ from torch.distributed import PrefixStore, TCPStore
 from tandem.common.errors import RefitError
 from tandem.refit.layout import Layout
 from tandem.refit.planner import Plan, plan
-from tandem.refit.program import Mesh
-from tandem.refit.transports import stream
+from tandem.refit.transfer import Mesh
+from tandem.refit.transports import process_group
 from tests.integration.stream_processes import (
     Member,
     Remote,
@@ -244,15 +244,15 @@ def test_a_peer_that_stands_still_costs_the_deadline_and_is_met_again(rendezvous
 def test_a_member_that_does_not_come_is_named(rendezvous: Rendezvous) -> None:
     mesh = Mesh("m", ("rollout-0", "trainer-0", "trainer-1"))
     with pytest.raises(RefitError, match=r"rollout-0 waited 0.2 s for trainer-0, trainer-1 to connect mesh 'm'"):
-        stream.connect(mesh, "rollout-0", rendezvous.store, "cpu", 0.2)
+        process_group.connect(mesh, "rollout-0", rendezvous.store, "cpu", 0.2)
     with pytest.raises(RefitError, match="rollout-7 is not in mesh 'm'"):
-        stream.connect(mesh, "rollout-7", rendezvous.store, "cpu", 0.2)
+        process_group.connect(mesh, "rollout-7", rendezvous.store, "cpu", 0.2)
 
 
 def test_a_member_on_another_kind_of_device_is_named(rendezvous: Rendezvous) -> None:
     PrefixStore("m", rendezvous.store).set("kind of 1", "cuda")
     with pytest.raises(RefitError, match="mesh 'm': rollout-0 is on cpu, trainer-0 on cuda"):
-        stream.connect(Mesh("m", ("rollout-0", "trainer-0")), "rollout-0", rendezvous.store, "cpu", 5.0)
+        process_group.connect(Mesh("m", ("rollout-0", "trainer-0")), "rollout-0", rendezvous.store, "cpu", 5.0)
 
 
 def test_a_program_without_its_mesh_says_so(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from tandem.common.config import Config, build_config
 from tandem.common.config.schema import NewModel
 from tandem.common.tokenizer import write_new_model
 from tandem.refit.digests.task import combine, digest_layout
-from tandem.refit.program import Attestation
+from tandem.refit.program import Verification
 from tandem.trainer import box_files, policy_files, step
 from tandem.trainer.backend import Backend
 
@@ -174,8 +174,8 @@ def digest_of(backend: Backend, dtype: str = "float32") -> int:
     """Return the digest of what a rank holds, all tensors together, as engines hold it that want `dtype`."""
     weights = backend.weights()
     pieces, tensors = weights.layout.pieces, weights.layout.tensors
-    attestation = Attestation(np.arange(len(pieces)), (dtype,) * len(tensors))
-    return combine(*digest_layout(weights.layout, weights.storages, attestation).tolist())
+    verification = Verification(np.arange(len(pieces)), (dtype,) * len(tensors))
+    return combine(*digest_layout(weights.layout, weights.storages, verification).tolist())
 
 
 @contextmanager

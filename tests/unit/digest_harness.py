@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from tandem.refit.checks import check
 from tandem.refit.layout import Box, Layout, LayoutBuilder, whole
 
 Weights = dict[str, torch.Tensor]
@@ -55,7 +56,7 @@ def hold(weights: Weights, boxes: Mapping[str, Sequence[Box]] | None = None, *, 
             at = builder.storage(storage, around.nbytes)
             builder.add(tensor, box, at, int(inner.storage_offset()) * item_size, strides)
     layout = builder.build()
-    layout.check("test")
+    check(layout, "test")
     return layout, storages
 
 

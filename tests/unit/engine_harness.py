@@ -12,7 +12,7 @@ import transformers
 from numpy.typing import NDArray
 
 from tandem.common.messages import SamplingParameters
-from tandem.common.parts import part_names
+from tandem.common.worker_shards import worker_shard_names
 from tandem.refit.layout import Layout
 from tandem.refit.planner import plan
 from tandem.refit.program import TransferProgram
@@ -65,7 +65,7 @@ def shared_layout(model: Any) -> Layout:
 def make_programs(source: Layout, engine: Engine, *, allow_alias: bool = False) -> list[TransferProgram]:
     """Plan how the parts of an engine get their weights from one trainer rank."""
     layouts = engine.layouts()
-    wanted = dict(zip(part_names("rollout-0", len(layouts)), layouts, strict=True))
+    wanted = dict(zip(worker_shard_names("rollout-0", len(layouts)), layouts, strict=True))
     programs = plan({"trainer-0": source}, wanted, allow_alias=allow_alias).programs
     return [programs[part] for part in wanted]
 

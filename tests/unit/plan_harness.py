@@ -24,7 +24,8 @@ from tandem.refit.layout import (
     whole,
 )
 from tandem.refit.planner import Plan
-from tandem.refit.program import Places, Quantisation, Transfer, TransferProgram
+from tandem.refit.program import Places, Quantisation, TransferProgram
+from tandem.refit.transfer import Transfer
 
 Bytes = NDArray[np.uint8]
 Memory = dict[str, Bytes]

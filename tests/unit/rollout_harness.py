@@ -11,6 +11,7 @@ from typing import Any
 
 from engine_harness import make_model, sampling, shared_layout
 from numpy.typing import NDArray
+from own_environments import WAIT_S
 from samples_harness import RUN_ID, fetch
 
 from tandem.common.batch import SampleArrays
@@ -38,7 +39,6 @@ from tandem.common.tokenizer import load_tokenizer, write_new_model
 from tandem.coordinator.replies import Limits, Replies
 from tandem.refit import layout, program
 from tandem.refit.planner import plan
-from tandem.rollout.environments import Score, Turn
 from tandem.rollout.sample_store import SampleStore
 from tandem.rollout.service import RolloutService
 
@@ -48,8 +48,6 @@ TEMPLATE = (
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}a: {% endif %}"
 )
-WAIT_S = 30.0
-Messages = Sequence[Mapping[str, str]]
 
 
 class Member:
@@ -234,26 +232,6 @@ class Rollout:
         assert isinstance(error, TandemError)
         assert not self.service.work()
         return str(error)
-
-
-def count(conversation: Messages) -> int:
-    return sum(message["role"] == "assistant" for message in conversation)
-
-
-class Talks:
-    """Answers with the number of the problem and of the turn; a quarter for each turn, one at the end."""
-
-    def __init__(self, *, turns: int = 2, delay_s: float = 0.0) -> None:
-        self.turns = turns
-        self.delay_s = delay_s
-
-    def step(self, problem: Problem, conversation: Messages) -> Score | Turn:
-        number, turn = problem.metadata["number"], count(conversation)
-        assert [message["role"] for message in conversation] == ["assistant", "user"] * (turn - 1) + ["assistant"]
-        time.sleep(self.delay_s * (hash(conversation[-1]["content"]) % 5))
-        if turn == self.turns:
-            return Score(1.0, correct=True)
-        return Turn([{"role": "user", "content": f"{number}{turn}"}], reward=0.25)
 
 
 def tokens_of(samples: dict[tuple[int, int], tuple[SampleScored, SampleArrays]]) -> dict[tuple[int, int], list[int]]:

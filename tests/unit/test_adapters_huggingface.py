@@ -11,6 +11,7 @@ from engine_harness import make_model
 
 from tandem.refit.adapters.catalogue import from_config
 from tandem.refit.adapters.huggingface import HuggingFace, as_checkpoint
+from tandem.refit.checks import check
 from tandem.refit.digests.task import digest_layout
 from tandem.refit.layout import Box, Layout, LayoutBuilder, contiguous_strides, whole
 
@@ -35,7 +36,7 @@ def test_a_mixture_of_experts_is_that_of_its_checkpoint(tmp_path: Path) -> None:
     memory = dict(model.named_parameters())
     described = HuggingFace().layout(from_config(model.config.to_dict(), "float32"), 0, "host")
     found = as_checkpoint(plain({name: tuple(parameter.shape) for name, parameter in memory.items()}))
-    found.check("trainer-0")
+    check(found, "trainer-0")
     assert digests(found, memory) == digests(described, memory)
 
 

@@ -16,9 +16,10 @@ from tandem.refit.adapters.dtensor import DTensor
 from tandem.refit.adapters.huggingface import HuggingFace
 from tandem.refit.adapters.megatron import Megatron
 from tandem.refit.adapters.vllm import Vllm
+from tandem.refit.checks import check, check_writable
 from tandem.refit.layout import SharedMemory
 from tandem.refit.planner import Plan, plan, survey
-from tandem.refit.program import Transfer
+from tandem.refit.transfer import Transfer
 
 PAIRS = {
     "Megatron TP × PP to vLLM TP": (LLAMA, Megatron(tp=2, pp=2), Vllm(tp=4)),
@@ -75,8 +76,8 @@ def test_what_arrives_is_what_was_meant(config: dict[str, Any], trainer: Deploym
     )
     memory = {name: materialise(layout, weights) for name, layout in sources.items()}
     for name, layout in wanted.items():
-        layout.check(name)
-        layout.check_writable(name)
+        check(layout, name)
+        check_writable(layout, name)
         memory[name] = {storage.name: np.zeros(storage.num_bytes, np.uint8) for storage in layout.storages}
     refit(plan(sources, wanted, allow_alias=False), memory)
     for name, layout in wanted.items():

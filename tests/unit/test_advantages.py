@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -19,9 +20,10 @@ from tandem.common.batch import BatchTable
 from tandem.common.config import Config, build_config
 from tandem.common.config.schema import AdvEstimator, RewardScaling, RewardShaping
 from tandem.common.errors import RewardError
+from tandem.common.messages import SampleScored
 from tandem.coordinator.algorithms.advantages import decoupled_advantages, group_advantages
 from tandem.coordinator.algorithms.grpo import training_batch
-from tandem.coordinator.algorithms.rewards import scaled, shaped
+from tandem.coordinator.algorithms.rewards import has_spread, scaled, shaped
 from tandem.coordinator.samples import SampleRecord
 
 EPSILON = 1e-6
@@ -297,3 +299,96 @@ def test_gdpo_needs_components_and_a_weight_for_each() -> None:
     config = with_grpo(adv_estimator=AdvEstimator(name="gdpo", reward_weights=(1.0,)))
     with pytest.raises(RewardError, match=r"reward_weights: 1 weights, but .* gave right, short$"):
         batch_with(config, gdpo_records())
+
+
+# --- samples that are dropped ----------------------------------------------------------------------------------------
+
+
+def with_failures(records: list[SampleRecord], numbers: Sequence[int]) -> list[SampleRecord]:
+    """Return samples of which these were dropped, with a reward that must not count."""
+    return [
+        changed(record, failure="why", timed_out=number == 0, dropped=True, reward=99.0, correct=True)
+        if number in numbers
+        else record
+        for number, record in enumerate(records)
+    ]
+
+
+def changed(record: SampleRecord, **changes: Any) -> SampleRecord:
+    return msgspec.structs.replace(record, scored=msgspec.structs.replace(record.scored, **changes))
+
+
+@pytest.mark.parametrize("leave_one_out", [True, False])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_a_dropped_sample_does_not_train_and_is_in_nobodys_baseline(leave_one_out: bool, normalize: bool) -> None:
+    estimator = AdvEstimator(normalize_rewards=normalize, use_leave_one_out_baseline=leave_one_out)
+    rewards = [[1.0, 0.0, 6.0], [2.0, 0.0, 0.0]]
+    records = records_of(rewards)
+    batch, metrics = batch_with(with_grpo(adv_estimator=estimator), with_failures(records, [1, 4, 5]))
+    # Of the first group 1 and 6 are left: each is the other's baseline, or 3.5 is both's. Of the second only one is.
+    if leave_one_out:
+        first, last = -5.0, 5.0  # a baseline of one sample has no deviation to divide by
+    elif normalize:
+        first, last = -2.5 / (2.5 + EPSILON), 2.5 / (2.5 + EPSILON)
+    else:
+        first, last = -2.5, 2.5
+    assert batch.advantages_S.tolist() == pytest.approx([first, 0.0, last, 0.0, 0.0, 0.0])
+    assert batch.num_counted_S.tolist() == [1, 0, 3, 4, 0, 0]
+    assert metrics["reward"] == pytest.approx(3.0)
+    assert metrics["reward_std"] == pytest.approx(math.sqrt((4 + 9 + 1) / 3))
+    assert (metrics["reward_min"], metrics["reward_max"], metrics["accuracy"]) == (1.0, 6.0, 1.0)
+    assert metrics["groups_without_spread"] == 0.5
+    assert metrics["mean_generation_length"] == 3.5
+    assert [metrics[f"environment_{what}"] for what in ("failures", "timeouts", "dropped")] == [3.0, 0.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("minus_baseline", "expected"), [(True, [-2.5, 0.0, 2.5, 0.0, 0.0, 0.0]), (False, [1.0, 0.0, 6.0, 0.5, 0.0, 0.0])]
+)
+def test_reinforce_plus_plus_without_dropped_samples(minus_baseline: bool, expected: list[float]) -> None:
+    estimator = AdvEstimator(name="reinforce_plus_plus", minus_baseline=minus_baseline)
+    records = records_of()
+    batch, _ = batch_with(with_grpo(adv_estimator=estimator), with_failures(records, [1, 4, 5]))
+    assert batch.advantages_S.tolist() == expected
+
+
+def test_gdpo_compares_and_normalises_over_what_is_left() -> None:
+    estimator = AdvEstimator(name="gdpo", normalize_rewards=False, use_leave_one_out_baseline=False)
+    records = gdpo_records()
+    batch, metrics = batch_with(with_grpo(adv_estimator=estimator), with_failures(records, [2, 4, 5]))
+    # Left are (1, 0) and (0, 5): 0.5 - 2.5 and -0.5 + 2.5, of mean 0 and deviation sqrt(8); and one with nobody beside.
+    assert batch.advantages_S.tolist() == pytest.approx([-2 / math.sqrt(8), 2 / math.sqrt(8), 0.0, 0.0, 0.0, 0.0])
+    assert (metrics["reward/right"], metrics["reward/short"]) == pytest.approx((2 / 3, 2.0))
+
+
+def test_a_step_of_which_everything_was_dropped_has_no_rewards_and_trains_nothing() -> None:
+    records = records_of()
+    scaling = RewardScaling(enabled=True)
+    batch, metrics = batch_with(with_grpo(reward_scaling=scaling), with_failures(records, range(6)))
+    assert not batch.num_counted_S.any()
+    assert not batch.advantages_S.any()
+    assert not {"reward", "reward_std", "accuracy", "training_reward"} & metrics.keys()
+    assert metrics["groups_without_spread"] == 1.0
+    assert (metrics["environment_failures"], metrics["environment_timeouts"]) == (6.0, 1.0)
+
+
+def test_a_failure_that_is_worth_nothing_is_a_sample_like_others() -> None:
+    records = records_of()
+    failed = [changed(record, failure="why") for record in records]
+    batch, metrics = batch_with(grpo_config(), failed)
+    plain, usual = batch_with(grpo_config(), records)
+    np.testing.assert_array_equal(batch.advantages_S, plain.advantages_S)
+    np.testing.assert_array_equal(batch.num_counted_S, plain.num_counted_S)
+    assert metrics == usual | {"environment_failures": 6.0, "environment_timeouts": 0.0, "environment_dropped": 0.0}
+
+
+def test_dropped_samples_make_no_spread() -> None:
+    records = records_of()[:3]
+    for dropped, expected in (([], True), ([2], True), ([0], True), ([0, 1], False), ([0, 1, 2], False)):
+        assert has_spread(grpo_config().grpo, scored_of(with_failures(records, dropped))) is expected
+    alike = [changed(record, reward=1.0) for record in records]
+    assert not has_spread(grpo_config().grpo, scored_of(with_failures(alike, [1])))
+
+
+def scored_of(records: list[SampleRecord]) -> list[SampleScored]:
+    return [record.scored for record in records]

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,12 +16,12 @@ import pytest
 import torch
 from engine_harness import reference_logprobs
 from numpy.typing import NDArray
-from rollout_harness import WAIT_S, Messages, Rollout, count, tokens_of
+from own_environments import WAIT_S, Dawdles, Holds, ScoresAtOnce
+from rollout_harness import Rollout, tokens_of
 
 from tandem.common.errors import RefitError
-from tandem.common.messages import Generated, Problem, SamplesFinished
+from tandem.common.messages import Generated, SamplesFinished
 from tandem.refit.endpoint import Weights
-from tandem.rollout.environments import Score, Turn
 
 MODEL = {"hidden_size": 64, "head_dim": 32}
 """What vLLM's kernels take, too."""
@@ -42,32 +41,6 @@ def start(tmp_path: Path) -> Iterator[Start]:
     yield make
     for rollout in started:
         rollout.service.close()
-
-
-class Holds:
-    """Answers everybody once; the first sample of problem 0 not before it is told to."""
-
-    release = threading.Event()
-
-    def step(self, problem: Problem, conversation: Messages) -> Score | Turn:
-        if problem.metadata["number"] == 0 and count(conversation) == 1:
-            self.release.wait(WAIT_S)
-        return Score(1.0, correct=True) if count(conversation) == 2 else Turn([{"role": "user", "content": "1"}])
-
-
-class Dawdles:
-    """Answers twice, each time after a while of its own."""
-
-    def step(self, problem: Problem, conversation: Messages) -> Score | Turn:
-        time.sleep(0.004 * (len(conversation[-1]["content"]) % 4))
-        return Score(1.0, correct=True) if count(conversation) == 3 else Turn([{"role": "user", "content": "1"}])
-
-
-class Scores:
-    """Scores at once."""
-
-    def score(self, problem: Problem, response: str) -> Score:
-        return Score(1.0, correct=True)
 
 
 def finished(rollout: Rollout) -> list[tuple[int, int]]:
@@ -189,7 +162,7 @@ def continued_logprobs(old: Any, new: Any, prompt: list[int], made: list[int], n
 @pytest.mark.parametrize("recomputes", [True, False])
 def test_a_version_is_taken_between_two_tokens(start: Start, recomputes: bool) -> None:
     generation = {**IN_FLIGHT, "recompute_kv_cache_after_weight_updates": recomputes}
-    rollout = start(Scores, generation=generation)
+    rollout = start(ScoresAtOnce, generation=generation)
     groups = [rollout.group(number, range(2)) for number in range(3)]  # one more than there are slots
     order = rollout.start(*groups, max_new_tokens=30, ends=False)
     for _ in range(12):
@@ -221,7 +194,7 @@ def test_a_version_is_taken_between_two_tokens(start: Start, recomputes: bool) -
 
 
 def test_requests_added_later_use_nothing_of_the_weights_before(start: Start) -> None:
-    rollout = start(Scores, generation={**IN_FLIGHT, "async_engine": True})
+    rollout = start(ScoresAtOnce, generation={**IN_FLIGHT, "async_engine": True})
     group = rollout.group(12345678901234567, range(2))  # a prompt of more than a block of vLLM's cache
     order = rollout.start(group, max_new_tokens=16, ends=False)
     for _ in range(6):
@@ -244,7 +217,7 @@ def test_requests_added_later_use_nothing_of_the_weights_before(start: Start) ->
 
 @pytest.mark.parametrize(("in_flight", "version"), [(False, 1), (True, 0)], ids=["not in flight", "mended"])
 def test_otherwise_what_was_begun_is_given_up(start: Start, in_flight: bool, version: int) -> None:
-    rollout = start(Scores, generation={"in_flight_weight_updates": in_flight})
+    rollout = start(ScoresAtOnce, generation={"in_flight_weight_updates": in_flight})
     group = rollout.group(0, range(3))
     expected = tokens_of(rollout.run(group))
     rollout.start(group, max_new_tokens=30, ends=False)
@@ -257,7 +230,7 @@ def test_otherwise_what_was_begun_is_given_up(start: Start, in_flight: bool, ver
 
 
 def test_nothing_goes_on_with_torn_weights(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    rollout = start(Scores, generation=IN_FLIGHT)
+    rollout = start(ScoresAtOnce, generation=IN_FLIGHT)
     group = rollout.group(0, range(3))
     expected = tokens_of(rollout.run(group))
     rollout.start(group, max_new_tokens=30, ends=False)

@@ -50,6 +50,8 @@ NEW_KEYS = [
     "data.solution_template",
     "data.environment",
     "env.NAME.timeout_s",
+    "env.NAME.on_error",
+    "env.NAME.max_failures",
     "env.NAME.class",
     "env.NAME.kwargs",
     "cluster.trainers",

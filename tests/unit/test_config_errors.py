@@ -201,6 +201,11 @@ SCHEDULE = "policy.scheduler: 2 schedules need 1 milestones between them, got 0"
             "sft.val_global_batch_size: 9 is not a multiple of sft.val_micro_batch_size * cluster.trainers = 2 * 1 = 2",
         ),
         (
+            ["policy.generation.max_stored_tokens=8000"],
+            "policy.generation.max_stored_tokens: 8000 is less than grpo.num_generations_per_prompt * "
+            "policy.max_total_sequence_length = 16 * 512 = 8192, which the samples of one prompt may have",
+        ),
+        (
             ["policy.sequence_packing.enabled=true", "policy.dynamic_batching.enabled=true"],
             "policy.dynamic_batching.enabled: true, but policy.sequence_packing.enabled is true too: rows are either "
             "padded or packed",

@@ -40,11 +40,13 @@ def test_every_kind_is_here() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_check_takes_it(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code = main(["check", name])
+def test_check_takes_it_but_for_what_is_not_on_this_machine(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--resolved", name, "cluster.threads_per_process=1"]) in (1, 2)
     printed = capsys.readouterr()
-    assert code == 0, printed.err
     assert printed.out.startswith("algorithm: ")
+    missing = [line for line in printed.err.splitlines() if line.startswith("error: ")]
+    assert any(line.startswith("error: policy.model_name: ") and "does not exist" in line for line in missing)
+    assert all(" does not exist" in line or " is not installed" in line for line in missing), printed.err
 
 
 @pytest.mark.parametrize("name", NAMES)

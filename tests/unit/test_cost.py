@@ -8,7 +8,6 @@ from tandem.common.config.schema import LinkRates
 from tandem.refit.cost import cost
 from tandem.refit.layout import Layout, LayoutBuilder
 from tandem.refit.planning.flows import Link
-from tandem.refit.program import TransportName
 
 RATES = LinkRates(memory=5.0, same_gpu=1000.0, peer_gpu=100.0, network=10.0)
 
@@ -17,9 +16,7 @@ def on(host: str, device: str = "cpu") -> Layout:
     return LayoutBuilder(host, device).build()
 
 
-def link(
-    source: str, destination: str, transport: TransportName, gigabytes: float, round_: int = 0, widening: int = 1
-) -> Link:
+def link(source: str, destination: str, transport: str, gigabytes: float, round_: int = 0, widening: int = 1) -> Link:
     return Link(
         source=source,
         destination=destination,

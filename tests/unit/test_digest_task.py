@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -12,10 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.common.errors import RefitError
-from tandem.refit.digests import parts as digest_parts
+from tandem.refit import endpoint
+from tandem.refit.digests import slices as digest_slices
+from tandem.refit.digests import task as digest_task
 from tandem.refit.digests.task import DigestTask, Sampling, digest_box, digest_layout, everything
 from tandem.refit.layout import Box, LayoutBuilder, whole
-from tandem.refit.program import NOTHING, Attestation, Places, Quantisation, Regions
+from tandem.refit.planner import plan
+from tandem.refit.program import NOTHING, Places, Quantisation, Regions, Verification
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 
@@ -66,7 +71,7 @@ def test_any_sharding_and_any_strides_give_the_same_numbers(
             data.draw(st.sampled_from(held)).setdefault(name, []).append(box)
     one_in = data.draw(st.integers(1, 5))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(digest_parts, "_SMALL_TENSOR", 8)
+        patch.setattr(digest_slices, "_SMALL_TENSOR", 8)
         for sampling in (None, Sampling(data.draw(st.integers(0, 99)), one_in)):
             total = sum(digest_layout(*hold(weights, boxes, margin=margin), sampling=sampling) for boxes in held)
             assert np.array_equal(total, digest_layout(*hold(weights), sampling=sampling))
@@ -76,16 +81,16 @@ def test_a_trainer_digests_its_weights_as_engines_hold_them() -> None:
     weights = {"a": finite((300, 700)), "b": finite((2, 3, 5), 1), "c": finite((7,), 2), "unwanted": finite((4,), 3)}
     layout, storages = hold(weights, margin=1)
     held = {name: values.to(BFLOAT16) for name, values in weights.items()}
-    attestation = Attestation(np.arange(4), ("bfloat16", "bfloat16", "float32", ""))
+    verification = Verification(np.arange(4), ("bfloat16", "bfloat16", "float32", ""))
     expected = digests_of({"a": held["a"], "b": held["b"], "c": weights["c"]})
-    assert digest_layout(layout, storages, attestation).tolist() == [*expected, 0]
+    assert digest_layout(layout, storages, verification).tolist() == [*expected, 0]
 
 
 def test_only_the_rows_of_the_attestation_are_digested() -> None:
     weights = {"a": random_tensor((6, 4), FLOAT32)}
     top, bottom = boxes_between([[0, 2, 6], [0, 4]])
     layout, storages = hold(weights, {"a": [top, bottom]})
-    share = digest_layout(layout, storages, Attestation(np.array([1]), ("float32",)))
+    share = digest_layout(layout, storages, Verification(np.array([1]), ("float32",)))
     assert share.tolist() == [digest_box("a", (6, 4), bottom, part(weights["a"], bottom))]
     assert digest_layout(layout, storages, NOTHING).tolist() == [0]
 
@@ -252,3 +257,35 @@ def test_a_gpu_gives_the_same_numbers(dtype: torch.dtype) -> None:
     for sampling in (None, Sampling(2, 4)):
         expected = digest_layout(layout, storages, sampling=sampling)
         assert np.array_equal(digest_layout(layout, there, sampling=sampling), expected)
+
+
+def test_a_list_of_slices_serves_every_version() -> None:
+    layout, storages = hold({"w": random_tensor([128, 64], FLOAT32, 1), "b": random_tensor([64], FLOAT32, 2)})
+    first = DigestTask(layout, storages)
+    for sampling in (None, Sampling(3, 16), Sampling(4, 16)):
+        again = DigestTask(layout, storages, sampling=sampling, digest_list=first.digest_list)
+        assert again.digest_list is first.digest_list
+        assert again.result().tolist() == DigestTask(layout, storages, sampling=sampling).result().tolist()
+
+
+def test_weights_list_what_they_digest_once_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = 0
+
+    class Counted(digest_slices.DigestList):
+        def __init__(self, *arguments: Any) -> None:
+            nonlocal listed
+            listed += 1
+            super().__init__(*arguments)
+
+    values = random_tensor([128, 64], FLOAT32, 1)
+    layout, storages = hold({"w": values})
+    full, sampled = (digest_layout(layout, storages, sampling=each).tolist() for each in (None, Sampling(0, 16)))
+    monkeypatch.setattr(digest_task, "DigestList", Counted)
+    wanted, _ = hold({"w": values})
+    programs = plan({"t": layout}, {"e": msgspec.structs.replace(wanted, host="b")}, allow_alias=False).programs
+    weights = endpoint.Weights(layout, storages)
+    for expected in (1, 2):
+        weights.install([programs["t"]])
+        found = [weights.digest_task(sampling).result().tolist() for sampling in (None, Sampling(0, 16), None)]
+        assert listed == expected
+        assert found == [full, sampled, full]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import reasoning_gym
+from own_environments import Hangs, Length
 
 from tandem.common.config import Config, build_config
 from tandem.common.errors import ConfigError, RewardError
@@ -29,7 +31,7 @@ def config(environment: str, settings: dict[str, Any] | None = None, task: str |
 
 
 def here(name: str, **settings: Any) -> Config:
-    return config("mine", {"class": f"{__name__}.{name}", **settings})
+    return config("mine", {"class": f"own_environments.{name}", **settings})
 
 
 def said(*texts: str) -> list[dict[str, str]]:
@@ -143,72 +145,6 @@ def test_a_problem_without_a_reference_answer_cannot_be_scored(name: str) -> Non
 # --- environments of one's own ---------------------------------------------------------------------------------------
 
 
-class Length:
-    """Rewards long responses."""
-
-    def __init__(self, *, per_letter: float = 1.0, cfg: dict[str, Any] | None = None) -> None:
-        self.per_letter = per_letter * (cfg or {}).get("factor", 1)
-
-    def score(self, problem: Problem, response: str) -> Score:
-        return Score(self.per_letter * len(response), correct=len(response) > 2)
-
-
-class Returns:
-    """Returns the same for every response, whatever it is."""
-
-    def __init__(self, *, reward: Any = None, score: Any = None, components: Any = None) -> None:
-        reward = float(reward) if reward else reward
-        self.returned = Score(reward, correct=False, components=components or {}) if score is None else score
-
-    def score(self, problem: Problem, response: str) -> Any:
-        return self.returned
-
-
-class Raises:
-    """Fails."""
-
-    def score(self, problem: Problem, response: str) -> Score:
-        raise LookupError("no such letter")
-
-
-class Hangs:
-    """Takes for ever, if the response is what it waits for."""
-
-    release = threading.Event()
-
-    def score(self, problem: Problem, response: str) -> Score:
-        if response == "hang":
-            self.release.wait(60)
-        return Score(float(len(response)), correct=True)
-
-
-class Counts:
-    """Takes its time, and notes how many do so at once."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.now = 0
-
-    def score(self, problem: Problem, response: str) -> Score:
-        with self.lock:
-            self.now += 1
-        time.sleep(0.05)
-        with self.lock:
-            most, self.now = self.now, self.now - 1
-        return Score(float(most), correct=True)
-
-
-class NoEnvironment:
-    """Has no method to score with."""
-
-
-class Refuses:
-    """Cannot be made."""
-
-    def __init__(self) -> None:
-        raise OSError("no licence")
-
-
 def test_a_class_is_named_by_its_path_and_gets_its_arguments() -> None:
     environment = make_environment(here("Length", kwargs={"per_letter": 0.5}, cfg={"factor": 4}))
     assert isinstance(environment, Length)
@@ -219,10 +155,13 @@ def test_a_class_is_named_by_its_path_and_gets_its_arguments() -> None:
     ("settings", "message"),
     [
         ({"class": "no_such_module.Environment"}, "env.mine.class: cannot import 'no_such_module.Environment': "),
-        ({"class": f"{__name__}.Nothing"}, "env.mine.class: cannot import '"),
-        ({"class": f"{__name__}.Length", "kwargs": {"per_word": 1}}, "env.mine: TypeError: "),
-        ({"class": f"{__name__}.Refuses"}, "env.mine: OSError: no licence"),
-        ({"class": f"{__name__}.NoEnvironment"}, f"env.mine.class: {__name__}.NoEnvironment has no method score("),
+        ({"class": "own_environments.Nothing"}, "env.mine.class: cannot import '"),
+        ({"class": "own_environments.Length", "kwargs": {"per_word": 1}}, "env.mine: TypeError: "),
+        ({"class": "own_environments.Refuses"}, "env.mine: OSError: no licence"),
+        (
+            {"class": "own_environments.NoEnvironment"},
+            "env.mine.class: own_environments.NoEnvironment has no method score(",
+        ),
     ],
 )
 def test_a_class_that_cannot_be_made_is_named(settings: dict[str, Any], message: str) -> None:
@@ -246,6 +185,7 @@ def start() -> Iterator[Callable[[Config], Scorer]]:
 
     def started(config: Config) -> Scorer:
         scorers.append(Scorer(config))
+        scorers[-1].await_ready()
         return scorers[-1]
 
     yield started
@@ -308,7 +248,7 @@ def test_so_many_are_scored_at_once(start: Callable[[Config], Scorer], num_worke
         ("Returns", {"reward": "nan"}, "the reward is nan, not a finite number"),
         ("Returns", {"reward": "-inf"}, "the reward is -inf, not a finite number"),
         ("Returns", {"reward": None}, "the reward is None, not a finite number"),
-        ("Returns", {"reward": "1", "components": {"a": "much"}}, "the reward is 'much', not a finite number"),
+        ("Returns", {"reward": "1", "components": {"a": "much"}}, "the component 'a' is 'much', not a finite number"),
         ("Returns", {"score": 1.0}, "score() returned float, not a Score"),
         ("Raises", {}, "LookupError: no such letter"),
     ],
@@ -318,7 +258,10 @@ def test_what_is_no_reward_is_named(
 ) -> None:
     scorer = start(here(name, kwargs=kwargs))
     scorer.submit(0, problem(name="train.jsonl:12"), said("x"))
-    assert error_from(scorer) == f"environment 'mine', problem 'train.jsonl:12': {message}"
+    where = r" \(.*/own_environments\.py:\d+, in score\)" if name == "Raises" else ""
+    assert re.fullmatch(
+        re.escape(f"environment 'mine', problem 'train.jsonl:12': {message}") + where, error_from(scorer)
+    )
 
 
 def test_a_problem_at_fault_is_named_once(start: Callable[[Config], Scorer]) -> None:

@@ -220,8 +220,8 @@ def test_a_model_made_from_scratch_is_planned_for_the_cpu() -> None:
         (LLAMA, ["policy.model_name=examples"], "policy.model_name: 'examples' holds no config.json"),
         (
             LLAMA,
-            ["cluster.trainers=8", "policy.dtensor_cfg.tensor_parallel_size=3"],
-            "cluster.trainers: 8 is not a multiple of 3, the product of policy.dtensor_cfg.tensor_parallel_size (3)",
+            ["cluster.trainers=6", "policy.dtensor_cfg.tensor_parallel_size=4"],
+            "cluster.trainers: 6 is not a multiple of 4, the product of policy.dtensor_cfg.tensor_parallel_size (4)",
         ),
         (
             "llama-70b-tp8pp2-to-tp8.yaml",

@@ -54,6 +54,7 @@ def table_of(**changes: Any) -> BatchTable:
         prompt_lengths_S=column(*[PROMPT] * 6),
         rank_S=column(0, 0, 1, 1, 0, 0),
         advantages_S=np.arange(6, dtype=np.float32),
+        rewards_S=np.arange(6, dtype=np.float32) / 2,
         source_S=column(0, 1, 0, 1, 0, 1),
         command_S=np.array([11, 12] * 3, dtype=np.int64),
         group_S=column(0, 0, 1, 1, 2, 2),
@@ -73,6 +74,7 @@ def test_a_share_is_what_the_table_says(stores: list[SampleStore]) -> None:
     assert share is not None
     assert share.lengths_S.tolist() == [5, 9, 8, 5]
     assert share.advantages_S.tolist() == [0, 1, 4, 5]
+    assert share.rewards_S.tolist() == [0, 0.5, 2, 2.5]
     assert share.num_counted().tolist() == [3, 0, 6, 3], "the second is masked whole"
     expected = SampleArrays.concatenate([sample_of(length, prompt_length=PROMPT) for length in [5, 9, 8, 5]])
     np.testing.assert_array_equal(share.token_ids_T, expected.token_ids_T)
@@ -297,3 +299,31 @@ def test_a_rollout_that_never_answers_is_missing_at_the_deadline() -> None:
     begun = time.monotonic()
     assert answered(lambda _: None, timeout_s=1.0) == {"rollout-0": "it has not sent them within 1 s"}
     assert time.monotonic() - begun < 5.0
+
+
+def test_a_request_whose_connection_breaks_is_made_again() -> None:
+    hub = Hub("tcp://127.0.0.1:*")
+    address, asked = hub.address, []
+    codec: Codec[FetchSamples] = Codec(FetchSamples)
+
+    def serve() -> None:
+        """Hear a request, vanish, come back at the same address, and answer it there."""
+        while not asked:
+            asked.extend(codec.decode(frames).message for _, frames in hub.receive(0.1))
+        hub.close()
+        again = Hub(address)
+        while len(asked) < 2:
+            for peer, frames in again.receive(0.1):
+                asked.append(codec.decode(frames).message)
+                again.send(peer, with_samples(right())(asked[-1]))
+        again.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    table = table_of(source_S=np.zeros(6, dtype=np.int32))
+    fetcher = SampleFetcher(RUN_ID, VOCABULARY)
+    share, missing = fetcher.fetch(1, table, table.rows_of(1), {"rollout-0": address}, 20.0)
+    thread.join()
+    assert missing == {}
+    assert share is not None
+    assert asked[0] == asked[1]

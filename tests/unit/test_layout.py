@@ -14,6 +14,7 @@ from hypothesis import given
 
 from tandem.common.errors import RefitError
 from tandem.refit import layout as layouts
+from tandem.refit.checks import check, check_writable
 from tandem.refit.layout import (
     Box,
     Layout,
@@ -94,7 +95,7 @@ def mixed() -> Layout:
 
 def test_pieces_are_as_they_were_added_and_empty_ones_are_left_out() -> None:
     layout = mixed()
-    layout.check("trainer-0")
+    check(layout, "trainer-0")
     assert layout.pieces_of("w") == tuple(Piece(Box((row, 0), (2, 6)), "p", row * 24, (24, 4)) for row in (0, 2))
     assert layout.pieces_of("scale") == (Piece(whole(()), "q", 96, ()),)
     assert layout.pieces_of("norm") == (Piece(whole((6,)), "q", 0, (2,)),)
@@ -126,8 +127,8 @@ def test_layouts_survive_the_wire() -> None:
     assert layouts.decode(layouts.encode(layout)) == layout
     for empty in (LayoutBuilder("here").build(), Layout("here", "cpu", layout.tensors, (), layout.pieces.rows([]))):
         assert layouts.decode(layouts.encode(empty)) == empty
-        empty.check("trainer-0")
-        empty.check_writable("trainer-0")
+        check(empty, "trainer-0")
+        check_writable(empty, "trainer-0")
 
 
 def test_what_ranks_have_in_common_is_decoded_once() -> None:
@@ -166,7 +167,7 @@ def test_a_damaged_layout_is_refused() -> None:
     encoded = layouts.encode(mixed())
     for damaged in (encoded[:-1], encoded.replace(b"\x02", b"\x03"), encoded + b"\x00"):
         with pytest.raises(RefitError):
-            layouts.decode(damaged).check("trainer-0")
+            check(layouts.decode(damaged), "trainer-0")
 
 
 def test_strides_of_a_row_major_array() -> None:

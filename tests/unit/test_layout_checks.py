@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.common.errors import RefitError
+from tandem.refit.checks import check, check_writable
 from tandem.refit.layout import Box, Layout, LayoutBuilder, Piece, whole
 from tandem.refit.planner import plan
 
@@ -46,7 +47,7 @@ def piece(start: tuple[int, ...], shape: tuple[int, ...], offset: int = 0, strid
 )
 def test_check_refuses_a_layout_that_contradicts_itself(wrong: Layout, message: str) -> None:
     with pytest.raises(RefitError, match=message) as caught:
-        wrong.check("trainer-0")
+        check(wrong, "trainer-0")
     assert str(caught.value).startswith("trainer-0: q")
 
 
@@ -63,12 +64,12 @@ def test_columns_that_do_not_fit_together_are_refused() -> None:
     ):
         wrong = msgspec.structs.replace(layout, pieces=msgspec.structs.replace(layout.pieces, **{field: column}))
         with pytest.raises(RefitError, match=message):
-            wrong.check("trainer-0")
+            check(wrong, "trainer-0")
 
 
 def test_two_tensors_may_be_read_from_one_place() -> None:
     halves = [piece((row, 0), (2, 4)) for row in (0, 2)]
-    one_storage(32, *halves).check("trainer-0")
+    check(one_storage(32, *halves), "trainer-0")
 
 
 @pytest.mark.parametrize(
@@ -82,15 +83,15 @@ def test_two_tensors_may_be_read_from_one_place() -> None:
     ids=["ranges", "rows", "broadcast", "interleaved"],
 )
 def test_two_wanted_elements_may_not_share_memory(wrong: Layout) -> None:
-    wrong.check("rollout-0")
+    check(wrong, "rollout-0")
     with pytest.raises(RefitError, match=r"rollout-0: storage 's': .* share memory"):
         plan({}, {"rollout-0": wrong}, allow_alias=False)
 
 
 def test_interleaved_pieces_that_do_not_touch_may_be_written() -> None:
     layout = one_storage(64, piece((0, 0), (4, 2)), piece((0, 2), (4, 2), 8))
-    layout.check("rollout-0")
-    layout.check_writable("rollout-0")
+    check(layout, "rollout-0")
+    check_writable(layout, "rollout-0")
 
 
 @settings(max_examples=150, deadline=None)
@@ -110,12 +111,12 @@ def test_shared_memory_is_found_exactly(data: st.DataObject) -> None:
             offset = place.offset_of(Box((place.box.start[0], i, j), (1, 1, 1)))
             counts[offset : offset + 2] += 1
     tested = one_storage(num_bytes, *pieces, shape=(3, 4, 4), dtype="float16")
-    tested.check("rollout-0")
+    check(tested, "rollout-0")
     if counts.max() > 1 or any(_refused_although_disjoint(place) for place in pieces):
         with pytest.raises(RefitError, match="share memory"):
-            tested.check_writable("rollout-0")
+            check_writable(tested, "rollout-0")
     else:
-        tested.check_writable("rollout-0")
+        check_writable(tested, "rollout-0")
 
 
 def _refused_although_disjoint(place: Piece) -> bool:

@@ -18,6 +18,7 @@ import pytest
         "import tandem.common.telemetry, tandem.common.service, tandem.common.tokenizer",
         "import tandem.refit.planner, tandem.refit.program, tandem.refit.service, tandem.refit.digests.task",
         "import tandem.trainer.cli, tandem.rollout.cli",
+        "import tandem.rollout.environments.fork_server",
     ],
 )
 def test_no_torch(code: str) -> None:

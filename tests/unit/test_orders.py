@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from rollout_harness import CHARACTERS, Rollout, Talks
+from own_environments import Talks
+from rollout_harness import CHARACTERS, Rollout
 
 from tandem.common.batch import TrainingBatch
 from tandem.common.config import Config, build_config
@@ -33,6 +34,7 @@ def batch() -> dict[str, Any]:
         loss_mask_T=np.array([False, True, True, False, True]),
         generation_logprobs_T=np.array([0, -1, -1, 0, -0.5], np.float32),
         advantages_S=np.array([0.5, -0.5], np.float32),
+        rewards_S=np.zeros(2, dtype=np.float32),
     )
     tokens = {"token_ids_T": whole.token_ids_T, "loss_mask_T": whole.loss_mask_T}
     return {**whole.table().to_frames(), **tokens}

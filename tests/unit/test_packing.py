@@ -25,6 +25,7 @@ def batch_of(*masks: str) -> TrainingBatch:
         loss_mask_T=np.array([token == "x" for token in text]),
         generation_logprobs_T=-np.arange(1, len(text) + 1, dtype=np.float32),
         advantages_S=np.arange(len(masks), dtype=np.float32) - 1,
+        rewards_S=np.zeros(len(masks), dtype=np.float32),
     )
 
 

@@ -16,9 +16,9 @@ from tandem.common.errors import CoverageError, RefitError
 from tandem.refit import planner
 from tandem.refit.layout import ITEM_SIZES, Address, Box, Layout, LayoutBuilder, whole
 from tandem.refit.planner import Plan, plan, survey
-from tandem.refit.planning.holdings import Holdings
+from tandem.refit.planning.destination_shards import DestinationShards, resolve
 from tandem.refit.planning.names import Tensors
-from tandem.refit.planning.wants import Wants, resolve
+from tandem.refit.planning.source_shards import SourceShards
 
 FLOATS = ("float64", "float32", "float16")
 
@@ -158,13 +158,13 @@ def test_every_wanted_element_arrives_and_nothing_else_is_written(data: st.DataO
         expected = fill(layout, values)
         for name in set(expected) - aliased:
             assert memories[engine][name].tobytes() == expected[name].tobytes(), f"{engine}: {name} is written beside"
-    check_attestation(planned, sources, engines, wanted, here)
+    check_verification(planned, sources, engines, wanted, here)
     check_fan_out(planned, sources, engines, there)
     surveyed = survey(sources, engines, allow_alias=allow_alias, grain=grain)
     assert surveyed.links == planned.links
 
 
-def check_attestation(
+def check_verification(
     planned: Plan,
     sources: dict[str, Layout],
     engines: dict[str, Layout],
@@ -175,7 +175,7 @@ def check_attestation(
     counts = {name: np.zeros(shape, np.int64) for name, shape in wanted.items()}
     is_wanted = {name: any(len(layout.pieces_of(name)) for layout in engines.values()) for name in wanted}
     for member, layout in sources.items():
-        attested = planned.programs[member].attestation
+        attested = planned.programs[member].verification
         for tensor, dtype in zip(layout.tensors, attested.dtypes, strict=True):
             assert dtype == (here[tensor.name] if is_wanted[tensor.name] else "")
         for row in attested.rows.tolist():
@@ -184,7 +184,7 @@ def check_attestation(
     for name in wanted:
         assert (counts[name] == is_wanted[name]).all(), name
     for engine, layout in engines.items():
-        assert planned.programs[engine].attestation.rows.tolist() == list(range(len(layout.pieces)))
+        assert planned.programs[engine].verification.rows.tolist() == list(range(len(layout.pieces)))
 
 
 def check_fan_out(planned: Plan, sources: dict[str, Layout], engines: dict[str, Layout], there: dict[str, str]) -> None:
@@ -488,8 +488,8 @@ def test_what_is_read_is_counted_in_the_sources_type(wanted: str) -> None:
 def test_what_nobody_wants_is_not_attested() -> None:
     held = simple({"q": ((4,), "float32"), "optimizer": ((4,), "float32")})
     planned = plan({"t": held}, {"e": simple({"q": ((4,), "bfloat16")}, PRIVATE)}, allow_alias=False)
-    assert planned.programs["t"].attestation.dtypes == ("bfloat16", "")
-    assert planned.programs["t"].attestation.rows.tolist() == [0]
+    assert planned.programs["t"].verification.dtypes == ("bfloat16", "")
+    assert planned.programs["t"].verification.rows.tolist() == [0]
 
 
 def test_replicas_digest_even_shares() -> None:
@@ -497,7 +497,7 @@ def test_replicas_digest_even_shares() -> None:
     sources = {f"t{index}": simple(tensors) for index in range(4)}
     planned = plan(sources, {"e": simple(tensors, PRIVATE)}, allow_alias=True)
     shares = [
-        sum(layout.piece(row).box.num_elements for row in planned.programs[member].attestation.rows.tolist())
+        sum(layout.piece(row).box.num_elements for row in planned.programs[member].verification.rows.tolist())
         for member, layout in sources.items()
     ]
     assert max(shares) - min(shares) <= 2 * 140 * 4
@@ -506,7 +506,7 @@ def test_replicas_digest_even_shares() -> None:
 def test_replicas_are_planned_once_as_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
     resolved: list[str] = []
 
-    def counted(engine: str, layout: Layout, tensors: Tensors, holdings: Holdings) -> Wants:
+    def counted(engine: str, layout: Layout, tensors: Tensors, holdings: SourceShards) -> DestinationShards:
         resolved.append(engine)
         return resolve(engine, layout, tensors, holdings)
 

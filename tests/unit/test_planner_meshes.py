@@ -101,7 +101,7 @@ def test_any_mesh_to_any_mesh(data: st.DataObject) -> None:
     attested = [
         (layout.tensors[layout.pieces.tensor_P[row]].name, layout.piece(row).box)
         for member, layout in sources.items()
-        for row in planned.programs[member].attestation.rows.tolist()
+        for row in planned.programs[member].verification.rows.tolist()
     ]
     assert sorted(name for name, _ in attested) == sorted(INDEX)
 

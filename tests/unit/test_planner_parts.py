@@ -12,7 +12,7 @@ from tandem.refit.columns import Ints
 from tandem.refit.layout import DTYPES
 from tandem.refit.planning import merge, sweep
 from tandem.refit.planning.choose import fill
-from tandem.refit.program import Copies
+from tandem.refit.transfer import Copies
 
 FLOAT32 = DTYPES.index("float32")
 

@@ -81,7 +81,7 @@ def test_values_and_scales_are_those_of_whole_blocks(data: st.DataObject) -> Non
     for engine, layout in engines.items():
         for name, box, place in places(layout, memories[engine]):
             np.testing.assert_array_equal(place, part(expected[name], box).astype(place.dtype), err_msg=f"{name}{box}")
-        attested = planned.programs[engine].attestation
+        attested = planned.programs[engine].verification
         assert attested.dtypes == ("float32", "", "float16"), "what was sent is attested, and the scales made of it not"
         assert attested.rows.tolist() == [row for row, tensor in enumerate(layout.pieces.tensor_P) if tensor != 1]
     surveyed = survey(sources, engines, allow_alias=False, grain=1)
@@ -109,7 +109,7 @@ def test_what_is_quantised_already_is_copied_with_its_scales() -> None:
     program = planned.programs["e"]
     assert program.quantisations == ()
     assert [link.num_bytes for link in planned.links] == [64 + 16]
-    assert planned.programs["t"].attestation.dtypes == ("float8_e4m3fn", "float32")
+    assert planned.programs["t"].verification.dtypes == ("float8_e4m3fn", "float32")
 
 
 def test_scales_of_another_shape_are_refused() -> None:

@@ -12,7 +12,7 @@ from plan_harness import PRIVATE, simple
 from tandem.common.errors import RefitError
 from tandem.refit import program as programs
 from tandem.refit.planner import plan
-from tandem.refit.program import Attestation, TransferProgram
+from tandem.refit.program import TransferProgram, Verification
 
 
 def example() -> TransferProgram:
@@ -35,9 +35,9 @@ def test_programs_are_compared_by_what_they_do() -> None:
     moved = msgspec.structs.replace(first.copies, source_offset_C=first.copies.source_offset_C + 4)
     receives = (msgspec.structs.replace(first, copies=moved), *program.receives[1:])
     assert msgspec.structs.replace(program, receives=receives) != program
-    less = Attestation(program.attestation.rows[:-1], program.attestation.dtypes)
-    assert msgspec.structs.replace(program, attestation=less) != program
-    assert program.attestation != "something else"
+    less = Verification(program.verification.rows[:-1], program.verification.dtypes)
+    assert msgspec.structs.replace(program, verification=less) != program
+    assert program.verification != "something else"
 
 
 def test_the_types_of_a_copy_have_names() -> None:
@@ -62,4 +62,4 @@ def test_a_damaged_program_is_refused() -> None:
 
 
 def test_nothing_to_attest() -> None:
-    assert Attestation(np.zeros(0, np.int64), ()) == programs.NOTHING
+    assert Verification(np.zeros(0, np.int64), ()) == programs.NOTHING

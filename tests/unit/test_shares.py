@@ -85,6 +85,7 @@ def batch_of(num_pairs: int, seed: int = 0) -> TrainingBatch:
         loss_mask_T=mask_T,
         generation_logprobs_T=np.zeros(len(mask_T), dtype=np.float32),
         advantages_S=np.ones(2 * num_pairs, dtype=np.float32),
+        rewards_S=np.zeros(2 * num_pairs, dtype=np.float32),
     )
 
 

@@ -25,6 +25,7 @@ def batch_of(*sequences: str) -> TrainingBatch:
         loss_mask_T=np.array([token.isupper() for token in text]),
         generation_logprobs_T=np.zeros(len(text), dtype=np.float32),
         advantages_S=np.zeros(len(sequences), dtype=np.float32),
+        rewards_S=np.zeros(len(sequences), dtype=np.float32),
     )
 
 

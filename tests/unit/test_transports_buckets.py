@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.refit.layout import DTYPES
-from tandem.refit.program import Copies
+from tandem.refit.transfer import Copies
 from tandem.refit.transports import buckets
 from tandem.refit.transports.buckets import Buckets, divide
 from tandem.refit.transports.memory import (

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tandem.common.errors import RefitError
 from tandem.refit.program import Places, Quantisation, Regions
+from tandem.refit.quantise import Quantiser, quantise
 from tandem.refit.transports.memory import Memory
-from tandem.refit.transports.quantise import Quantiser, quantise
 
 FP8 = torch.float8_e4m3fn
 

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import itertools
 import re
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from engine_harness import reference_logprobs
-from rollout_harness import WAIT_S, Rollout, Talks, count, tokens_of
+from own_environments import WAIT_S, HoldsOne
+from rollout_harness import Rollout, tokens_of
 
 from tandem.common.batch import SampleArrays
-from tandem.common.messages import Problem, PromptGroup, SamplesFinished
+from tandem.common.messages import PromptGroup, SamplesFinished
 from tandem.rollout.conversation import turn_seed
-from tandem.rollout.environments import Score, Turn
-
-__all__ = ["Talks"]  # found here by its path
-Messages = Sequence[Mapping[str, str]]
 
 
 @pytest.fixture
@@ -29,59 +25,12 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Rollout]]:
     started: list[Rollout] = []
 
     def make(environment: str, **settings: Any) -> Rollout:
-        started.append(Rollout(tmp_path / str(len(started)), f"{__name__}.{environment}", **settings))
+        started.append(Rollout(tmp_path / str(len(started)), f"own_environments.{environment}", **settings))
         return started[-1]
 
     yield make
     for rollout in started:
         rollout.service.close()
-
-
-class Scores:
-    """Scores and has nothing to say."""
-
-    def score(self, problem: Problem, response: str) -> Score:
-        return Score(float(len(response)), correct=False)
-
-
-class Holds:
-    """Scores; the first sample of problem 0 not before it may."""
-
-    release = threading.Event()
-    waits = threading.Lock()
-
-    def score(self, problem: Problem, response: str) -> Score:
-        if problem.metadata["number"] == 0 and self.waits.acquire(blocking=False):
-            self.release.wait(WAIT_S)
-            self.waits.release()
-        return Score(1.0, correct=True)
-
-
-class Fails:
-    """Answers once, and then does what it was told to."""
-
-    release = threading.Event()
-
-    def __init__(self, *, how: str) -> None:
-        self.how = how
-
-    def step(self, problem: Problem, conversation: Messages) -> Any:
-        if count(conversation) == 1:
-            return Turn([{"role": "user", "content": "é" if self.how == "unknown" else "1"}])
-        match self.how:
-            case "raises":
-                raise LookupError("no such room")
-            case "hangs":
-                self.release.wait(WAIT_S)
-            case "reward":
-                return Turn([{"role": "user", "content": "1"}], reward=float("nan"))
-            case "nothing":
-                return Turn([])
-            case "text":
-                return Turn("1")  # type: ignore[arg-type]
-            case "assistant":
-                return Turn([{"role": "assistant", "content": "1"}])
-        return None
 
 
 # --- tokens ----------------------------------------------------------------------------------------------------------
@@ -231,21 +180,20 @@ def test_an_environment_that_fails_in_a_later_turn_is_named(
     start: Callable[..., Rollout], how: str, message: str
 ) -> None:
     rollout = start("Fails", kwargs={"how": how})
-    assert rollout.error(rollout.group(0, [1])) == message
+    where = r" \(.*/own_environments\.py:\d+, in step\)" if how == "raises" else ""
+    assert re.fullmatch(re.escape(message) + where, rollout.error(rollout.group(0, [1])))
 
 
 def test_an_answer_that_the_tokenizer_cannot_take_is_named(start: Callable[..., Rollout]) -> None:
     rollout = start("Fails", kwargs={"how": "unknown"})
     message = rollout.error(rollout.group(0, [1]))
-    assert message.startswith("environment 'mine': the tokenizer in ")
+    assert message.startswith("environment 'mine', problem 'p0': the tokenizer in ")
     assert message.endswith("does not know the character 'é'")
 
 
 def test_an_answer_that_takes_too_long_is_named(start: Callable[..., Rollout]) -> None:
-    Fails.release.clear()
     rollout = start("Fails", kwargs={"how": "hangs"}, timeout_s=0.2)
     message = rollout.error(rollout.group(0, [1]))
-    Fails.release.set()
     assert message.startswith("environment 'mine' took longer than 0.2 s")
     assert "'p0'" in message
 
@@ -283,9 +231,9 @@ def test_samples_are_kept_until_they_are_released(start: Callable[..., Rollout])
 
 
 def test_what_is_given_up_is_released_but_for_groups_that_were_finished(start: Callable[..., Rollout]) -> None:
-    rollout = start("Holds", generation={"async_engine": True}, num_workers=2)
+    rollout = start("HoldsOne", generation={"async_engine": True}, num_workers=2)
     held, done = rollout.group(0, [1, 2]), rollout.group(1, [1, 2])
-    Holds.release.clear()
+    HoldsOne.release.clear()
     rollout.start(held, done)
     deadline = time.monotonic() + WAIT_S
     while sum(len(message.samples) for message in finished(rollout)) < 3:
@@ -294,7 +242,7 @@ def test_what_is_given_up_is_released_but_for_groups_that_were_finished(start: C
     samples = [sample for message in finished(rollout) for sample in message.samples]
     assert rollout.store.num_tokens == sum(sample.num_tokens for sample in samples)
     rollout.start()  # nothing more, and what came before is given up
-    Holds.release.set()
+    HoldsOne.release.set()
     kept = [sample.num_tokens for sample in samples if sample.group == 1]
     assert (len(kept), sum(kept)) == (2, rollout.store.num_tokens), "of the group that was finished"
     for message in finished(rollout):
@@ -307,6 +255,10 @@ def finished(rollout: Rollout) -> list[SamplesFinished]:
 
 
 def test_samples_for_which_there_is_no_room_are_an_error(start: Callable[..., Rollout]) -> None:
-    rollout = start("Scores", generation={"max_stored_tokens": 40})
-    message = rollout.error(rollout.group(0, range(8)))
-    assert re.match(r"no room for a sample of \d+ tokens: .*policy.generation.max_stored_tokens is 40$", message)
+    rollout = start("Scores", generation={"max_stored_tokens": 1024})
+    rollout.start(rollout.group(0, range(150)))
+    while rollout.service.work():
+        assert not rollout.member.errors
+    (error,) = rollout.member.errors
+    assert re.match(r"no room for a sample of \d+ tokens: .*policy.generation.max_stored_tokens is 1024$", str(error))
+    assert rollout.store.num_tokens == 0, "what was made of a group that is given up is released"

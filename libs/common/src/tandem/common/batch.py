@@ -138,11 +138,7 @@ class RaggedArrays(Bundle, frozen=True, kw_only=True):
         rows, offsets = np.asarray(rows, dtype=np.int64), self.offsets()
         tokens = np.concatenate([rows[:0], *(np.arange(offsets[row], offsets[row + 1]) for row in rows)])
         arrays = self.to_frames().items()
-        # Of what there is not for every sequence, there is nothing.
-        taken = {
-            name: array[rows if name.endswith("_S") else tokens] if len(array) else array for name, array in arrays
-        }
-        return self.of(taken)
+        return self.of({name: array[rows if name.endswith("_S") else tokens] for name, array in arrays})
 
     def counted(self) -> Bools:
         """Return the loss mask without the first token of each sequence, which nothing predicts."""
@@ -200,9 +196,9 @@ class TrainingBatch(RaggedArrays, frozen=True, kw_only=True):
 
     generation_logprobs_T: Float32s
     advantages_S: Float32s
+    rewards_S: Float32s
+    """What advantages were made of; zeros where there are no rewards."""
     columns: Mapping[str, NDArray[Any]] = {}
-    rewards_S: Float32s = msgspec.field(default_factory=lambda: np.zeros(0, dtype=np.float32))
-    """What advantages were made of; none where there are no rewards."""
 
     def part(self, first: int, count: int) -> TrainingBatch:
         """Return `count` sequences from `first` on, uncopied."""
@@ -244,7 +240,7 @@ class TrainingBatch(RaggedArrays, frozen=True, kw_only=True):
             prompt_lengths_S=np.array(lengths, dtype=np.int32),
             rank_S=nothing_S,
             advantages_S=self.advantages_S,
-            rewards_S=self.rewards_S if len(self.rewards_S) else nothing_S.astype(np.float32),
+            rewards_S=self.rewards_S,
             source_S=nothing_S - 1,
             command_S=nothing_S.astype(np.int64),
             group_S=nothing_S,

@@ -16,6 +16,7 @@ The tree::
     |   `-- SamplingExhausted  dynamic sampling found too few prompt groups to learn from
     |-- ModelError             a checkpoint folder that cannot be loaded
     |-- CheckpointError        a checkpoint that could not be written or read
+    |   `-- DamagedCheckpoint  its files are not what was written; another one may be whole
     |-- TrainingError          an optimizer step whose loss or gradient is not a finite number
     |-- SamplesError           samples that are no longer where they should be, or have no room
     |-- RewardError            an environment returned something that is no reward
@@ -37,7 +38,12 @@ class TandemError(Exception):
 
 
 class ConfigError(TandemError):
-    """The configuration cannot be run as it stands."""
+    """The configuration cannot be run as it stands. Its message is the first of its problems."""
+
+    def __init__(self, *problems: str) -> None:
+        self.problems = problems
+        """Everything that is wrong with it, a line each."""
+        super().__init__(problems[0])
 
 
 class NotSupportedYet(ConfigError):
@@ -104,6 +110,16 @@ class ModelError(TandemError):
 
 class CheckpointError(TandemError):
     """A checkpoint could not be written or read."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """The files of a checkpoint are not what was written, or are those of another one."""
+
+    whole: int | None = None
+    """The step of the newest checkpoint of the run that is whole, from which it can be resumed; None if there is none.
+    Whoever knows the other checkpoints says so."""
+    config_file: str = ""
+    """Of the run that it is a checkpoint of, where that is not the one that was asked for."""
 
 
 class TrainingError(TandemError):

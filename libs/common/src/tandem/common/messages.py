@@ -299,7 +299,7 @@ class EngineBuilt(Message, frozen=True, kw_only=True, tag=True):
 
     command_id: Count
     layouts: Annotated[tuple[Encoded, ...], Meta(min_length=1)]
-    """Encoded `tandem.refit.layout.Layout`s: what each of its parts (`tandem.common.parts`) wants, and where."""
+    """Encoded `tandem.refit.layout.Layout`s: what each of its `tandem.common.worker_shards` wants, and where."""
     samples_address: Name
     """``tcp://HOST:PORT``, where trainers fetch its samples."""
 
@@ -379,6 +379,12 @@ class SampleScored(Message, frozen=True, kw_only=True):
     correct: bool
     response: str
     """What followed the prompt, a line for each message, for logs; empty unless the sample is for validation."""
+    failure: str = ""
+    """Why the environment gave the last response no score, on one line; empty if it did, or if a limit came first."""
+    timed_out: bool = False
+    """Whether that is because it took too long."""
+    dropped: bool = False
+    """Whether the sample counts nowhere for that (``env.NAME.on_error: drop``); else it has its turns' rewards."""
 
 
 class SamplesFinished(Message, frozen=True, kw_only=True, tag=True):

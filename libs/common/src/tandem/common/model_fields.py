@@ -17,14 +17,29 @@ def model_fields(model_type: str) -> frozenset[str]:
 
     It errs on the side of more: whatever a method of the class or of one of its bases sets or looks up by name counts.
     """
+    return frozenset(field for defined in _classes(model_type) for field in _own_fields(defined))
+
+
+def _classes(model_type: str) -> Iterator[ast.ClassDef]:
+    """Yield the class of a model type, then its bases; none for an unknown type."""
     name = model_types().get(model_type)
     root = package_folder("transformers")
     if name is None or root is None:
-        return frozenset()
+        return
     special: Mapping[str, str] = _mappings(root)["SPECIAL_MODEL_TYPE_TO_MODULE_NAME"]
     module = special.get(model_type, model_type).replace("-", "_")
     path = root / "models" / module / f"configuration_{module}.py"
-    return frozenset(field for defined in class_and_bases(path, name, root) for field in _own_fields(defined))
+    yield from class_and_bases(path, name, root)
+
+
+def field_default(model_type: str, field: str) -> Any:
+    """Return what a field of this type is where it is not said; None where that is not written out."""
+    for defined in _classes(model_type):
+        for node in defined.body:
+            match node:
+                case ast.AnnAssign(target=ast.Name(id=name), value=ast.Constant(value=value)) if name == field:
+                    return value
+    return None
 
 
 def model_types() -> Mapping[str, str]:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from tandem.common.config.schema import Policy
+from tandem.common.model_fields import field_default
 
 _NAMES = {
     "num_layers": ("num_hidden_layers",),
@@ -15,6 +16,10 @@ _NAMES = {
     "num_key_value_heads": ("num_key_value_heads",),
     "num_experts": ("num_experts", "num_local_experts", "n_routed_experts"),
 }
+
+
+_STRETCHING = ("linear", "dynamic", "yarn")
+"""Kinds of rotary embeddings whose factor is not in ``max_position_embeddings`` already, or need not be."""
 
 
 class ModelSizes(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +58,24 @@ def vocabulary_size(policy: Policy) -> int:
     config = model_config(policy) or {}
     size = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
     return size if isinstance(size, int) else 2**31
+
+
+def max_positions(policy: Policy) -> int | None:
+    """Return how long the sequences may be that a model was made for; None if that is not known here."""
+    config = model_config(policy)
+    if config is None:
+        return None
+    positions = config.get("max_position_embeddings", config.get("n_positions"))
+    if positions is None:
+        positions = field_default(str(config.get("model_type")), "max_position_embeddings")
+    if not isinstance(positions, int) or isinstance(positions, bool) or positions < 1:  # -1: any length
+        return None
+    scaling = config.get("rope_scaling") or config.get("rope_parameters")
+    stretched = 1.0
+    if isinstance(scaling, dict) and scaling.get("rope_type", scaling.get("type")) in _STRETCHING:
+        factor = scaling.get("factor")
+        stretched = max(1.0, factor) if isinstance(factor, int | float) else 1.0
+    return int(positions * stretched)
 
 
 def _new(policy: Policy) -> dict[str, Any] | None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # the configuration's own checks import this module
-    from tandem.common.config import Config
+if TYPE_CHECKING:  # the configuration's own checks import this module, and its schema comes with them
+    from tandem.common.config.schema import Config
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 

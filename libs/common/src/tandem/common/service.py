@@ -19,10 +19,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-from tandem.common import collector, signals
+from tandem.common import gc_tuning, signals
 from tandem.common.config import Config, config_from_json
 from tandem.common.errors import TandemError, WireError
-from tandem.common.kinship import die_with
 from tandem.common.messages import (
     MAX_TEXT,
     MAX_TRACEBACK,
@@ -35,6 +34,7 @@ from tandem.common.messages import (
     Shutdown,
     Welcome,
 )
+from tandem.common.process_lifetime import die_with
 from tandem.common.wire import Arrays, Frames, Link, encode
 
 _IDLE_POLL_S = 1.0
@@ -134,7 +134,7 @@ def run_service(
     argv: Sequence[str] | None = None,
 ) -> int:
     """Run one service process from its command line to its end; return the exit code."""
-    collector.retire_at_exit()
+    gc_tuning.retire_at_exit()
     arguments = _parser(kind).parse_args(argv)
     host = socket.gethostname()
     identity = f"{kind}-{host}-{os.getpid()}-{secrets.token_hex(4)}"
@@ -145,10 +145,15 @@ def run_service(
         pid=os.getpid(),
         launch_id=arguments.launch_id,
     )
+
+    def say_so() -> None:
+        timeout_s = f"{arguments.join_timeout:g}"
+        print(f"{kind}: waiting for a coordinator at {arguments.coordinator}, up to {timeout_s} s", flush=True)
+
     try:
         _heed_signals(arguments.launched_by)
         link: Link[Any] = Link(arguments.coordinator, kind, identity, incoming)
-        welcome = link.join(hello, arguments.join_timeout)
+        welcome = link.join(hello, arguments.join_timeout, say_so)
     except TandemError as error:
         print(f"{kind}: {error}", file=sys.stderr)
         return 1
@@ -159,15 +164,15 @@ def run_service(
     try:
         print(f"{welcome.member} joined {arguments.coordinator} (run {welcome.run_id})", flush=True)
         member = Member(link, welcome, arguments.coordinator)
-        with collector.paused():
+        with gc_tuning.paused():
             service = make_service(member)
-        collector.keep()
+        gc_tuning.keep()
         reason = _answer_orders(link, member, service)
     except KeyboardInterrupt:
         reason = "interrupted"
     except WireError as error:
         reason, code = f"the coordinator has sent {error}", 1
-    collector.retire()
+    gc_tuning.retire()
     if service is not None:
         service.close()
     link.close(reason)

@@ -24,7 +24,7 @@ def class_and_bases(path: Path, name: str, root: Path) -> Iterator[ast.ClassDef]
 
     Nothing is yielded for a class that is not there.
     """
-    tree = _parsed(path)
+    tree = parsed(path)
     defined = next((node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name), None)
     if defined is not None:
         yield defined
@@ -51,6 +51,6 @@ def annotated_fields(defined: ast.ClassDef) -> dict[str, ast.expr]:
 
 
 @functools.cache
-def _parsed(path: Path) -> ast.Module:
+def parsed(path: Path) -> ast.Module:
     """Return a module's syntax; an empty one if its source is not there."""
     return ast.parse(path.read_bytes() if path.is_file() else b"")

@@ -6,6 +6,10 @@ import os
 from typing import Literal
 
 from tandem.common.config import Config
+from tandem.common.errors import ConfigError
+
+_MOST_A_CORE = 16
+"""Threads of one process: more than one may be of use where the configuration is written for a larger machine."""
 
 
 def limit_threads(config: Config, kind: Literal["trainers", "rollouts"]) -> None:
@@ -15,7 +19,18 @@ def limit_threads(config: Config, kind: Literal["trainers", "rollouts"]) -> None
     """
     import torch  # here, so that processes without torch can import this package
 
+    refuse_threads(config)
     torch.set_num_threads(num_threads(config, kind, len(os.sched_getaffinity(0))))
+
+
+def refuse_threads(config: Config) -> None:
+    """Raise `ConfigError` if a process is to have many more threads than this machine has cores."""
+    threads, num_cores = config.cluster.threads_per_process, os.cpu_count() or 1
+    if threads is not None and threads > _MOST_A_CORE * num_cores:
+        raise ConfigError(
+            f"cluster.threads_per_process: {threads} is more than {_MOST_A_CORE} for each of the {num_cores} cores of "
+            "this machine"
+        )
 
 
 def num_threads(config: Config, kind: Literal["trainers", "rollouts"], num_cores: int) -> int:

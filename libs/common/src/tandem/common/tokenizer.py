@@ -144,19 +144,19 @@ def _alphabet(hugging_face: Any) -> frozenset[str] | None:
     return ordinary if all(len(token) == 1 for token in ordinary) else None
 
 
-def load_tokenizer(config: Config) -> Tokenizer:
-    """Load ``policy.tokenizer``. Raises `ModelError` if the folder holds none."""
+def load_tokenizer(config: Config, folder: Path | None = None) -> Tokenizer:
+    """Load ``policy.tokenizer``, from another `folder` where it is not there yet. Raises `ModelError` if none is."""
     # AutoTokenizer would import torch; every tokenizer that Tandem can use has the one file that this class reads.
     from transformers import PreTrainedTokenizerFast
 
     where = config.policy.tokenizer.name
     failure = f"policy.tokenizer.name: cannot load a tokenizer from {where!r}: "
-    folder = Path(where)
-    strange = first_irregular(itertools.chain([folder], folder.glob("*"), folder.glob("additional_chat_templates/*")))
+    there = folder or Path(where)
+    strange = first_irregular(itertools.chain([there], there.glob("*"), there.glob("additional_chat_templates/*")))
     if strange is not None:
         raise ModelError(f"{failure}{strange}, not a file")
     try:
-        hugging_face = PreTrainedTokenizerFast.from_pretrained(where)
+        hugging_face = PreTrainedTokenizerFast.from_pretrained(folder or where)
     except Exception as error:  # the library raises whatever its readers raise
         raise ModelError(f"{failure}{error}".split("\n")[0]) from error
     template = config.policy.tokenizer.chat_template

@@ -58,6 +58,7 @@ _WHERE = re.compile(r"(.*?)(?: - at (`key` in )?`\$\.?(.*)`)?", re.DOTALL)
 """How msgspec says what is wrong, and where."""
 
 _EXIT_COORDINATOR_LOST = 70
+_AT_ONCE_S = 1.0
 _SHUTDOWN_GRACE_S = 5.0
 """Seconds a process has to end by itself after `Shutdown` before its link ends it."""
 
@@ -336,8 +337,8 @@ class Link(Generic[Incoming]):
         self._thread: threading.Thread | None = None
         self._phase = "joining"
 
-    def join(self, hello: Hello, timeout_s: float) -> Welcome:
-        """Say hello until the coordinator answers.
+    def join(self, hello: Hello, timeout_s: float, is_waiting: Callable[[], None] | None = None) -> Welcome:
+        """Say hello until the coordinator answers; call `is_waiting` if it does not do so at once.
 
         Raises `ConfigError` for an address that is none, `TandemError` if the coordinator refuses or does not answer.
         """
@@ -349,6 +350,8 @@ class Link(Generic[Incoming]):
         self._dealer.send_multipart(encode(hello))
         admission: Codec[Welcome | Refused | Heartbeat | Shutdown] = Codec(Welcome | Refused | Heartbeat | Shutdown)
         deadline = time.monotonic() + timeout_s
+        if is_waiting is not None and not self._dealer.poll(int(min(timeout_s, _AT_ONCE_S) * 1000)):
+            is_waiting()
         while (remaining := deadline - time.monotonic()) > 0:
             if not self._dealer.poll(int(remaining * 1000)):
                 break

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
-from tandem.common import collector, signals
+from tandem.common import gc_tuning, signals
 from tandem.common.config import dump_yaml, load_config, notices
-from tandem.common.errors import ConfigError, TandemError
+from tandem.common.errors import ConfigError, DamagedCheckpoint, TandemError
 
+if TYPE_CHECKING:
+    from tandem.coordinator.prerequisite import Ready
+
+_EXAMPLE = "example: coordinator up examples/arithmetic.yaml grpo.max_num_steps=20"
 _EXIT_FAILED = 1
 _EXIT_BAD_INPUT = 2
 _EXIT_INTERRUPTED = 130
@@ -23,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0 is success, 1 a run that failed, 2 input that cannot be run, 130 a run that was interrupted and saved.
     """
-    collector.retire_at_exit()
+    gc_tuning.retire_at_exit()
     arguments = _parse(argv)
     try:
         match arguments.command:
@@ -40,11 +46,28 @@ def main(argv: Sequence[str] | None = None) -> int:
             case other:
                 raise AssertionError(other)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        for line in error.problems:
+            print(f"error: {line}", file=sys.stderr)
+        if len(error.problems) > 1:
+            print(f"{len(error.problems)} problems", file=sys.stderr)
         return _EXIT_BAD_INPUT
+    except DamagedCheckpoint as error:
+        print(f"error: {error}; {_way_out(error, arguments)}", file=sys.stderr)
+        return _EXIT_FAILED
     except TandemError as error:
         print(f"error: {error}", file=sys.stderr)
         return _EXIT_FAILED
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return _EXIT_INTERRUPTED
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says by an example what to type."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print usage, what is wrong and an example; exit with code 2."""
+        self.exit(_EXIT_BAD_INPUT, f"{self.format_usage()}{self.prog}: error: {message}\n{_EXAMPLE}\n")
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -56,19 +79,30 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if rest:
         arguments.overrides += rest
+    if arguments.command == "up" and arguments.from_step is not None and not arguments.resume:
+        parser.error("--from STEP says where to --resume: give both")
     return arguments
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="coordinator", description="Tandem: post-training for language models.")
+    parser = _Parser(prog="coordinator", description="Tandem: post-training for language models.", epilog=_EXAMPLE)
+    parser.add_argument("--version", action="version", version=f"tandem {importlib.metadata.version('tandem')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     up = commands.add_parser("up", help="run a configuration: launch, train, tear down")
     _add_config_arguments(up)
     how = up.add_mutually_exclusive_group()
     how.add_argument("--resume", action="store_true", help="continue the run that is in the run folder")
     how.add_argument("--restart", action="store_true", help="set an earlier run in the run folder aside and begin anew")
-    check = commands.add_parser("check", help="validate a configuration and print it resolved; starts nothing")
+    up.add_argument(
+        "--from",
+        dest="from_step",
+        type=int,
+        metavar="STEP",
+        help="with --resume: go on from the checkpoint of this step, and do later ones again",
+    )
+    check = commands.add_parser("check", help="find what is wrong with a run before it starts; starts nothing")
     _add_config_arguments(check)
+    check.add_argument("--resolved", action="store_true", help="print the whole configuration, every default filled in")
     report = commands.add_parser("report", help="summarise a run: curves as PNG and JSON, and where the time went")
     report.add_argument("run", type=Path, metavar="RUN", help="run folder: logger.log_dir of its configuration")
     report.add_argument("--out", type=Path, help="folder for report.png and report.json (default: the run folder)")
@@ -81,7 +115,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the file's")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="settings that replace the file's"
+    )
 
 
 def _up(arguments: argparse.Namespace) -> int:
@@ -89,22 +125,26 @@ def _up(arguments: argparse.Namespace) -> int:
     for notice in notices(config):
         print(f"note: {notice}", flush=True)
     from tandem.coordinator.journal_file import JOURNAL_NAME
-    from tandem.coordinator.launch import make_importable, preload
+    from tandem.coordinator.launch import preload
     from tandem.coordinator.nursery import Nursery
     from tandem.coordinator.scheduler.events import Finish
     from tandem.coordinator.spec import launched_processes
 
-    make_importable(arguments.config)
     signals.interrupt_when_asked()
     folder = Path(config.logger.log_dir)
     try:
         # First: what follows imports much as well.
         kinds = [kind for kind, count in launched_processes(config).items() if count]
-        with Nursery(partial(preload, kinds), config.cluster.deadlines.join_s) as nursery:
-            from tandem.coordinator.run import Mode, run
+        environment = config.policy.megatron_cfg.environment
+        with Nursery(partial(preload, kinds, environment), config.cluster.deadlines.join_s) as nursery:
+            from tandem.coordinator.preflight import preflight
+            from tandem.coordinator.prerequisite import Mode
+            from tandem.coordinator.run import run
 
             mode: Mode = "resume" if arguments.resume else "restart" if arguments.restart else "new"
-            finish = run(config, mode, lambda text: print(text, flush=True), nursery)
+            ready = preflight(arguments.config, config, mode)
+            say = partial(print, flush=True)
+            finish = run(ready, mode, say, nursery, arguments.from_step)
     except KeyboardInterrupt:  # before the loop began, which takes it for itself
         finish = Finish(outcome="interrupted")
     match finish.outcome:
@@ -126,12 +166,53 @@ def _up(arguments: argparse.Namespace) -> int:
             return _EXIT_FAILED
 
 
+def _way_out(error: DamagedCheckpoint, arguments: argparse.Namespace) -> str:
+    """Return what to type after a checkpoint was found damaged."""
+    words = ["coordinator", "up", arguments.config, *arguments.overrides]
+    if error.config_file:
+        words = ["coordinator", "up", error.config_file]
+    if error.whole is None:
+        return f"no other checkpoint is whole: begin anew with {shlex.join([*words, '--restart'])}"
+    how = ["--resume", "--from", str(error.whole)]
+    return f"the newest that is whole is that of step {error.whole}: {shlex.join([*words, *how])}"
+
+
 def _check(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
-    print(dump_yaml(config), end="")
+    if arguments.resolved:
+        print(dump_yaml(config), end="")
     for notice in notices(config):
         print(f"note: {notice}", file=sys.stderr)
+    from tandem.coordinator.preflight import preflight
+
+    ready = preflight(arguments.config, config, "new")
+    for note in [*ready.notices, *_earlier(ready)]:
+        print(f"note: {note}", file=sys.stderr)
+    print(_summary(ready))
     return 0
+
+
+def _earlier(ready: Ready) -> Iterator[str]:
+    """Yield what there is already of a run, and of the one before it."""
+    from tandem.coordinator.prerequisite import differences, has_begun, model_differences
+
+    config = ready.config
+    if changed := model_differences(config):
+        yield f"policy.new_model differs from {config.policy.model_name} in {changed}; --restart makes it again"
+    if has_begun(config):
+        yield f"{config.logger.log_dir} already holds a run: go on with it by --resume, or begin anew by --restart"
+    if ready.prerequisite is not None and (changed := differences(ready.prerequisite)):
+        yield f"prerequisite {ready.prerequisite.source} differs from its run in {changed}; --restart makes it again"
+
+
+def _summary(ready: Ready) -> str:
+    """Say on one line what a run will be."""
+    from tandem.coordinator.spec import expected_processes
+
+    config, first = ready.config, "" if ready.prerequisite is None else f", after {ready.prerequisite.source}"
+    counts = expected_processes(config).items()
+    processes = ", ".join(f"{count} {kind} process{'es' * (count > 1)}" for kind, count in counts)
+    return f"OK: {config.algorithm} on {config.policy.model_name}, {ready.feed.num_steps} steps, {processes}{first}"
 
 
 def _report(arguments: argparse.Namespace) -> int:

@@ -43,8 +43,8 @@ class Feed(Protocol):
         """Return these prompt groups of `step`."""
         ...
 
-    def take_samples(self, rollout: str, finished: SamplesFinished) -> None:
-        """Keep what is known of samples that this rollout has finished until their step's batch is made."""
+    def take_samples(self, rollout: str, finished: SamplesFinished) -> Sequence[str]:
+        """Keep what is known of samples that a rollout has finished; return what a user should know of them."""
         ...
 
     def discard_samples(self, step: int, purpose: Purpose, groups: Sequence[int]) -> None:

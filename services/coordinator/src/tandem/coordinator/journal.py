@@ -69,6 +69,8 @@ class RefitRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Of the whole version, as every engine holds it; zero if it was not verified. See `tandem.refit.digests.task`."""
     quarantined: dict[str, str]
     """Engines that had to be refitted once more, and why."""
+    verify: str = ""
+    """``refit.verify`` at the time: digests of different elements cannot be compared."""
 
     @property
     def share_of_bound(self) -> float:

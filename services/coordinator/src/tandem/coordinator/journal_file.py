@@ -56,7 +56,8 @@ def refuse_journal(folder: Path) -> None:
     """Refuse a folder in which a run was begun."""
     if (folder / JOURNAL_NAME).exists():
         raise RunFolderError(
-            f"{folder} already holds a run: continue it with --resume, or choose another logger.log_dir"
+            f"{folder} already holds a run: continue it with --resume, set it aside with --restart, or choose another "
+            "logger.log_dir"
         )
 
 

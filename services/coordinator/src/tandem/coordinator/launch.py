@@ -8,7 +8,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -33,8 +33,9 @@ def make_importable(config_file: str | Path) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([*(path for path in inherited if path not in ("", folder)), folder])
 
 
-def preload(kinds: Iterable[ServiceKind]) -> None:
-    """Import what services of these kinds take long to import."""
+def preload(kinds: Iterable[ServiceKind], environment: Mapping[str, str] | None = None) -> None:
+    """Import what services of these kinds take long to import, with more in this process's `environment`."""
+    os.environ.update(environment or {})
     for kind in kinds:
         importlib.import_module(f"tandem.{kind}.cli").preload()
 

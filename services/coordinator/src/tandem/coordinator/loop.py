@@ -164,7 +164,8 @@ class Loop:
         self._batches.take_reply(event.member, event.reply)
         match event.reply:
             case SamplesFinished() as finished:
-                self._feed.take_samples(event.member, finished)
+                for line in self._feed.take_samples(event.member, finished):
+                    self._recorder.note(line)
                 return  # more answers follow
             case Trained() as trained:
                 self._ledger.trained(trained)

@@ -26,9 +26,9 @@ from typing import IO, NoReturn
 import msgspec
 from setproctitle import setproctitle
 
-from tandem.common import collector, signals
+from tandem.common import gc_tuning, signals
 from tandem.common.errors import DeadlineExceeded, ServiceLost
-from tandem.common.kinship import die_with, reaper
+from tandem.common.process_lifetime import die_with, reaper
 
 _NAME = "the process that forks services"
 _ATTEMPTS = 2
@@ -191,7 +191,7 @@ def serve(orders_fd: int, owner: int, preload: Callable[[], None]) -> NoReturn:
     _forget_owner(orders_fd)
     setproctitle("coordinator: forks services")
     os.environ.update({**_ENVIRONMENT, **_WHILE_IMPORTING, **os.environ})
-    with collector.paused(), contextlib.suppress(Exception):
+    with gc_tuning.paused(), contextlib.suppress(Exception):
         preload()
     if _uses_a_gpu():  # a library did so while it was imported; begin anew without, and let each service import
         os.set_inheritable(orders_fd, True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.common.config import Config, config_to_json
+from tandem.common.config import Config, config_to_json, fingerprint
 from tandem.common.telemetry import MetricWriters
 from tandem.coordinator.checkpoints import CheckpointFolder, CheckpointRecord
 from tandem.coordinator.health import Health
@@ -10,6 +10,7 @@ from tandem.coordinator.journal import Journal, RefitRecord, StepRecord
 from tandem.coordinator.ledger import RefitLedger, StepLedger
 from tandem.coordinator.members import Registry
 from tandem.coordinator.progress import Progress
+from tandem.coordinator.resuming import refuse_other_weights
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import CommitStep, RecordRefit
 
@@ -59,7 +60,8 @@ class Recorder:
             metric=self._journal.step(step).metrics.get(name),
             config_json=config_to_json(self._config).decode(),
         )
-        self._journal.record_checkpoint(step, str(self._checkpoints.publish(record)))
+        folder = self._checkpoints.publish(record, fingerprint(self._config))
+        self._journal.record_checkpoint(step, str(folder))
 
     def commit(self, action: CommitStep, ledger: StepLedger) -> None:
         """Write a step to the journal: then it is done. Then write its metrics where people look, and what is wrong."""
@@ -77,7 +79,12 @@ class Recorder:
             self.note(line)
 
     def record_refit(self, action: RecordRefit, ledger: RefitLedger) -> None:
-        """Write to the journal that a version has reached engines, and is attested."""
+        """Write to the journal that a version has reached engines, and is attested.
+
+        Raises `DamagedCheckpoint` if it is not what it was before the run was resumed.
+        """
+        verify = self._config.refit.verify
+        refuse_other_weights(self._journal, self._checkpoints, action.version, action.digest, verify)
         for engine, why in action.quarantined.items():
             self.note(f"{engine} was quarantined and refitted to version {action.version}: {why}")
         self._journal.record_refit(
@@ -89,6 +96,7 @@ class Recorder:
                 predicted_s=action.predicted_s,
                 bound_s=action.bound_s,
                 digest=action.digest,
+                verify=verify,
                 quarantined=action.quarantined,
             )
         )

@@ -58,8 +58,8 @@ from tandem.common.messages import (
     VersionCommitted,
 )
 from tandem.common.model_sizes import vocabulary_size
-from tandem.common.parts import process_of
 from tandem.common.wire import Arrays
+from tandem.common.worker_shards import process_of
 from tandem.refit import layout
 
 _SHOWN = 100
@@ -239,12 +239,12 @@ def _samples_finished(asked: _Asked, reply: SamplesFinished) -> None:
     held = versions[bisect.bisect_left(versions, asked.oldest_version) :]
     for row, sample in enumerate(reply.samples):
         for field in ("oldest_version", "newest_version"):
-            value = getattr(sample, field)
-            _must(value in held, f"samples[{row}].{field}", value, f"one that the engine held then: {_some(held)}")
+            if getattr(sample, field) not in held:
+                _fits(False, row, field, sample, f"one that the engine held then: {_some(held)}")
         oldest, newest = sample.oldest_version, sample.newest_version
-        _must(oldest <= newest, f"samples[{row}].oldest_version", oldest, f"at most the newest, {newest}")
+        _fits(oldest <= newest, row, "oldest_version", sample, "at most the newest, {}", newest)
         has_text = bool(sample.response) and reply.purpose == "train"
-        _must(not has_text, f"samples[{row}].response", sample.response, "empty: only validation has text")
+        _fits(not has_text, row, "response", sample, "empty: only validation has text")
         if (sample.group, sample.sample) not in asked.arrived:  # an order that is sent again is answered again
             asked.arrived.add((sample.group, sample.sample))
             asked.num_tokens += sample.response_length
@@ -346,24 +346,30 @@ def _check_samples(asked: _Asked, samples: Iterable[SampleScored]) -> None:
     limits, groups = asked.limits, {group.group: group for group in order.groups}
     seen: set[tuple[int, int]] = set()
     for row, sample in enumerate(samples):
-        at = f"samples[{row}]"
         group = groups.get(sample.group)
         if group is None:
-            raise WireError(f"{at}.group: {sample.group}, must be one that was asked for")
-        num_prompt, num_made, turns = len(group.prompt_ids), sample.response_length, sample.num_turns
-        said, length = sample.prompt_length, sample.num_tokens
-        _must(sample.sample < len(group.seeds), f"{at}.sample", sample.sample, f"below {len(group.seeds)}")
-        _must((sample.group, sample.sample) not in seen, f"{at}.sample", sample.sample, "one that is not there twice")
-        _must(said == num_prompt, f"{at}.prompt_length", said, f"{num_prompt}, as asked for")
-        _must(turns <= limits.max_turns, f"{at}.num_turns", turns, f"at most {limits.max_turns}")
-        most = min(turns * order.sampling.max_new_tokens, limits.max_tokens - num_prompt)
-        _must(turns <= num_made <= most, f"{at}.response_length", num_made, f"from {turns} to {most}")
-        _must(length <= limits.max_tokens, f"{at}.num_tokens", length, f"at most {limits.max_tokens}")
-        fits = length == num_prompt + num_made if turns == 1 else length >= num_prompt + num_made
-        _must(fits, f"{at}.num_tokens", length, f"that of the prompt, {num_prompt}, and what follows, {num_made}")
+            raise WireError(f"samples[{row}].group: {sample.group}, must be one that was asked for")
+        prompt, made, turns = len(group.prompt_ids), sample.response_length, sample.num_turns
+        _fits(sample.sample < len(group.seeds), row, "sample", sample, "below {}", len(group.seeds))
+        _fits((sample.group, sample.sample) not in seen, row, "sample", sample, "one that is not there twice")
+        _fits(sample.prompt_length == prompt, row, "prompt_length", sample, "{}, as asked for", prompt)
+        _fits(turns <= limits.max_turns, row, "num_turns", sample, "at most {}", limits.max_turns)
+        most = min(turns * order.sampling.max_new_tokens, limits.max_tokens - prompt)
+        _fits(turns <= made <= most, row, "response_length", sample, "from {} to {}", turns, most)
+        length = sample.num_tokens
+        _fits(length <= limits.max_tokens, row, "num_tokens", sample, "at most {}", limits.max_tokens)
+        # Between two responses the environment has spoken.
+        is_all = length == prompt + made if turns == 1 else length >= prompt + made
+        _fits(is_all, row, "num_tokens", sample, "that of the prompt, {}, and what follows, {}", prompt, made)
         can_end = sample.finish_reason != "turns" or turns == limits.max_turns
-        _must(can_end, f"{at}.finish_reason", "turns", f"another after {turns} of {limits.max_turns}")
+        _fits(can_end, row, "finish_reason", sample, "another after {} of {}", turns, limits.max_turns)
         seen.add((sample.group, sample.sample))
+
+
+def _fits(holds: bool, row: int, field: str, sample: SampleScored, must: str, *values: int) -> None:
+    """Raise `WireError` unless something holds of a field of a sample; there are many, and no text is made of most."""
+    if not holds:
+        _must(False, f"samples[{row}].{field}", getattr(sample, field), must.format(*values))
 
 
 def _num_tensors(field: str, encoded: bytes) -> int:

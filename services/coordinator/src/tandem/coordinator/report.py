@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from tandem.common import collector
+from tandem.common import gc_tuning
 from tandem.common.algorithms import ALGORITHMS
 from tandem.coordinator.journal import StepRecord, read_journal
 from tandem.coordinator.progress import sparkline
@@ -71,7 +71,7 @@ def write_report(folder: Path, out: Path) -> RunSummary:
     return summary
 
 
-@collector.paused()  # the import
+@gc_tuning.paused()  # the import
 def plot(runs: dict[str, RunSummary], path: Path) -> None:
     """Draw what one or more runs trained on and what they held out, by step: its algorithm declares which metrics."""
     import matplotlib

@@ -3,87 +3,76 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
-import msgspec
-
-from tandem.common import collector, wire
+from tandem.common import wire
 from tandem.common.config import (
     Config,
     config_from_json,
     config_to_json,
     dump_yaml,
-    load_config,
     resume_differences,
     to_plain,
 )
-from tandem.common.errors import ConfigError, ModelError, RunFolderError
+from tandem.common.errors import DamagedCheckpoint, ModelError, RunFolderError
 from tandem.common.telemetry import MetricWriters, MlflowRun, MlflowWriter, TensorBoardWriter, WandbRun, WandbWriter
-from tandem.common.tokenizer import load_tokenizer, write_new_model
-from tandem.coordinator.algorithms import make_feed
 from tandem.coordinator.algorithms.rewards import has_spread
 from tandem.coordinator.batches import Batches
 from tandem.coordinator.checkpoints import CheckpointFolder
 from tandem.coordinator.feed import Feed
 from tandem.coordinator.journal import Journal, read_journal
 from tandem.coordinator.journal_file import JOURNAL_NAME, new_run_id, refuse_journal
-from tandem.coordinator.launch import LocalProcesses, make_importable
+from tandem.coordinator.launch import LocalProcesses
 from tandem.coordinator.loop import Loop
 from tandem.coordinator.members import Pulse, Registry
+from tandem.coordinator.model_folder import check_model
 from tandem.coordinator.nursery import Nursery
+from tandem.coordinator.prerequisite import Mode, Ready, has_begun, how_to_begin, make_model, set_aside
 from tandem.coordinator.progress import Progress
 from tandem.coordinator.recorder import Recorder
 from tandem.coordinator.replies import Limits, Replies
+from tandem.coordinator.resuming import Resuming
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import Finish
 from tandem.coordinator.spec import KINDS, expected_processes, launched_processes, run_spec
 
-Mode = Literal["new", "resume", "restart"]
 
+def run(ready: Ready, mode: Mode, say: Callable[[str], None], nursery: Nursery, from_step: int | None = None) -> Finish:
+    """Run a configuration, and before it the run that makes its model, if that has not been done yet.
 
-class Start(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a run begins."""
-
-    first_step: int
-    resume_from: str
-    """Checkpoint folder; empty to start from the model."""
-
-
-def run(
-    config: Config, mode: Mode, say: Callable[[str], None], nursery: Nursery, wanted_by: tuple[str, ...] = ()
-) -> Finish:
-    """Run `config`, and before it the run that makes its model, if that has not been done yet.
-
-    `nursery` forks the services. `wanted_by` are the prerequisites that led here.
+    `nursery` forks the services. `from_step` names the step to resume after, where it is not the newest with a
+    checkpoint.
 
     Raises:
         TandemError: something is wrong that is known before any process starts.
 
     """
-    if config.prerequisite is not None:
-        if config.prerequisite in wanted_by:
-            raise ConfigError(f"prerequisite: {' needs '.join([*wanted_by, config.prerequisite])}: a circle")
-        finish = _run_prerequisite(config, config.prerequisite, say, nursery, (*wanted_by, config.prerequisite))
+    config, feed = ready.config, ready.feed
+    if ready.prerequisite is not None:
+        finish = _run_prerequisite(ready.prerequisite, config.policy.model_name, mode, say, nursery)
         if finish is not None and finish.outcome != "finished":
             return finish
-        if mode == "resume" and not (Path(config.logger.log_dir) / JOURNAL_NAME).exists():
+        if not Path(config.policy.model_name).exists():
+            raise ModelError(
+                f"policy.model_name: the prerequisite {ready.prerequisite.source} has ended, but "
+                f"{config.policy.model_name!r} does not exist"
+            )
+        if mode == "resume" and not has_begun(config):
             mode = "new"  # what was interrupted was the prerequisite
-    with collector.paused():  # both import much
-        _make_model(config, say)
-        feed = make_feed(config, load_tokenizer(config))
-    for notice in feed.notices:
+        for notice in check_model(config):  # it was not there before
+            say(f"note: {notice}")
+    make_model(config, mode, say)
+    for notice in ready.notices:
         say(notice)
     with contextlib.ExitStack() as stack:
         hub = wire.Hub(config.cluster.address)  # before the journal: a run that cannot listen has not begun
         stack.callback(hub.close)
         run_id = _name_run(config, mode, say)
         if mode == "restart":  # the model that it makes may lie within the folder that was just set aside
-            _make_model(config, say)
+            make_model(config, mode, say)
         writers = MetricWriters()
         stack.callback(writers.close)
         if config.logger.wandb_enabled:  # likewise: it may not be installed, and the service may refuse
@@ -92,48 +81,22 @@ def run(
             writers.add(_mlflow(config, run_id))
         journal = _open_journal(config, mode, run_id)
         stack.callback(journal.close)
-        return _run(config, feed, journal, hub, writers, say, nursery)
+        return _run(config, feed, journal, hub, writers, say, nursery, from_step)
 
 
 def _run_prerequisite(
-    config: Config, path: str, say: Callable[[str], None], nursery: Nursery, wanted_by: tuple[str, ...]
+    ready: Ready, model: str, mode: Mode, say: Callable[[str], None], nursery: Nursery
 ) -> Finish | None:
     """Bring the prerequisite run to its end, from wherever it stands; None if it had ended already."""
-    earlier = load_config(path)
-    make_importable(path)
-    folder = Path(earlier.logger.log_dir)
-    has_begun = (folder / JOURNAL_NAME).exists()
-    if has_begun and Path(config.policy.model_name).exists():
-        with read_journal(folder) as journal:
-            last = journal.last_step() or 0
-        _make_model(earlier, say)
-        if last >= make_feed(earlier, load_tokenizer(earlier)).num_steps:
-            say(f"prerequisite {path}: done before ({last} steps in {folder}), its checkpoint is used again")
-            return None
-    elif Path(config.policy.model_name).exists():
+    how = how_to_begin(ready, mode == "restart", say)
+    if how is None:
         return None
-    say(f"prerequisite {path}: making {config.policy.model_name}")
-    finish = run(earlier, "resume" if has_begun else "new", say, nursery, wanted_by)
-    if finish.outcome == "finished" and not Path(config.policy.model_name).exists():
-        raise ModelError(
-            f"policy.model_name: the prerequisite {path} has ended, but {config.policy.model_name!r} does not exist"
-        )
-    return finish
-
-
-def _make_model(config: Config, say: Callable[[str], None]) -> None:
-    """Write the folder of a model that is made from scratch; check that any other local model is there."""
-    folder = Path(config.policy.model_name)
-    if folder.exists():
-        if not (folder / "config.json").exists():
-            raise ModelError(f"policy.model_name: {str(folder)!r} holds no config.json, so it is no model")
-        return
-    if config.policy.new_model is None:
-        raise ModelError(
-            f"policy.model_name: {str(folder)!r} does not exist, and neither policy.new_model nor prerequisite makes it"
-        )
-    write_new_model(folder, config.policy.new_model)
-    say(f"new {config.policy.new_model.config['model_type']} model in {folder}")
+    say(f"prerequisite {ready.source}: making {model}")
+    try:
+        return run(ready, how, say, nursery)
+    except DamagedCheckpoint as error:
+        error.config_file = error.config_file or ready.source
+        raise
 
 
 def _name_run(config: Config, mode: Mode, say: Callable[[str], None]) -> str:
@@ -145,9 +108,9 @@ def _name_run(config: Config, mode: Mode, say: Callable[[str], None]) -> str:
     if mode == "restart" and (folder / JOURNAL_NAME).exists():
         checkpoints = Path(config.checkpointing.checkpoint_dir)
         _refuse_to_move_the_model(config, folder, checkpoints)
-        _set_aside(folder, say)
+        set_aside(folder, say)
         if checkpoints.exists():  # it may lie within the run folder, which has just moved
-            _set_aside(checkpoints, say)
+            set_aside(checkpoints, say)
     refuse_journal(folder)
     return new_run_id()
 
@@ -197,29 +160,6 @@ def _refuse_to_move_the_model(config: Config, *folders: Path) -> None:
             )
 
 
-def _set_aside(folder: Path, say: Callable[[str], None]) -> None:
-    """Rename a folder of an earlier run: nothing is lost."""
-    number = next(n for n in range(1, 10_000) if not folder.with_name(f"{folder.name}.{n}").exists())
-    aside = folder.with_name(f"{folder.name}.{number}")
-    shutil.move(folder, aside)
-    say(f"{folder} moved to {aside}")
-
-
-def _where_to_start(journal: Journal, checkpoints: CheckpointFolder) -> Start:
-    """Find the newest checkpoint of a step that is done; what was done after it is done again."""
-    last = journal.last_step()
-    if last is None:
-        return Start(first_step=1, resume_from="")
-    newest = checkpoints.newest(up_to=last)
-    if newest is None:
-        journal.forget_after(-1)
-        return Start(first_step=1, resume_from="")
-    step, folder = newest
-    journal.forget_after(step)
-    journal.record_checkpoint(step, str(folder))  # the run may have ended before it could
-    return Start(first_step=step + 1, resume_from=str(folder.absolute()))
-
-
 def _run(
     config: Config,
     feed: Feed,
@@ -228,15 +168,18 @@ def _run(
     writers: MetricWriters,
     say: Callable[[str], None],
     nursery: Nursery,
+    from_step: int | None,
 ) -> Finish:
     checkpoints = CheckpointFolder(
         Path(config.checkpointing.checkpoint_dir),
         keep_top_k=config.checkpointing.keep_top_k,
         higher_is_better=config.checkpointing.higher_is_better,
+        run_id=journal.run_id,
     )
     if config.checkpointing.enabled:
         checkpoints.prepare()
-    start = _where_to_start(journal, checkpoints)
+    resuming = Resuming(config, journal, checkpoints, say)
+    start = resuming.start(from_step)
     if start.first_step > 1:
         say(f"resuming at step {start.first_step} from {start.resume_from}")
     if start.first_step > feed.num_steps:
@@ -269,9 +212,14 @@ def _run(
             _launch(config, processes, registry)
             finish = loop.run()
             outcome = finish.outcome
-            return finish
+            damage = resuming.damage_in(finish, start)
+        except DamagedCheckpoint as error:
+            damage = error
         finally:
             loop.stop(f"the run {outcome}" if outcome == "finished" else f"the run was {outcome}")
+        if damage is not None:
+            raise resuming.with_way_out(damage, start.first_step - 1)
+        return finish
 
 
 def _launch(config: Config, processes: LocalProcesses, registry: Registry) -> None:

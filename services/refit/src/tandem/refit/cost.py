@@ -8,17 +8,14 @@ What is sent is installed (copied from a bucket to its place) while the next buc
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
 
 import msgspec
 
 from tandem.common.config.schema import LinkRates
 from tandem.refit.layout import Layout
 from tandem.refit.planning.flows import Link
-from tandem.refit.transports.sizes import DEPTH, bucket_bytes
-
-Wire = Literal["memory", "same_gpu", "peer_gpu", "network"]
-"""What bytes pass through, as ``cluster.links`` names it."""
+from tandem.refit.transports import registry
+from tandem.refit.transports.transport import Route, Wire
 
 _GB = 1e9
 
@@ -40,22 +37,6 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     """Writing what the neediest engine holds, in its own memory."""
 
 
-def wire_of(link: Link, device_of: Mapping[str, str], host_of: Mapping[str, str]) -> Wire | None:
-    """Return what a link passes through; None if nothing moves."""
-    source, destination = device_of[link.source], device_of[link.destination]
-    match link.transport:
-        case "alias":
-            return None
-        case "shm":
-            return "memory"
-        case "cuda_ipc":
-            return "same_gpu" if source == destination else "peer_gpu"
-        case "stream":
-            if host_of[link.source] != host_of[link.destination]:
-                return "network"
-            return "memory" if "cpu" in (source, destination) else "peer_gpu"
-
-
 def cost(links: Sequence[Link], layouts: Mapping[str, Layout], num_sources: int, rates: LinkRates) -> Cost:
     """Predict what the links of a plan take.
 
@@ -71,14 +52,14 @@ def cost(links: Sequence[Link], layouts: Mapping[str, Layout], num_sources: int,
     loads: dict[int, Load] = {}
     received: dict[str, int] = {}
     for link in links:
-        wire = wire_of(link, device_of, host_of)
+        transport = registry.find(link.transport)
+        wire = transport.wire(Route.between(layouts[link.source], layouts[link.destination]))
         if wire is None:
             continue
         load = loads.setdefault(link.round, {})
-        # A stream is converted before it is sent; what an engine copies for itself it reads as it is.
-        is_sent = link.transport == "stream"
-        num_bytes = link.num_bytes if is_sent else max(link.num_bytes, link.num_read)
-        for end in ((link.destination, "receives", wire), (link.source, "sends", wire))[: 1 + is_sent]:
+        # What is sent is converted before; what an engine copies for itself it reads as it is.
+        num_bytes = link.num_bytes if transport.is_sent else max(link.num_bytes, link.num_read)
+        for end in ((link.destination, "receives", wire), (link.source, "sends", wire))[: 1 + transport.is_sent]:
             load[end] = load.get(end, 0) + num_bytes
         received[link.destination] = received.get(link.destination, 0) + link.num_bytes
     rounds = [max(_seconds(load, rates), default=(0.0, "")) for load in loads.values()]
@@ -133,12 +114,14 @@ def _seconds(load: Load, rates: LinkRates) -> Iterable[tuple[float, str]]:
 
 
 def bucket_memory(links: Sequence[Link]) -> dict[str, int]:
-    """Return the most bytes that each process has in buckets at once, for what it streams."""
-    streams = [link for link in links if link.transport == "stream"]
+    """Return the most bytes that each process has in buffers at once, for what is sent."""
     taken: dict[tuple[str, int], int] = {}
-    size_of = _mesh_sizes(streams)
-    for link in streams:
-        num_bytes = DEPTH * bucket_bytes(size_of[link.destination], link.num_bytes)
+    size_of = _mesh_sizes([link for link in links if registry.find(link.transport).needs_mesh])
+    for link in links:
+        transport = registry.find(link.transport)
+        num_bytes = transport.buffer_bytes(size_of.get(link.destination, 1), link.num_bytes)
+        if not num_bytes:
+            continue
         for member in (link.source, link.destination):
             taken[member, link.round] = taken.get((member, link.round), 0) + num_bytes
     peak: dict[str, int] = {}
@@ -147,12 +130,12 @@ def bucket_memory(links: Sequence[Link]) -> dict[str, int]:
     return peak
 
 
-def _mesh_sizes(streams: Sequence[Link]) -> dict[str, int]:
+def _mesh_sizes(links: Sequence[Link]) -> dict[str, int]:
     """Return how many processes each receiver's mesh has: engines that pass weights on to each other share one."""
     mesh_of: dict[str, set[str]] = {}
-    for link in streams:
+    for link in links:
         mesh_of.setdefault(link.destination, {link.destination}).add(link.source)
-    for link in streams:
+    for link in links:
         if link.round and mesh_of[link.destination] is not mesh_of.get(link.source):
             joined = mesh_of[link.destination] | mesh_of.get(link.source, set())
             mesh_of.update(dict.fromkeys(joined & mesh_of.keys(), joined))

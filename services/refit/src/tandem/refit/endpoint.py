@@ -30,18 +30,21 @@ from tandem.common.messages import (
     Refit,
     Refitted,
 )
-from tandem.common.parts import process_of
 from tandem.common.service import Member
+from tandem.common.worker_shards import process_of
 from tandem.refit import program
+from tandem.refit.bound import BoundProgram, bind
 from tandem.refit.digests import comparison
+from tandem.refit.digests.slices import DigestList
 from tandem.refit.digests.task import DigestTask, Sampling
 from tandem.refit.layout import Layout
-from tandem.refit.program import Mesh, TransferProgram
-from tandem.refit.transports import BoundProgram, bind, cuda_ipc, stream
+from tandem.refit.program import TransferProgram
+from tandem.refit.transfer import Mesh
+from tandem.refit.transports import cuda_ipc, process_group, registry
 
 Verify = Literal["off", "sampled", "full"]
 _SAMPLED_ONE_IN = 16
-"""``refit.verify: sampled`` digests about this part of the rows of each version."""
+"""``refit.verify: sampled`` digests about one in so many of the rows of each version."""
 _SLICE_S = 0.002
 _POLL_S = 0.001
 _DIGEST_BYTES_PER_S = 3e9
@@ -101,19 +104,19 @@ class Digesting(Protocol):
         ...
 
     def results(self) -> tuple[comparison.Digests, ...]:
-        """Return the digests of each part."""
+        """Return the digests of each worker shard."""
         ...
 
 
 class Holder(Protocol):
-    """Something whose weights take part in refits: a trainer's backend or an engine. It has a part or more."""
+    """Something whose weights take part in refits: a trainer's backend or an engine. It has a worker shard or more."""
 
     def install(self, programs: Sequence[TransferProgram]) -> Installed:
-        """Bind the program of each part, in place of the one before it. Raises `RefitError`."""
+        """Bind the program of each worker shard, in place of the one before it. Raises `RefitError`."""
         ...
 
-    def connect(self, mesh: Mesh, meeting: stream.Meeting, timeout_s: float) -> None:
-        """Join a mesh with each part that is in it, in place of an earlier time. Raises `RefitError`."""
+    def connect(self, mesh: Mesh, meeting: process_group.Meeting, timeout_s: float) -> None:
+        """Join a mesh with each worker shard that is in it, in place of an earlier time. Raises `RefitError`."""
         ...
 
     def apply(self, version: int, deadline_s: float, only: Collection[str]) -> dict[str, int]:
@@ -133,28 +136,31 @@ class Holder(Protocol):
 
 
 class Weights:
-    """A `Holder` of plain memory, one part: a layout, and the live tensors that it describes by storage name."""
+    """A `Holder` of plain memory, one worker shard: a layout, and the live tensors of the storages that it names."""
 
     def __init__(self, layout: Layout, storages: Mapping[str, torch.Tensor]) -> None:
         self.layout = layout
         self.storages = storages
         self._program: TransferProgram | None = None
         self._bound: BoundProgram | None = None
-        self._groups: dict[str, stream.Group] = {}
+        self._digest_list: DigestList | None = None
+        """Of the installed program, once it has been asked for."""
+        self._groups: dict[str, process_group.Group] = {}
         """By mesh; looked up whenever the program runs."""
         self._aliased: set[str] = set()
         """Storages that the installed program has re-pointed at the sender's memory."""
 
     @property
     def layouts(self) -> tuple[Layout]:
-        """Its layout, as that of the only part."""
+        """Its layout, as that of the only worker shard."""
         return (self.layout,)
 
     def install(self, programs: Sequence[TransferProgram]) -> BoundProgram:
         """Bind a program, in place of the one before it."""
         (program,) = programs
         self._unbind()
-        aliased = {name for t in program.receives if t.transport == "alias" for name in t.destination_storages}
+        in_place = [t for t in program.receives if registry.find(t.transport).in_place_of]
+        aliased = {name for transfer in in_place for name in transfer.destination_storages}
         for name in self._aliased - aliased:
             # It still lies in the sender's memory, which cannot be written: a copy into it would fault.
             self.storages[name].data = torch.empty_like(self.storages[name])
@@ -163,7 +169,7 @@ class Weights:
         self._program = program
         return self._bound
 
-    def connect(self, mesh: Mesh, meeting: stream.Meeting, timeout_s: float) -> None:
+    def connect(self, mesh: Mesh, meeting: process_group.Meeting, timeout_s: float) -> None:
         """Join a mesh, if the program has it."""
         if self._program is None:
             raise RefitError("no transfer program is installed")
@@ -173,7 +179,7 @@ class Weights:
             former.close()
         device = next((tensor.device.type for tensor in self.storages.values()), "cpu")
         store = meeting.store(timeout_s)
-        self._groups[mesh.name] = stream.connect(mesh, self._program.member, store, device, timeout_s)
+        self._groups[mesh.name] = process_group.connect(mesh, self._program.member, store, device, timeout_s)
 
     def apply(self, version: int, deadline_s: float, only: Collection[str]) -> dict[str, int]:
         """Run the program."""
@@ -182,16 +188,19 @@ class Weights:
         return self._bound.run(deadline_s, only or None)
 
     def digest_task(self, sampling: Sampling | None) -> DigestTask:
-        """Return a task that digests what the program says is this process's to attest."""
+        """Return a task that digests what the program says is this process's to digest."""
         if self._program is None or self._bound is None:
             raise RefitError("no transfer program is installed")
-        return DigestTask(
+        task = DigestTask(
             self.layout,
             {**self.storages, **self._bound.staging},
-            self._program.attestation,
+            self._program.verification,
             sampling=sampling,
             quantisations=self._program.quantisations,
+            digest_list=self._digest_list,
         )
+        self._digest_list = task.digest_list
+        return task
 
     def misquantised(self) -> tuple[str, ...]:
         """Return the tensors that are not the quantisation of what was received."""
@@ -207,7 +216,7 @@ class Weights:
     def _unbind(self) -> None:
         if self._bound is not None:
             self._bound.close()
-        self._bound = self._program = None
+        self._bound = self._program = self._digest_list = None
 
 
 class _Joining(NamedTuple):
@@ -215,7 +224,7 @@ class _Joining(NamedTuple):
 
     order: ConnectMesh
     mesh: Mesh
-    meeting: stream.Meeting
+    meeting: process_group.Meeting
     store: Store
     deadline: float
 
@@ -248,7 +257,7 @@ class Endpoint:
                 with self._member.phase(f"refitting to version {order.version}"):
                     self._refit(order)
             case Attest():
-                with self._member.phase(f"attesting version {order.version}"):
+                with self._member.phase(f"verifying version {order.version}"):
                     self._begin_digest(order)
             case other:
                 assert_never(other)
@@ -269,12 +278,12 @@ class Endpoint:
                 time.sleep(min(early_s, _POLL_S))
             return True
         try:
-            with self._member.phase(f"attesting version {order.version}"), _one_thread():
+            with self._member.phase(f"verifying version {order.version}"), _one_thread():
                 started = time.perf_counter()
                 is_done = digest.advance(_SLICE_S if seconds is None else seconds)
                 self._digest_s += time.perf_counter() - started
                 if is_done:
-                    self._attested(order, digest)
+                    self._report_digest(order, digest)
         except Exception as error:
             self.abandon_digest()
             self._member.fail(order.command_id, error)
@@ -298,11 +307,11 @@ class Endpoint:
     def _connect(self, order: ConnectMesh) -> None:
         mesh = Mesh(order.mesh, order.members)
         prefix = f"refit/{order.mesh}/{order.epoch}"
-        meeting = stream.Meeting(order.rendezvous_host, order.rendezvous_port, prefix)
+        meeting = process_group.Meeting(order.rendezvous_host, order.rendezvous_port, prefix)
         store = meeting.store(order.deadline_s)
-        for part in order.members:
-            if process_of(part) == self._member.name:
-                stream.announce(mesh, part, store, self._device)
+        for shard in order.members:
+            if process_of(shard) == self._member.name:
+                process_group.announce(mesh, shard, store, self._device)
         # Whoever it waits for may be dead, and is then to be replaced: nothing else may wait for that.
         self._joining[order.mesh] = _Joining(order, mesh, meeting, store, time.monotonic() + order.deadline_s)
 
@@ -311,7 +320,7 @@ class Endpoint:
         order = joining.order
         try:
             left_s = joining.deadline - time.monotonic()
-            if left_s > 0 and stream.absent(joining.mesh, joining.store):
+            if left_s > 0 and process_group.absent(joining.mesh, joining.store):
                 time.sleep(_POLL_S)
                 return
             del self._joining[order.mesh]
@@ -323,7 +332,7 @@ class Endpoint:
             self._member.fail(order.command_id, error)
 
     def _refit(self, order: Refit) -> None:
-        if not order.only or self._member.name in order.only:  # who only sends goes on attesting what it holds
+        if not order.only or self._member.name in order.only:  # who only sends goes on digesting what it holds
             self.abandon_digest()
         memory = MemoryMeter()
         memory.begin()
@@ -343,7 +352,7 @@ class Endpoint:
         self._order, self._digest, self._digest_s = order, self._holder.digest_task(sampling), 0.0
         self._digest_from = time.monotonic() + _PATIENCE * self._digest.num_bytes / _DIGEST_BYTES_PER_S
 
-    def _attested(self, order: Attest, digest: Digesting) -> None:
+    def _report_digest(self, order: Attest, digest: Digesting) -> None:
         wrong = self._holder.misquantised()
         if wrong:
             raise RefitError(f"{', '.join(wrong)}: what is held is not the quantisation of what was received")

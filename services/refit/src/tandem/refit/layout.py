@@ -45,6 +45,9 @@ ITEM_SIZES = {
 DTYPES = tuple(ITEM_SIZES)
 """Element types in the order of their codes in tables."""
 
+ITEM_SIZE_OF_CODE = np.array([ITEM_SIZES[dtype] for dtype in DTYPES])
+"""Bytes an element, by code of the element type."""
+
 
 class Box(msgspec.Struct, frozen=True, array_like=True):
     """An axis-aligned region of a tensor: from `start`, spanning `shape` elements; a scalar has empty tuples."""
@@ -178,6 +181,9 @@ class PrivateMemory(msgspec.Struct, frozen=True, tag=True):
 
 Address = SharedMemory | CudaMemory | PrivateMemory
 
+KINDS_OF_MEMORY: tuple[type[Address], ...] = (PrivateMemory, SharedMemory, CudaMemory)
+"""In the order of their codes in tables."""
+
 
 class Storage(msgspec.Struct, frozen=True):
     """A contiguous range of bytes in one process."""
@@ -232,18 +238,6 @@ class Layout(msgspec.Struct, frozen=True):
         )
         storage = self.storages[at.storage_P[row]].name
         return Piece(Box(start, shape), storage, int(at.offset_P[row]), strides)
-
-    def check(self, who: str) -> None:
-        """Raise `RefitError` if a piece lies outside its tensor or its storage, or overlaps another of its tensor."""
-        from tandem.refit.checks import check  # which needs the types above
-
-        check(self, who)
-
-    def check_writable(self, who: str) -> None:
-        """Raise `RefitError` if two wanted elements share a byte of memory. After `check`."""
-        from tandem.refit.checks import check_writable
-
-        check_writable(self, who)
 
     @property
     def fingerprint(self) -> str:

@@ -1,12 +1,12 @@
 """The planner: from what trainers hold and engines want to a program for each process. Pure box algebra, in columns.
 
-1. `names`, `holdings`: number the tensors; find the distinct boxes that trainers hold, and the replicas of each.
-2. `wants`: cut what each class of engines wants along those boxes, and prove that nothing is missing.
-3. `sharing`: find what several engines of a node need, which is sent there once.
-4. `choose`: deal the bytes out so that no trainer sends more than another that could send the same.
+1. `names`, `source_shards`: number the tensors; find the distinct boxes that trainers hold, and the replicas of each.
+2. `destination_shards`: cut what each class of engines wants along those boxes, and prove that nothing is missing.
+3. `sharing`: find what several engines of a node need, which is sent there once, and the replica sets it can come from.
+4. `choose`: assign byte ranges so that no trainer sends more than another that could send the same.
 5. `assemble`, `merge`: resolve it to as few strided copies as possible, in an order that floods nobody.
 
-Held boxes are disjoint, and their parts of a wanted box add up to it; lines are cut without gap or overlap; wanted
+Held boxes are disjoint, and their overlaps with a wanted box add up to it; byte ranges are cut without gap; wanted
 elements share no memory. So a plan that is returned writes each wanted element exactly once.
 """
 
@@ -17,20 +17,24 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from tandem.common.errors import RefitError
+from tandem.refit.checks import check, check_writable
 from tandem.refit.layout import Layout
-from tandem.refit.planning import attestation as attest
+from tandem.refit.planning import verification as verify
 from tandem.refit.planning.assemble import Assembler, Turn
 from tandem.refit.planning.choose import choose
+from tandem.refit.planning.destination_shards import DestinationShards, classes, resolve
 from tandem.refit.planning.flows import Flows, Link, flows, links
-from tandem.refit.planning.holdings import Holdings, collect
 from tandem.refit.planning.meshes import meshes
 from tandem.refit.planning.names import Tensors, match
-from tandem.refit.planning.sharing import Pattern, Supplies, patterns
-from tandem.refit.planning.wants import Wants, classes, resolve
-from tandem.refit.program import Mesh, Transfer, TransferProgram
+from tandem.refit.planning.sharing import Pattern, ReplicaSets, patterns
+from tandem.refit.planning.source_shards import SourceShards, collect
+from tandem.refit.program import TransferProgram
+from tandem.refit.transfer import Mesh, Transfer
+from tandem.refit.transports import registry
+from tandem.refit.transports.transport import Route
 
 GRAIN = 1 << 16
-"""Bytes: a region of fewer than twice as many comes from one replica."""
+"""Bytes: an overlap of fewer than twice as many comes from one replica."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,13 +65,13 @@ class Survey(msgspec.Struct, frozen=True, kw_only=True):
         return _totals((link.destination, link.num_bytes) for link in self.links)
 
 
-class _Outline(msgspec.Struct, frozen=True, eq=False):
+class _Decisions(msgspec.Struct, frozen=True, eq=False):
     """All decisions: what moves between whom."""
 
     tensors: Tensors
-    holdings: Holdings
+    source_shards: SourceShards
     class_of: dict[str, int]
-    wants: list[Wants]
+    destination_shards: list[DestinationShards]
     patterns: list[Pattern]
     moved: Flows
 
@@ -82,22 +86,22 @@ def plan(
         destinations: what each engine wants.
         allow_alias: let an engine read a trainer's memory in place where a whole storage of the engine lies there
             contiguously in the same element type.
-        grain: bytes; a region of fewer than twice as many is not split among replicas.
+        grain: bytes; an overlap of fewer than twice as many is not split among replicas.
 
     Raises:
         CoverageError: a wanted element has no source; names the tensor and the box.
         RefitError: a layout contradicts itself or another one, or there is no conversion.
 
     """
-    outline = _outline(sources, destinations, allow_alias=allow_alias, grain=grain)
+    decided = _decide(sources, destinations, allow_alias=allow_alias, grain=grain)
     assembler = Assembler(
-        outline.tensors,
-        outline.holdings,
+        decided.tensors,
+        decided.source_shards,
         destinations,
-        outline.class_of,
-        outline.wants,
-        outline.patterns,
-        outline.moved,
+        decided.class_of,
+        decided.destination_shards,
+        decided.patterns,
+        decided.moved,
     )
     turns = [
         (turn, transfer)
@@ -107,26 +111,26 @@ def plan(
     made = meshes([transfer for _, transfer in turns], [*destinations, *sources])
     mesh_of = {member: mesh for mesh in made for member in mesh.members if member in destinations}
     turns = [(turn, _over(transfer, mesh_of)) for turn, transfer in turns]
-    attested = attest.attestations(sources, destinations, outline.tensors, outline.holdings)
+    verified = verify.verifications(sources, destinations, decided.tensors, decided.source_shards)
     receives: dict[str, list[Transfer]] = {}
     sends: dict[str, list[tuple[Turn, Transfer]]] = {}
     for turn, transfer in turns:
         receives.setdefault(transfer.destination, []).append(transfer)
-        if transfer.transport == "stream":
+        if registry.find(transfer.transport).is_sent:
             sends.setdefault(transfer.source, []).append((turn, transfer))
     programs: dict[str, TransferProgram] = {}
     for member in (*sources, *destinations):
-        wants = outline.wants[outline.class_of[member]] if member in destinations else None
+        shards = decided.destination_shards[decided.class_of[member]] if member in destinations else None
         programs[member] = TransferProgram(
             member=member,
             receives=tuple(receives.get(member, ())),
             sends=tuple(transfer for _, transfer in sorted(sends.get(member, ()), key=lambda item: item[0])),
-            quantisations=wants.quantisations if wants else (),
-            staging=wants.staging if wants else (),
+            quantisations=shards.quantisations if shards else (),
+            staging=shards.staging if shards else (),
             meshes=tuple(mesh for mesh in made if member in mesh.members),
-            attestation=attested[member],
+            verification=verified[member],
         )
-    return Plan(programs=programs, links=_with_aliases(outline, destinations, turns), meshes=made)
+    return Plan(programs=programs, links=_with_aliases(decided, sources, destinations, turns), meshes=made)
 
 
 def survey(
@@ -137,65 +141,72 @@ def survey(
     Makes no tables of copies, so it needs little more memory than the layouts; only where storages of an engine may
     become aliases are programs made, to see which do.
     """
-    outline = _outline(sources, destinations, allow_alias=allow_alias, grain=grain)
+    decided = _decide(sources, destinations, allow_alias=allow_alias, grain=grain)
     staging = {
-        engine: sum(staging.num_bytes for staging in outline.wants[number].staging)
-        for engine, number in outline.class_of.items()
+        engine: sum(staging.num_bytes for staging in decided.destination_shards[number].staging)
+        for engine, number in decided.class_of.items()
     }
-    found = _links(outline, destinations)
-    if allow_alias and any(link.transport == "shm" for link in found):
+    found = _links(decided, destinations)
+    if allow_alias and any(registry.in_place_of(link.transport) for link in found):
         found = plan(sources, destinations, allow_alias=True, grain=grain).links
     return Survey(links=found, staging=staging)
 
 
-def _outline(
+def _decide(
     sources: Mapping[str, Layout], destinations: Mapping[str, Layout], *, allow_alias: bool, grain: int
-) -> _Outline:
+) -> _Decisions:
     twice = sources.keys() & destinations.keys()
     if twice:
         raise RefitError(f"{min(twice)} is both a source and a destination")
     for member in classes(sources)[1]:
-        sources[member].check(member)
+        check(sources[member], member)
     class_of, examples = classes(destinations)
     for member in examples:
-        destinations[member].check(member)
-        destinations[member].check_writable(member)
+        check(destinations[member], member)
+        check_writable(destinations[member], member)
     tensors = match(sources, destinations)
-    holdings = collect(sources, tensors)
-    wants = [resolve(member, destinations[member], tensors, holdings) for member in examples]
-    supplies = Supplies(holdings)
+    source_shards = collect(sources, tensors)
+    shards = [resolve(member, destinations[member], tensors, source_shards) for member in examples]
+    replica_sets = ReplicaSets(source_shards)
     found = patterns(
-        destinations, class_of, wants, supplies, holdings.set_B, allow_alias=allow_alias, grain=max(grain, 1)
+        destinations, class_of, shards, replica_sets, source_shards.set_B, allow_alias=allow_alias, grain=max(grain, 1)
     )
-    segments = choose(found, supplies.all, len(sources))
-    return _Outline(tensors, holdings, class_of, wants, found, flows(found, segments, tuple(destinations)))
+    segments = choose(found, replica_sets.all, len(sources))
+    return _Decisions(tensors, source_shards, class_of, shards, found, flows(found, segments, destinations))
 
 
-def _links(outline: _Outline, destinations: Mapping[str, Layout]) -> tuple[Link, ...]:
-    return links(outline.moved, outline.patterns, outline.wants, outline.holdings, destinations)
+def _links(decided: _Decisions, destinations: Mapping[str, Layout]) -> tuple[Link, ...]:
+    return links(decided.moved, decided.patterns, decided.destination_shards, decided.source_shards, destinations)
 
 
 def _with_aliases(
-    outline: _Outline, destinations: Mapping[str, Layout], turns: Iterable[tuple[Turn, Transfer]]
+    decided: _Decisions,
+    sources: Mapping[str, Layout],
+    destinations: Mapping[str, Layout],
+    turns: Iterable[tuple[Turn, Transfer]],
 ) -> tuple[Link, ...]:
-    """Return all links, those parted in two of which a part turned out to be aliases."""
+    """Return all links, split in two where some of one turned out to be read in place."""
     made = {(t.round, t.source, t.destination, t.transport): t for _, t in turns}
     found: list[Link] = []
-    for link in _links(outline, destinations):
+    for link in _links(decided, destinations):
         ends = link.round, link.source, link.destination
-        alias = made.get((*ends, "alias")) if link.transport == "shm" else None
-        if alias is not None:
+        in_place = [
+            (each, made[*ends, each.name])
+            for each in registry.in_place_of(link.transport)
+            if (*ends, each.name) in made
+        ]
+        for transport, alias in in_place:
             of_alias = {
                 "num_bytes": 0,
                 "num_read": 0,
                 "num_copies": len(alias.copies),
                 "num_tensors": len(alias.tensors),
             }
-            why = "same host and the same place in one range of shared memory: read in place"
-            found.append(msgspec.structs.replace(link, transport="alias", why=why, **of_alias))
+            why = transport.why(Route.between(sources[link.source], destinations[link.destination]))
+            found.append(msgspec.structs.replace(link, transport=transport.name, why=why, **of_alias))
         rest = made.get((*ends, link.transport))
         if rest is not None:
-            num_tensors = len(rest.tensors) if alias is not None else link.num_tensors
+            num_tensors = len(rest.tensors) if in_place else link.num_tensors
             num_read = link.num_read - (link.num_bytes - rest.num_bytes)  # an alias is of one type
             of_rest = {"num_bytes": rest.num_bytes, "num_read": num_read, "num_tensors": num_tensors}
             found.append(msgspec.structs.replace(link, **of_rest))
@@ -204,7 +215,7 @@ def _with_aliases(
 
 def _over(transfer: Transfer, mesh_of: Mapping[str, Mesh]) -> Transfer:
     """Return a transfer that knows its mesh."""
-    if transfer.transport != "stream":
+    if not registry.find(transfer.transport).needs_mesh:
         return transfer
     return msgspec.structs.replace(transfer, mesh=mesh_of[transfer.destination].name)
 

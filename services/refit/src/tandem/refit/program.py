@@ -6,80 +6,14 @@ transports; running it looks up no name and makes no decision. Copies are column
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 import numpy as np
 
+from tandem.common.errors import RefitError
 from tandem.refit import columns
 from tandem.refit.columns import Ints, Table
-from tandem.refit.layout import DTYPES, Storage
-
-TransportName = Literal["alias", "shm", "cuda_ipc", "stream"]
-"""How bytes reach a destination.
-
-``alias``: the destination reads the source's memory in place, nothing is copied. ``shm``: it copies out of the source's
-shared memory. ``cuda_ipc``: the same out of GPU memory. ``stream``: the source sends.
-"""
-
-
-class Copies(Table, frozen=True, eq=False):
-    """Strided regions that go from storages of a source to storages of a destination: C rows of D dimensions.
-
-    Dimensions run from the outermost to the innermost of the destination, missing ones stand in front with shape 1 and
-    stride 0. Where element types differ, elements are converted.
-    """
-
-    tensor_C: Ints
-    """Index into `Transfer.tensors`: the (first) tensor it moves, for error messages."""
-    source_C: Ints
-    """Index into `Transfer.source_storages`."""
-    destination_C: Ints
-    """Index into `Transfer.destination_storages`."""
-    source_offset_C: Ints
-    """Byte of the first element in the source storage."""
-    destination_offset_C: Ints
-    shape_CD: Ints
-    source_strides_CD: Ints
-    """Bytes."""
-    destination_strides_CD: Ints
-    source_dtype_C: Ints
-    """Index into `tandem.refit.layout.DTYPES`."""
-    destination_dtype_C: Ints
-
-
-def link_name(source: str, destination: str) -> str:
-    """Return what the bytes from one process to another are counted under."""
-    return f"{source}>{destination}"
-
-
-class Transfer(msgspec.Struct, frozen=True):
-    """All that moves over one link in one round. Both ends of a stream walk the same copies in the same order."""
-
-    source: str
-    """The process that it comes from, such as ``trainer-0``; an engine in round 1."""
-    destination: str
-    transport: TransportName
-    round: int
-    """0 for what comes from trainers, 1 for what engines of one host pass on to each other after that."""
-    num_bytes: int
-    """Bytes on the link: each element in the smaller of its two types. An alias moves none."""
-    copies: Copies
-    source_storages: tuple[Storage, ...]
-    destination_storages: tuple[str, ...]
-    tensors: tuple[str, ...]
-    mesh: str = ""
-    """Name of the `Mesh` that a stream goes over; empty for the other transports."""
-
-    @property
-    def link(self) -> str:
-        """What its bytes are counted under."""
-        return link_name(self.source, self.destination)
-
-    def dtypes(self, row: int) -> tuple[str, str]:
-        """Return the element types of a copy: of the source and of the destination."""
-        at = self.copies
-        return DTYPES[at.source_dtype_C[row]], DTYPES[at.destination_dtype_C[row]]
+from tandem.refit.transfer import Mesh, Transfer
+from tandem.refit.transports import registry
 
 
 class Places(Table, frozen=True, eq=False):
@@ -141,16 +75,8 @@ class Staging(msgspec.Struct, frozen=True):
     num_bytes: int
 
 
-class Mesh(msgspec.Struct, frozen=True):
-    """Processes that stream to each other: some receivers and all that send to them."""
-
-    name: str
-    members: tuple[str, ...]
-    """The rank of a process is its position."""
-
-
-class Attestation(msgspec.Struct, frozen=True, eq=False):
-    """What one process digests to prove what it holds.
+class Verification(msgspec.Struct, frozen=True, eq=False):
+    """What one process digests, so that the weights it holds can be verified.
 
     Over all trainers every element of what engines want is digested exactly once; an engine digests all that it wants.
     Tensors that are quantised on the way, and the scales made of them, are left out on both sides.
@@ -163,15 +89,15 @@ class Attestation(msgspec.Struct, frozen=True, eq=False):
     it digests. Empty where no engine wants the tensor."""
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Attestation):
+        if not isinstance(other, Verification):
             return NotImplemented
         return self.dtypes == other.dtypes and bool(np.array_equal(self.rows, other.rows))
 
     __hash__ = None  # type: ignore[assignment]
 
 
-NOTHING = Attestation(np.zeros(0, np.int64), ())
-"""The attestation of a process that has nothing to prove."""
+NOTHING = Verification(np.zeros(0, np.int64), ())
+"""The verification of a process that has nothing to digest."""
 
 
 class TransferProgram(msgspec.Struct, frozen=True):
@@ -185,7 +111,7 @@ class TransferProgram(msgspec.Struct, frozen=True):
     staging: tuple[Staging, ...] = ()
     meshes: tuple[Mesh, ...] = ()
     """Those that this process takes part in. All members connect them in order of their names."""
-    attestation: Attestation = NOTHING
+    verification: Verification = NOTHING
 
     @property
     def num_bytes(self) -> int:
@@ -199,5 +125,11 @@ def encode(program: TransferProgram) -> bytes:
 
 
 def decode(encoded: bytes) -> TransferProgram:
-    """Read what `encode` wrote. Raises `RefitError` for anything else."""
-    return columns.decode(encoded, TransferProgram, "a transfer program")
+    """Read what `encode` wrote. Raises `RefitError` for anything else, and for a transport that does not exist."""
+    program = columns.decode(encoded, TransferProgram, "a transfer program")
+    try:
+        for transfer in (*program.receives, *program.sends):
+            registry.find(transfer.transport)
+    except RefitError as error:
+        raise RefitError(f"not a transfer program: {error}") from error
+    return program

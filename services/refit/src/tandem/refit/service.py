@@ -19,9 +19,9 @@ from tandem.common.messages import (
     TransfersPlanned,
     VersionCommitted,
 )
-from tandem.common.parts import process_of
 from tandem.common.service import Member
 from tandem.common.wire import Arrays
+from tandem.common.worker_shards import process_of
 from tandem.refit import layout, planner, program
 from tandem.refit.cost import cost
 from tandem.refit.digests import comparison
@@ -76,7 +76,7 @@ class RefitService:
         reply = TransfersPlanned(
             command_id=order.command_id,
             programs={member: program.encode(made) for member, made in plan.programs.items()},
-            senders=tuple(dict.fromkeys(process_of(part) for part, made in plan.programs.items() if made.sends)),
+            senders=tuple(dict.fromkeys(process_of(shard) for shard, made in plan.programs.items() if made.sends)),
             meshes=tuple(PlannedMesh(name=mesh.name, members=mesh.members) for mesh in plan.meshes),
             num_bytes=num_bytes,
             predicted_s=predicted.seconds,
@@ -115,18 +115,18 @@ class RefitService:
                 )
             self._source_digests = sources
         engines: dict[str, dict[str, Held]] = {}
-        for part, held in self._destinations.items():
-            if part in digests:
-                engines.setdefault(process_of(part), {})[part] = held, digests[part]
+        for shard, held in self._destinations.items():
+            if shard in digests:
+                engines.setdefault(process_of(shard), {})[shard] = held, digests[shard]
         return comparison.compare({member: (self._sources[member], sources[member]) for member in sources}, engines)
 
 
 def _read(encoded: Mapping[str, bytes], decode: Callable[[bytes], T]) -> dict[str, T]:
-    """Decode what came of each part. Raises `RefitError`, which names the part."""
+    """Decode what came of each worker shard. Raises `RefitError`, which names it."""
     read = {}
-    for part, each in encoded.items():
+    for shard, each in encoded.items():
         try:
-            read[part] = decode(each)
+            read[shard] = decode(each)
         except RefitError as error:
-            raise RefitError(f"{part}: {error}") from error
+            raise RefitError(f"{shard}: {error}") from error
     return read

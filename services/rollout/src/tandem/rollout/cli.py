@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from tandem.common.messages import ToRollout
 from tandem.common.placement import VISIBLE, visible_to_engine
+from tandem.common.process_lifetime import adopt_orphans, end_descendants
 from tandem.common.service import Member, Service, run_service
 from tandem.common.threads import num_threads
 from tandem.rollout.engines.vllm import insides
@@ -16,7 +17,11 @@ from tandem.rollout.engines.vllm import insides
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one rollout process until the run ends; return the exit code."""
-    return run_service("rollout", ToRollout, _make, argv)
+    adopt_orphans()
+    try:
+        return run_service("rollout", ToRollout, _make, argv)
+    finally:
+        end_descendants()  # what an environment that runs in this process has started
 
 
 def preload() -> None:

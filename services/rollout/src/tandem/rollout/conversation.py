@@ -16,7 +16,7 @@ from tandem.common.batch import SampleArrays
 from tandem.common.messages import PromptGroup, SampleScored, SamplingParameters
 from tandem.common.tokenizer import Messages
 from tandem.rollout.engine import Completion, Request
-from tandem.rollout.environments import Score
+from tandem.rollout.environments import Score, Unscored
 
 FinishReason = Literal["stop", "length", "turns"]
 
@@ -83,8 +83,10 @@ class Conversation:
         self._token_ids += token_ids
         self._parts.append(_given(token_ids))
 
-    def finish(self, score: Score, cause: Literal["score", "length", "turns"]) -> tuple[SampleScored, SampleArrays]:
-        """Return the sample: ended by a score, or by a limit that left no room for another response."""
+    def finish(
+        self, score: Score, cause: Literal["score", "length", "turns"], unscored: Unscored | None = None
+    ) -> tuple[SampleScored, SampleArrays]:
+        """Return the sample: ended by a score or the want of one, or by a limit that left no room for a response."""
         scored: FinishReason = "length" if self._cut_off else "stop"
         parts = SampleArrays.concatenate(self._parts)
         made_versions_T = parts.versions_T[parts.loss_mask_T]
@@ -102,6 +104,9 @@ class Conversation:
             components=dict(score.components),
             correct=score.correct,
             response="\n".join(message["content"] for message in self.messages),
+            failure=unscored.failure if unscored else "",
+            timed_out=unscored is not None and unscored.timed_out,
+            dropped=unscored is not None and unscored.dropped,
         )
         lengths_S = np.array([len(parts.token_ids_T)], dtype=np.int32)
         return sample, SampleArrays(**{**parts.to_frames(), "lengths_S": lengths_S})

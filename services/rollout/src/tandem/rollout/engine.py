@@ -13,8 +13,9 @@ from tandem.common.messages import SamplingParameters
 from tandem.refit.digests.task import Sampling
 from tandem.refit.endpoint import Digesting, Installed
 from tandem.refit.layout import Layout
-from tandem.refit.program import Mesh, TransferProgram
-from tandem.refit.transports.stream import Meeting
+from tandem.refit.program import TransferProgram
+from tandem.refit.transfer import Mesh
+from tandem.refit.transports.process_group import Meeting
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):

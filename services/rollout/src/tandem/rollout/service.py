@@ -19,10 +19,10 @@ from typing import Literal, assert_never
 
 import msgspec
 
-from tandem.common import collector
+from tandem.common import gc_tuning
 from tandem.common.batch import SampleArrays
 from tandem.common.config import Config
-from tandem.common.errors import DataError, RewardError, WireError
+from tandem.common.errors import DataError, WireError
 from tandem.common.memory import MemoryMeter
 from tandem.common.messages import (
     Attest,
@@ -49,7 +49,7 @@ from tandem.refit import layout
 from tandem.refit.endpoint import Endpoint
 from tandem.rollout.conversation import Conversation
 from tandem.rollout.engine import Completion, Engine
-from tandem.rollout.environments import Score, Scorer, Turn
+from tandem.rollout.environments import Score, Scorer, Turn, Unscored
 from tandem.rollout.sample_store import SampleStore
 
 _REWARD_POLL_S = 0.001
@@ -145,13 +145,14 @@ class RolloutService:
 
     # --- building and refit ------------------------------------------------------------------------------------------
 
-    @collector.paused()
+    @gc_tuning.paused()
     def _build(self, order: BuildEngine) -> None:
         limit_threads(self._config, "rollouts")
         self._tokenizer = load_tokenizer(self._config)
         self._scorer = Scorer(self._config)
         self._engine = _make_engine(self._config)
         self._endpoint = Endpoint(self._member, self._engine)
+        self._scorer.await_ready()  # it has begun beside the engine
         layouts = tuple(map(layout.encode, self._engine.layouts()))
         # After the engine: processes that it forks must not hold the socket.
         max_tokens = self._config.policy.generation.max_stored_tokens
@@ -278,20 +279,24 @@ class RolloutService:
             self._awaited.add(number)
         environments.submit(number, conversation.group.problem, tuple(conversation.messages))
 
-    def _answer(self, results: list[tuple[int, Score | Turn]]) -> None:
+    def _answer(self, results: list[tuple[int, Score | Turn | Unscored]]) -> None:
         """Say which samples have ended; let the others go on."""
         finished: dict[int, list[tuple[SampleScored, SampleArrays]]] = {}
         for number, result in results:
             self._awaited.discard(number)
             generation = self._generation_of[number]
             conversation = generation.conversations[number]
-            if isinstance(result, Score):
-                sample = conversation.finish(result, "score")
-            elif (limit := self._go_on(conversation, result)) is not None:
-                sample = conversation.finish(_UNSCORED, limit)
-            else:
-                self._answered.append(number)
-                continue
+            ended = self._go_on(conversation, result) if isinstance(result, Turn) else result
+            match ended:
+                case None:
+                    self._answered.append(number)
+                    continue
+                case Score():
+                    sample = conversation.finish(ended, "score")
+                case Unscored():
+                    sample = conversation.finish(_UNSCORED, "score", ended)
+                case _:
+                    sample = conversation.finish(_UNSCORED, ended)
             finished.setdefault(generation.order.command_id, []).append(sample)
             del generation.conversations[number], self._generation_of[number]
         for command_id, samples in finished.items():
@@ -307,8 +312,8 @@ class RolloutService:
             )
             self._member.reply(command_id, message)
 
-    def _go_on(self, conversation: Conversation, turn: Turn) -> Literal["length", "turns"] | None:
-        """Add what the environment said, if another response may follow; else return the limit that ends the sample."""
+    def _go_on(self, conversation: Conversation, turn: Turn) -> Literal["length", "turns"] | Unscored | None:
+        """Add what the environment said, if another response may follow; else return what ends the sample."""
         assert self._tokenizer is not None
         conversation.reward += turn.reward
         if conversation.num_turns >= self._config.rollout_section.max_rollout_turns:
@@ -316,7 +321,7 @@ class RolloutService:
         try:
             token_ids = self._tokenizer.encode_continuation(turn.messages, conversation.last_id)
         except DataError as error:
-            raise RewardError(f"environment {self._config.data.environment!r}: {error}") from error
+            return self._environments().refuse(conversation.group.problem, conversation.messages, str(error))
         if conversation.num_tokens + len(token_ids) >= self._config.policy.max_total_sequence_length:
             return "length"
         conversation.add_answer(turn.messages, token_ids)

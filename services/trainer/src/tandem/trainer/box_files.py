@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from tandem.common import manifest
 from tandem.common.errors import CheckpointError
 from tandem.refit.layout import Box
 
@@ -41,21 +42,29 @@ def snapshot(parts: Iterable[Part]) -> Iterator[Part]:
         yield part._replace(elements=part.elements.detach().to("cpu", copy=True).contiguous())
 
 
-def write(folder: Path, writer: int, parts: Iterable[Part], max_file_bytes: int) -> list[Path]:
-    """Write the parts to files of about this size that only process `writer` writes; return them, not yet synced.
+def write(folder: Path, writer: int, parts: Iterable[Part], max_file_bytes: int) -> dict[Path, dict[str, str]]:
+    """Write the parts to files of about this size that only process `writer` writes.
+
+    Return the files, not yet synced, with the digests of what is in them.
 
     The parts are those of a `snapshot`; of one that is still being taken, memory holds a file's worth. Raises what the
     file system raises.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    paths: list[Path] = []
+    digests: dict[Path, dict[str, str]] = {}
     for batch in _batches(parts, max_file_bytes):
-        path = folder / f"boxes-{writer:05d}-{len(paths):05d}.safetensors"
+        path = folder / f"boxes-{writer:05d}-{len(digests):05d}.safetensors"
         tensors = {f"{part.name}@{','.join(map(str, part.box.start))}": part.elements for part in batch}
         shapes = json.dumps({part.name: part.shape for part in batch})
+        digests[path] = digests_of(tensors)
         save_file(tensors, path, metadata={"format": "pt", _SHAPES: shapes})
-        paths.append(path)
-    return paths
+    return digests
+
+
+def digests_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return the digest of each contiguous tensor in CPU memory, as a manifest has it."""
+    flat = {name: tensor.detach().reshape(-1).view(torch.uint8) for name, tensor in tensors.items()}
+    return {name: manifest.digest_of(tensor.numpy().data) for name, tensor in flat.items()}
 
 
 def boxes_of_range(shape: Sequence[int], strides: Sequence[int], first: int, stop: int) -> Iterator[Box]:

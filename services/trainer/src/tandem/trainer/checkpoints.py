@@ -21,8 +21,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
+from tandem.common import manifest
 from tandem.common.config import Config
-from tandem.common.errors import CheckpointError
+from tandem.common.errors import CheckpointError, DamagedCheckpoint
+from tandem.common.manifest import FileRecord
 from tandem.common.memory import available_bytes
 from tandem.common.tokenizer import load_tokenizer
 from tandem.refit.endpoint import host_name
@@ -41,6 +43,8 @@ _SPARE = 2
 _MESSAGE_BYTES = 512
 
 Result = TypeVar("Result")
+Files = tuple[Path, Mapping[str, FileRecord]]
+"""What was written, by path within a folder."""
 
 
 class State(NamedTuple):
@@ -91,9 +95,9 @@ def save(folder: Path, state: State, config: Config, *, max_file_bytes: int = MA
     return Writing(num_bytes, "")
 
 
-def _run(write: Callable[[], int], result: Future[int]) -> None:
+def _run(work: Callable[[], Result], result: Future[Result]) -> None:
     try:
-        result.set_result(write())
+        result.set_result(work())
     except Exception as error:
         result.set_exception(error)
 
@@ -128,14 +132,18 @@ def _write(
     max_file_bytes: int,
 ) -> int:
     """Write what this rank has to write, and sync it; return the bytes. Raises `CheckpointError`."""
-    num_bytes = _write_policy(folder, writer, policy, config)
-    return num_bytes + _write_optimizer(folder, optimizer, num_steps, max_file_bytes)
+    files = _write_policy(folder, writer, policy, config)
+    files |= _write_optimizer(folder, optimizer, num_steps, max_file_bytes)
+    with as_checkpoint_error(f"cannot write {folder}"):
+        num_bytes = sync([manifest.write_part(folder, dist.get_rank(), files)])
+        sync_folder(folder)
+    return num_bytes + sum(record.size for record in files.values())
 
 
 def _write_policy(
     folder: Path, writer: policy_files.Writer | None, policy: Iterable[Mapping[str, torch.Tensor]], config: Config
-) -> int:
-    """Write weights, configuration and tokenizer where there is a writer.
+) -> dict[str, FileRecord]:
+    """Write weights, configuration and tokenizer where there is a writer; return what was written.
 
     Raises `CheckpointError` on the rank that could not write, once all has been gathered.
     """
@@ -151,27 +159,83 @@ def _write_policy(
     if failure is not None:
         raise failure
     if writer is None:
-        return 0
+        return {}
     with as_checkpoint_error(f"cannot write {target}"):
-        writer.finish()
+        digests = writer.finish()
         load_tokenizer(config).save(target)
-        num_bytes = sync(target.iterdir())
-        sync_folder(target)
-        sync_folder(folder)
-        return num_bytes
+        return _synced(folder, target, target.iterdir(), digests)
 
 
-def _write_optimizer(folder: Path, parts: Iterable[Part], num_steps: int, max_file_bytes: int) -> int:
+def _write_optimizer(folder: Path, parts: Iterable[Part], num_steps: int, max_file_bytes: int) -> dict[str, FileRecord]:
     target = folder / OPTIMIZER
     with as_checkpoint_error(f"cannot write {target}"):
-        paths = box_files.write(target, dist.get_rank(), parts, max_file_bytes)
+        digests = box_files.write(target, dist.get_rank(), parts, max_file_bytes)
+        paths = list(digests)
         if dist.get_rank() == 0:
             paths.append(target / _COUNTS)
             paths[-1].write_text(json.dumps({_NUM_STEPS: num_steps}) + "\n")
-        num_bytes = sync(paths)
-        sync_folder(target)
-        sync_folder(folder)
-        return num_bytes
+        return _synced(folder, target, paths, digests)
+
+
+def _synced(
+    folder: Path, target: Path, paths: Iterable[Path], digests: Mapping[Path, Mapping[str, str]]
+) -> dict[str, FileRecord]:
+    """Have files of a folder of the checkpoint on the disk; return what was written, by path in the checkpoint."""
+    files = {str(path.relative_to(folder)): manifest.describe(path, digests.get(path)) for path in sorted(paths)}
+    sync(folder / name for name in files)
+    sync_folder(target)
+    sync_folder(folder)
+    return files
+
+
+def files_of(checkpoint: Path) -> list[Files]:
+    """Return what was written to a checkpoint; nothing if it has no manifest. Raises `DamagedCheckpoint`."""
+    found = manifest.read(checkpoint)
+    return [] if found is None else [(checkpoint, found.files)]
+
+
+def files_of_model(source: str) -> list[Files]:
+    """Return what was written to a model's folder; nothing unless it is the ``policy/`` of a checkpoint.
+
+    Raises `DamagedCheckpoint`.
+    """
+    found = manifest.of_model(Path(source))
+    return [] if found is None else [(found[0], found[1].files)]
+
+
+def files_to_load(config: Config, checkpoint: Path | None) -> list[Files]:
+    """Return what was written to all that a backend loads at its start. Raises `DamagedCheckpoint`."""
+    parts = [] if checkpoint is None else files_of(checkpoint)
+    reads_model = checkpoint is None or config.needs_reference
+    return [*parts, *files_of_model(config.policy.model_name)] if reads_model else parts
+
+
+class Proof:
+    """That files are what was written: found out by all ranks together, while they load what is in them.
+
+    Each rank looks at all names, sizes and headers before it loads anything, and a thread reads its share of the
+    tensors meanwhile.
+    """
+
+    def __init__(self, parts: Iterable[Files]) -> None:
+        """Begin. Raises `DamagedCheckpoint`."""
+        self._parts = list(parts)
+        for folder, files in self._parts:
+            manifest.check_files(folder, files)
+        self._is_read: Future[None] = Future()
+        share = dist.get_rank(), dist.get_world_size()
+        Thread(target=_run, args=(partial(self._read, *share), self._is_read), name="proof", daemon=True).start()
+
+    def conclude(self) -> None:
+        """Wait for all tensors. Collective. Raises `DamagedCheckpoint` on every rank if one found damage."""
+        try:
+            agree(self._is_read.result)
+        except CheckpointError as error:
+            raise DamagedCheckpoint(str(error)) from error
+
+    def _read(self, rank: int, num_ranks: int) -> None:
+        for folder, files in self._parts:
+            manifest.check_tensors(folder, files, reader=rank, num_readers=num_ranks)
 
 
 def read_num_steps(folder: Path) -> int:

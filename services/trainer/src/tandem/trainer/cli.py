@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -22,6 +23,7 @@ def preload() -> None:
 
 
 def _make(member: Member) -> Service:
+    os.environ.update(member.config.policy.megatron_cfg.environment)
     # Imported once the process has joined: torch takes seconds, and heartbeats flow meanwhile.
     from tandem.trainer.service import TrainerService
 

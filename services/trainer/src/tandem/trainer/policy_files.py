@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from transformers.core_model_loading import revert_weight_conversion
 
 from tandem.trainer.backends.shards import whole_of
+from tandem.trainer.box_files import digests_of
 from tandem.trainer.models import decoder_layers
 
 _WHOLE = "model.safetensors"
@@ -71,8 +72,8 @@ class Writer:
         self._generation_config = copy.deepcopy(model.generation_config) if model.can_generate() else None
         self._waiting: dict[str, torch.Tensor] = {}
         self._waiting_bytes = 0
-        self._files: list[list[str]] = []
-        """Names of the tensors of each file that is written."""
+        self._files: list[dict[str, str]] = []
+        """Digests of the tensors of each file that is written."""
         self._total_bytes = 0
 
     def add(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -83,9 +84,13 @@ class Writer:
             self._waiting[name] = tensor.contiguous()
             self._waiting_bytes += tensor.nbytes
 
-    def finish(self) -> None:
-        """Write the last file, the index, and the model's configuration. Raises what the libraries raise."""
+    def finish(self) -> dict[Path, dict[str, str]]:
+        """Write the last file, the index, and the model's configuration. Raises what the libraries raise.
+
+        Return the files of tensors with the digests of what is in them.
+        """
         self._write()
+        names = [_WHOLE]
         if len(self._files) == 1:
             self._path(1).rename(self._folder / _WHOLE)
         else:
@@ -98,10 +103,11 @@ class Writer:
         self._config.save_pretrained(self._folder)
         if self._generation_config is not None:
             self._generation_config.save_pretrained(self._folder)
+        return {self._folder / name: digests for name, digests in zip(names, self._files, strict=True)}
 
     def _write(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._files.append(list(self._waiting))
+        self._files.append(digests_of(self._waiting))
         save_file(self._waiting, self._path(len(self._files)), metadata={"format": "pt"})
         self._total_bytes += self._waiting_bytes
         self._waiting, self._waiting_bytes = {}, 0

@@ -24,9 +24,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tandem.common import collector
+from tandem.common import gc_tuning
 from tandem.common.assignment import data_parallel_ranks
 from tandem.common.batch import BatchTable, GivenTokens, TrainingBatch
+from tandem.common.config import Config
 from tandem.common.errors import WireError
 from tandem.common.memory import MemoryMeter
 from tandem.common.messages import (
@@ -137,9 +138,7 @@ class TrainerService:
             )
             num_ranks, num_sources = self._config.data_parallel_size, len(order.sources)
             # Where what was cut off does not count, all of a step may be.
-            declared = self._config.declaration
-            may_mask_all = declared.rolls_out and self._config.rollout_section.overlong_filtering
-            table.check(num_ranks=num_ranks, num_sources=num_sources, may_mask_all=may_mask_all)
+            table.check(num_ranks=num_ranks, num_sources=num_sources, may_mask_all=_may_mask_all(self._config))
             num_parts = sum(order.parts.values()) if isinstance(order, Evaluate) else 0
             if num_parts not in (0, len(table)):
                 raise WireError(f"parts: {num_parts} sequences, must be all {len(table)}")
@@ -157,8 +156,8 @@ class TrainerService:
         except WireError as error:
             raise WireError(f"{type(order).__name__}.{error}") from error
         nothing_T = np.zeros(len(given.token_ids_T), dtype=np.float32)
-        rest = {"generation_logprobs_T": nothing_T, "advantages_S": own.advantages_S}
-        return TrainingBatch.of({**given.to_frames(), **rest})
+        of_sequences = {"advantages_S": own.advantages_S, "rewards_S": own.rewards_S}
+        return TrainingBatch.of({**given.to_frames(), "generation_logprobs_T": nothing_T, **of_sequences})
 
     def _built(self) -> Backend:
         assert self._backend is not None, "the coordinator orders BuildTrainer first"
@@ -191,7 +190,7 @@ class TrainerService:
         )
         self._member.reply(order.command_id, RendezvousOpened(command_id=order.command_id, host=host, port=port))
 
-    @collector.paused()
+    @gc_tuning.paused()
     def _build(self, order: BuildTrainer) -> None:
         limit_threads(self._config, "trainers")
         try_out(self._config)
@@ -285,3 +284,9 @@ def _all_have(share: TrainingBatch | None) -> bool:
     num_lacking = torch.tensor([int(share is None)])
     dist.all_reduce(num_lacking)
     return int(num_lacking) == 0
+
+
+def _may_mask_all(config: Config) -> bool:
+    """Tell whether a batch may have no token that counts: all truncated, or all dropped by their environment."""
+    drops = any(environment.on_error == "drop" for environment in config.env.values())
+    return config.declaration.rolls_out and (config.rollout_section.overlong_filtering or drops)

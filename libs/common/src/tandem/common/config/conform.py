@@ -28,7 +28,7 @@ from msgspec.inspect import (
     VarTupleType,
 )
 
-from tandem.common.config.problem import Invalid, shown
+from tandem.common.config.problem import Invalid, Problems, shown
 from tandem.common.config.schema import Config
 from tandem.common.errors import nearest
 
@@ -45,7 +45,7 @@ def config_type() -> StructType:
 
 
 def conform(value: Any, wanted: Type, key: str) -> Any:
-    """Return `value` as the type `wanted` has it; raise `Invalid` for the first key below `key` that does not fit."""
+    """Return `value` as the type `wanted` has it; raise `Invalid` for the keys at and below `key` that do not fit."""
     match wanted:
         case StructType():
             return _struct(value, wanted, key)
@@ -60,12 +60,13 @@ def conform(value: Any, wanted: Type, key: str) -> Any:
         case VarTupleType():
             if not isinstance(value, list):
                 raise _mismatch(value, wanted, key)
-            return [conform(item, wanted.item_type, f"{key}[{index}]") for index, item in enumerate(value)]
+            return list(_each({f"{key}[{index}]": item for index, item in enumerate(value)}, wanted.item_type).values())
         case DictType(value_type=AnyType()):
             return _free(_mapping(value, wanted, key), key)
         case DictType():
             mapping = _mapping(value, wanted, key)
-            return {name: conform(item, wanted.value_type, f"{key}.{name}") for name, item in mapping.items()}
+            fitted = _each({f"{key}.{name}": item for name, item in mapping.items()}, wanted.value_type)
+            return dict(zip(mapping, fitted.values(), strict=True))
         case AnyType():
             return _free(value, key)
         case _:
@@ -114,16 +115,29 @@ def struct_types(wanted: Type) -> list[StructType]:
 def _struct(value: Any, wanted: StructType, key: str) -> dict[str, Any]:
     mapping = _mapping(value, wanted, key)
     fields = {field.encode_name: field for field in wanted.fields}
-    for name in mapping:
-        if name not in fields:
-            raise Invalid(_join(key, name), f"unknown key{_suggestion(name, key, list(fields))}")
+    problems = Problems()
+    suggestions = {name: _suggestion(name, key, list(fields)) for name in mapping if name not in fields}
+    problems.found += [Invalid(_join(key, name), f"unknown key{hint}") for name, hint in suggestions.items()]
     result: dict[str, Any] = {}
     for name, field in fields.items():
         if name in mapping:
-            result[name] = conform(mapping[name], field.type, _join(key, name))
-        elif field.required:
-            raise Invalid(_join(key, name), f"required, but not set: expected {describe_type(field.type)}")
+            with problems.collected():
+                result[name] = conform(mapping[name], field.type, _join(key, name))
+        elif field.required and f"; did you mean {name!r}?" not in suggestions.values():
+            expected = describe_type(field.type)
+            problems.found.append(Invalid(_join(key, name), f"required, but not set: expected {expected}"))
+    problems.complain()
     return result
+
+
+def _each(values: dict[str, Any], wanted: Type) -> dict[str, Any]:
+    """Return values of one type, by their keys, as that type has them."""
+    problems, fitted = Problems(), {}
+    for key, value in values.items():
+        with problems.collected():
+            fitted[key] = conform(value, wanted, key)
+    problems.complain()
+    return fitted
 
 
 def _suggestion(name: str, key: str, siblings: list[str]) -> str:
@@ -177,6 +191,8 @@ def _within(value: float, wanted: IntType | FloatType, key: str) -> float:
         and (wanted.le is None or value <= wanted.le)
         and (wanted.lt is None or value < wanted.lt)
     )
+    if ok and isinstance(wanted, IntType) and abs(value) >= 2**63:
+        raise Invalid(key, f"expected {describe_type(wanted)}, got one of more than 64 bits")
     if not ok:
         raise Invalid(key, f"expected {describe_type(wanted)}, got {value}")
     return value

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from tandem.common.algorithms import ALGORITHMS
 from tandem.common.config.schema import Config
+from tandem.common.config.schema.loss import OF_ANY_LOSS
 from tandem.common.errors import ConfigError
 
 FREE_ON_RESUME = (
@@ -43,6 +44,7 @@ FREE_ON_RESUME = (
     "policy.megatron_cfg.activation_checkpointing",
     "policy.megatron_cfg.context_parallel_size",
     "policy.megatron_cfg.empty_unused_memory_level",
+    "policy.megatron_cfg.env_vars",
     "policy.megatron_cfg.expert_model_parallel_size",
     "policy.megatron_cfg.expert_tensor_parallel_size",
     "policy.megatron_cfg.force_reconvert_from_hf",
@@ -70,7 +72,7 @@ def to_plain(config: Config) -> dict[str, Any]:
     for other in ALGORITHMS.keys() - {config.algorithm}:
         del plain[other]
     if config.declaration.loss_section != "loss_fn":
-        own = {key: plain["loss_fn"][key] for key in ("class", "kwargs", "columns")}
+        own = {key: plain["loss_fn"][key] for key in OF_ANY_LOSS}
         del plain["loss_fn"]
         if own["class"] is not None:
             plain["loss_fn"] = own

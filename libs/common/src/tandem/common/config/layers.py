@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -13,10 +14,13 @@ import yaml  # type: ignore[import-untyped]
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from tandem.common.config.checks.paths import why_no_path
 from tandem.common.errors import ConfigError
 from tandem.common.regular_files import irregular
 
 COMMAND_LINE = "command line"
+MAX_PATH_SHOWN = 200
+"""Characters of a path that an error shows."""
 
 Plain = dict[str, Any]
 """What YAML gives: nested dictionaries, lists and scalars, interpolations not yet replaced."""
@@ -42,6 +46,10 @@ class Layers(msgspec.Struct, frozen=True, kw_only=True):
         """Return the name of the layer that had the last word on `key`."""
         parts = _parts(key)
         return next((layer.source for layer in reversed(self.layers) if _sets(layer.settings, parts)), self.main)
+
+    def is_set(self, key: str) -> bool:
+        """Say whether any layer sets `key`."""
+        return _sets(self.merged, _parts(key))
 
 
 def read_layers(path: Path, overrides: Sequence[str]) -> Layers:
@@ -89,8 +97,8 @@ def _read_chain(path: Path, children: tuple[Path, ...]) -> list[Layer]:
     layers: list[Layer] = []
     for name in names_of_parents:
         parent = Path(os.path.normpath(path.parent / name))
-        if not parent.is_file():
-            raise ConfigError(f"{path}: defaults: there is no file {parent}")
+        if why_no_path(parent) is not None or not parent.is_file():
+            raise ConfigError(f"{path}: defaults: there is no file {shortened(parent)}{nearest_file(parent)}")
         layers += _read_chain(parent, (*children, here))
     return [*layers, Layer(source=str(path), settings=settings)]
 
@@ -102,17 +110,41 @@ def _read_file(path: Path) -> Plain:
     try:
         content: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no such file") from None
+        raise ConfigError(f"{path}: there is no such file{nearest_file(path)}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: {_syntax(error)}") from None
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{path}: {error.full_key}: cannot be resolved: {str(error).splitlines()[0]}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else "it does not hold YAML text"
-        raise ConfigError(f"{path}: cannot be read: {reason}") from None
+        where = f"{path}: {error.full_key}" if error.full_key else path
+        raise ConfigError(f"{where}: cannot be resolved: {str(error).splitlines()[0]}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: cannot be read: it does not hold YAML text") from None
+    except OSError as error:
+        if error.strerror is None:  # of OmegaConf: the file holds a number, say
+            raise ConfigError(f"{path}: expected a mapping at the top, got a scalar") from None
+        raise ConfigError(f"{shortened(path)}: cannot be read: {error.strerror}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: cannot be read: mappings or lists within each other are too many") from None
+    except ValueError as error:
+        raise ConfigError(f"{shortened(path)}: cannot be read: {error}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: expected a mapping at the top, got a list")
     return content
+
+
+def shortened(path: Path) -> str:
+    """Return a path as an error shows it."""
+    text = str(path)
+    return text if len(text) <= MAX_PATH_SHOWN else f"{text[: MAX_PATH_SHOWN - 3]}..."
+
+
+def nearest_file(path: Path) -> str:
+    """Return ``; did you mean 'x'?`` for the YAML file nearest to one that is not there, or an empty string."""
+    if why_no_path(path) is not None or path.exists():
+        return ""
+    folders = [folder for folder in (path.parent, path.parent / path.stem, Path("examples")) if folder.is_dir()]
+    found = {file.stem: file for folder in reversed(folders) for file in folder.glob("*.y*ml")}
+    matches = difflib.get_close_matches(path.stem, found, n=1, cutoff=0.6)
+    return f"; did you mean {str(found[matches[0]])!r}?" if matches else ""
 
 
 def _syntax(error: yaml.YAMLError) -> str:
@@ -130,7 +162,7 @@ def _parse_override(override: str) -> tuple[list[str], Any]:
         raise ConfigError(f"{COMMAND_LINE}: {override!r}: expected key=value, such as grpo.max_num_steps=10")
     try:
         parsed: Any = OmegaConf.to_container(OmegaConf.create(f"value: {text}"), resolve=False)
-    except (yaml.YAMLError, OmegaConfBaseException):
+    except (yaml.YAMLError, OmegaConfBaseException, RecursionError, ValueError):
         parsed = None
     if not isinstance(parsed, dict) or list(parsed) != ["value"]:
         raise ConfigError(f"{COMMAND_LINE}: {key}: {text!r} is not a YAML value; quote it if it is text")
@@ -167,6 +199,8 @@ def _sets(node: Any, parts: Sequence[str]) -> bool:
     """Whether the settings `node` give a value to the path `parts`, or to a whole of which it is a part."""
     for part in parts:
         if isinstance(node, Mapping):
+            if part == "0" and part not in node:
+                continue  # a single entry, written without the list around it
             if part not in node:
                 return False
             node = node[part]

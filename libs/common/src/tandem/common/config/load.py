@@ -13,9 +13,9 @@ from msgspec.inspect import StructType
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from tandem.common.config.checks import first_problem
+from tandem.common.config.checks import broken_rules
 from tandem.common.config.conform import config_type, conform
-from tandem.common.config.derive import fill
+from tandem.common.config.derive import DERIVED, fill
 from tandem.common.config.layers import Layer, Layers, merge, read_layers
 from tandem.common.config.megatron import fit_megatron
 from tandem.common.config.problem import Invalid
@@ -33,11 +33,15 @@ RESOLVERS: dict[str, Callable[[Any, Any], Any]] = {
 """What ``${name:a,b}`` computes, as in NeMo-RL."""
 
 
+_DERIVED = frozenset(rule.key for rule in DERIVED)
+"""Keys that, where nobody set them, are wrong only because others are."""
+
+
 def load_config(path: str | Path, overrides: Sequence[str] = (), *, to_run: bool = True) -> Config:
     """Read a configuration file with ``key=value`` overrides.
 
     Inheritance (``defaults:``), interpolation (``${...}``) and overrides work as in NeMo-RL; ``docs/configuration.md``
-    describes them. Raises `ConfigError`, one line that begins with the file (or ``command line``) and the key, and,
+    describes them. Raises `ConfigError`, lines that begin with the file (or ``command line``) and the key, and,
     if it is `to_run`, `NotSupportedYet` where something is switched on that is not built.
     """
     return _build(read_layers(Path(path), overrides), to_run=to_run)
@@ -57,10 +61,14 @@ def _build(layers: Layers, *, to_run: bool) -> Config:
         if unsupported and to_run:
             raise NotSupportedYet(f"{layers.main}: {unsupported}")
         config = fit_megatron(config, to_run=to_run)
-        first_problem(config)
+        broken_rules(config).complain()
     except Invalid as problem:
-        source = layers.source_of(problem.key)
-        raise ConfigError(f"{source}: {problem.key}: {problem.text}") from None
+        problems = [each for each in problem.all if each.key not in _DERIVED or layers.is_set(each.key)]
+        lines = (
+            ": ".join(filter(None, (layers.source_of(each.key), each.key, each.text)))
+            for each in problems or problem.all
+        )
+        raise ConfigError(*dict.fromkeys(lines)) from None
     return config
 
 
@@ -73,6 +81,8 @@ def _interpolated(tree: dict[str, Any]) -> dict[str, Any]:
         resolved = OmegaConf.to_container(whole, resolve=True)
     except OmegaConfBaseException as error:
         raise Invalid(error.full_key or "", f"cannot be resolved: {str(error).splitlines()[0]}") from None
+    except RecursionError:
+        raise Invalid("", "mappings or lists within each other are too many") from None
     interpolated: dict[str, Any] = _restricted(resolved, tree)
     return interpolated
 

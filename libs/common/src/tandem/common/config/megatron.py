@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from tandem.common.config.conform import conform
-from tandem.common.config.problem import Invalid
+from tandem.common.config.problem import Invalid, Problems
 from tandem.common.config.schema import Config, MegatronCfg
 from tandem.common.errors import nearest
 from tandem.common.megatron_arguments import INSTALL, RESERVED, arguments, is_installed
@@ -51,17 +51,16 @@ def fit_megatron(config: Config, *, to_run: bool) -> Config:
 
 def _fitted(section: str, given: dict[str, Any]) -> dict[str, Any]:
     known, prefix = arguments(section), f"{_KEY}.{section}".rstrip(".")
-    fitted = {}
+    fitted, problems = {}, Problems()
     for name, value in given.items():
         key = f"{prefix}.{name}"
-        if name in RESERVED[section]:
-            raise Invalid(key, f"not for here: {RESERVED[section][name]}")
-        if not known:
-            fitted[name] = value
-        elif name in known:
-            fitted[name] = conform(value, known[name], key)
-        else:
-            raise Invalid(key, f"Megatron-Core has no such argument{nearest(name, [*_typed(section), *known])}")
+        with problems.collected():
+            if name in RESERVED[section]:
+                raise Invalid(key, f"not for here: {RESERVED[section][name]}")
+            if known and name not in known:
+                raise Invalid(key, f"Megatron-Core has no such argument{nearest(name, [*_typed(section), *known])}")
+            fitted[name] = conform(value, known[name], key) if known else value
+    problems.complain()
     return fitted
 
 

@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
+
+from tandem.common.algorithms import ALGORITHMS
+from tandem.common.config.derive import DERIVED
 from tandem.common.config.problem import shown
 from tandem.common.config.schema import Config, Optimizer
+from tandem.common.config.schema.loss import OF_ANY_LOSS
 from tandem.common.config.unsupported import without_effect_yet
 from tandem.common.model_sizes import model_sizes
 from tandem.common.sources import package_folder
@@ -21,15 +26,34 @@ _OF_TRANSFORMER_ENGINE = {
 """Keys of ``policy.megatron_cfg`` that only Transformer Engine reads, with the values that ask for nothing."""
 
 
+_FOLLOW = frozenset(rule.key.rpartition(".")[0] for rule in DERIVED)
+"""Sections in which a key has another's value where it is not set."""
+
+
 def notices(config: Config) -> list[str]:
     """Return a line for each."""
     return [*(line for notice in _NOTICES for line in notice(config)), *without_effect_yet(config)]
+
+
+def _other_algorithms(config: Config) -> Iterator[str]:
+    """Sections that another algorithm reads."""
+    for name in (*ALGORITHMS, "loss_fn"):
+        if name in (config.algorithm, config.declaration.loss_section):
+            continue
+        section = getattr(config, name)
+        given, otherwise = msgspec.to_builtins(section), msgspec.to_builtins(type(section)())
+        read = _FOLLOW | {f"loss_fn.{key}" for key in OF_ANY_LOSS}
+        keys = [key for key, value in given.items() if value != otherwise[key] and f"{name}.{key}" not in read]
+        if keys:
+            yield f"{name} ({', '.join(keys)}) has no effect: algorithm is {config.algorithm}"
 
 
 def _backends(config: Config) -> Iterator[str]:
     """Megatron-Core wins, and brings its own optimizer and schedule."""
     policy = config.policy
     if not policy.megatron_cfg.enabled:
+        if policy.megatron_cfg.env_vars:
+            yield _vain(f"{_MEGATRON}.env_vars", policy.megatron_cfg.env_vars, f"{_MEGATRON}.enabled is false")
         return
     why = f"{_MEGATRON}.enabled is true"
     if policy.dtensor_cfg.enabled:
@@ -139,6 +163,7 @@ def _vain(key: str, value: Any, why: str) -> str:
 
 
 _NOTICES: tuple[Callable[[Config], Iterator[str]], ...] = (
+    _other_algorithms,
     _backends,
     _sequences,
     _experts,

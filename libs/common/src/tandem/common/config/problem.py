@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 
 MAX_SHOWN = 80
 """Characters of a value that an error shows."""
@@ -11,10 +13,33 @@ MAX_SHOWN = 80
 class Invalid(Exception):
     """The value at a key cannot be used; `load` adds the file and makes it a `ConfigError`."""
 
-    def __init__(self, key: str, text: str) -> None:
+    def __init__(self, key: str, text: str, more: tuple[Invalid, ...] = ()) -> None:
         self.key = key
         self.text = text
+        self.all: tuple[Invalid, ...] = (self, *more)
+        """This one and those found beside it."""
         super().__init__(f"{key}: {text}")
+
+
+class Problems:
+    """Collects what is wrong, so that a user hears of all of it at once."""
+
+    def __init__(self) -> None:
+        self.found: list[Invalid] = []
+
+    @contextlib.contextmanager
+    def collected(self) -> Iterator[None]:
+        """Note the `Invalid` that the block raises, and go on after it."""
+        try:
+            yield
+        except Invalid as problem:
+            self.found += problem.all
+
+    def complain(self) -> None:
+        """Raise `Invalid` with everything found, if that is anything."""
+        if self.found:
+            first, *others = self.found
+            raise Invalid(first.key, first.text, tuple(others))
 
 
 def shown(value: object) -> str:

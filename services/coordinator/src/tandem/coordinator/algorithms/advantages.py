@@ -14,45 +14,80 @@ _EPSILON = 1e-6
 """Keeps a spread that is nothing but rounding from being blown up."""
 
 
-def advantages(rewards_GN: NDArray[np.float64], settings: AdvEstimator) -> NDArray[np.float32]:
-    """Return the advantage of each sample by the configured estimator.
+def advantages(
+    rewards_GN: NDArray[np.float64], settings: AdvEstimator, counts_GN: NDArray[np.bool_]
+) -> NDArray[np.float32]:
+    """Return the advantage of each sample by the configured estimator; zero for one that does not count.
 
     Of Reinforce++ (Hu et al. 2025, arXiv:2501.03262) it is the reward minus its baseline, the mean of its group or
     nothing; the rest needs tokens, and is `tandem.trainer.advantages`.
     """
     if settings.name == "reinforce_plus_plus":
         if not settings.minus_baseline:
-            return rewards_GN.astype(np.float32)
-        return group_advantages(rewards_GN, leave_one_out=False, normalize=False)
-    return group_advantages(
-        rewards_GN, leave_one_out=settings.use_leave_one_out_baseline, normalize=settings.normalize_rewards
+            return np.where(counts_GN, rewards_GN, 0.0).astype(np.float32)
+        return counted_advantages(rewards_GN, counts_GN, leave_one_out=False, normalize=False)
+    return counted_advantages(
+        rewards_GN,
+        counts_GN,
+        leave_one_out=settings.use_leave_one_out_baseline,
+        normalize=settings.normalize_rewards,
     )
 
 
-def decoupled_advantages(rewards_GNC: NDArray[np.float64], settings: AdvEstimator) -> NDArray[np.float32]:
+def decoupled_advantages(
+    rewards_GNC: NDArray[np.float64], settings: AdvEstimator, counts_GN: NDArray[np.bool_] | None = None
+) -> NDArray[np.float32]:
     """Return the advantage of each sample by GDPO (Liu et al. 2026, arXiv:2601.05242, section 3).
 
     ``A = sum over c of w_c A_c``, where ``A_c`` is `group_advantages` of one component and ``w_c`` its weight: so that
     a component whose rewards lie close together counts as much as one whose rewards are far apart. Then A minus its
     mean over the whole batch, divided by its (unbiased) standard deviation, so that its size does not grow with ``C``.
+    A sample that does not count in `counts_GN` (None: all do), or has nothing to be compared with, is in neither, and
+    has zero.
 
     Returns:
         ``advantages_GN``.
 
     """
+    if counts_GN is None:
+        counts_GN = np.ones(rewards_GNC.shape[:2], dtype=np.bool_)
     weights_C = settings.reward_weights or (1.0,) * rewards_GNC.shape[2]
     parts = [
-        group_advantages(
+        counted_advantages(
             rewards_GNC[:, :, component],
+            counts_GN,
             leave_one_out=settings.use_leave_one_out_baseline,
             normalize=settings.normalize_rewards,
         ).astype(np.float64)
         for component in range(rewards_GNC.shape[2])
     ]
     combined_GN = sum((w * part for w, part in zip(weights_C, parts, strict=True)), np.zeros(rewards_GNC.shape[:2]))
-    combined_GN -= combined_GN.mean()
-    deviation = combined_GN.std(ddof=1) if combined_GN.size > 1 else 0.0
-    return np.asarray(combined_GN / deviation if deviation > 0 else combined_GN, dtype=np.float32)
+    compared_GN = counts_GN & (counts_GN.sum(axis=1, keepdims=True) >= min(2, counts_GN.shape[1]))
+    combined_X = combined_GN[compared_GN]
+    if len(combined_X):
+        combined_X = combined_X - combined_X.mean()
+    deviation = combined_X.std(ddof=1) if len(combined_X) > 1 else 0.0
+    advantages_GN = np.zeros(counts_GN.shape, dtype=np.float32)
+    advantages_GN[compared_GN] = combined_X / deviation if deviation > 0 else combined_X
+    return advantages_GN
+
+
+def counted_advantages(
+    rewards_GN: NDArray[np.float64], counts_GN: NDArray[np.bool_], *, leave_one_out: bool, normalize: bool
+) -> NDArray[np.float32]:
+    """Return `group_advantages` of the samples that count, each group as if it had only these; zero for the others.
+
+    A group that others are missing from and that has fewer than two left tells nothing: zero.
+    """
+    advantages_GN = np.zeros(rewards_GN.shape, dtype=np.float32)
+    whole_G = counts_GN.all(axis=1)
+    advantages_GN[whole_G] = group_advantages(rewards_GN[whole_G], leave_one_out=leave_one_out, normalize=normalize)
+    for group in np.flatnonzero(~whole_G):
+        left_N = counts_GN[group]
+        if left_N.sum() >= 2:
+            left = rewards_GN[group : group + 1, left_N]
+            advantages_GN[group, left_N] = group_advantages(left, leave_one_out=leave_one_out, normalize=normalize)[0]
+    return advantages_GN
 
 
 def group_advantages(rewards_GN: NDArray[np.float64], *, leave_one_out: bool, normalize: bool) -> NDArray[np.float32]:

@@ -136,4 +136,5 @@ def batch_of(conversations: Sequence[Sequences]) -> TrainingBatch:
         loss_mask_T=np.concatenate([np.array(mask, dtype=np.bool_) for _, mask in sequences]),
         generation_logprobs_T=np.zeros(len(token_ids_T), dtype=np.float32),
         advantages_S=np.ones(len(sequences), dtype=np.float32),
+        rewards_S=np.zeros(len(sequences), dtype=np.float32),
     )

@@ -61,6 +61,8 @@ class GrpoFeed:
         self.notices = tuple(filter(None, (too_long, set_aside(problems.num_set_aside, num_rows))))
         self._stop_token_ids = (tokenizer.eos_id, *(config.policy.generation.stop_token_ids or ()))
         self._records = SampleRecords()
+        self._num_failures = 0
+        """Of the environment, in the samples that came."""
 
     @property
     def num_validation(self) -> int:
@@ -112,9 +114,16 @@ class GrpoFeed:
             for group, encoded in chosen.items()
         )
 
-    def take_samples(self, rollout: str, finished: SamplesFinished) -> None:
-        """Keep what is known of finished samples."""
+    def take_samples(self, rollout: str, finished: SamplesFinished) -> list[str]:
+        """Keep what is known of finished samples; return what to say of those that the environment failed on."""
         self._records.add(rollout, finished)
+        said = []
+        for sample in finished.samples:
+            if sample.failure:
+                self._num_failures += 1
+                if str(self._num_failures).strip("0") == "1":  # a power of ten
+                    said.append(failure_note(sample, self._num_failures))
+        return said
 
     def discard_samples(self, step: int, purpose: Purpose, groups: Sequence[int]) -> None:
         """Forget the samples of these groups."""
@@ -144,12 +153,16 @@ class GrpoFeed:
             return {}
         samples = [record.scored for record in self._records.peek(step, "validate")]
         self._records.drop(step, "validate")
-        rewards = np.array([sample.reward for sample in samples])
+        counted = [sample for sample in samples if not sample.dropped]
+        scores = {
+            "val_reward": float(np.mean([sample.reward for sample in counted])),
+            "val_accuracy": float(np.mean([sample.correct for sample in counted])),
+        }
+        others = {**turn_metrics(self._config, samples), **failure_metrics(samples)}
         return {
-            "val_reward": float(rewards.mean()),
-            "val_accuracy": float(np.mean([sample.correct for sample in samples])),
+            **(scores if counted else {}),
             "val_mean_generation_length": float(np.mean([sample.response_length for sample in samples])),
-            **{f"val_{name}": value for name, value in turn_metrics(self._config, samples).items()},
+            **{f"val_{name}": value for name, value in others.items()},
         }
 
 
@@ -169,16 +182,18 @@ def training_batch(
     if grpo.use_dynamic_sampling:
         rows, counts = dynamic_sampling(grpo, samples)
         records, samples = [records[row] for row in rows], [samples[row] for row in rows]
-        metrics |= counts | {"filtered_reward": float(np.mean([sample.reward for sample in samples]))}
+        metrics |= counts | {"filtered_reward": float(np.mean([s.reward for s in samples if not s.dropped]))}
+    counts_S = np.array([not sample.dropped for sample in samples])
+    counts_GN = counts_S.reshape(-1, num_samples)
     rewards_S = training_rewards(samples, grpo)
-    if grpo.reward_scaling.enabled or grpo.reward_shaping.enabled:
-        metrics["training_reward"] = float(rewards_S.mean())
+    if (grpo.reward_scaling.enabled or grpo.reward_shaping.enabled) and counts_S.any():
+        metrics["training_reward"] = float(rewards_S[counts_S].mean())
     if grpo.adv_estimator.name == "gdpo":
         components_SC = _components(config, samples)
         components_GNC = components_SC.reshape(-1, num_samples, components_SC.shape[1])
-        advantages_GN = decoupled_advantages(components_GNC, grpo.adv_estimator)
+        advantages_GN = decoupled_advantages(components_GNC, grpo.adv_estimator, counts_GN)
     else:
-        advantages_GN = advantages(rewards_S.reshape(-1, num_samples), grpo.adv_estimator)
+        advantages_GN = advantages(rewards_S.reshape(-1, num_samples), grpo.adv_estimator, counts_GN)
     batch = batch_of(
         records,
         prompts,
@@ -199,12 +214,17 @@ def batch_of(
     filters_overlong: bool,
     columns: Mapping[str, NDArray[np.float32]] | None = None,
 ) -> StepBatch:
-    """Return the batch of these samples, in this order; with `filters_overlong` no token of a truncated one counts."""
+    """Return the batch of these samples, in this order.
+
+    No token counts of a sample that was dropped or, with `filters_overlong`, truncated.
+    """
     samples = [record.scored for record in records]
     rollouts = tuple(sorted({record.rollout for record in records}))
     # Nothing predicts the first token of a sequence, so that it does not count even where the policy made it.
     counted = [
-        0 if filters_overlong and is_truncated(sample) else sample.response_length - (sample.prompt_length == 0)
+        0
+        if sample.dropped or (filters_overlong and is_truncated(sample))
+        else sample.response_length - (sample.prompt_length == 0)
         for sample in samples
     ]
     first_rows: dict[Hashable, int] = {}
@@ -234,25 +254,62 @@ def batch_of(
 
 
 def sample_metrics(config: Config, samples: Sequence[SampleScored]) -> dict[str, float]:
-    """Return what there is to say about all samples of a step, whether they are trained on or not."""
-    rewards_GN = np.array([sample.reward for sample in samples]).reshape(-1, config.grpo.num_generations_per_prompt)
+    """Return what there is to say about all samples of a step, whether they are trained on or not.
+
+    Those that were dropped have no reward; where all were, the step has none.
+    """
+    size = config.grpo.num_generations_per_prompt
+    counted = [sample for sample in samples if not sample.dropped]
+    spreads = [
+        np.ptp(rewards) if len(rewards := [s.reward for s in samples[first : first + size] if not s.dropped]) else 0.0
+        for first in range(0, len(samples), size)
+    ]
     lengths = np.array([sample.response_length for sample in samples])
     return {
-        "reward": float(rewards_GN.mean()),
-        "reward_std": float(rewards_GN.std()),
-        "reward_min": float(rewards_GN.min()),
-        "reward_max": float(rewards_GN.max()),
-        "accuracy": float(np.mean([sample.correct for sample in samples])),
+        **(_reward_metrics(counted) if counted else {}),
         "mean_generation_length": float(lengths.mean()),
         "max_generation_length": float(lengths.max()),
         "truncated_fraction": float(np.mean([is_truncated(sample) for sample in samples])),
-        "groups_without_spread": float(np.mean(np.ptp(rewards_GN, axis=1) == 0)),
+        "groups_without_spread": float(np.mean(np.array(spreads) == 0)),
+        **turn_metrics(config, samples),
+        **failure_metrics(samples),
+    }
+
+
+def _reward_metrics(samples: Sequence[SampleScored]) -> dict[str, float]:
+    rewards_S = np.array([sample.reward for sample in samples])
+    return {
+        "reward": float(rewards_S.mean()),
+        "reward_std": float(rewards_S.std()),
+        "reward_min": float(rewards_S.min()),
+        "reward_max": float(rewards_S.max()),
+        "accuracy": float(np.mean([sample.correct for sample in samples])),
         **{
             f"reward/{name}": float(np.mean([sample.components.get(name, 0.0) for sample in samples]))
             for name in component_names(samples)
         },
-        **turn_metrics(config, samples),
     }
+
+
+def failure_metrics(samples: Sequence[SampleScored]) -> dict[str, float]:
+    """Return how many samples the environment failed on, if it did on any; those that took too long are among them."""
+    failed = [sample for sample in samples if sample.failure]
+    return (
+        {}
+        if not failed
+        else {
+            "environment_failures": float(len(failed)),
+            "environment_timeouts": float(sum(sample.timed_out for sample in failed)),
+            "environment_dropped": float(sum(sample.dropped for sample in failed)),
+        }
+    )
+
+
+def failure_note(sample: SampleScored, count: int) -> str:
+    """Say that the environment failed on a sample, and on how many so far."""
+    became = "is dropped" if sample.dropped else "is worth nothing"
+    which = "the first" if count == 1 else f"number {count}"
+    return f"{sample.failure}; the sample {became}, {which} so far; all are in the rollout's log"
 
 
 def dynamic_sampling(grpo: Grpo, samples: Sequence[SampleScored]) -> tuple[list[int], dict[str, float]]:

@@ -31,8 +31,11 @@ def has_spread(grpo: Grpo, samples: Sequence[SampleScored]) -> bool:
     """Tell whether the samples of a group differ in what their advantages are made of, before shaping by length.
 
     If they do not, every advantage is zero (DAPO, Yu et al. 2025, arXiv:2503.14476, equation 11), or comes from lengths
-    alone.
+    alone. Samples that were dropped count in neither.
     """
+    samples = [sample for sample in samples if not sample.dropped]
+    if not samples:
+        return False
     if grpo.adv_estimator.name == "gdpo":
         values_SC = component_rewards(samples, grpo, component_names(samples))
     else:

@@ -17,7 +17,7 @@ from tandem.common.messages import (
     TrainerBuilt,
     TransfersPlanned,
 )
-from tandem.common.parts import part_names, process_of
+from tandem.common.worker_shards import process_of, worker_shard_names
 from tandem.coordinator.scheduler.events import Action, Dispatch
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.requests import PendingRequests
@@ -132,4 +132,4 @@ def processes_in(mesh: PlannedMesh) -> list[str]:
 
 def by_part(member: str, sent: tuple[bytes, ...]) -> dict[str, bytes]:
     """Return what a process sent for each of its parts, by their names."""
-    return dict(zip(part_names(member, len(sent)), sent, strict=True))
+    return dict(zip(worker_shard_names(member, len(sent)), sent, strict=True))

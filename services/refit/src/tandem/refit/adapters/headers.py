@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from tandem.common.errors import ModelError
 
@@ -29,6 +30,17 @@ _DTYPES = {
     "U8": "uint8",
     "BOOL": "bool",
 }
+
+
+class Place(NamedTuple):
+    """Where a tensor is, and what it is there."""
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: str
+    """As safetensors has it, such as ``BF16``."""
+    start: int
+    num_bytes: int
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -57,7 +69,30 @@ def read_headers(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
     return found
 
 
+def read_places(folder: Path) -> dict[str, Place]:
+    """Return where every tensor of a checkpoint is, in the order of its files. Raises `ModelError`."""
+    found: dict[str, Place] = {}
+    for path in files_of(folder):
+        first, header = _read_json(path)
+        try:
+            for name, entry in header.items():
+                start, stop = entry["data_offsets"]
+                found[name] = Place(path, tuple(entry["shape"]), str(entry["dtype"]), first + start, stop - start)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ModelError(f"{path} has no readable safetensors header: {error}") from error
+    return found
+
+
 def _read_header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    _, header = _read_json(path)
+    try:
+        return {name: (tuple(entry["shape"]), _DTYPES[entry["dtype"]]) for name, entry in header.items()}
+    except (KeyError, TypeError) as error:
+        raise ModelError(f"{path} has no readable safetensors header: {error}") from error
+
+
+def _read_json(path: Path) -> tuple[int, dict[str, Any]]:
+    """Return the first byte after the header, and what the header says of each tensor. Raises `ModelError`."""
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
@@ -65,6 +100,6 @@ def _read_header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
                 raise ValueError(f"its header would have {length} bytes")
             header = json.loads(file.read(length))
         header.pop("__metadata__", None)
-        return {name: (tuple(entry["shape"]), _DTYPES[entry["dtype"]]) for name, entry in header.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        return 8 + length, header
+    except (OSError, ValueError, TypeError, AttributeError, struct.error) as error:
         raise ModelError(f"{path} has no readable safetensors header: {error}") from error

@@ -65,7 +65,7 @@ def compare(sources: Mapping[str, Held], engines: Mapping[str, Mapping[str, Held
 
     Raises:
         RefitError: a member sent digests for another number of tensors than its layout has, or the members of an
-            engine hold a part of a tensor that was digested more often than the rest.
+            engine hold some of a tensor that was digested more often than the rest.
 
     """
     names = _Names()
@@ -145,7 +145,7 @@ class _Names:
         uneven = np.flatnonzero((left_N > 0) & is_digested_N)
         if len(uneven):
             name = self.name(int(uneven[0]))
-            raise RefitError(f"{engine} holds some elements of {name} more often than others: cannot attest it")
+            raise RefitError(f"{engine} holds some elements of {name} more often than others: cannot verify it")
         return times_N.astype(np.uint64)
 
     def _numbers_of(self, layout: Layout) -> NDArray[np.int64]:

@@ -1,6 +1,6 @@
 """Digests of weights that do not depend on how the weights are sharded, taken beside other work.
 
-`tandem.refit.digests.terms` says what a digest is and why damage shows in it. A process digests what its `Attestation`
+`tandem.refit.digests.terms` says what a digest is and why damage shows in it. A process digests what its `Verification`
 names: a trainer what it holds, converted to the element type that engines hold; an engine what it computes with. Each
 gets one number a tensor, its share, and over the processes that hold a tensor the shares add up modulo 2**64;
 `tandem.refit.digests.comparison` compares the sums.
@@ -9,8 +9,8 @@ Of a tensor that is quantised on the way an engine makes the values and scales i
 the trainer's elements. What is digested is the staging memory that they were made from: give `DigestTask` the
 program's quantisations, and the staging memory among the storages. It then reads the engine's pieces of these tensors
 where they lie in staging memory, in the element type that they have there (``Quantisation.staging_dtype``, to which
-the trainer's attestation must convert too), and leaves the scales out. That the values and scales are the quantisation
-of that memory, bit for bit, is checked by `tandem.refit.transports.quantise`, on the engine.
+the trainer's verification must convert too), and leaves the scales out. That the values and scales are the quantisation
+of that memory, bit for bit, is checked by `tandem.refit.quantise`, on the engine.
 
 Importing this imports no torch.
 """
@@ -28,9 +28,9 @@ from numpy.typing import NDArray
 
 from tandem.refit.digests import terms
 from tandem.refit.digests.comparison import combine
-from tandem.refit.digests.parts import Parts, Sampling, parts_of
+from tandem.refit.digests.slices import DigestList, Sampling, Slices
 from tandem.refit.layout import DTYPES, ITEM_SIZES, Box, Layout
-from tandem.refit.program import Attestation, Quantisation
+from tandem.refit.program import Quantisation, Verification
 
 if TYPE_CHECKING:  # what compares digests needs no torch
     import torch
@@ -43,7 +43,7 @@ _SLAB_BYTES = {"cpu": 2**21, "cuda": 2**23}
 """Weights digested at a time: about a millisecond on a CPU; on a GPU few launches, which widen each element twice."""
 
 _ROWS_AT_ONCE = 2**10
-"""Parts that become Python numbers at a time."""
+"""Slices that become Python numbers at a time."""
 
 
 class DigestTask:
@@ -57,10 +57,11 @@ class DigestTask:
         self,
         layout: Layout,
         storages: Mapping[str, torch.Tensor],
-        attestation: Attestation | None = None,
+        verification: Verification | None = None,
         *,
         sampling: Sampling | None = None,
         quantisations: Sequence[Quantisation] = (),
+        digest_list: DigestList | None = None,
     ) -> None:
         """Prepare; nothing is read yet.
 
@@ -68,18 +69,21 @@ class DigestTask:
             layout: of the process.
             storages: by name of the storage, a tensor of any type whose first element is byte 0 and that lies in one
                 gapless range; all on one device. They must hold still until the task is done.
-            attestation: which pieces to digest, and the element type to convert to first; default: everything as it is.
+            verification: which pieces to digest, and the element type to convert to first; default: all, as they are.
             sampling: digest only some rows; default: all.
             quantisations: of the process's program; their staging memory must be among `storages`.
+            digest_list: what an earlier task of the same layout, verification and quantisations has listed.
 
         Raises:
             RefitError: a quantised tensor is not staged.
 
         """
-        attestation = everything(layout) if attestation is None else attestation
+        verification = everything(layout) if verification is None else verification
         self._layout = layout
-        self._parts, names = parts_of(layout, attestation, quantisations, sampling)
-        self._ranges = {index: _flat(storages[names[index]]) for index in np.unique(self._parts.storage_P).tolist()}
+        self.digest_list = digest_list or DigestList(layout, verification, quantisations)
+        """For a task of another version."""
+        self._slices, names = self.digest_list.of_version(sampling), self.digest_list.storage_names
+        self._ranges = {index: _flat(storages[names[index]]) for index in np.unique(self._slices.storage_P).tolist()}
         self._typed: dict[tuple[int, int], torch.Tensor] = {}
         self._converted: torch.Tensor | None = None
         self._totals_T: torch.Tensor | None = None
@@ -89,7 +93,7 @@ class DigestTask:
     def num_bytes(self) -> int:
         """Bytes of weights that the task reads."""
         item_size_D = np.array([ITEM_SIZES[dtype] for dtype in DTYPES])
-        return int((self._parts.shape_PD.prod(axis=1) * item_size_D[self._parts.dtype_P]).sum())
+        return int((self._slices.shape_PD.prod(axis=1) * item_size_D[self._slices.dtype_P]).sum())
 
     def advance(self, seconds: float) -> bool:
         """Work until the time is up and the slab at hand is finished; return whether everything is.
@@ -112,29 +116,26 @@ class DigestTask:
         digests_T = np.zeros(len(self._layout.tensors), np.uint64)
         if self._totals_T is None:
             return digests_T
-        digested, rows = np.unique(self._parts.tensor_P, return_index=True)
-        salts = np.zeros(len(digested), np.uint64)
-        for index, (tensor, row) in enumerate(zip(digested.tolist(), rows.tolist(), strict=True)):
-            named = self._layout.tensors[tensor]
-            salts[index] = terms.salt(named.name, named.shape, DTYPES[self._parts.hashed_P[row]])
-        digests_T[digested] = self._totals_T.cpu().numpy().view(np.uint64)[digested] * salts
+        digested = np.unique(self._slices.tensor_P)
+        totals_T = self._totals_T.cpu().numpy().view(np.uint64)
+        digests_T[digested] = totals_T[digested] * self.digest_list.salts_T[digested]
         return digests_T
 
     def results(self) -> tuple[NDArray[np.uint64]]:
-        """Return `result`, as that of the only part of a process (`tandem.common.parts`)."""
+        """Return `result`, as that of the only worker shard of a process (`tandem.common.worker_shards`)."""
         return (self.result(),)
 
     def _run(self) -> Iterator[None]:
-        """Digest part after part, stopping after each slab."""
+        """Digest slice after slice, stopping after each slab."""
         import torch
 
-        if not len(self._parts):
+        if not len(self._slices):
             return
         device = next(iter(self._ranges.values())).device
         self._totals_T = torch.zeros(len(self._layout.tensors), dtype=torch.int64, device=device)
-        for first in range(0, len(self._parts), _ROWS_AT_ONCE):
-            rows = self._parts.rows(slice(first, first + _ROWS_AT_ONCE))
-            for row in zip(*(getattr(rows, field).tolist() for field in Parts.__struct_fields__), strict=True):
+        for first in range(0, len(self._slices), _ROWS_AT_ONCE):
+            rows = self._slices.rows(slice(first, first + _ROWS_AT_ONCE))
+            for row in zip(*(getattr(rows, field).tolist() for field in Slices.__struct_fields__), strict=True):
                 yield from self._digest(*row)
 
     def _digest(
@@ -149,7 +150,7 @@ class DigestTask:
         offset: int,
         strides: list[int],
     ) -> Iterator[None]:
-        """Add the digest of one part to its tensor's; the arguments are a row of `Parts`."""
+        """Add the digest of one slice to its tensor's; the arguments are a row of `Slices`."""
         import torch
 
         from tandem.refit.digests.kernels import slab_sum
@@ -182,18 +183,18 @@ class DigestTask:
 def digest_layout(
     layout: Layout,
     storages: Mapping[str, torch.Tensor],
-    attestation: Attestation | None = None,
+    verification: Verification | None = None,
     *,
     sampling: Sampling | None = None,
     quantisations: Sequence[Quantisation] = (),
 ) -> NDArray[np.uint64]:
     """Return the digests of what a process holds, one a tensor: a `DigestTask` run to its end."""
-    return DigestTask(layout, storages, attestation, sampling=sampling, quantisations=quantisations).result()
+    return DigestTask(layout, storages, verification, sampling=sampling, quantisations=quantisations).result()
 
 
-def everything(layout: Layout) -> Attestation:
-    """Return the attestation of all pieces of a layout, as they are."""
-    return Attestation(np.arange(len(layout.pieces)), tuple(tensor.dtype for tensor in layout.tensors))
+def everything(layout: Layout) -> Verification:
+    """Return the verification of all pieces of a layout, as they are."""
+    return Verification(np.arange(len(layout.pieces)), tuple(tensor.dtype for tensor in layout.tensors))
 
 
 def digest_box(name: str, global_shape: tuple[int, ...], box: Box, values: torch.Tensor) -> int:
@@ -202,7 +203,7 @@ def digest_box(name: str, global_shape: tuple[int, ...], box: Box, values: torch
     Args:
         name: Hugging Face name of the tensor.
         global_shape: shape of the whole tensor.
-        box: the part that `values` holds.
+        box: the one that `values` holds.
         values: of the box's shape, any strides, elements of 1, 2 or 4 bytes.
 
     Returns:
@@ -231,7 +232,7 @@ def _spans(start: Sequence[int], shape: Sequence[int], step: Sequence[int]) -> l
 
 
 def _slabs(values: torch.Tensor, spans: list[Span]) -> Iterator[tuple[torch.Tensor, list[Span]]]:
-    """Cut a part into slabs, and say which global indices each has."""
+    """Cut a slice into slabs, and say which global indices each has."""
     from tandem.refit.digests.kernels import MAX_COLUMNS
 
     sizes = [num for _, _, num, _ in spans]

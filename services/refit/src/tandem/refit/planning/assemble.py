@@ -9,34 +9,34 @@ import msgspec
 import numpy as np
 
 from tandem.refit.columns import Ints
-from tandem.refit.layout import Layout, Storage
-from tandem.refit.planning.flows import TRANSPORT_OF_KIND, Flows, link_keys
-from tandem.refit.planning.holdings import SHARED, Holdings
+from tandem.refit.layout import ITEM_SIZE_OF_CODE, Layout, Storage
+from tandem.refit.planning.destination_shards import DestinationShards
+from tandem.refit.planning.flows import Flows, link_keys
 from tandem.refit.planning.merge import merge
 from tandem.refit.planning.names import Tensors
 from tandem.refit.planning.sharing import Pattern
+from tandem.refit.planning.source_shards import SourceShards
 from tandem.refit.planning.sweep import ranges
-from tandem.refit.planning.tensors import ITEM_SIZE_OF_CODE
-from tandem.refit.planning.wants import Wants
-from tandem.refit.program import Copies, Transfer
+from tandem.refit.transfer import Copies, Transfer
+from tandem.refit.transports import registry
 
 Turn = tuple[int, int, int]
 """Round, turn in it, and engine: links are served in this order at both ends."""
 
 
-class _Parts(msgspec.Struct, frozen=True, eq=False):
+class _Overlaps(msgspec.Struct, frozen=True, eq=False):
     """Boxes that move: N rows."""
 
     flow_N: Ints
-    region_N: Ints
+    overlap_N: Ints
     """Row of the pattern."""
     tensor_N: Ints
     box_N: Ints
     start_ND: Ints
     shape_ND: Ints
 
-    def rows(self, chosen: Ints) -> _Parts:
-        return _Parts(*(getattr(self, field)[chosen] for field in self.__struct_fields__))
+    def rows(self, chosen: Ints) -> _Overlaps:
+        return _Overlaps(*(getattr(self, field)[chosen] for field in self.__struct_fields__))
 
 
 class Assembler:
@@ -45,18 +45,18 @@ class Assembler:
     def __init__(
         self,
         tensors: Tensors,
-        holdings: Holdings,
+        source_shards: SourceShards,
         destinations: Mapping[str, Layout],
         class_of: Mapping[str, int],
-        wants: Sequence[Wants],
+        shards: Sequence[DestinationShards],
         patterns: Sequence[Pattern],
         moved: Flows,
     ) -> None:
         self._tensors = tensors
-        self._holdings = holdings
+        self._source_shards = source_shards
         self._engines = tuple(destinations)
         self._class_of = class_of
-        self._wants = wants
+        self._destination_shards = shards
         self._patterns = patterns
         self._moved = moved
         self._first_E = np.searchsorted(moved.engine_F, np.arange(len(self._engines) + 1))
@@ -70,15 +70,15 @@ class Assembler:
         moved = self._moved.rows(slice(self._first_E[engine], self._first_E[engine + 1]))
         if not len(moved):
             return []
-        key_F = link_keys(moved, len(self._engines), len(self._holdings.members))
+        key_F = link_keys(moved, len(self._engines), len(self._source_shards.members))
         _, flow_of_link, link_F = np.unique(key_F, return_index=True, return_inverse=True)
-        parts = self._parts(self._patterns[int(moved.pattern_F[0])], moved)
-        copies, link_C = merge(self._copies(parts, moved), link_F[parts.flow_N])
-        is_alias_C = np.zeros(len(link_C), np.int64)
+        overlaps = self._overlaps(self._patterns[int(moved.pattern_F[0])], moved)
+        copies, link_C = merge(self._copies(overlaps, moved), link_F[overlaps.flow_N])
+        transport_C = moved.transport_F[flow_of_link][link_C]
         if allow_alias:
-            wants = self._wants[self._class_of[self._engines[engine]]]
-            is_alias_C = _find_aliases(copies, moved.kind_F[flow_of_link][link_C], wants)
-        group_C = 2 * link_C + is_alias_C
+            shards = self._destination_shards[self._class_of[self._engines[engine]]]
+            transport_C = _read_in_place(copies, transport_C, shards)
+        group_C = link_C * len(registry.numbered()) + transport_C
         order = np.argsort(group_C, kind="stable")
         made = self._numbered(engine, copies.rows(order), group_C[order], moved.rows(flow_of_link))
         return sorted(made, key=lambda item: item[0])
@@ -91,12 +91,12 @@ class Assembler:
         Args:
             engine: the receiver.
             copies: sorted by group.
-            group_C: twice the link, plus one for aliases.
+            group_C: link and number of the transport, in one number.
             flow_of_link: some flow of each link.
 
         """
         receiver = self._engines[engine]
-        wants = self._wants[self._class_of[receiver]]
+        shards = self._destination_shards[self._class_of[receiver]]
         tensors, tensors_from, tensor_C = _number_within(group_C, copies.tensor_C)
         sources, sources_from, source_C = _number_within(group_C, copies.source_C)
         destinations, destinations_from, destination_C = _number_within(group_C, copies.destination_C)
@@ -106,11 +106,12 @@ class Assembler:
         first_G = np.flatnonzero(np.concatenate([[True], group_C[1:] != group_C[:-1]]))
         num_bytes_G = np.add.reduceat(num_bytes_C, first_G).tolist()
         ends = [*first_G.tolist(), len(group_C)]
-        names = self._tensors.names.tensors
+        names, transports = self._tensors.names.tensors, registry.numbered()
         for index, (first, last) in enumerate(itertools.pairwise(ends)):
-            link, is_alias = divmod(int(group_C[first]), 2)
+            link, number = divmod(int(group_C[first]), len(transports))
+            transport = transports[number]
             source, round_ = int(flow_of_link.source_F[link]), int(flow_of_link.round_F[link])
-            members = self._engines if round_ else self._holdings.members
+            members = self._engines if round_ else self._source_shards.members
             there = self._storages_of(source, round_)
             turn = (source - engine * len(members) // len(self._engines)) % len(members)
             yield (
@@ -118,14 +119,14 @@ class Assembler:
                 Transfer(
                     source=members[source],
                     destination=receiver,
-                    transport="alias" if is_alias else TRANSPORT_OF_KIND[int(flow_of_link.kind_F[link])],
+                    transport=transport.name,
                     round=round_,
-                    num_bytes=0 if is_alias else num_bytes_G[index],
+                    num_bytes=0 if transport.in_place_of else num_bytes_G[index],
                     copies=copies.rows(slice(first, last)),
                     source_storages=tuple([there[n] for n in sources[sources_from[index] : sources_from[index + 1]]]),
                     destination_storages=tuple(
                         [
-                            wants.storages[n].name
+                            shards.storages[n].name
                             for n in destinations[destinations_from[index] : destinations_from[index + 1]]
                         ]
                     ),
@@ -135,45 +136,45 @@ class Assembler:
 
     def _storages_of(self, source: int, round_: int) -> tuple[Storage, ...]:
         if round_:
-            return self._wants[self._class_of[self._engines[source]]].storages
-        return self._holdings.layouts[source].storages
+            return self._destination_shards[self._class_of[self._engines[source]]].storages
+        return self._source_shards.layouts[source].storages
 
-    def _parts(self, pattern: Pattern, moved: Flows) -> _Parts:
-        """Cut the regions of a pattern where the flows begin and end."""
+    def _overlaps(self, pattern: Pattern, moved: Flows) -> _Overlaps:
+        """Cut the overlaps of a pattern where the flows begin and end."""
         first_F = np.searchsorted(pattern.high_R, moved.low_F, "right")
         last_F = np.searchsorted(pattern.low_R, moved.high_F, "left")
-        flow_N, region_N = ranges(first_F, last_F - first_F)
-        low_N = np.maximum(moved.low_F[flow_N], pattern.low_R[region_N]) - pattern.low_R[region_N]
-        high_N = np.minimum(moved.high_F[flow_N], pattern.high_R[region_N]) - pattern.low_R[region_N]
-        slot_N, part_N = pattern.slot_R[region_N], pattern.part_R[region_N]
+        flow_N, overlap_N = ranges(first_F, last_F - first_F)
+        low_N = np.maximum(moved.low_F[flow_N], pattern.low_R[overlap_N]) - pattern.low_R[overlap_N]
+        high_N = np.minimum(moved.high_F[flow_N], pattern.high_R[overlap_N]) - pattern.low_R[overlap_N]
+        slot_N, row_N = pattern.slot_R[overlap_N], pattern.row_R[overlap_N]
         num_dims = self._tensors.table.num_dims
         tensor_N, box_N = np.zeros(len(slot_N), np.int64), np.zeros(len(slot_N), np.int64)
         start_ND, shape_ND = np.zeros((len(slot_N), num_dims), np.int64), np.zeros((len(slot_N), num_dims), np.int64)
         for slot in np.unique(slot_N).tolist():
             rows = np.flatnonzero(slot_N == slot)
-            wants, parts = self._wants[pattern.slots[slot]], part_N[rows]
-            tensor_N[rows] = wants.tensor_P[wants.want_N[parts]]
+            shards, own = self._destination_shards[pattern.slots[slot]], row_N[rows]
+            tensor_N[rows] = shards.tensor_P[shards.want_N[own]]
             box_N[rows], start_ND[rows], shape_ND[rows] = (
-                wants.box_N[parts],
-                wants.start_ND[parts],
-                wants.shape_ND[parts],
+                shards.box_N[own],
+                shards.start_ND[own],
+                shards.shape_ND[own],
             )
-        axis_N, step_N = pattern.axis_R[region_N], pattern.step_R[region_N]
-        rows = np.arange(len(region_N))
+        axis_N, step_N = pattern.axis_R[overlap_N], pattern.step_R[overlap_N]
+        rows = np.arange(len(overlap_N))
         start_ND[rows, axis_N] += low_N // step_N
         shape_ND[rows, axis_N] = (high_N - low_N) // step_N
-        return _Parts(flow_N, region_N, tensor_N, box_N, start_ND, shape_ND)
+        return _Overlaps(flow_N, overlap_N, tensor_N, box_N, start_ND, shape_ND)
 
-    def _copies(self, parts: _Parts, moved: Flows) -> Copies:
-        """Resolve both ends of each part to bytes."""
+    def _copies(self, overlaps: _Overlaps, moved: Flows) -> Copies:
+        """Resolve both ends of each overlap to bytes."""
         pattern = self._patterns[int(moved.pattern_F[0])]
         slot = int(moved.slot_F[0])
-        storage_N, offset_N, strides_ND, dtype_N = self._at_engine(pattern, slot, parts)
+        storage_N, offset_N, strides_ND, dtype_N = self._at_engine(pattern, slot, overlaps)
         sources = [np.zeros_like(storage_N), np.zeros_like(offset_N), np.zeros_like(strides_ND), np.zeros_like(dtype_N)]
-        source_slot_N = moved.source_slot_F[parts.flow_N]
+        source_slot_N = moved.source_slot_F[overlaps.flow_N]
         for source_slot in np.unique(source_slot_N).tolist():
             rows = np.flatnonzero(source_slot_N == source_slot)
-            chosen = parts.rows(rows)
+            chosen = overlaps.rows(rows)
             if source_slot < 0:
                 found = self._at_trainers(chosen, moved.source_F[chosen.flow_N])
             else:
@@ -181,32 +182,34 @@ class Assembler:
             for column, values in zip(sources, found, strict=True):
                 column[rows] = values
         return Copies(
-            tensor_C=parts.tensor_N,
+            tensor_C=overlaps.tensor_N,
             source_C=sources[0],
             destination_C=storage_N,
             source_offset_C=sources[1],
             destination_offset_C=offset_N,
-            shape_CD=parts.shape_ND,
+            shape_CD=overlaps.shape_ND,
             source_strides_CD=sources[2],
             destination_strides_CD=strides_ND,
             source_dtype_C=sources[3],
             destination_dtype_C=dtype_N,
         )
 
-    def _at_engine(self, pattern: Pattern, slot: int, parts: _Parts) -> tuple[Ints, Ints, Ints, Ints]:
-        """Return storage, offset, strides and element type of parts in an engine's memory."""
-        wants = self._wants[pattern.slots[slot]]
-        row_N = wants.want_N[pattern.parts(parts.region_N, slot)]
-        strides_ND = wants.strides_PD[row_N]
-        offset_N = wants.offset_P[row_N] + ((parts.start_ND - wants.start_PD[row_N]) * strides_ND).sum(axis=1)
-        return wants.storage_P[row_N], offset_N, strides_ND, wants.dtype_P[row_N]
+    def _at_engine(self, pattern: Pattern, slot: int, overlaps: _Overlaps) -> tuple[Ints, Ints, Ints, Ints]:
+        """Return storage, offset, strides and element type of overlaps in an engine's memory."""
+        shards = self._destination_shards[pattern.slots[slot]]
+        row_N = shards.want_N[pattern.rows_of(overlaps.overlap_N, slot)]
+        strides_ND = shards.strides_PD[row_N]
+        offset_N = shards.offset_P[row_N] + ((overlaps.start_ND - shards.start_PD[row_N]) * strides_ND).sum(axis=1)
+        return shards.storage_P[row_N], offset_N, strides_ND, shards.dtype_P[row_N]
 
-    def _at_trainers(self, parts: _Parts, member_N: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-        held = self._holdings
-        row_N = held.pieces(parts.box_N, member_N)
+    def _at_trainers(self, overlaps: _Overlaps, member_N: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+        held = self._source_shards
+        row_N = held.pieces(overlaps.box_N, member_N)
         strides_ND = held.strides_HD[row_N]
-        offset_N = held.offset_H[row_N] + ((parts.start_ND - held.index.start_BD[parts.box_N]) * strides_ND).sum(axis=1)
-        return held.storage_H[row_N], offset_N, strides_ND, self._tensors.source_dtype_G[parts.tensor_N]
+        offset_N = held.offset_H[row_N] + ((overlaps.start_ND - held.index.start_BD[overlaps.box_N]) * strides_ND).sum(
+            axis=1
+        )
+        return held.storage_H[row_N], offset_N, strides_ND, self._tensors.source_dtype_G[overlaps.tensor_N]
 
 
 def _number_within(group_C: Ints, value_C: Ints) -> tuple[list[int], list[int], Ints]:
@@ -224,17 +227,14 @@ def _number_within(group_C: Ints, value_C: Ints) -> tuple[list[int], list[int], 
     return (keys % radix).tolist(), [*first.tolist(), len(keys)], key_C - first[index_C]
 
 
-def _find_aliases(copies: Copies, kind_C: Ints, wants: Wants) -> Ints:
-    """Say which copies fill a storage all by themselves with one range of shared memory of the same element type."""
-    capacity = np.array([storage.num_bytes for storage in wants.storages], np.int64)
-    item_C = ITEM_SIZE_OF_CODE[copies.destination_dtype_C]
-    is_range_C = (copies.shape_CD[:, :-1] == 1).all(axis=1)
-    is_range_C &= (copies.source_strides_CD[:, -1] == item_C) & (copies.destination_strides_CD[:, -1] == item_C)
-    is_alias_C: Ints = (
-        is_range_C
-        & (kind_C == SHARED)
-        & (copies.source_dtype_C == copies.destination_dtype_C)
-        & (copies.destination_C < len(wants.layout.storages))  # not staging
-        & (copies.shape_CD[:, -1] * item_C == capacity[copies.destination_C])
-    )
-    return is_alias_C
+def _read_in_place(copies: Copies, transport_C: Ints, shards: DestinationShards) -> Ints:
+    """Return the transports of copies, with those that need not be made because they can be read in place."""
+    num_parameters = len(shards.layout.storages)  # what comes after them is staging memory
+    num_bytes = [s.num_bytes if number < num_parameters else 0 for number, s in enumerate(shards.storages)]
+    chosen_C = transport_C.copy()
+    for number, transport in enumerate(registry.numbered()):
+        for spared, other in enumerate(registry.numbered()):
+            if transport.in_place_of == other.name:
+                is_spared_C = transport.reads_in_place(copies, np.array(num_bytes, np.int64))
+                chosen_C[is_spared_C & (transport_C == spared)] = number
+    return chosen_C

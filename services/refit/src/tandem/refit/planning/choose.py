@@ -1,8 +1,9 @@
 """Which replica sends what: every trainer about as many bytes as any other that could send the same.
 
-Supplies are served from the smallest to the largest. The bytes that a supply has to send are dealt out to its members
-as water fills vessels: who has sent least gets most, until all stand level. Lines are cut where one member's share ends
-and the next one's begins, so a large tensor is split among replicas and a small one goes to whom its middle belongs to.
+Replica sets are served from the smallest to the largest. The bytes that a set has to send are assigned to its members
+as water fills vessels: who has sent least gets most, until all stand level. Byte ranges are cut where one member's
+share ends and the next one's begins, so a large tensor is split among replicas and a small one goes to whom its middle
+belongs to.
 """
 
 from __future__ import annotations
@@ -12,56 +13,58 @@ from collections.abc import Sequence
 import numpy as np
 
 from tandem.refit.columns import Ints, Table
-from tandem.refit.planning.sharing import Pattern, Supply
+from tandem.refit.planning.sharing import Pattern, ReplicaSet
 
 
 class Segments(Table, frozen=True, eq=False):
-    """Stretches of lines, each from one trainer to one engine: X rows."""
+    """Stretches of byte ranges, each from one trainer to one engine: X rows."""
 
     pattern_X: Ints
-    line_X: Ints
+    range_X: Ints
     host_X: Ints
     """Which node of the pattern."""
     sharer_X: Ints
-    """Which of the line's sharers receives it."""
+    """Which of the byte range's sharers receives it."""
     member_X: Ints
     """Trainer that it comes from."""
-    kind_X: Ints
-    """Of memory; `PRIVATE` where it is sent."""
+    transport_X: Ints
+    """Number of the transport."""
     low_X: Ints
     high_X: Ints
 
 
 class _Items(Table, frozen=True, eq=False):
-    """What each engine receives of each line, before it is known from whom."""
+    """What each engine receives of each byte range, before it is known from whom."""
 
     pattern_I: Ints
-    line_I: Ints
+    range_I: Ints
     host_I: Ints
     sharer_I: Ints
-    supply_I: Ints
+    replicas_I: Ints
     low_I: Ints
     high_I: Ints
 
 
-def choose(patterns: Sequence[Pattern], supplies: Sequence[Supply], num_members: int) -> Segments:
-    """Deal all lines out to trainers."""
+def choose(patterns: Sequence[Pattern], replica_sets: Sequence[ReplicaSet], num_members: int) -> Segments:
+    """Assign all byte ranges to trainers."""
     items = _items(patterns)
     loads = {near: np.zeros(num_members, np.int64) for near in (False, True)}  # copies and messages do not compete
-    first_S = np.searchsorted(items.supply_I, np.arange(len(supplies) + 1))
-    size_S = np.array([len(supply.member_R) for supply in supplies], np.int64)
-    only = [supply if len(supply.member_R) == 1 else None for supply in supplies]
+    first_S = np.searchsorted(items.replicas_I, np.arange(len(replica_sets) + 1))
+    size_S = np.array([len(replicas.member_R) for replicas in replica_sets], np.int64)
+    only = [replicas if len(replicas.member_R) == 1 else None for replicas in replica_sets]
     member_S = np.array([-1 if s is None else s.member_R[0] for s in only], np.int64)
-    kind_S = np.array([-1 if s is None else s.kind_R[0] for s in only], np.int64)
-    single = items.rows(np.flatnonzero(member_S[items.supply_I] >= 0) if len(items) else slice(0))
-    found = [_segments(single, member_S[single.supply_I], kind_S[single.supply_I], single.low_I, single.high_I)]
+    transport_S = np.array([-1 if s is None else s.transport_R[0] for s in only], np.int64)
+    is_near_S = np.array([replicas.is_near for replicas in replica_sets], np.bool_)
+    single = items.rows(np.flatnonzero(member_S[items.replicas_I] >= 0) if len(items) else slice(0))
+    replicas_I = single.replicas_I
+    found = [_segments(single, member_S[replicas_I], transport_S[replicas_I], single.low_I, single.high_I)]
     for near in (False, True):
-        here = (kind_S[single.supply_I] > 0) == near
-        np.add.at(loads[near], member_S[single.supply_I[here]], (single.high_I - single.low_I)[here])
+        here = is_near_S[replicas_I] == near
+        np.add.at(loads[near], member_S[replicas_I[here]], (single.high_I - single.low_I)[here])
     for number in np.argsort(size_S, kind="stable").tolist():
         mine = items.rows(slice(first_S[number], first_S[number + 1]))
         if size_S[number] > 1 and len(mine):
-            found.append(_deal(patterns, mine, supplies[number], loads[supplies[number].is_near]))
+            found.append(_assign(patterns, mine, replica_sets[number], loads[replica_sets[number].is_near]))
     columns = (np.concatenate([getattr(s, field) for s in found]) for field in Segments.__struct_fields__)
     return Segments(*columns)
 
@@ -81,36 +84,36 @@ def fill(loads_R: Ints, amount: int) -> Ints:
 
 
 def _items(patterns: Sequence[Pattern]) -> _Items:
-    """Return what every engine receives, sorted by supply and then by engine; sharers take equal parts of a line."""
+    """Return what every engine receives, sorted by replica set, then engine; sharers take equal shares of a range."""
     found: list[list[Ints]] = []
     for number, pattern in enumerate(patterns):
         num_L = np.array([len(sharers) for sharers in pattern.sharers_L], np.int64)
-        line_I = np.repeat(np.arange(len(num_L)), num_L)
-        sharer_I = np.arange(len(line_I)) - np.repeat(np.cumsum(num_L) - num_L, num_L)
+        range_I = np.repeat(np.arange(len(num_L)), num_L)
+        sharer_I = np.arange(len(range_I)) - np.repeat(np.cumsum(num_L) - num_L, num_L)
         slot_I = np.array([slot for sharers in pattern.sharers_L for slot in sharers], np.int64)
         low_L, size_L = pattern.low_L, pattern.high_L - pattern.low_L
         low_I, high_I = (
-            pattern.snap(low_L[line_I] + size_L[line_I] * at_I // num_L[line_I]) for at_I in (sharer_I, sharer_I + 1)
+            pattern.snap(low_L[range_I] + size_L[range_I] * at_I // num_L[range_I]) for at_I in (sharer_I, sharer_I + 1)
         )
         num_hosts = len(pattern.hosts)
-        host_I = np.repeat(np.arange(num_hosts), len(line_I))
-        columns = (line_I, sharer_I, slot_I, pattern.supply_L[line_I], low_I, high_I)
-        line_I, sharer_I, slot_I, supply_I, low_I, high_I = (np.tile(column, num_hosts) for column in columns)
-        found.append([np.full_like(host_I, number), line_I, host_I, sharer_I, supply_I, low_I, high_I, slot_I])
+        host_I = np.repeat(np.arange(num_hosts), len(range_I))
+        columns = (range_I, sharer_I, slot_I, pattern.replicas_L[range_I], low_I, high_I)
+        range_I, sharer_I, slot_I, replicas_I, low_I, high_I = (np.tile(column, num_hosts) for column in columns)
+        found.append([np.full_like(host_I, number), range_I, host_I, sharer_I, replicas_I, low_I, high_I, slot_I])
     none = np.zeros(0, np.int64)
-    columns_I = [np.concatenate([none, *parts]) for parts in zip(*found, strict=True)] if found else [none] * 8
-    pattern_I, _, host_I, _, supply_I, low_I, high_I, slot_I = columns_I
-    order = np.lexsort((slot_I, host_I, pattern_I, supply_I))
+    columns_I = [np.concatenate([none, *columns]) for columns in zip(*found, strict=True)] if found else [none] * 8
+    pattern_I, _, host_I, _, replicas_I, low_I, high_I, slot_I = columns_I
+    order = np.lexsort((slot_I, host_I, pattern_I, replicas_I))
     order = order[high_I[order] > low_I[order]]
     return _Items(*(column[order] for column in columns_I[:-1]))
 
 
-def _deal(patterns: Sequence[Pattern], items: _Items, supply: Supply, loads_M: Ints) -> Segments:
-    """Deal the items of one supply out to its members, whose loads grow by it."""
+def _assign(patterns: Sequence[Pattern], items: _Items, replicas: ReplicaSet, loads_M: Ints) -> Segments:
+    """Assign the items of one replica set to its members, whose loads grow by it."""
     ends_I = np.cumsum(items.high_I - items.low_I)
     total = int(ends_I[-1])
-    shares_R = fill(loads_M[supply.member_R], total)
-    # Where each share ends: in which item, and at which position of its line.
+    shares_R = fill(loads_M[replicas.member_R], total)
+    # Where each share ends: in which item, and at which position of its byte range.
     ends_R = np.cumsum(shares_R)[:-1]
     item_R = np.searchsorted(ends_I, ends_R, "right").clip(max=len(items) - 1)
     position_R = items.high_I[item_R] - (ends_I[item_R] - ends_R)
@@ -123,17 +126,17 @@ def _deal(patterns: Sequence[Pattern], items: _Items, supply: Supply, loads_M: I
     to_R = np.concatenate([position_R, items.high_I[-1:]])
     found = []
     for rank, (begin, stop) in enumerate(zip(begin_R.tolist(), stop_R.tolist(), strict=True)):
-        part = items.rows(slice(begin, stop + 1))
-        low_X, high_X = part.low_I.copy(), part.high_I.copy()
+        own = items.rows(slice(begin, stop + 1))
+        low_X, high_X = own.low_I.copy(), own.high_I.copy()
         low_X[0], high_X[-1] = from_R[rank], to_R[rank]
         keep = high_X > low_X
-        loads_M[supply.member_R[rank]] += int((high_X - low_X)[keep].sum())
-        number = np.full(len(part), supply.member_R[rank])
-        kind = np.full(len(part), supply.kind_R[rank])
-        found.append(_segments(part, number, kind, low_X, high_X).rows(keep))
+        loads_M[replicas.member_R[rank]] += int((high_X - low_X)[keep].sum())
+        number = np.full(len(own), replicas.member_R[rank])
+        transport = np.full(len(own), replicas.transport_R[rank])
+        found.append(_segments(own, number, transport, low_X, high_X).rows(keep))
     columns = (np.concatenate([getattr(s, field) for s in found]) for field in Segments.__struct_fields__)
     return Segments(*columns)
 
 
-def _segments(items: _Items, member_X: Ints, kind_X: Ints, low_X: Ints, high_X: Ints) -> Segments:
-    return Segments(items.pattern_I, items.line_I, items.host_I, items.sharer_I, member_X, kind_X, low_X, high_X)
+def _segments(items: _Items, member_X: Ints, transport_X: Ints, low_X: Ints, high_X: Ints) -> Segments:
+    return Segments(items.pattern_I, items.range_I, items.host_I, items.sharer_I, member_X, transport_X, low_X, high_X)

@@ -1,4 +1,4 @@
-"""From the segments of lines to what moves between two processes, and in which round."""
+"""From the segments of byte ranges to what moves between two processes, and in which round."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ import numpy as np
 from tandem.refit.columns import Ints, Table
 from tandem.refit.layout import Layout
 from tandem.refit.planning.choose import Segments
-from tandem.refit.planning.holdings import CUDA, PRIVATE, SHARED, Holdings
+from tandem.refit.planning.destination_shards import DestinationShards
+from tandem.refit.planning.routes import PRIVATE, Choices, number_routes
 from tandem.refit.planning.sharing import Pattern
+from tandem.refit.planning.source_shards import SourceShards
 from tandem.refit.planning.sweep import ranges
-from tandem.refit.planning.wants import Wants
-from tandem.refit.program import TransportName, link_name
-
-TRANSPORT_OF_KIND: dict[int, TransportName] = {PRIVATE: "stream", SHARED: "shm", CUDA: "cuda_ipc"}
+from tandem.refit.transfer import link_name
+from tandem.refit.transports import registry
+from tandem.refit.transports.transport import Route
 
 
 class Flows(Table, frozen=True, eq=False):
-    """Stretches of lines on links: F rows, by engine."""
+    """Stretches of byte ranges on links: F rows, by engine."""
 
     engine_F: Ints
     """Index of the receiver among all engines."""
     round_F: Ints
     source_F: Ints
     """Index of a trainer in round 0, of an engine in round 1."""
-    kind_F: Ints
-    """Of memory; `PRIVATE` where it is sent."""
+    transport_F: Ints
+    """Number of the transport."""
     pattern_F: Ints
     slot_F: Ints
     """Of the receiver."""
@@ -46,7 +47,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
 
     source: str
     destination: str
-    transport: TransportName
+    transport: str
     why: str
     """A phrase: why this transport."""
     round: int
@@ -63,9 +64,10 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
         return link_name(self.source, self.destination)
 
 
-def flows(patterns: Sequence[Pattern], segments: Segments, engines: Sequence[str]) -> Flows:
+def flows(patterns: Sequence[Pattern], segments: Segments, destinations: Mapping[str, Layout]) -> Flows:
     """Return the segments, and what engines of a node pass on to each other of them."""
-    number = {engine: index for index, engine in enumerate(engines)}
+    number = {engine: index for index, engine in enumerate(destinations)}
+    between = _BetweenEngines(destinations)
     found: list[list[Ints]] = []
     for index, pattern in enumerate(patterns):
         mine = segments.rows(np.flatnonzero(segments.pattern_X == index))
@@ -73,14 +75,15 @@ def flows(patterns: Sequence[Pattern], segments: Segments, engines: Sequence[str
         num_L = np.array([len(sharers) for sharers in pattern.sharers_L], np.int64)
         first_L = np.cumsum(num_L) - num_L
         flat = np.array([slot for sharers in pattern.sharers_L for slot in sharers], np.int64)
-        slot_X = flat[first_L[mine.line_X] + mine.sharer_X]
+        slot_X = flat[first_L[mine.range_X] + mine.sharer_X]
         # Round 0: from trainers. Round 1: every sharer passes on what it got to the others.
-        x_F, other_F = ranges(first_L[mine.line_X], num_L[mine.line_X])
+        x_F, other_F = ranges(first_L[mine.range_X], num_L[mine.range_X])
         passed = flat[other_F] != slot_X[x_F]
         x_F, other_F = x_F[passed], other_F[passed]
-        for rows, slot, source, kind, source_slot in (
-            (np.arange(len(mine)), slot_X, mine.member_X, mine.kind_X, np.full(len(mine), -1)),
-            (x_F, flat[other_F], engine_HS[mine.host_X[x_F], slot_X[x_F]], np.full(len(x_F), PRIVATE), slot_X[x_F]),
+        passer_F, receiver_F = (engine_HS[mine.host_X[x_F], slot] for slot in (slot_X[x_F], flat[other_F]))
+        for rows, slot, source, transport, source_slot in (
+            (np.arange(len(mine)), slot_X, mine.member_X, mine.transport_X, np.full(len(mine), -1)),
+            (x_F, flat[other_F], passer_F, between.transports(passer_F, receiver_F), slot_X[x_F]),
         ):
             engine = engine_HS[mine.host_X[rows], slot]
             round_F = (source_slot >= 0).astype(np.int64)
@@ -89,8 +92,9 @@ def flows(patterns: Sequence[Pattern], segments: Segments, engines: Sequence[str
             passed_on = pattern.bytes_inside(low, high, pattern.widening_R)
             num_bytes = np.where(round_F == 0, high - low, passed_on)
             num_read = np.where(round_F == 0, pattern.bytes_inside(low, high, pattern.reading_R), passed_on)
-            found.append([engine, round_F, source, kind, pattern_F, slot, source_slot, low, high, num_bytes, num_read])
-    columns = [np.concatenate([np.zeros(0, np.int64), *parts]) for parts in zip(*found, strict=True)]
+            found.append([engine, round_F, source, transport, pattern_F, slot, source_slot, low, high])
+            found[-1] += [num_bytes, num_read]
+    columns = [np.concatenate([np.zeros(0, np.int64), *rows]) for rows in zip(*found, strict=True)]
     if not found:
         return Flows(*([np.zeros(0, np.int64)] * len(Flows.__struct_fields__)))
     order = np.argsort(columns[0], kind="stable")
@@ -98,25 +102,23 @@ def flows(patterns: Sequence[Pattern], segments: Segments, engines: Sequence[str
 
 
 def link_keys(moved: Flows, num_engines: int, num_members: int) -> Ints:
-    """Return a number for the link of each flow: they sort by engine, then round, source and kind of memory."""
+    """Return a number for the link of each flow: they sort by engine, then round, source and transport."""
     num_sources = max(num_engines, num_members, 1)
-    keys: Ints = ((moved.engine_F * 2 + moved.round_F) * num_sources + moved.source_F) * len(
-        TRANSPORT_OF_KIND
-    ) + moved.kind_F
-    return keys
+    keys: Ints = (moved.engine_F * 2 + moved.round_F) * num_sources + moved.source_F
+    return keys * len(registry.numbered()) + moved.transport_F
 
 
 def links(
     moved: Flows,
     patterns: Sequence[Pattern],
-    wants: Sequence[Wants],
-    holdings: Holdings,
+    shards: Sequence[DestinationShards],
+    source_shards: SourceShards,
     destinations: Mapping[str, Layout],
 ) -> tuple[Link, ...]:
     """Add up what moves over each link."""
     engines = tuple(destinations)
     keys, first, link_F = np.unique(
-        link_keys(moved, len(engines), len(holdings.members)), return_index=True, return_inverse=True
+        link_keys(moved, len(engines), len(source_shards.members)), return_index=True, return_inverse=True
     )
     sums = np.zeros((4, len(keys)), np.int64)
     np.add.at(sums[0], link_F, moved.num_bytes_F)
@@ -128,24 +130,26 @@ def links(
         tensor_R = np.zeros(len(pattern.slot_R), np.int64)
         for slot, number in enumerate(pattern.slots):
             mine = pattern.slot_R == slot
-            tensor_R[mine] = wants[number].tensor_P[wants[number].want_N[pattern.part_R[mine]]]
+            tensor_R[mine] = shards[number].tensor_P[shards[number].want_N[pattern.row_R[mine]]]
         changes_R = np.cumsum(np.concatenate([[0], tensor_R[1:] != tensor_R[:-1]])) if len(tensor_R) else tensor_R
         np.add.at(sums[1], link_F[rows], end - begin)
         np.add.at(sums[2], link_F[rows], changes_R[end - 1] - changes_R[begin] + 1)
     made: list[Link] = []
-    hosts = [layout.host for layout in holdings.layouts]
+    transports = registry.numbered()
     for index, row in enumerate(first.tolist()):
-        engine, round_, source, kind = (
-            int(column[row]) for column in (moved.engine_F, moved.round_F, moved.source_F, moved.kind_F)
+        engine, round_, source, number = (
+            int(column[row]) for column in (moved.engine_F, moved.round_F, moved.source_F, moved.transport_F)
         )
-        receiver = engines[engine]
-        is_here = not round_ and hosts[source] == destinations[receiver].host
+        receiver, transport = engines[engine], transports[number]
+        why = "passed on within the host, so that it was sent there once"
+        if not round_:
+            why = transport.why(Route.between(source_shards.layouts[source], destinations[receiver]))
         made.append(
             Link(
-                source=engines[source] if round_ else holdings.members[source],
+                source=engines[source] if round_ else source_shards.members[source],
                 destination=receiver,
-                transport=TRANSPORT_OF_KIND[kind],
-                why=_why(kind, round_, is_here),
+                transport=transport.name,
+                why=why,
                 round=round_,
                 num_bytes=int(sums[0, index]),
                 num_read=int(sums[3, index]),
@@ -156,11 +160,17 @@ def links(
     return tuple(made)
 
 
-def _why(kind: int, round_: int, is_here: bool) -> str:
-    if round_:
-        return "passed on within the host, so that it was sent there once"
-    if kind == SHARED:
-        return "same host, and the source is in shared memory"
-    if kind == CUDA:
-        return "same host, and both are in GPU memory"
-    return "same host, but the source's memory is private" if is_here else "different hosts"
+class _BetweenEngines:
+    """The transports by which engines of a host pass on what they have received."""
+
+    def __init__(self, destinations: Mapping[str, Layout]) -> None:
+        devices = np.array([layout.device for layout in destinations.values()])
+        self._is_gpu_E = devices != "cpu"
+        self._device_E = np.unique(devices, return_inverse=True)[1].reshape(-1)
+        self._choices = Choices(sent_only=True)  # who passes on has to wait until it has received
+
+    def transports(self, source_F: Ints, destination_F: Ints) -> Ints:
+        """Return the number of the transport from one engine to another; an engine's parameters are private."""
+        same_device_F = self._device_E[source_F] == self._device_E[destination_F]
+        route_F = number_routes(True, same_device_F, self._is_gpu_E[source_F], self._is_gpu_E[destination_F])
+        return self._choices.look_up(np.full_like(route_F, PRIVATE), route_F)[0]

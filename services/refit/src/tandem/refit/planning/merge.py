@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.refit.columns import Ints, pad_dims
-from tandem.refit.planning.tensors import ITEM_SIZE_OF_CODE
-from tandem.refit.program import Copies
+from tandem.refit.layout import ITEM_SIZE_OF_CODE
+from tandem.refit.transfer import Copies
 
 _LARGEST = np.iinfo(np.int64).max
 

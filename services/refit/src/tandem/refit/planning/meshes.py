@@ -1,17 +1,18 @@
-"""Meshes: who streams to whom, in groups as small as their connections allow."""
+"""Meshes: who sends to whom, in groups as small as their connections allow."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tandem.common.parts import process_of
-from tandem.refit.program import Mesh, Transfer
+from tandem.common.worker_shards import process_of
+from tandem.refit.transfer import Mesh, Transfer
+from tandem.refit.transports import registry
 
 
 def meshes(transfers: Sequence[Transfer], order: Sequence[str]) -> tuple[Mesh, ...]:
     """Return a mesh for each cluster of receivers that pass bytes on to each other, with all that send to them.
 
-    The parts of a process are in one cluster: what is connected, lost and brought back is the process.
+    The worker shards of a process are in one cluster: what is connected, lost and brought back is the process.
 
     Args:
         transfers: all of a plan.
@@ -20,19 +21,19 @@ def meshes(transfers: Sequence[Transfer], order: Sequence[str]) -> tuple[Mesh, .
     """
     cluster: dict[str, set[str]] = {}
     senders: dict[str, set[str]] = {}
-    first_part: dict[str, str] = {}
+    first_shard: dict[str, str] = {}
 
     def join(one: str, other: str) -> None:
-        mine, theirs = (cluster.setdefault(part, {part}) for part in (one, other))
+        mine, theirs = (cluster.setdefault(shard, {shard}) for shard in (one, other))
         if theirs is not mine:
             mine |= theirs
             cluster.update(dict.fromkeys(theirs, mine))
 
     for transfer in transfers:
-        if transfer.transport != "stream":
+        if not registry.find(transfer.transport).needs_mesh:
             continue
         receiver = transfer.destination
-        join(receiver, first_part.setdefault(process_of(receiver), receiver))
+        join(receiver, first_shard.setdefault(process_of(receiver), receiver))
         if transfer.round == 0:
             senders.setdefault(receiver, set()).add(transfer.source)
         else:

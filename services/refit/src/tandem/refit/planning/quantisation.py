@@ -6,10 +6,9 @@ import msgspec
 import numpy as np
 
 from tandem.refit.columns import Ints, pad_dims
-from tandem.refit.layout import DTYPES, Layout
+from tandem.refit.layout import DTYPES, ITEM_SIZE_OF_CODE, Layout
 from tandem.refit.planning.names import Tensors
 from tandem.refit.planning.sweep import group_rows
-from tandem.refit.planning.tensors import ITEM_SIZE_OF_CODE
 from tandem.refit.program import Places, Quantisation, Regions, Staging
 
 ALIGNMENT = 64

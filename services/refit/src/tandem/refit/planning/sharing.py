@@ -1,8 +1,9 @@
 """Which engines of a node need the same bytes, and which trainers could send them.
 
-Nodes that run engines of the same classes have the same pattern, which is worked out once. Within a pattern, regions
-that the same engines need and the same trainers hold form a *line*: its bytes, one region after the other in the order
-in which they are written, can be cut anywhere and dealt out. Positions are bytes along all lines of a pattern.
+Nodes that run engines of the same classes have the same pattern, which is worked out once. Within a pattern, overlaps
+of destination shards with source shards that the same engines need and the same replica set holds form a *byte range*:
+its bytes, one overlap after the other in the order in which they are written, can be cut anywhere and assigned to
+replicas. Positions are bytes along all byte ranges of a pattern.
 """
 
 from __future__ import annotations
@@ -15,75 +16,92 @@ from numpy.typing import NDArray
 
 from tandem.refit.columns import Ints
 from tandem.refit.layout import Layout
-from tandem.refit.planning.holdings import CUDA, PRIVATE, SHARED, Holdings
+from tandem.refit.planning.destination_shards import DestinationShards
+from tandem.refit.planning.routes import Choices, number_routes
+from tandem.refit.planning.source_shards import SourceShards
 from tandem.refit.planning.sweep import group_rows
-from tandem.refit.planning.wants import Wants
+from tandem.refit.transports import registry
 
 FEWEST_CUTS = 16
-"""A region is cut along its first dimension of so many elements, so that parts of it are long ranges."""
+"""An overlap is cut along its first dimension of so many elements, so that what is cut off is a long range."""
 
 
 Narrow = NDArray[np.int32]
 """A column of which there are many millions of rows and no large numbers."""
 
 
-class Supply(msgspec.Struct, frozen=True, eq=False):
-    """Trainers that a region can come from equally well, and the kind of memory that they offer it from."""
+class ReplicaSet(msgspec.Struct, frozen=True, eq=False):
+    """Replicas, trainers that hold the same bytes, that serve an engine equally well, and the transport of each."""
 
     member_R: Ints
     """Ascending."""
-    kind_R: Ints
-    """`PRIVATE` where the bytes have to be sent."""
+    transport_R: Ints
+    """Number of the transport; see `tandem.refit.transports.registry`."""
+    is_near: bool
+    """Whether receivers copy for themselves."""
 
-    @property
-    def is_near(self) -> bool:
-        """Whether receivers copy for themselves."""
-        return bool((self.kind_R != PRIVATE).any())
+    def is_same(self, other: ReplicaSet) -> bool:
+        """Say whether the other one is of the same trainers and transports."""
+        return np.array_equal(self.member_R, other.member_R) and np.array_equal(self.transport_R, other.transport_R)
 
 
-class Supplies:
-    """All supplies, by number."""
+class ReplicaSets:
+    """All replica sets, by number. Those for engines on hosts without trainers come first: all holders of each box."""
 
-    def __init__(self, holdings: Holdings) -> None:
-        self._holdings = holdings
-        self._hosts = [layout.host for layout in holdings.layouts]
-        self.all = [Supply(member_R, np.full_like(member_R, PRIVATE)) for member_R, _ in holdings.sets]
-        self._devices = np.array([layout.device for layout in holdings.layouts])
-        self._near: dict[tuple[str, str], Ints] = {}
+    def __init__(self, source_shards: SourceShards) -> None:
+        self._sets = source_shards.sets
+        self._hosts = np.array([layout.host for layout in source_shards.layouts])
+        self._devices = np.array([layout.device for layout in source_shards.layouts])
+        self._sets_on: dict[str, list[int]] = {layout.host: [] for layout in source_shards.layouts}
+        for number, (member_R, _) in enumerate(self._sets):
+            for host in set(self._hosts[member_R].tolist()):
+                self._sets_on[host].append(number)
+        self._choices = Choices()
+        self._is_sent = np.array([transport.is_sent for transport in registry.numbered()])
+        far_M = self._routes(None, "cpu")
+        self.all = [self._preferred(number, far_M) for number in range(len(self._sets))]
+        self._found: dict[tuple[str | None, str], Ints] = {(None, "cpu"): np.arange(len(self._sets))}
 
     def has_trainers(self, host: str) -> bool:
         """Say whether a trainer runs on a host."""
-        return host in self._hosts
+        return host in self._sets_on
 
     def on(self, host: str, device: str) -> Ints:
-        """Return the supply of each set of replicas for an engine there.
+        """Return, for each set of holders, the number of the replica set that serves an engine there."""
+        return self._find(host if self.has_trainers(host) else None, device)
 
-        Those on its own GPU; if there are none, those within reach; else all.
-        """
-        if (host, device) not in self._near:
-            self._near[host, device] = self._find(host, device)
-        return self._near[host, device]
+    def _find(self, host: str | None, device: str) -> Ints:
+        """Return the same as `on`; no host stands for all that have no trainers."""
+        if (host, device) not in self._found:
+            far_device = "cpu" if host is None or device == "cpu" else "gpu"
+            replicas_S = self._find(None, far_device).copy()
+            route_M = self._routes(host, device)
+            for number in range(len(self._sets)) if host is None else self._sets_on[host]:
+                replicas = self._preferred(number, route_M)
+                if not self.all[replicas_S[number]].is_same(replicas):
+                    replicas_S[number] = len(self.all)
+                    self.all.append(replicas)
+            self._found[host, device] = replicas_S
+        return self._found[host, device]
 
-    def _find(self, host: str, device: str) -> Ints:
-        supply_S = np.arange(len(self._holdings.sets))
-        if not self.has_trainers(host):
-            return supply_S
-        is_here_M = np.array([there == host for there in self._hosts])
-        for number, (member_R, kind_R) in enumerate(self._holdings.sets):
-            within_R = is_here_M[member_R] & ((kind_R == SHARED) | ((kind_R == CUDA) & (device != "cpu")))
-            on_device_R = within_R & (kind_R == CUDA) & (self._devices[member_R] == device)
-            if on_device_R.any():
-                within_R = on_device_R
-            if within_R.any():
-                supply_S[number] = len(self.all)
-                self.all.append(Supply(member_R[within_R], kind_R[within_R]))
-        return supply_S
+    def _routes(self, host: str | None, device: str) -> Ints:
+        """Return the route from each trainer to an engine."""
+        is_here_M = self._hosts == host if host is not None else np.zeros(len(self._hosts), np.bool_)
+        return number_routes(is_here_M, is_here_M & (self._devices == device), self._devices != "cpu", device != "cpu")
+
+    def _preferred(self, number: int, route_M: Ints) -> ReplicaSet:
+        """Return the replica set of the holders that are preferred."""
+        member_R, kind_R = self._sets[number]
+        transport_R, preference_R = self._choices.look_up(kind_R, route_M[member_R])
+        best_R = preference_R == preference_R.max()
+        chosen_R = transport_R[best_R]
+        return ReplicaSet(member_R[best_R], chosen_R, not self._is_sent[chosen_R].all())
 
 
 class Pattern(msgspec.Struct, frozen=True, eq=False):
-    """The engines of a node by class, and the regions (R rows, in lines) that they need.
+    """The engines of a node by class, and the overlaps (R rows, in byte ranges) that they need.
 
-    A region stands under the first engine that needs it; the others need the same part of the same held box.
+    An overlap stands under the first engine that needs it; the others overlap with the same source shard alike.
     """
 
     slots: tuple[int, ...]
@@ -91,10 +109,10 @@ class Pattern(msgspec.Struct, frozen=True, eq=False):
     hosts: tuple[tuple[str, ...], ...]
     """For each node: its engines, one a slot."""
     slot_R: Narrow
-    part_R: Narrow
-    """Row N of the `Wants` of that slot."""
+    row_R: Narrow
+    """Row N of the `DestinationShards` of that slot."""
     group_R: Narrow
-    """Row of `part_KS`, or -1 if only that slot needs it."""
+    """Row of `row_KS`, or -1 if only that slot needs it."""
     low_R: Ints
     """Position of its first byte."""
     high_R: Ints
@@ -103,27 +121,27 @@ class Pattern(msgspec.Struct, frozen=True, eq=False):
     step_R: Ints
     """Bytes of one index along that dimension."""
     edge_R: Ints
-    """Position from which cuts are counted: `low_R`, or where the first region that must stay with this one begins."""
+    """Position from which cuts are counted: `low_R`, or where the first overlap that must stay with this one begins."""
     unit_R: Ints
     """Cuts may stand at multiples of so many bytes from there, and at the next `edge_R`."""
     widening_R: Narrow
     """How many times as many bytes it has between engines as from a trainer."""
     reading_R: Narrow
     """How many times as many bytes it has in a trainer's memory as on a link."""
-    part_KS: Narrow
-    """Regions that several slots need: row N of each slot's `Wants`, or -1."""
+    row_KS: Narrow
+    """Overlaps that several slots need: row N of each slot's `DestinationShards`, or -1."""
     low_L: Ints
     high_L: Ints
-    supply_L: Ints
+    replicas_L: Ints
     sharers_L: tuple[tuple[int, ...], ...]
-    """The slots that need the line."""
+    """The slots that need the byte range."""
 
-    def parts(self, region_N: Ints, slot: int) -> Narrow:
-        """Return the rows of a slot's `Wants` that regions are for it."""
-        if not len(self.part_KS):
-            return self.part_R[region_N]
-        group_N = self.group_R[region_N]
-        return np.where(group_N < 0, self.part_R[region_N], self.part_KS[group_N, slot])
+    def rows_of(self, overlap_N: Ints, slot: int) -> Narrow:
+        """Return the row that each overlap has in a slot's `DestinationShards`."""
+        if not len(self.row_KS):
+            return self.row_R[overlap_N]
+        group_N = self.group_R[overlap_N]
+        return np.where(group_N < 0, self.row_R[overlap_N], self.row_KS[group_N, slot])
 
     def snap(self, positions: Ints) -> Ints:
         """Return for each position the nearest one where a cut may stand; in the same order."""
@@ -135,7 +153,7 @@ class Pattern(msgspec.Struct, frozen=True, eq=False):
         return snapped
 
     def bytes_inside(self, low_N: Ints, high_N: Ints, times_R: Narrow) -> Ints:
-        """Return the bytes from one position to another where a region has so many times as many as on a link."""
+        """Return the bytes from one position to another where an overlap has so many times as many as on a link."""
         if not len(self.low_R):
             return high_N - low_N
         before_R = np.cumsum((self.high_R - self.low_R) * times_R)
@@ -150,8 +168,8 @@ class Pattern(msgspec.Struct, frozen=True, eq=False):
 def patterns(
     destinations: Mapping[str, Layout],
     class_of: Mapping[str, int],
-    wants: Sequence[Wants],
-    supplies: Supplies,
+    shards: Sequence[DestinationShards],
+    replica_sets: ReplicaSets,
     set_B: Ints,
     *,
     allow_alias: bool,
@@ -162,25 +180,26 @@ def patterns(
     Args:
         destinations: by engine.
         class_of: by engine.
-        wants: by class.
-        supplies: grows by those that are near.
-        set_B: set of replicas of each held box.
+        shards: by class.
+        replica_sets: grows by those that are near.
+        set_B: set of holders of each source shard.
         allow_alias: do not cut what may become an alias.
-        grain: bytes; regions of fewer than twice as many are not cut.
+        grain: bytes; overlaps of fewer than twice as many are not cut.
 
     """
     engines: dict[str, list[tuple[int, str, str]]] = {}
     for engine, layout in destinations.items():
         # Which GPU it is on matters only where trainers are on the same ones.
-        device = layout.device if supplies.has_trainers(layout.host) else ""
+        is_far = not replica_sets.has_trainers(layout.host)
+        device = "gpu" if is_far and layout.device != "cpu" else layout.device
         engines.setdefault(layout.host, []).append((class_of[engine], device, engine))
     alike: dict[tuple[str, tuple[tuple[int, str], ...]], list[tuple[str, ...]]] = {}
     for host, there in engines.items():
         there.sort(key=lambda slot: slot[:2])
-        near = host if supplies.has_trainers(host) else ""
+        near = host if replica_sets.has_trainers(host) else ""
         alike.setdefault((near, tuple(slot[:2] for slot in there)), []).append(tuple(slot[2] for slot in there))
     return [
-        _pattern(host, slots, tuple(hosts), wants, supplies, set_B, allow_alias=allow_alias, grain=grain)
+        _pattern(host, slots, tuple(hosts), shards, replica_sets, set_B, allow_alias=allow_alias, grain=grain)
         for (host, slots), hosts in alike.items()
     ]
 
@@ -189,50 +208,51 @@ def _pattern(
     host: str,
     slots: tuple[tuple[int, str], ...],
     hosts: tuple[tuple[str, ...], ...],
-    wants: Sequence[Wants],
-    supplies: Supplies,
+    shards: Sequence[DestinationShards],
+    replica_sets: ReplicaSets,
     set_B: Ints,
     *,
     allow_alias: bool,
     grain: int,
 ) -> Pattern:
-    mine = [wants[number] for number, _ in slots]
-    part_KS, group_R = _same_parts(mine)
-    sharers, sharers_K = _sharers(part_KS)
+    mine = [shards[number] for number, _ in slots]
+    row_KS, group_R = _same_overlaps(mine)
+    sharers, sharers_K = _sharers(row_KS)
     slot_R = np.repeat(np.arange(len(mine)), [len(w.want_N) for w in mine])
-    part_R = np.concatenate([np.arange(len(w.want_N)) for w in mine])
-    supply_R = np.concatenate([supplies.on(host, slots[slot][1])[set_B[w.box_N]] for slot, w in enumerate(mine)])
-    is_near_R = np.array([supply.is_near for supply in supplies.all], bool)[supply_R]
+    row_R = np.concatenate([np.arange(len(w.want_N)) for w in mine])
+    replicas_R = np.concatenate([replica_sets.on(host, slots[slot][1])[set_B[w.box_N]] for slot, w in enumerate(mine)])
+    is_near_R = np.array([replicas.is_near for replicas in replica_sets.all], bool)[replicas_R]
     # What is within reach each engine copies for itself; the rest is sent once, to all that share it.
-    alone_R = is_near_R | _is_near_to_some(len(part_KS), group_R, is_near_R)
-    kept_R = np.flatnonzero(alone_R | (slot_R == (part_KS >= 0).argmax(axis=1)[group_R]))
+    alone_R = is_near_R | _is_near_to_some(len(row_KS), group_R, is_near_R)
+    kept_R = np.flatnonzero(alone_R | (slot_R == (row_KS >= 0).argmax(axis=1)[group_R]))
     sharers_R = np.where(alone_R, slot_R, sharers_K[group_R] + len(mine))[kept_R]
-    order = np.lexsort((supply_R[kept_R], sharers_R))
+    order = np.lexsort((replicas_R[kept_R], sharers_R))
     chosen = kept_R[order]
-    sharers_R, supply_R, slot_R, part_R, group_R = (
+    sharers_R, replicas_R, slot_R, row_R, group_R = (
         sharers_R[order],
-        *(column[chosen] for column in (supply_R, slot_R, part_R, group_R)),
+        *(column[chosen] for column in (replicas_R, slot_R, row_R, group_R)),
     )
     is_first_R = np.ones(len(chosen), bool)
-    is_first_R[1:] = (sharers_R[1:] != sharers_R[:-1]) | (supply_R[1:] != supply_R[:-1])
+    is_first_R[1:] = (sharers_R[1:] != sharers_R[:-1]) | (replicas_R[1:] != replicas_R[:-1])
     first_L = np.flatnonzero(is_first_R)
-    num_bytes_R, axis_R, step_R, storage_R, widening_R, reading_R = _sizes(mine, slot_R, part_R)
+    num_bytes_R, axis_R, step_R, storage_R, widening_R, reading_R = _sizes(mine, slot_R, row_R)
     high_R = np.cumsum(num_bytes_R)
     low_R = high_R - num_bytes_R
     edge_R, unit_R = low_R, np.where(num_bytes_R < 2 * grain, num_bytes_R, step_R)
     if allow_alias:
-        can_alias = [bool((supply.kind_R == SHARED).any()) for supply in supplies.all]
+        spared = [bool(registry.in_place_of(transport.name)) for transport in registry.numbered()]
+        can_alias = [bool(np.array(spared)[replicas.transport_R].any()) for replicas in replica_sets.all]
         edge_R, unit_R = _keep_together(
-            np.array(can_alias, bool)[supply_R], is_first_R, storage_R, (low_R, high_R, edge_R, unit_R)
+            np.array(can_alias, bool)[replicas_R], is_first_R, storage_R, (low_R, high_R, edge_R, unit_R)
         )
-    is_shared_R = ~alone_R[chosen] & ((part_KS >= 0).sum(axis=1) > 1)[group_R]
+    is_shared_R = ~alone_R[chosen] & ((row_KS >= 0).sum(axis=1) > 1)[group_R]
     shared_K = np.unique(group_R[is_shared_R])
     every = [(slot,) for slot in range(len(mine))] + sharers
     return Pattern(
         slots=tuple(number for number, _ in slots),
         hosts=hosts,
         slot_R=slot_R.astype(np.int32),
-        part_R=part_R.astype(np.int32),
+        row_R=row_R.astype(np.int32),
         group_R=np.where(is_shared_R, np.searchsorted(shared_K, group_R), -1).astype(np.int32),
         low_R=low_R,
         high_R=high_R,
@@ -242,64 +262,64 @@ def _pattern(
         unit_R=unit_R,
         widening_R=widening_R.astype(np.int32),
         reading_R=reading_R.astype(np.int32),
-        part_KS=part_KS[shared_K].astype(np.int32),
+        row_KS=row_KS[shared_K].astype(np.int32),
         low_L=low_R[first_L],
         high_L=high_R[np.concatenate([first_L[1:], [len(chosen)]]).astype(np.int64) - 1] if len(chosen) else low_R,
-        supply_L=supply_R[first_L],
+        replicas_L=replicas_R[first_L],
         sharers_L=tuple(every[number] for number in sharers_R[first_L].tolist()),
     )
 
 
-def _same_parts(mine: Sequence[Wants]) -> tuple[Ints, Ints]:
-    """Return the distinct parts by slot, and for each slot's parts, one slot after the other, which of those it is."""
+def _same_overlaps(mine: Sequence[DestinationShards]) -> tuple[Ints, Ints]:
+    """Return the distinct overlaps by slot, and which of them each one of each slot is, one slot after the other."""
     counts = [len(w.want_N) for w in mine]
     if len(mine) == 1:
         rows = np.arange(counts[0])
         return rows[:, None], rows
     columns = (np.concatenate([getattr(w, field) for w in mine]) for field in ("box_N", "start_ND", "shape_ND"))
     first_K, group_R = group_rows(*columns)
-    part_KS = np.full((len(first_K), len(mine)), -1)
+    row_KS = np.full((len(first_K), len(mine)), -1)
     for slot, group_N in enumerate(np.split(group_R, np.cumsum(counts)[:-1])):
-        part_KS[group_N, slot] = np.arange(len(group_N))
-    return part_KS, group_R
+        row_KS[group_N, slot] = np.arange(len(group_N))
+    return row_KS, group_R
 
 
-def _sharers(part_KS: Ints) -> tuple[list[tuple[int, ...]], Ints]:
-    """Return the distinct sets of slots that need the same part, and the set of each part."""
-    needs_KS = (part_KS >= 0).astype(np.int64)
+def _sharers(row_KS: Ints) -> tuple[list[tuple[int, ...]], Ints]:
+    """Return the distinct sets of slots that need the same overlap, and the set of each overlap."""
+    needs_KS = (row_KS >= 0).astype(np.int64)
     first, sharers_K = group_rows(needs_KS)
     return [tuple(np.flatnonzero(needs_KS[row]).tolist()) for row in first.tolist()], sharers_K
 
 
-def _is_near_to_some(num_parts: int, group_R: Ints, is_near_R: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Say which regions are of a part that some engine of the node finds within reach."""
-    is_near_K = np.zeros(num_parts, bool)
+def _is_near_to_some(num_overlaps: int, group_R: Ints, is_near_R: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Say which overlaps some engine of the node finds within reach."""
+    is_near_K = np.zeros(num_overlaps, bool)
     is_near_K[group_R[is_near_R]] = True
     return is_near_K[group_R]
 
 
-def _sizes(mine: Sequence[Wants], slot_R: Ints, part_R: Ints) -> tuple[Ints, ...]:
-    """Return for each region its bytes, the dimension to cut it along, the bytes of one index there, and more."""
+def _sizes(mine: Sequence[DestinationShards], slot_R: Ints, row_R: Ints) -> tuple[Ints, ...]:
+    """Return for each overlap its bytes, the dimension to cut it along, the bytes of one index there, and more."""
     columns = tuple(np.zeros(len(slot_R), np.int64) for _ in range(6))
     num_bytes_R, axis_R, step_R, storage_R, widening_R, reading_R = columns
     for slot, w in enumerate(mine):
         rows = np.flatnonzero(slot_R == slot)
-        parts = part_R[rows]
-        shape_RD = w.shape_ND[parts]
+        own = row_R[rows]
+        shape_RD = w.shape_ND[own]
         is_long_RD = shape_RD >= FEWEST_CUTS
         axis = np.where(is_long_RD.any(axis=1), is_long_RD.argmax(axis=1), shape_RD.argmax(axis=1))
-        num_bytes_R[rows] = w.num_bytes_N[parts]
+        num_bytes_R[rows] = w.num_bytes_N[own]
         axis_R[rows] = axis
-        step_R[rows] = w.num_bytes_N[parts] // shape_RD[np.arange(len(rows)), axis]
-        storage_R[rows] = w.storage_P[w.want_N[parts]]
-        widening_R[rows], reading_R[rows] = w.widening_N[parts], w.reading_N[parts]
+        step_R[rows] = w.num_bytes_N[own] // shape_RD[np.arange(len(rows)), axis]
+        storage_R[rows] = w.storage_P[w.want_N[own]]
+        widening_R[rows], reading_R[rows] = w.widening_N[own], w.reading_N[own]
     return columns
 
 
 def _keep_together(
     can_alias_R: NDArray[np.bool_], is_first_R: NDArray[np.bool_], storage_R: Ints, now: tuple[Ints, Ints, Ints, Ints]
 ) -> tuple[Ints, Ints]:
-    """Return `edge_R` and `unit_R` with regions of one storage in one unit where they may become an alias."""
+    """Return `edge_R` and `unit_R` with overlaps of one storage in one unit where they may become an alias."""
     low_R, high_R, edge_R, unit_R = now
     begins_R = is_first_R | ~can_alias_R
     begins_R[1:] |= storage_R[1:] != storage_R[:-1]

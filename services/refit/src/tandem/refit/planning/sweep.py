@@ -22,7 +22,7 @@ Hashes = NDArray[np.uint64]
 
 
 class Meetings(msgspec.Struct, frozen=True, eq=False):
-    """Non-empty intersections of wanted boxes with held ones: N rows."""
+    """Non-empty intersections of boxes that are looked for with those of an index: N rows."""
 
     want_N: Ints
     box_N: Ints
@@ -101,7 +101,7 @@ class BoxIndex:
         np.maximum.at(self._longest_T, tensor_B, extent_B)
 
     def meet(self, tensor_W: Ints, start_WD: Ints, shape_WD: Ints) -> Iterator[Meetings]:
-        """Yield the intersections of wanted boxes with the indexed ones, a slab of wanted boxes at a time."""
+        """Yield the intersections of boxes with the indexed ones, a slab of them at a time."""
         if not self._num_tensors:
             return
         known_W = np.flatnonzero(tensor_W < self._num_tensors)

@@ -8,11 +8,9 @@ import msgspec
 import numpy as np
 
 from tandem.refit.columns import Ints
-from tandem.refit.layout import DTYPES, ITEM_SIZES, Tensor
+from tandem.refit.layout import DTYPES, ITEM_SIZE_OF_CODE, Tensor
 
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
-ITEM_SIZE_OF_CODE = np.array([ITEM_SIZES[dtype] for dtype in DTYPES])
-"""Bytes an element, by code of the element type."""
 
 
 class TensorTable(msgspec.Struct, frozen=True, eq=False):

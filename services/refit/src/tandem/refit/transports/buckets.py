@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tandem.refit.columns import Ints
-from tandem.refit.program import Copies
+from tandem.refit.transfer import Copies
 from tandem.refit.transports.memory import item_sizes, wire_bytes
 
 ALONE_BYTES = 1 << 20

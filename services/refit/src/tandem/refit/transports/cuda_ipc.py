@@ -15,14 +15,51 @@ import ctypes
 import functools
 import os
 import weakref
-from typing import Any
-
-import torch
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from tandem.common.errors import RefitError
-from tandem.refit.layout import CudaMemory, Storage
+from tandem.refit.layout import Address, CudaMemory, Storage
+from tandem.refit.transfer import Transfer
+from tandem.refit.transports.transport import BoundTransfers, End, Route, Transport, Wire
+
+if TYPE_CHECKING:  # the planner runs in processes without it
+    import torch
 
 _LAZY_PEER_ACCESS = 1
+
+
+class CudaIpc(Transport):
+    """The receiver copies out of the GPU memory of a process of its host."""
+
+    name = "cuda_ipc"
+    is_sent = False
+
+    def reaches(self, memory: type[Address], route: Route) -> bool:
+        """Say whether both are on GPUs of one host."""
+        return memory is CudaMemory and route.same_host and route.to_gpu
+
+    def wire(self, route: Route) -> Wire | None:
+        """Return the GPU's own memory, or the link between two."""
+        return "same_gpu" if route.same_device else "peer_gpu"
+
+    def why(self, route: Route) -> str:
+        """Return a phrase."""
+        return "same host, and both are in GPU memory"
+
+    def preference(self, route: Route) -> int:
+        """Return more than for what is sent, and most for what lies on the destination's own GPU."""
+        return 2 if route.same_device else 1
+
+    def bind(self, transfers: Sequence[Transfer], end: End) -> BoundTransfers:
+        """Open the sources' memory."""
+        from tandem.refit.transports.pulling import Pulls
+
+        return Pulls(transfers, end, self.open)
+
+    def open(self, storage: Storage, source: str, end: End) -> torch.Tensor:
+        """Return the bytes of a storage of the process `source`. Raises `RefitError`."""
+        return end.open_once(source, storage, lambda: open_storage(storage, source, end.member, end.device))
 
 
 class _Handle(ctypes.Structure):
@@ -50,20 +87,25 @@ class Allocation:
 
     def __init__(self, handle: bytes, device: torch.device, what: str) -> None:
         """Open it. Raises `RefitError` beginning with `what`."""
+        import torch
+
         self._device = device
+        self._activated = functools.partial(torch.cuda.device, device)
         address = ctypes.c_uint64()
-        with torch.cuda.device(device):
+        with self._activated():
             raw = _Handle.from_buffer_copy(handle)
             _check(_driver().cuIpcOpenMemHandle_v2(ctypes.byref(address), raw, _LAZY_PEER_ACCESS), what)
         self.address = address.value
 
     def view(self, offset: int, num_bytes: int) -> torch.Tensor:
         """Return bytes of it as a uint8 tensor, which keeps it open."""
+        import torch
+
         return torch.as_tensor(_Bytes(self.address + offset, num_bytes, self), device=self._device)
 
     def __del__(self) -> None:
         if getattr(self, "address", 0):
-            with torch.cuda.device(self._device):
+            with self._activated():
                 _driver().cuIpcCloseMemHandle(ctypes.c_uint64(self.address))
 
 
@@ -95,6 +137,8 @@ def share(tensor: torch.Tensor) -> CudaMemory:
         RefitError: it is not on a GPU, has no bytes, or was not allocated by ``cudaMalloc``.
 
     """
+    import torch
+
     storage = tensor.untyped_storage()
     if storage.device.type != "cuda" or storage.nbytes() == 0:
         raise RefitError(f"a storage of {storage.nbytes()} bytes on {storage.device} cannot be shared through CUDA IPC")
@@ -112,6 +156,8 @@ def share(tensor: torch.Tensor) -> CudaMemory:
 
 def device_uuid(device: torch.device) -> str:
     """Return the UUID of a GPU, which is the same in every process, whatever devices it sees."""
+    import torch
+
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
@@ -126,6 +172,8 @@ def is_alive(pid: int) -> bool:
 
 @functools.cache
 def _driver() -> Any:
+    import torch
+
     torch.cuda.init()  # type: ignore[no-untyped-call]
     driver = ctypes.CDLL("libcuda.so.1")
     driver.cuIpcOpenMemHandle_v2.argtypes = (ctypes.POINTER(ctypes.c_uint64), _Handle, ctypes.c_uint)

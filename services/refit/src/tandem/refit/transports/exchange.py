@@ -23,18 +23,18 @@ from typing import Any, NamedTuple
 import torch
 
 from tandem.common.errors import RefitError
-from tandem.common.parts import process_of
-from tandem.refit.program import Mesh, Transfer
+from tandem.common.worker_shards import process_of
+from tandem.refit.transfer import Mesh, Transfer
 from tandem.refit.transports.buckets import divide
 from tandem.refit.transports.copying import Copier
 from tandem.refit.transports.memory import Memory, destination_side, source_side, torch_dtype
+from tandem.refit.transports.process_group import Group, Message, poll
 from tandem.refit.transports.sizes import DEPTH, bucket_bytes
-from tandem.refit.transports.stream import Group, Message, poll
 
 _TAGS_A_ROUND = 1 << 20
 
 
-class _Part(NamedTuple):
+class _BoundMessage(NamedTuple):
     """One message of a channel."""
 
     message: Message
@@ -52,7 +52,7 @@ class _Flying(NamedTuple):
     wave: int
 
 
-class End(NamedTuple):
+class MeshEnd(NamedTuple):
     """One process's end of a mesh: what its messages are bound to."""
 
     member: str
@@ -65,16 +65,16 @@ class End(NamedTuple):
 class Channel:
     """One transfer at one of its ends, cut into messages that are bound to memory."""
 
-    def __init__(self, transfer: Transfer, end: End) -> None:
+    def __init__(self, transfer: Transfer, end: MeshEnd) -> None:
         """Prepare it. Raises `RefitError` if the memory is not what was planned for."""
         self.transfer = transfer
         self.is_send = transfer.source == end.member
         self.peer = transfer.destination if self.is_send else transfer.source
         self.link = transfer.link
         self.num_copies = len(transfer.copies)
-        self.parts = list(self._parts(end))
+        self.messages = list(self._messages(end))
 
-    def _parts(self, end: End) -> Iterator[_Part]:
+    def _messages(self, end: MeshEnd) -> Iterator[_BoundMessage]:
         limit = bucket_bytes(len(end.mesh.members), self.transfer.num_bytes)
         buckets = divide(self.transfer.copies, limit)
         copies = buckets.copies
@@ -102,7 +102,7 @@ class Channel:
                 copier = Copier(packed, own) if self.is_send else Copier(own, packed)
             tag = self.transfer.round * _TAGS_A_ROUND + wave
             name = self.transfer.tensors[copies.tensor_C[rows[0]]]
-            yield _Part(Message(bytes_, rank, tag, self.is_send), copier, name)
+            yield _BoundMessage(Message(bytes_, rank, tag, self.is_send), copier, name)
 
 
 def _is_in_place(view: torch.Tensor, wire_type: torch.dtype, device: torch.device) -> bool:
@@ -110,14 +110,14 @@ def _is_in_place(view: torch.Tensor, wire_type: torch.dtype, device: torch.devic
 
 
 def _packed(message: torch.Tensor, place: int, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
-    """Return the part of a message that holds a row, as a tensor."""
+    """Return the bytes of a message that hold a row, as a tensor."""
     return message[place : place + shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
 
 class Exchange:
     """All channels of one process over one mesh in one round."""
 
-    def __init__(self, transfers: Sequence[Transfer], end: End, groups: Mapping[str, Group]) -> None:
+    def __init__(self, transfers: Sequence[Transfer], end: MeshEnd, groups: Mapping[str, Group]) -> None:
         """Bind the transfers that go over `end` in this round. Raises `RefitError`.
 
         Args:
@@ -161,7 +161,7 @@ class Exchange:
         Raises `RefitError`, after it has closed the group so that peers fail too.
         """
         channels = self.wanted(only)
-        num_waves = max((len(channel.parts) for channel in channels), default=0)
+        num_waves = max((len(channel.messages) for channel in channels), default=0)
         flying: list[_Flying] = []
         if group.queue is not None:
             group.queue.wait_stream(torch.cuda.current_stream(group.device))
@@ -181,15 +181,15 @@ class Exchange:
 
     def _start(self, group: Group, wave: int, channels: list[Channel], flying: list[_Flying]) -> None:
         # Receives first: what comes meanwhile has a place to go, and sends are finished by their receivers.
-        ordered = sorted((c for c in channels if wave < len(c.parts)), key=lambda channel: channel.is_send)
+        ordered = sorted((c for c in channels if wave < len(c.messages)), key=lambda channel: channel.is_send)
         batches = [[channel] for channel in ordered] if group.queue is None else [ordered]
         for batch in batches:
             for channel in batch:
-                copier = channel.parts[wave].copier
+                copier = channel.messages[wave].copier
                 if channel.is_send and copier is not None:
                     copier.run()
             works: list[Any] = []
-            failure = group.start([channel.parts[wave].message for channel in batch], works)
+            failure = group.start([channel.messages[wave].message for channel in batch], works)
             flying += [_Flying(work, channel, wave) for work, channel in zip(works, batch, strict=bool(not failure))]
             works.clear()
             if failure:
@@ -201,16 +201,16 @@ class Exchange:
         del work  # an error keeps what is alive here, and this the sockets
         if failure:
             raise RefitError(_told(group, channel, wave, failure))
-        part = channel.parts[wave]
-        if part.copier is not None and not channel.is_send:
-            part.copier.run()
-        counted[channel.link] = counted.get(channel.link, 0) + part.message.bytes_.numel()
+        bound = channel.messages[wave]
+        if bound.copier is not None and not channel.is_send:
+            bound.copier.run()
+        counted[channel.link] = counted.get(channel.link, 0) + bound.message.bytes_.numel()
 
 
 def _told(group: Group, channel: Channel, wave: int, why: str) -> str:
-    part = channel.parts[wave].tensor
-    doing = f"sending {part} to {channel.peer}" if channel.is_send else f"receiving {part} from {channel.peer}"
-    where = f"(round {channel.transfer.round}, message {wave + 1} of {len(channel.parts)})"
+    tensor = channel.messages[wave].tensor
+    doing = f"sending {tensor} to {channel.peer}" if channel.is_send else f"receiving {tensor} from {channel.peer}"
+    where = f"(round {channel.transfer.round}, message {wave + 1} of {len(channel.messages)})"
     return f"{group.member} failed while {doing} {where}: {why}"
 
 

@@ -10,10 +10,8 @@ import torch
 
 from tandem.common.errors import RefitError
 from tandem.refit.columns import Ints
-from tandem.refit.layout import DTYPES, ITEM_SIZES
-from tandem.refit.program import Copies
-
-_ITEM_SIZE_OF_CODE = np.array([ITEM_SIZES[name] for name in DTYPES], np.int64)
+from tandem.refit.layout import DTYPES, ITEM_SIZE_OF_CODE, ITEM_SIZES
+from tandem.refit.transfer import Copies
 
 
 class Side(NamedTuple):
@@ -42,7 +40,7 @@ def destination_side(copies: Copies, storages: Sequence[str]) -> Side:
 
 def item_sizes(dtype_C: Ints) -> Ints:
     """Return bytes an element for codes of element types."""
-    sizes_C: Ints = _ITEM_SIZE_OF_CODE[dtype_C]
+    sizes_C: Ints = ITEM_SIZE_OF_CODE[dtype_C]
     return sizes_C
 
 

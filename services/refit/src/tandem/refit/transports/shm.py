@@ -11,14 +11,48 @@ import mmap
 import os
 import warnings
 from collections.abc import Sequence
-
-import numpy as np
-import torch
+from typing import TYPE_CHECKING
 
 from tandem.common.errors import RefitError
-from tandem.refit.layout import ITEM_SIZES, SharedMemory, Storage
-from tandem.refit.program import Transfer
-from tandem.refit.transports.memory import Memory
+from tandem.refit.layout import Address, SharedMemory, Storage
+from tandem.refit.transfer import Transfer
+from tandem.refit.transports.transport import BoundTransfers, End, Route, Transport, Wire
+
+if TYPE_CHECKING:  # the planner runs in processes without it
+    import torch
+
+
+class Shm(Transport):
+    """The receiver copies out of the source's shared memory."""
+
+    name = "shm"
+    is_sent = False
+
+    def reaches(self, memory: type[Address], route: Route) -> bool:
+        """Say whether the memory is shared, and on the destination's host."""
+        return memory is SharedMemory and route.same_host
+
+    def wire(self, route: Route) -> Wire | None:
+        """Return memory."""
+        return "memory"
+
+    def why(self, route: Route) -> str:
+        """Return a phrase."""
+        return "same host, and the source is in shared memory"
+
+    def preference(self, route: Route) -> int:
+        """Return more than for what is sent."""
+        return 1
+
+    def bind(self, transfers: Sequence[Transfer], end: End) -> BoundTransfers:
+        """Map the sources' memory."""
+        from tandem.refit.transports.pulling import Pulls
+
+        return Pulls(transfers, end, self.open)
+
+    def open(self, storage: Storage, source: str, end: End) -> torch.Tensor:
+        """Return the bytes of a storage of the process `source`. Raises `RefitError`."""
+        return end.open_once(source, storage, lambda: open_storage(storage, source, end.member))
 
 
 def share(tensor: torch.Tensor) -> SharedMemory:
@@ -70,47 +104,12 @@ def open_storage(storage: Storage, source: str, member: str) -> torch.Tensor:
         raise RefitError(f"{member} cannot map {what}: {error.strerror}") from error
     finally:
         os.close(fd)
+    import torch
+
     with warnings.catch_warnings():
         # The memory is mapped for reading only; nothing writes to it, and a write would fault.
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         return torch.frombuffer(mapped, dtype=torch.uint8)
-
-
-def aliases(
-    transfer: Transfer, opened: Sequence[torch.Tensor], memory: Memory, member: str
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the parameters that an alias re-points, each with a tensor in the source's memory that takes its place.
-
-    Args:
-        transfer: whose copies cover each of its destinations whole.
-        opened: bytes of each source storage.
-        memory: of this process.
-        member: this process, for errors.
-
-    Raises:
-        RefitError: a parameter is not what was planned for: nothing has been re-pointed.
-
-    """
-    at = transfer.copies
-    pairs = []
-    for index, name in enumerate(transfer.destination_storages):
-        rows = np.flatnonzero(at.destination_C == index)
-        if not len(rows):
-            continue
-        tensor, dtype = transfer.tensors[at.tensor_C[rows[0]]], transfer.dtypes(int(rows[0]))[1]
-        parameter = memory.tensor(name, dtype, tensor)
-        num_bytes = int(at.shape_CD[rows].prod(axis=1, dtype=np.int64).sum()) * ITEM_SIZES[dtype]
-        if parameter.nbytes != num_bytes:
-            raise RefitError(f"{member} has {name!r} of {parameter.nbytes} bytes for {num_bytes} bytes of {tensor}")
-        shift_C = at.source_offset_C[rows] - at.destination_offset_C[rows]
-        is_one_range = (shift_C == shift_C[0]).all() and (at.source_C[rows] == at.source_C[rows[0]]).all()
-        has_equal_strides = (at.source_strides_CD[rows] == at.destination_strides_CD[rows])[at.shape_CD[rows] > 1].all()
-        assert is_one_range, f"{name} is spread over {transfer.source}"
-        assert has_equal_strides, f"{name} lies in another order at {transfer.source}"
-        first = int(shift_C[0])
-        range_ = opened[int(at.source_C[rows[0]])][first : first + num_bytes].view(parameter.dtype)
-        pairs.append((parameter, range_.as_strided(parameter.shape, parameter.stride())))
-    return pairs
 
 
 def _why(error: OSError, address: SharedMemory) -> str:

@@ -9,12 +9,13 @@ from typing import Protocol
 import tokenizers
 
 from tandem.common.errors import DataError, RefitError
-from tandem.common.parts import process_of
+from tandem.common.worker_shards import process_of
 from tandem.refit.digests.task import Sampling
 from tandem.refit.endpoint import Digesting, Holder, Installed
 from tandem.refit.layout import Layout
-from tandem.refit.program import Mesh, TransferProgram
-from tandem.refit.transports.stream import Meeting
+from tandem.refit.program import TransferProgram
+from tandem.refit.transfer import Mesh
+from tandem.refit.transports.process_group import Meeting
 from tandem.rollout.engine import Request
 from tandem.rollout.engines.stopping import StopStrings, load_detokenizer
 

@@ -1,4 +1,4 @@
-"""Environments: what a response is worth, or how it is answered. One module each; `scorer` runs them in threads."""
+"""Environments: what a response is worth, or how it is answered. One module each; `scorer` has them run."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from tandem.rollout.environments.environment import (
     Environment,
     Score,
     Turn,
-    make_environment,
 )
-from tandem.rollout.environments.scorer import Scorer
+from tandem.rollout.environments.making import make_environment
+from tandem.rollout.environments.scorer import Scorer, Unscored
 
-__all__ = ["ConversingEnvironment", "Environment", "Score", "Scorer", "Turn", "make_environment"]
+__all__ = ["ConversingEnvironment", "Environment", "Score", "Scorer", "Turn", "Unscored", "make_environment"]

@@ -28,6 +28,8 @@ _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
 class Calculator:
     """A response that calls the calculator gets its result, and another turn; any other is the answer."""
 
+    runs_in = "threads"
+
     def __init__(self, *, answer_after: str | None = None, role: str = "user") -> None:
         """`answer_after`: the answer is what follows the last of this text. `role`: who says the result."""
         self._answer_after = answer_after

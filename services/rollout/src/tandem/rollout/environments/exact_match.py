@@ -10,6 +10,8 @@ from tandem.rollout.environments.environment import Score
 class ExactMatch:
     """One for the reference answer, zero for anything else; white space at both ends does not count."""
 
+    runs_in = "threads"
+
     def __init__(self, *, answer_after: str | None = None, ignore_case: bool = False) -> None:
         """`answer_after`: the answer is what follows the last occurrence of this text in the response."""
         self._answer_after = answer_after

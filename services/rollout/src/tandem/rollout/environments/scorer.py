@@ -1,163 +1,158 @@
-"""Scores and answers responses in threads, so that this overlaps with generation; each has a deadline."""
+"""Scores and answers responses beside generation: in worker processes, or in threads where the class says so.
+
+What becomes of a sample whose response the environment failed on is decided here (``env.NAME.on_error``), and told: all
+there is to say to the rollout's log, a line to the coordinator.
+"""
 
 from __future__ import annotations
 
-import math
-import queue
-import threading
+import contextlib
+import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Literal
 
 import msgspec
 
 from tandem.common.config import Config
-from tandem.common.errors import RewardError, TandemError
-from tandem.common.messages import MAX_COMPONENTS, MAX_NAME, Problem
+from tandem.common.errors import RewardError
+from tandem.common.messages import Problem
 from tandem.common.tokenizer import Messages
-from tandem.rollout.environments.environment import Score, Turn, converses, make_environment, step_of
+from tandem.rollout.environments.environment import HEAVY, Score, Turn
+from tandem.rollout.environments.making import runs_in
+from tandem.rollout.environments.outcomes import Call, Failure, Job, Outcome, sayable
+from tandem.rollout.environments.threads import ThreadPool
+from tandem.rollout.environments.workers import ForkServer, WorkerPool
 
 
-class _Job(msgspec.Struct, eq=False):
-    """A conversation whose last response is to be scored or answered. Its thread fills in the second half and then
-    hands it back."""
+class Unscored(msgspec.Struct, frozen=True):
+    """A response that the environment failed on, where that does not end the run."""
 
-    key: int
-    problem: Problem
-    conversation: Messages
-    started: float | None = None
-    result: object = None
-    error: Exception | None = None
+    failure: str
+    """One line."""
+    timed_out: bool
+    dropped: bool
 
 
 class Scorer:
-    """A pool of threads around one environment.
+    """One environment, with what runs it.
 
-    `submit` never waits; `poll` returns what is done and raises for what failed or took too long. The threads are
-    daemons: an environment that hangs cannot keep the process from ending. One thread calls these methods.
+    `submit` never waits; `poll` returns what is done. One thread calls these methods. It starts with `await_ready`,
+    before which a class of the user's is imported by another process, beside whatever this one does.
     """
 
     def __init__(self, config: Config) -> None:
-        self._name = config.data.environment
-        settings = config.env[str(self._name)]
-        self._timeout_s = settings.timeout_s
-        environment = make_environment(config)
-        self.converses = converses(environment)
+        self._config = config
+        self._name = str(config.data.environment)
+        self._settings = config.env[self._name]
+        is_own = self._settings.class_path is not None
+        self._on_error: Literal["zero", "drop", "fail"] = self._settings.on_error or ("fail" if is_own else "zero")
+        self.converses = False
         """Whether a response may be answered; without that, each is scored."""
-        self._step = step_of(environment)
-        self._waiting: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[_Job] = queue.SimpleQueue()
-        self._wanted: dict[int, _Job] = {}
-        self._at_work: list[_Job | None] = [None] * settings.num_workers
-        """What each thread is scoring."""
-        self._threads = [
-            threading.Thread(target=self._work, args=(i,), name=f"reward-{i}", daemon=True)
-            for i in range(settings.num_workers)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._server = ForkServer(config) if is_own or self._name in HEAVY else None
+        self._pool: ThreadPool | WorkerPool | None = None
+        self._wanted: dict[int, Job] = {}
+        self._num_calls = 0
+        self._num_failures = 0
+
+    def await_ready(self) -> None:
+        """Wait until responses can be scored. Raises `ConfigError` if the environment cannot be made."""
+        if self._server is None:
+            where = runs_in(self._config)
+            assert where == "threads", "built-in environments that are not HEAVY"
+        else:
+            where = self._server.imported(self._config.cluster.deadlines.build_s).runs_in
+        if where == "threads":
+            if self._server is not None:
+                self._server.watch()
+            self._pool = ThreadPool(self._config)
+            self.converses = self._pool.converses
+        else:
+            assert self._server is not None
+            self._pool = WorkerPool(self._server, self._config)
+            self.converses = self._pool.await_ready()
 
     def submit(self, key: int, problem: Problem, conversation: Messages) -> None:
         """Queue a conversation that ends with a response; `key` comes back with its score, or with the next turn."""
-        self._wanted[key] = job = _Job(key, problem, conversation)
-        self._waiting.put(job)
+        self._num_calls += 1
+        self._wanted[key] = job = Job(key, Call(self._num_calls, problem, conversation))
+        self._started().submit(job)
 
-    def poll(self) -> list[tuple[int, Score | Turn]]:
+    def poll(self) -> list[tuple[int, Score | Turn | Unscored]]:
         """Return what is ready, in the order in which it was.
 
-        Raises `RewardError` if the environment failed, returned no finite reward, or exceeded its ``timeout_s``.
+        Raises `RewardError` where a failure of the environment ends the run.
         """
-        scores: list[tuple[int, Score | Turn]] = []
-        while not self._done.empty():
-            job = self._done.get()
-            if self._is_wanted(job):
+        pool = self._started()
+        pool.check()
+        results: list[tuple[int, Score | Turn | Unscored]] = []
+        while not pool.done.empty():
+            job, outcome = pool.done.get()
+            is_wanted = self._wanted.get(job.key) is job
+            if is_wanted:
                 del self._wanted[job.key]
-                scores.append((job.key, self._checked(job)))
-        self._check_deadlines()
-        return scores
+            # Who is stuck with what was abandoned is stuck all the same.
+            if is_wanted or (isinstance(outcome, Failure) and outcome.timed_out):
+                result = self._judged(job, outcome)
+                if is_wanted:
+                    results.append((job.key, result))
+        return results
 
     def forget(self, keys: Iterable[int]) -> None:
         """Abandon what was submitted with these keys."""
         for key in keys:
-            self._wanted.pop(key, None)
+            if (job := self._wanted.pop(key, None)) is not None:
+                job.wanted = False
+
+    def refuse(self, problem: Problem, conversation: Messages, what: str) -> Unscored:
+        """Judge an answer of the environment's that cannot be used. Raises `RewardError` if that ends the run."""
+        return self._unscored(problem, conversation, Failure(what))
 
     def close(self) -> None:
-        """Tell the threads to end; one that hangs is left to the end of the process."""
+        """End what runs the environment; a thread that hangs is left to the end of the process."""
         self._wanted.clear()
-        for _ in self._threads:
-            self._waiting.put(None)
-        for thread in self._threads:
-            thread.join(timeout=0.2)
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
 
-    def _work(self, index: int) -> None:
-        while (job := self._waiting.get()) is not None:
-            if not self._is_wanted(job):
-                continue
-            job.started = time.monotonic()
-            self._at_work[index] = job
-            try:
-                job.result = self._step(job.problem, job.conversation)
-            except Exception as error:
-                job.error = error
-            self._at_work[index] = None
-            self._done.put(job)
+    def _started(self) -> ThreadPool | WorkerPool:
+        assert self._pool is not None, "await_ready comes first"
+        return self._pool
 
-    def _is_wanted(self, job: _Job) -> bool:
-        return self._wanted.get(job.key) is job
+    def _judged(self, job: Job, outcome: Outcome) -> Score | Turn | Unscored:
+        if isinstance(outcome, Failure):
+            return self._unscored(job.call.problem, job.call.conversation, outcome)
+        return outcome
 
-    def _check_deadlines(self) -> None:
-        """Raise for a thread that is stuck, also in what was abandoned: it scores nothing else."""
-        now = time.monotonic()
-        for job in self._at_work:
-            if job is not None and job.started is not None and now - job.started > self._timeout_s:
-                raise RewardError(
-                    f"environment {self._name!r} took longer than {self._timeout_s:g} s to score a response to problem "
-                    f"{job.problem.problem_id!r} (env.{self._name}.timeout_s)"
-                )
+    def _unscored(self, problem: Problem, conversation: Messages, failure: Failure) -> Unscored:
+        self._num_failures += 1
+        said = self._said(problem, failure)
+        _log(said, problem, conversation, failure)
+        most = self._settings.max_failures
+        if self._on_error == "fail" or (failure.on_purpose and self._settings.on_error is None):
+            raise RewardError(said)
+        if most is not None and self._num_failures > most:
+            raise RewardError(f"{said}; this is failure {self._num_failures} (env.{self._name}.max_failures: {most})")
+        return Unscored(said, failure.timed_out, dropped=self._on_error == "drop")
 
-    def _checked(self, job: _Job) -> Score | Turn:
-        where = f"environment {self._name!r}, problem {job.problem.problem_id!r}"
-        if isinstance(job.error, TandemError):
-            raise RewardError(f"environment {self._name!r}: {job.error}") from job.error
-        if job.error is not None:
-            raise RewardError(f"{where}: {type(job.error).__name__}: {job.error}") from job.error
-        if self.converses and isinstance(job.result, Turn):
-            return Turn(_valid_messages(job.result.messages, where), _valid_reward(job.result.reward, where))
-        if isinstance(job.result, Score):
-            components = {_valid_name(n, where): _valid_reward(v, where) for n, v in job.result.components.items()}
-            if len(components) > MAX_COMPONENTS:
-                raise RewardError(f"{where}: {len(components)} components of a reward, more than {MAX_COMPONENTS}")
-            return Score(_valid_reward(job.result.reward, where), bool(job.result.correct), components)
-        wanted = "step() returned {}, not a Score or a Turn" if self.converses else "score() returned {}, not a Score"
-        raise RewardError(f"{where}: {wanted.format(type(job.result).__name__)}")
+    def _said(self, problem: Problem, failure: Failure) -> str:
+        if failure.timed_out:
+            return (
+                f"environment {self._name!r} {failure.what} to score a response to problem {problem.problem_id!r} "
+                f"(env.{self._name}.timeout_s)"
+            )
+        if failure.on_purpose:
+            return f"environment {self._name!r}: {failure.what}"
+        return f"environment {self._name!r}, problem {problem.problem_id!r}: {failure.what}"
 
 
-def _valid_reward(given: object, where: str) -> float:
-    """Return a reward as a finite number; environments come from anywhere."""
-    try:
-        reward = float(given)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        reward = math.nan
-    if not math.isfinite(reward):
-        raise RewardError(f"{where}: the reward is {given!r}, not a finite number")
-    return reward
-
-
-def _valid_name(given: object, where: str) -> str:
-    """Return the name of a component as text that is not too long to travel."""
-    name = str(given)
-    if not 1 <= len(name) <= MAX_NAME:
-        raise RewardError(f"{where}: the name of a component has {len(name)} characters, not 1 to {MAX_NAME}")
-    return name
-
-
-def _valid_messages(given: object, where: str) -> Messages:
-    """Return messages if each has a role and a content, both text, and none is the policy's own."""
-    try:
-        messages = msgspec.convert(given, list[dict[str, str]])
-    except msgspec.ValidationError:
-        messages = []
-    if not messages or not all({"role", "content"} <= message.keys() for message in messages):
-        raise RewardError(f"{where}: the messages of a Turn are {given!r}, not a list of {{role, content}}")
-    if any(message["role"] == "assistant" for message in messages):
-        raise RewardError(f"{where}: a Turn holds a message of the assistant, which the policy alone can give")
-    return messages
+def _log(said: str, problem: Problem, conversation: Iterable[Mapping[str, str]], failure: Failure) -> None:
+    """Write all there is to say about a failure to the process's log."""
+    lines = [time.strftime("%H:%M:%S ") + said, f"  problem: {problem.problem_id!r}"]
+    lines += [f"  {message['role']}: {message['content']!r}" for message in conversation]
+    text = sayable("\n".join([*lines, failure.trace.rstrip()]).rstrip())
+    with contextlib.suppress(OSError):  # the disk may be full
+        print(text, file=sys.stderr, flush=True)

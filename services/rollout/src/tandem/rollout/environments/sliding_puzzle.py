@@ -21,6 +21,8 @@ class SlidingPuzzle:
     leaves the board as it is.
     """
 
+    runs_in = "threads"
+
     def __init__(self, *, cfg: dict[str, Any] | None = None, role: str = "user") -> None:
         """`cfg`: as NeMo-RL has it; ``max_moves`` responses end a game. `role`: who shows the board."""
         settings = {"max_moves": None, "game_config": {}} | (cfg or {})

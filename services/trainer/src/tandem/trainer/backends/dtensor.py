@@ -51,6 +51,7 @@ class DTensorBackend:
         self._dtype: torch.dtype = getattr(torch, config.policy.precision)
 
         source = config.policy.model_name if checkpoint is None else str(checkpoint / checkpoints.POLICY)
+        proof = checkpoints.Proof(checkpoints.files_to_load(config, checkpoint))
         self._policy = load_model(source, config, torch.float32)
         self._linear_head = has_linear_head(self._policy)
         self.shares_prompts = self._prepare_attention()
@@ -68,6 +69,7 @@ class DTensorBackend:
             self._start_optimizer(num_steps=0)
         else:
             self._load_optimizer(checkpoint)
+        proof.conclude()
 
     def train_step(self, micro_batches: Sequence[MicroBatch], loss: LossOfMicroBatch) -> OptimizerStep:
         """Forward and backward over this rank's micro-batches, clip, and step optimizer and schedule once.
@@ -125,6 +127,7 @@ class DTensorBackend:
     @torch.no_grad()
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote, bit for bit, on any number of ranks, in the memory the parameters lie in."""
+        proof = checkpoints.Proof(checkpoints.files_of(folder))
         try:
             loaded = load_model(str(folder / checkpoints.POLICY), self._config, torch.float32)
         except ModelError as error:
@@ -136,6 +139,7 @@ class DTensorBackend:
         for name, parameter in self._parameters.items():
             shards.local_of(parameter).copy_(tensors[name][shards.box_of(parameter).region])
         self._load_optimizer(folder)
+        proof.conclude()
 
     def offload(self) -> None:
         """Free the gradients and move the optimizer's state from the GPU to pinned host memory.

@@ -12,13 +12,16 @@ from tandem.common.config.checks import (
     megatron,
     model,
     parallelism,
+    paths,
     run,
 )
 from tandem.common.config.checks.rule import Rule
+from tandem.common.config.problem import Invalid, Problems
 from tandem.common.config.schema import Config
 from tandem.common.dotted import named
 
 RULES: tuple[Rule, ...] = (
+    *paths.RULES,
     *model.RULES,
     *megatron.RULES,
     *parallelism.RULES,
@@ -33,8 +36,19 @@ RULES: tuple[Rule, ...] = (
 """Of all algorithms. Checked in this order, and those that the algorithm's declaration lists last."""
 
 
-def first_problem(config: Config) -> None:
-    """Raise `Invalid` for the first rule that the configuration breaks."""
+def broken_rules(config: Config) -> Problems:
+    """Return what the rules say that the configuration breaks, a line a key: the first often explains the others."""
+    problems = Problems()
     own: list[Rule] = [rule for path in config.declaration.rules for rule in named(path)]
     for rule in (*RULES, *own):
-        rule(config)
+        try:
+            with problems.collected():
+                rule(config)
+        except (ArithmeticError, LookupError, OSError, TypeError, ValueError):
+            if not problems.found:  # else it counts on what an earlier rule has found broken
+                raise
+    by_key: dict[str, Invalid] = {}
+    for problem in problems.found:
+        by_key.setdefault(problem.key, problem)
+    problems.found = [*by_key.values()]
+    return problems

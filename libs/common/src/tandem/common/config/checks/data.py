@@ -98,6 +98,8 @@ def environments_are_known(config: Config) -> None:
                 )
         else:
             check_dotted_path(f"env.{name}.class", entry.class_path)
+        if entry.max_failures is not None and (entry.on_error or ("fail" if entry.class_path else "zero")) == "fail":
+            raise Invalid(f"env.{name}.max_failures", f"the first failure ends the run; set env.{name}.on_error, too")
 
 
 def samples_are_scored(config: Config) -> None:

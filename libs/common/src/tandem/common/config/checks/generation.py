@@ -45,8 +45,21 @@ def experts_are_spread_over_tensor_ranks(config: Config) -> None:
         )
 
 
+def a_prompt_group_fits_the_engine_that_makes_it(config: Config) -> None:
+    """All samples of a group come from one engine, which keeps them until they are trained on."""
+    most, num_samples = config.policy.generation.max_stored_tokens, config.rollout_section.num_generations_per_prompt
+    longest = config.policy.max_total_sequence_length
+    if most < num_samples * longest:
+        raise Invalid(
+            "policy.generation.max_stored_tokens",
+            f"{most} is less than {config.algorithm}.num_generations_per_prompt * policy.max_total_sequence_length "
+            f"= {num_samples} * {longest} = {num_samples * longest}, which the samples of one prompt may have",
+        )
+
+
 RULES: tuple[Rule, ...] = where_it_rolls_out(
     vllm_takes_its_arguments,
     prompts_move_where_engines_are_async,
     experts_are_spread_over_tensor_ranks,
+    a_prompt_group_fits_the_engine_that_makes_it,
 )

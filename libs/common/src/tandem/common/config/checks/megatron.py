@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 from tandem.common.config.checks.rule import Rule
-from tandem.common.config.problem import Invalid, shown
+from tandem.common.config.problem import Invalid, Problems, shown
 from tandem.common.config.schema import Config
 
 KEY = "policy.megatron_cfg"
@@ -125,6 +127,19 @@ def recomputation_is_whole(config: Config) -> None:
         raise Invalid(f"{KEY}.recompute_num_layers", f"{layers}, but {KEY}.recompute_granularity is selective")
 
 
+def environment_variables_are_texts(config: Config) -> None:
+    """By names that a shell would take; numbers are written out."""
+    problems = Problems()
+    for name, value in (config.policy.megatron_cfg.env_vars or {}).items():
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            problems.found.append(Invalid(f"{KEY}.env_vars", f"{shown(name)} is no name of an environment variable"))
+        elif isinstance(value, bool) or not isinstance(value, str | int | float):
+            problems.found.append(Invalid(f"{KEY}.env_vars.{name}", f"expected text or a number, got {shown(value)}"))
+        elif "\0" in str(value):
+            problems.found.append(Invalid(f"{KEY}.env_vars.{name}", "holds a null byte"))
+    problems.complain()
+
+
 def _enabled(rule: Rule) -> Rule:
     """Return a rule that holds only where Megatron-Core trains."""
 
@@ -148,5 +163,6 @@ RULES: tuple[Rule, ...] = tuple(
         the_optimizer_shards,
         tokens_reach_their_experts,
         recomputation_is_whole,
+        environment_variables_are_texts,
     )
 )

@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 
 from tandem.common.config.checks.rule import Rule
-from tandem.common.config.problem import Invalid, shown
+from tandem.common.config.problem import Invalid, Problems, shown
 from tandem.common.config.schema import Config
 from tandem.common.errors import nearest
 from tandem.common.model_fields import model_fields
+from tandem.common.model_sizes import max_positions
+from tandem.common.torch_arguments import torch_problems
 
 
 def a_backend_is_enabled(config: Config) -> None:
@@ -23,6 +25,21 @@ def an_optimizer_is_named(config: Config) -> None:
     """Only Megatron-Core brings an optimizer of its own."""
     if config.policy.optimizer is None and not config.policy.megatron_cfg.enabled:
         raise Invalid("policy.optimizer", "null, but policy.dtensor_cfg needs an optimizer")
+
+
+def the_optimizer_and_its_schedules_are_torchs(config: Config) -> None:
+    """Their names and arguments, where they are classes of torch."""
+    policy, problems = config.policy, Problems()
+    if policy.megatron_cfg.enabled:
+        return
+    if policy.optimizer is not None:
+        optimizer = policy.optimizer
+        problems.found += torch_problems("Optimizer", optimizer.name, optimizer.kwargs, "policy.optimizer")
+    for index, entry in enumerate(policy.scheduler):
+        if entry.name is not None:
+            key = f"policy.scheduler[{index}]"
+            problems.found += torch_problems("LRScheduler", entry.name, entry.kwargs, key)
+    problems.complain()
 
 
 def schedules_have_milestones_between(config: Config) -> None:
@@ -72,10 +89,21 @@ def the_new_model_has_fields_of_its_type(config: Config) -> None:
         )
 
 
+def sequences_fit_the_model(config: Config) -> None:
+    """Beyond the positions that it was made for a model knows nothing, and some have no more."""
+    longest, positions = config.policy.max_total_sequence_length, max_positions(config.policy)
+    if positions is not None and longest > positions:
+        raise Invalid(
+            "policy.max_total_sequence_length", f"{longest} is more than the {positions} positions of the model"
+        )
+
+
 RULES: tuple[Rule, ...] = (
     a_backend_is_enabled,
     an_optimizer_is_named,
+    the_optimizer_and_its_schedules_are_torchs,
     schedules_have_milestones_between,
     the_new_model_is_described,
     the_new_model_has_fields_of_its_type,
+    sequences_fit_the_model,
 )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from tandem.common.config.schema.base import NonEmptyStr, PositiveFloat, PositiveInt, Section
+from tandem.common.config.schema.base import NonEmptyStr, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
 class Data(Section, frozen=True, kw_only=True):
@@ -97,9 +97,18 @@ class Environment(Section, frozen=True, kw_only=True):
     that answer the policy: ``calculator`` and ``sliding_puzzle_game``. Any other name needs a `class`."""
 
     num_workers: PositiveInt = 1
-    """Samples scored at once by one rollout process. NeMo-RL's base files say 8."""
+    """Worker processes of each rollout process, or threads where the class says `runs_in = "threads"`: so many samples
+    are scored at once, and more where the class is asynchronous. NeMo-RL's base files say 8."""
     timeout_s: PositiveFloat = 10.0
-    """New. Seconds that one score, or one answer to a response, may take."""
+    """New. Seconds that one score, or one answer to a response, may take; a worker process that takes longer is killed,
+    with all that it has started, and replaced."""
+    on_error: Literal["zero", "drop", "fail"] | None = None
+    """New. What becomes of a sample whose response the environment raised an exception on, took longer than `timeout_s`
+    for, or returned no valid reward for. zero: the response is worth nothing, and is not correct. drop: the sample is
+    not trained on and counts nowhere. fail: the run ends. null: zero in built-in environments, but for a problem that
+    itself cannot be scored; fail in others."""
+    max_failures: NonNegativeInt | None = None
+    """New. How many such samples one rollout process may have before the run ends after all; null: any number."""
     class_path: NonEmptyStr | None = msgspec.field(name="class", default=None)
     """New. Dotted path of the environment's class, such as ``mine.Judge`` for the class ``Judge`` of a ``mine.py``
     beside the configuration file; null takes the built-in one of that name."""

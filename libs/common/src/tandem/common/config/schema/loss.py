@@ -17,6 +17,10 @@ TruncationType = Literal["tis", "icepop", "seq-mask-tis"]
 """What becomes of importance weights that are out of bounds."""
 
 
+OF_ANY_LOSS = ("class", "kwargs", "columns")
+"""Keys of this section that are read whatever the algorithm."""
+
+
 class LossColumn(Section, frozen=True, kw_only=True):
     """A number that a loss of your own reads of each token: `batch.columns[NAME]`."""
 
@@ -29,7 +33,7 @@ class LossColumn(Section, frozen=True, kw_only=True):
 
 
 class LossFn(Section, frozen=True, kw_only=True):
-    """The policy-gradient loss of GRPO and its kin; other algorithms read `class` and `kwargs` alone.
+    """The policy-gradient loss of GRPO and its kin; other algorithms read `class`, `kwargs` and `columns` alone.
 
     As it stands it is GRPO's. REINFORCE and RLOO: ``disable_ppo_ratio``. GSPO: ``sequence_level_importance_ratios`` and
     no ``token_level_loss``. CISPO: ``use_cispo``. DAPO: a ``ratio_clip_max`` of its own.

@@ -52,6 +52,8 @@ class MegatronCfg(Section, frozen=True, kw_only=True):
     activation_checkpointing: bool = False
     """Recompute the activations of whole layers in the backward pass; `recompute_granularity` and the like choose
     otherwise."""
+    env_vars: dict[str, Any] | None = None
+    """Environment variables of the trainers, texts or numbers by name, set before torch is imported."""
     converter_type: str | None = None
     """NeMo-RL's choice of a converter; Tandem goes by the model's ``config.json``."""
     tensor_model_parallel_size: PositiveInt = 1
@@ -93,6 +95,12 @@ class MegatronCfg(Section, frozen=True, kw_only=True):
     """Arguments of Megatron-Core's ``DistributedDataParallelConfig``."""
     forwarded: dict[str, Any] = msgspec.field(default_factory=dict)
     """New. Every further key written directly under `policy.megatron_cfg` is gathered here."""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What `env_vars` adds to the environment of trainers, if they train with Megatron-Core."""
+        given = self.env_vars if self.enabled else None
+        return {name: str(value) for name, value in (given or {}).items()}
 
     @property
     def model_parallel_size(self) -> int:

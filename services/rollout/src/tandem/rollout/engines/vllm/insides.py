@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from tandem.common import collector
+from tandem.common import gc_tuning
 from tandem.common.errors import ModelError
 from tandem.rollout.engines.vllm import float8
 
@@ -109,7 +109,7 @@ class Llm:
         self.is_on_cpu = is_on_cpu()
         if self.is_on_cpu:
             importlib.import_module(WORKER.rpartition(".")[0])  # once, for all workers that are forked
-        collector.keep()  # vLLM looks for garbage three times while it starts
+        gc_tuning.keep()  # vLLM looks for garbage three times while it starts
         if self.is_on_cpu and "quantization_config" in arguments["hf_overrides"]:
             float8.install_cpu_kernels()
         self._is_closing = threading.Event()

@@ -25,8 +25,8 @@ from tandem.rollout.engines.vllm.weights import weights_of
 
 if TYPE_CHECKING:
     from tandem.refit.endpoint import Weights
-    from tandem.refit.program import Mesh
-    from tandem.refit.transports.stream import Meeting
+    from tandem.refit.transfer import Mesh
+    from tandem.refit.transports.process_group import Meeting
 
 
 class PackedExperts(msgspec.Struct, frozen=True, eq=False):

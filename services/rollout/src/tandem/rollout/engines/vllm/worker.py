@@ -16,7 +16,7 @@ from vllm.platforms import current_platform
 
 from tandem.common import signals
 from tandem.common.errors import TandemError
-from tandem.common.kinship import die_with
+from tandem.common.process_lifetime import die_with
 from tandem.rollout.engines.vllm import float8
 from tandem.rollout.engines.vllm.part import Part, kept_parameters, map_experts
 

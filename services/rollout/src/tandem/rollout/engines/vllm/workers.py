@@ -11,8 +11,9 @@ from typing import NamedTuple
 from tandem.refit import layout, program
 from tandem.refit.digests.comparison import Digests, from_bytes
 from tandem.refit.digests.task import Sampling
-from tandem.refit.program import Mesh, TransferProgram
-from tandem.refit.transports.stream import Meeting
+from tandem.refit.program import TransferProgram
+from tandem.refit.transfer import Mesh
+from tandem.refit.transports.process_group import Meeting
 from tandem.rollout.engines.vllm.insides import Llm
 
 _SAY_SO_S = 10.0

@@ -32,6 +32,7 @@ from tandem.trainer.backends.megatron.pipeline import Pipeline
 from tandem.trainer.backends.megatron.settings import settings_of
 from tandem.trainer.backends.megatron.sources import folder_of
 from tandem.trainer.backends.megatron.weights import RankWeights
+from tandem.trainer.checkpoints import Proof, files_to_load
 from tandem.trainer.models import without_weights
 from tandem.trainer.offload import Offloaded
 from tandem.trainer.packing import MicroBatch
@@ -53,6 +54,7 @@ class MegatronBackend:
     def __init__(self, config: Config, *, checkpoint: Path | None) -> None:
         self._config = config
         self.device = device_of(dist.get_rank())
+        proof = Proof(files_to_load(config, checkpoint))
         dtype = getattr(torch, config.policy.precision)
         self._described = without_weights(str(folder_of(config.policy.model_name)), dtype)
         self._model: dict[str, Any] = self._described.config.to_dict()
@@ -84,6 +86,7 @@ class MegatronBackend:
         state = self._weights, self._optimizer
         self._num_steps = 0 if checkpoint is None else checkpoints.load_optimizer(checkpoint, *state)
         self._schedule = make_schedule(config, self._optimizer, self._num_steps)
+        proof.conclude()
 
     def train_step(self, micro_batches: Sequence[MicroBatch], loss: LossOfMicroBatch) -> OptimizerStep:
         """Forward and backward over this replica's micro-batches, clip, and step optimizer and schedule once.

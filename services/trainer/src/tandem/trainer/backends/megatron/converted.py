@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -32,18 +33,21 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers.core_model_loading import revert_weight_conversion
 
+from tandem.common import manifest
 from tandem.common.config import Config
-from tandem.common.errors import ModelError
+from tandem.common.errors import DamagedCheckpoint, ModelError
+from tandem.common.manifest import FileRecord
 from tandem.refit.adapters import headers
 from tandem.refit.adapters.catalogue import ModelShape, from_checkpoint
 from tandem.refit.adapters.megatron import Megatron
 from tandem.refit.layout import ITEM_SIZES, Box, Layout, Piece
 from tandem.trainer.backends.megatron.sources import SafetensorsFolder, TensorsInMemory, folder_of
 from tandem.trainer.backends.megatron.weights import Tensors, view_of
-from tandem.trainer.checkpoints import sync, sync_folder
+from tandem.trainer.box_files import digests_of
+from tandem.trainer.checkpoints import Proof, sync, sync_folder
 from tandem.trainer.models import load_model
 
-FORMAT = 1
+FORMAT = 2
 """Counts up when what is written changes, so that nothing older is read."""
 _ONE_RANK = Megatron(transformer_engine=True, experts="grouped")
 _FILE_BYTES = 2**30
@@ -67,7 +71,12 @@ def open_tensors(source: str, config: Config) -> Tensors:
         return TensorsInMemory(revert_weight_conversion(model, model.state_dict()))
     order = _order() if config.policy.megatron_cfg.force_reconvert_from_hf else ""
     shape = from_checkpoint(folder)
-    return ConvertedFolder(convert_once(source, folder, shape, config.cluster.deadlines.build_s, order), shape)
+    target = convert_once(source, folder, shape, config.cluster.deadlines.build_s, order)
+    try:
+        Proof([(target, _files_of(target))]).conclude()
+    except DamagedCheckpoint as error:
+        raise ModelError(f"{error}; delete {target}, and {source} is converted again") from error
+    return ConvertedFolder(target, shape)
 
 
 def _order() -> str:
@@ -154,9 +163,18 @@ def _serves(target: Path, order: str) -> bool:
     """Whether a folder is there, which is whole then, and was made by this order, if there is one."""
     try:
         about = json.loads((target / _ABOUT).read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError):  # made again, if it is damaged
         return False
-    return not order or about["order"] == order
+    return not order or about.get("order") == order
+
+
+def _files_of(target: Path) -> dict[str, FileRecord]:
+    """Return what was written to a converted checkpoint. Raises `DamagedCheckpoint`."""
+    about = target / _ABOUT
+    try:
+        return msgspec.convert(json.loads(about.read_bytes())["files"], dict[str, FileRecord])
+    except (OSError, ValueError, KeyError, msgspec.ValidationError) as error:
+        raise DamagedCheckpoint(f"{about} {manifest.DAMAGED}: {error}") from error
 
 
 @contextmanager
@@ -194,11 +212,11 @@ def _replace(target: Path, folder: Path, model: ModelShape, order: str) -> None:
     former = target.with_name(f"{target.name}.tmp-{own}-former")
     try:
         temporary.mkdir()
-        paths = _write(temporary, folder, model)
-        about = {"format": FORMAT, "order": order, "source": str(folder.resolve())}
-        paths.append(temporary / _ABOUT)
-        paths[-1].write_text(json.dumps(about, indent=2) + "\n")
-        sync(paths)
+        digests = _write(temporary, folder, model)
+        files = {path.name: manifest.describe(path, of_path) for path, of_path in digests.items()}
+        about = {"format": FORMAT, "order": order, "source": str(folder.resolve()), "files": msgspec.to_builtins(files)}
+        (temporary / _ABOUT).write_text(json.dumps(about, indent=2) + "\n")
+        sync([*digests, temporary / _ABOUT])
         sync_folder(temporary)
         if target.exists():
             target.rename(former)  # who reads it has its files open
@@ -209,11 +227,11 @@ def _replace(target: Path, folder: Path, model: ModelShape, order: str) -> None:
         shutil.rmtree(former, ignore_errors=True)
 
 
-def _write(into: Path, folder: Path, model: ModelShape) -> list[Path]:
-    """Write the parameters of one rank to files of a moderate size; return the paths."""
+def _write(into: Path, folder: Path, model: ModelShape) -> dict[Path, dict[str, str]]:
+    """Write the parameters of one rank to files of a moderate size; return them with the digests of what is in them."""
     layout, source = _ONE_RANK.parameters(model, 0), SafetensorsFolder(folder)
     shapes = _shapes(layout)
-    paths: list[Path] = []
+    digests: dict[Path, dict[str, str]] = {}
     waiting: dict[str, torch.Tensor] = {}
     for number, (name, shape) in enumerate(shapes.items()):
         rows = np.flatnonzero(layout.pieces.storage_P == number).tolist()
@@ -224,10 +242,11 @@ def _write(into: Path, folder: Path, model: ModelShape) -> list[Path]:
             view_of(parameter, piece).copy_(source.read(tensor.name, tensor.shape, piece.box))
         waiting[name] = parameter
         if sum(tensor.nbytes for tensor in waiting.values()) >= _FILE_BYTES or number == len(shapes) - 1:
-            paths.append(into / f"parameters-{len(paths):05d}.safetensors")
-            save_file(waiting, paths[-1], metadata={"format": "pt"})
+            path = into / f"parameters-{len(digests):05d}.safetensors"
+            digests[path] = digests_of(waiting)
+            save_file(waiting, path, metadata={"format": "pt"})
             waiting = {}
-    return paths
+    return digests
 
 
 def _shapes(layout: Layout) -> dict[str, tuple[int, ...]]:

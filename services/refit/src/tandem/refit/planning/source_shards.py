@@ -1,4 +1,4 @@
-"""What all trainers hold: the distinct boxes of every wanted tensor, and the replicas of each."""
+"""Source shards: the distinct boxes that trainers hold of every wanted tensor, and the replicas of each."""
 
 from __future__ import annotations
 
@@ -9,18 +9,15 @@ import numpy as np
 
 from tandem.common.errors import RefitError
 from tandem.refit.columns import Ints, pad_dims
-from tandem.refit.layout import CudaMemory, Layout, SharedMemory
+from tandem.refit.layout import KINDS_OF_MEMORY, Address, Layout
 from tandem.refit.planning.names import Tensors
 from tandem.refit.planning.sweep import BoxIndex, group_rows
 
-PRIVATE, SHARED, CUDA = range(3)
-"""Kinds of memory, by who can reach it."""
-
-_KINDS = {SharedMemory: SHARED, CudaMemory: CUDA}
+_KINDS: dict[type[Address], int] = {kind: code for code, kind in enumerate(KINDS_OF_MEMORY)}
 
 
-class Holdings(msgspec.Struct, frozen=True, eq=False):
-    """Held pieces as columns (H rows), their distinct boxes (B rows), and sets of replicas (S).
+class SourceShards(msgspec.Struct, frozen=True, eq=False):
+    """Held pieces as columns (H rows), their distinct boxes (B rows), and sets of holders (S).
 
     Boxes of one tensor are disjoint. Pieces are sorted by box, then by member, so that those of one box lie side by
     side: the holders of box b are rows ``first_B[b]`` to ``first_B[b + 1]``, and box b belongs to set ``set_B[b]``.
@@ -34,7 +31,7 @@ class Holdings(msgspec.Struct, frozen=True, eq=False):
     row_H: Ints
     """In the member's `Layout.pieces`."""
     kind_H: Ints
-    """Of the memory."""
+    """Of the memory: index into `KINDS_OF_MEMORY`."""
     storage_H: Ints
     offset_H: Ints
     strides_HD: Ints
@@ -44,7 +41,7 @@ class Holdings(msgspec.Struct, frozen=True, eq=False):
     """Of length B + 1."""
     set_B: Ints
     sets: tuple[tuple[Ints, Ints], ...]
-    """Of each set: the members, ascending, and the kind of memory that each holds it in."""
+    """Of each set of holders: the members, ascending, and the kind of memory that each holds it in."""
 
     @property
     def num_boxes(self) -> int:
@@ -57,7 +54,7 @@ class Holdings(msgspec.Struct, frozen=True, eq=False):
         return rows
 
 
-def collect(sources: Mapping[str, Layout], tensors: Tensors) -> Holdings:
+def collect(sources: Mapping[str, Layout], tensors: Tensors) -> SourceShards:
     """Gather what trainers hold of the tensors that engines want.
 
     Raises:
@@ -72,8 +69,8 @@ def collect(sources: Mapping[str, Layout], tensors: Tensors) -> Holdings:
         tensor_P = tensors.sources.by_member[member][pieces.tensor_P]
         row_P = np.flatnonzero(needed_G[tensor_P])
         held = pieces.rows(row_P)
-        kind = np.array([_KINDS.get(type(s.address), PRIVATE) for s in layout.storages], np.int64)[held.storage_P]
-        parts = (
+        kind = np.array([_KINDS[type(s.address)] for s in layout.storages], np.int64)[held.storage_P]
+        found = (
             np.full(len(row_P), index),
             row_P,
             kind,
@@ -84,8 +81,8 @@ def collect(sources: Mapping[str, Layout], tensors: Tensors) -> Holdings:
             pad_dims(held.start_PD, num_dims, 0),
             pad_dims(held.shape_PD, num_dims, 1),
         )
-        for column, part in zip(columns, parts, strict=True):
-            column.append(part)
+        for column, values in zip(columns, found, strict=True):
+            column.append(values)
     dims = (5, 7, 8)
     empty = [np.zeros((0, num_dims) if i in dims else 0, np.int64) for i in range(9)]
     member_H, row_H, kind_H, storage_H, offset_H, strides_HD, tensor_H, start_HD, shape_HD = (
@@ -97,7 +94,7 @@ def collect(sources: Mapping[str, Layout], tensors: Tensors) -> Holdings:
     _check_disjoint(boxes, tuple(sources), member_H[first_G], tensors)
     first_B = np.concatenate([[0], np.cumsum(np.bincount(box_H, minlength=len(first_G)))])
     set_B, sets = _replica_sets(first_B, member_H[order], kind_H[order])
-    return Holdings(
+    return SourceShards(
         members=tuple(sources),
         layouts=tuple(sources.values()),
         key_H=(box_H * len(sources) + member_H)[order],

@@ -9,15 +9,15 @@ import numpy as np
 from tandem.refit.columns import Ints
 from tandem.refit.layout import DTYPES, Layout
 from tandem.refit.planning.choose import fill
-from tandem.refit.planning.holdings import Holdings
 from tandem.refit.planning.names import Side, Tensors
-from tandem.refit.program import Attestation
+from tandem.refit.planning.source_shards import SourceShards
+from tandem.refit.program import Verification
 
 
-def attestations(
-    sources: Mapping[str, Layout], destinations: Mapping[str, Layout], tensors: Tensors, holdings: Holdings
-) -> dict[str, Attestation]:
-    """Return the attestation of every member of both sides.
+def verifications(
+    sources: Mapping[str, Layout], destinations: Mapping[str, Layout], tensors: Tensors, source_shards: SourceShards
+) -> dict[str, Verification]:
+    """Return the verification of every member of both sides.
 
     Of the trainers that hold the same box, the one that has least to digest does it. Of tensors that are quantised on
     the way, what is digested is what was sent, in the trainers' precision: engines keep it in staging memory, and check
@@ -26,23 +26,23 @@ def attestations(
     dtype_G = np.where(tensors.is_quantised_G, tensors.source_dtype_G, tensors.wanted_dtype_G)
     dtype_G[tensors.source_dtype_G < 0] = -1
     dtype_G[tensors.quantised_of_G >= 0] = -1
-    chosen_H = _choose(holdings, dtype_G)
-    member_H = holdings.member_H[chosen_H]
-    order = np.lexsort((holdings.row_H[chosen_H], member_H))
-    rows_H = holdings.row_H[chosen_H][order]
+    chosen_H = _choose(source_shards, dtype_G)
+    member_H = source_shards.member_H[chosen_H]
+    order = np.lexsort((source_shards.row_H[chosen_H], member_H))
+    rows_H = source_shards.row_H[chosen_H][order]
     first_M = np.searchsorted(member_H[order], np.arange(len(sources) + 1))
     known: dict[int, tuple[str, ...]] = {}
-    made: dict[str, Attestation] = {}
+    made: dict[str, Verification] = {}
     for index, (member, layout) in enumerate(sources.items()):
         dtypes = _dtypes(layout, tensors.sources, member, dtype_G, known)
-        made[member] = Attestation(rows_H[first_M[index] : first_M[index + 1]], dtypes)
+        made[member] = Verification(rows_H[first_M[index] : first_M[index + 1]], dtypes)
     shared: dict[tuple[int, int], Ints] = {}
     for member, layout in destinations.items():
         key = id(layout.pieces), id(layout.tensors)
         if key not in shared:
             numbers_P = tensors.destinations.by_member[member][layout.pieces.tensor_P]
             shared[key] = np.flatnonzero(dtype_G[numbers_P] >= 0)
-        made[member] = Attestation(shared[key], _dtypes(layout, tensors.destinations, member, dtype_G, known))
+        made[member] = Verification(shared[key], _dtypes(layout, tensors.destinations, member, dtype_G, known))
     return made
 
 
@@ -55,17 +55,17 @@ def _dtypes(
     return known[id(layout.tensors)]
 
 
-def _choose(holdings: Holdings, dtype_G: Ints) -> Ints:
-    """Return the row of `Holdings` that digests each attested box."""
-    boxes = holdings.index
+def _choose(source_shards: SourceShards, dtype_G: Ints) -> Ints:
+    """Return the row of `SourceShards` that digests each box."""
+    boxes = source_shards.index
     size_B = np.where(dtype_G[boxes.tensor_B] >= 0, boxes.shape_BD.prod(axis=1), 0)
-    by_set = np.argsort(holdings.set_B, kind="stable")
-    first_S = np.searchsorted(holdings.set_B[by_set], np.arange(len(holdings.sets) + 1))
-    loads_M = np.zeros(len(holdings.members), np.int64)
-    chosen_B = holdings.first_B[:-1].copy()
-    for number in sorted(range(len(holdings.sets)), key=lambda n: len(holdings.sets[n][0])):
+    by_set = np.argsort(source_shards.set_B, kind="stable")
+    first_S = np.searchsorted(source_shards.set_B[by_set], np.arange(len(source_shards.sets) + 1))
+    loads_M = np.zeros(len(source_shards.members), np.int64)
+    chosen_B = source_shards.first_B[:-1].copy()
+    for number in sorted(range(len(source_shards.sets)), key=lambda n: len(source_shards.sets[n][0])):
         mine = by_set[first_S[number] : first_S[number + 1]]
-        member_R, _ = holdings.sets[number]
+        member_R, _ = source_shards.sets[number]
         ends = np.cumsum(size_B[mine])
         shares_R = fill(loads_M[member_R], int(ends[-1]))
         middle = ends - size_B[mine] // 2

@@ -1,4 +1,4 @@
-"""Weights that come to harm at the far end, after a transfer that went well: caught, repaired, and without effect."""
+"""Weights that come to harm at the receiver, after a transfer that went well: caught, repaired, and without effect."""
 
 from __future__ import annotations
 

@@ -13,11 +13,12 @@ from tandem.refit.adapters.catalogue import from_config
 from tandem.refit.adapters.deployment import Deployment, Hosts
 from tandem.refit.adapters.dtensor import DTensor
 from tandem.refit.adapters.vllm import Vllm
+from tandem.refit.bound import BoundProgram, bind
 from tandem.refit.digests.comparison import Verdict, compare
 from tandem.refit.digests.task import DigestTask
 from tandem.refit.layout import Layout
 from tandem.refit.planner import Plan, plan
-from tandem.refit.transports import BoundProgram, bind, shm
+from tandem.refit.transports import shm
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3",
@@ -71,7 +72,7 @@ class Refit:
     def _digests(self, member: str, layout: Layout) -> np.ndarray[Any, np.dtype[np.uint64]]:
         program = self.plan.programs[member]
         memory = {**self.memory[member], **self.bound[member].staging}
-        return DigestTask(layout, memory, program.attestation, quantisations=program.quantisations).result()
+        return DigestTask(layout, memory, program.verification, quantisations=program.quantisations).result()
 
 
 @pytest.fixture(params=["float32", "bfloat16", "float8"])
@@ -86,7 +87,7 @@ def test_what_arrives_is_what_was_sent_and_every_tensor_is_attested(refit: Refit
     verdict = refit.verdict()
     assert verdict.differences == ()
     for member, layout in refit.sources.items():
-        attested = refit.plan.programs[member].attestation
+        attested = refit.plan.programs[member].verification
         assert {layout.tensors[t].name for t in layout.pieces.tensor_P[attested.rows]} <= {
             t.name for t in MODEL.tensors
         }
@@ -98,7 +99,7 @@ def test_what_arrives_is_what_was_sent_and_every_tensor_is_attested(refit: Refit
     assert refit.verdict().differences == ()
 
 
-def test_a_bit_that_flips_at_the_far_end_is_told(refit: Refit) -> None:
+def test_a_bit_that_flips_at_the_receiver_is_told(refit: Refit) -> None:
     refit.run()
     memory = refit.memory["rollout-1"]["model.layers.0.mlp.gate_up_proj.weight"]
     memory[17] ^= 4

@@ -1,4 +1,4 @@
-"""Comparing digests: engines that hold the version pass, and each kind of damage at the far end is caught and named."""
+"""Comparing digests: engines that hold the version pass, and damage at the receiver is caught and named."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tandem.refit.digests import comparison as digest_compare
 from tandem.refit.digests.comparison import Held, Verdict, compare, unchanged
 from tandem.refit.digests.task import Sampling, digest_layout
 from tandem.refit.layout import Box, LayoutBuilder, whole
-from tandem.refit.program import Attestation
+from tandem.refit.program import Verification
 
 NUM_RANKS = 2
 SAMPLED_ONE_IN = 4
@@ -36,8 +36,8 @@ def as_held(weights: Weights) -> Weights:
 
 def digest(member: Member, sampling: Sampling | None = None, dtype: str = "bfloat16") -> Held:
     layout, storages = member
-    attestation = Attestation(np.arange(len(layout.pieces)), (dtype,) * len(layout.tensors))
-    return layout, digest_layout(layout, storages, attestation, sampling=sampling)
+    verification = Verification(np.arange(len(layout.pieces)), (dtype,) * len(layout.tensors))
+    return layout, digest_layout(layout, storages, verification, sampling=sampling)
 
 
 def trainers(weights: Weights, sampling: Sampling | None = None) -> dict[str, Held]:
@@ -73,7 +73,7 @@ def test_an_engine_of_any_sharding_that_holds_the_version_passes() -> None:
     assert verdict.differing == {}
 
 
-# --- damage at the far end ---
+# --- damage at the receiver ---
 
 
 def bits(values: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What an engine is to receive, as regions of what trainers hold; proven to be everything, exactly once.
+"""Destination shards: what an engine is to receive, cut along source shards; proven to be everything, exactly once.
 
 Engines with identical layouts (data-parallel replicas) want the same: it is worked out once for their class.
 """
@@ -13,18 +13,17 @@ import numpy as np
 
 from tandem.common.errors import CoverageError
 from tandem.refit.columns import Ints, pad_dims
-from tandem.refit.layout import Box, Layout, Pieces, PrivateMemory, Storage
-from tandem.refit.planning.holdings import Holdings
+from tandem.refit.layout import ITEM_SIZE_OF_CODE, Box, Layout, Pieces, PrivateMemory, Storage
 from tandem.refit.planning.names import Tensors
 from tandem.refit.planning.quantisation import stage
-from tandem.refit.planning.tensors import ITEM_SIZE_OF_CODE
+from tandem.refit.planning.source_shards import SourceShards
 from tandem.refit.program import Quantisation, Staging
 
 
-class Wants(msgspec.Struct, frozen=True, eq=False):
-    """What the engines of a class receive: wanted boxes (P rows), and their parts by held box (N rows).
+class DestinationShards(msgspec.Struct, frozen=True, eq=False):
+    """What the engines of a class receive: their shards (P rows), and overlaps with source shards (N rows).
 
-    Parts lie in the order in which they are written. `storages` are those of the layout, then staging.
+    Overlaps lie in the order in which they are written. `storages` are those of the layout, then staging.
     """
 
     layout: Layout
@@ -40,8 +39,9 @@ class Wants(msgspec.Struct, frozen=True, eq=False):
     strides_PD: Ints
     dtype_P: Ints
     want_N: Ints
+    """Row of the destination shard."""
     box_N: Ints
-    """Row of a distinct box of `Holdings`."""
+    """Row of a distinct box of `SourceShards`."""
     start_ND: Ints
     shape_ND: Ints
     num_bytes_N: Ints
@@ -76,7 +76,7 @@ def classes(destinations: Mapping[str, Layout]) -> tuple[dict[str, int], list[st
     return class_of, examples
 
 
-def resolve(engine: str, layout: Layout, tensors: Tensors, holdings: Holdings) -> Wants:
+def resolve(engine: str, layout: Layout, tensors: Tensors, source_shards: SourceShards) -> DestinationShards:
     """Work out what the class of an engine receives.
 
     Raises:
@@ -97,27 +97,29 @@ def resolve(engine: str, layout: Layout, tensors: Tensors, holdings: Holdings) -
     strides_PD = np.concatenate([pad_dims(direct.strides_PD, num_dims, 0), staged.strides_QD])
     dtypes_G = np.where(tensors.is_quantised_G, tensors.source_dtype_G, tensors.wanted_dtype_G)
 
-    met = list(holdings.index.meet(tensor_P, start_PD, shape_PD))
+    met = list(source_shards.index.meet(tensor_P, start_PD, shape_PD))
     none = np.zeros(0, np.int64), np.zeros((0, num_dims), np.int64)
     want_N = np.concatenate([none[0], *(m.want_N for m in met)])
     box_N = np.concatenate([none[0], *(m.box_N for m in met)])
     start_ND = np.concatenate([none[1], *(m.start_ND for m in met)])
     shape_ND = np.concatenate([none[1], *(m.shape_ND for m in met)])
     num_elements_N = shape_ND.prod(axis=1)
-    # Held boxes are disjoint, and so are their parts of a wanted box: if they add up to it, they are all of it.
+    # Source shards are disjoint, and so are their overlaps with another: if they add up to it, they are all of it.
     found_P = np.zeros(len(tensor_P), np.int64)
     np.add.at(found_P, want_N, num_elements_N)
     short = np.flatnonzero(found_P != shape_PD.prod(axis=1))
     if len(short):
         row = int(short[0])
-        parts = want_N == row
-        raise _missing(engine, tensors, (tensor_P[row], start_PD[row], shape_PD[row]), start_ND[parts], shape_ND[parts])
+        is_found_N = want_N == row
+        raise _missing(
+            engine, tensors, (tensor_P[row], start_PD[row], shape_PD[row]), start_ND[is_found_N], shape_ND[is_found_N]
+        )
     begins_N = offset_P[want_N] + ((start_ND - start_PD[want_N]) * strides_PD[want_N]).sum(axis=1)
     order = np.lexsort((begins_N, storage_P[want_N]))
     want_N, num_elements_N = want_N[order], num_elements_N[order]
     item_G = np.minimum(ITEM_SIZE_OF_CODE[tensors.source_dtype_G], ITEM_SIZE_OF_CODE[dtypes_G])
     extra = [Storage(s.name, s.num_bytes, PrivateMemory()) for s in staged.staging]
-    return Wants(
+    return DestinationShards(
         layout=layout,
         storages=(*layout.storages, *extra),
         staging=staged.staging,
@@ -141,15 +143,15 @@ def resolve(engine: str, layout: Layout, tensors: Tensors, holdings: Holdings) -
 def _missing(
     engine: str, tensors: Tensors, wanted: tuple[Ints, Ints, Ints], start_ND: Ints, shape_ND: Ints
 ) -> CoverageError:
-    """Say which part of a wanted box no trainer holds."""
+    """Say what of a destination shard no trainer holds."""
     number, start_D, shape_D = wanted
     missing = [Box(tuple(start_D.tolist()), tuple(shape_D.tolist()))]
     for start, shape in zip(start_ND.tolist(), shape_ND.tolist(), strict=True):
         held = Box(tuple(start), tuple(shape))
         rest: list[Box] = []
-        for part in missing:
-            common = part.intersect(held)
-            rest.extend([part] if common is None else part.without(common))
+        for box in missing:
+            common = box.intersect(held)
+            rest.extend([box] if common is None else box.without(common))
         missing = rest
     lost = missing[0]
     what = tensors.names.describe(int(number), np.array(lost.start), np.array(lost.shape))

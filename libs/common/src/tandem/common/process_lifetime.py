@@ -1,0 +1,203 @@
+"""What the kernel does for a process when its parent, or its child's parent, ends. Imports next to nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import os
+import select
+import signal
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import NamedTuple
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+WATCH = b"w"
+"""Asks a guardian to end also what its owner starts; see `fork_guarded`."""
+TRACE = b"t"
+"""Asks a guardian to have its child say where it is (SIGUSR1, if that listens), and then to end it."""
+_SAYING_S = 0.1
+_ENDED_S = 5.0
+"""How long the kernel may take to end processes that were killed."""
+_DYING_S = 0.3
+"""How long a process may take from closing its files to its end."""
+_LOOK_S = 1.0
+"""How often a guardian looks what its owner has started."""
+
+
+def die_with(parent_pid: int) -> None:
+    """Have the kernel kill this process when the one that started it dies, kill -9 included."""
+    _signal_on_death_of(parent_pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def reaper() -> Iterator[None]:
+    """Become the parent of descendants whose own parent ends inside the block."""
+    adopt_orphans()
+    try:
+        yield
+    finally:
+        _prctl(_PR_SET_CHILD_SUBREAPER, 0)
+
+
+def adopt_orphans() -> None:
+    """Be the parent of descendants whose own parent ends: none of them gets away, daemons included."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the processes below this one, parents before children."""
+    children: dict[int, list[int]] = defaultdict(list)
+    for child in filter(str.isdigit, os.listdir("/proc")):
+        if (status := _status(int(child))) is not None:
+            children[status[0]].append(int(child))
+    found = [pid]
+    for parent in found:
+        found += children.pop(parent, [])
+    return found[1:]
+
+
+def end_descendants() -> None:
+    """Kill everything below this process, which adopts orphans, until there is nothing left; at most `_ENDED_S`."""
+    deadline = time.monotonic() + _ENDED_S
+    while _reap().has_children and time.monotonic() < deadline:
+        for pid in descendants(os.getpid()):
+            _kill(pid)
+        time.sleep(0.001)
+
+
+def fork_guarded(lifeline: int, owner: int) -> None:
+    """Fork: return in the child; this process guards it from now on, and ends with it.
+
+    It ends when the child does, when the other end of `lifeline` is closed, and when its parent ends, however that
+    came about; and whatever descends from it then is killed: children, their children, and those that made daemons of
+    themselves. To `lifeline` it writes the child's exit code, if that ended by itself. When `WATCH` comes from there,
+    it also ends what the owner itself has started, once that is dead.
+
+    Args:
+        lifeline: descriptor of a stream socket whose other end the owner has.
+        owner: this process's parent.
+
+    """
+    adopt_orphans()
+    woken, wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    for number in (signal.SIGCHLD, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+    signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
+    _signal_on_death_of(owner, signal.SIGTERM)
+    guardian = os.getpid()
+    child = os.fork()
+    if child == 0:
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGCHLD, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        for descriptor in (woken, wakes, lifeline):
+            os.close(descriptor)
+        die_with(guardian)
+        return
+    try:
+        _close_all_but(0, 1, 2, lifeline, woken, wakes)
+        _guard(child, owner, lifeline, woken)
+    finally:
+        os._exit(0)
+
+
+def _guard(child: int, owner: int, lifeline: int, woken: int) -> None:
+    """Wait for an end, and bring about that of all others."""
+    poll = select.poll()
+    for descriptor in (lifeline, woken):
+        poll.register(descriptor, select.POLLIN)
+    of_owner: dict[int, str] = {}
+    code, watches = None, False
+    while os.getppid() == owner and code is None:
+        if lifeline in dict(poll.poll(_LOOK_S * 1000 if watches else None)):
+            if (word := _read(lifeline)) != WATCH:
+                if word == TRACE:
+                    os.kill(child, signal.SIGUSR1)
+                    time.sleep(_SAYING_S)
+                break
+            watches = True
+        _read(woken)
+        code = _reap().codes.get(child)
+        if watches:
+            of_owner = {pid: status[1] for pid in descendants(owner) if (status := _status(pid)) is not None}
+    if code is not None:
+        with contextlib.suppress(OSError):
+            os.write(lifeline, str(code).encode())
+    end_descendants()
+    if watches and _is_orphaned_by(owner):
+        _end_former(of_owner)
+
+
+def _end_former(children: dict[int, str]) -> None:
+    """Kill what descended from a process that is dead, as far as it was seen: by process, when each began."""
+    for pid, began in children.items():
+        if pid != os.getpid() and (status := _status(pid)) is not None and status[1] == began:
+            for each in (pid, *descendants(pid)):
+                _kill(each)
+
+
+def _read(descriptor: int) -> bytes:
+    """Return what has come, nothing at the end and where nothing has."""
+    with contextlib.suppress(OSError):
+        return os.read(descriptor, 1 << 12)
+    return b""
+
+
+def _is_orphaned_by(owner: int) -> bool:
+    """Tell whether the parent is dead; its files are closed a moment before it is."""
+    deadline = time.monotonic() + _DYING_S
+    while os.getppid() == owner and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return os.getppid() != owner
+
+
+def _close_all_but(*kept: int) -> None:
+    for low, high in itertools.pairwise([*sorted(kept), os.sysconf("SC_OPEN_MAX")]):
+        os.closerange(low + 1, high)
+
+
+class _Reaped(NamedTuple):
+    codes: dict[int, int]
+    has_children: bool
+
+
+def _reap() -> _Reaped:
+    """Collect the children that have ended, and tell whether there are others."""
+    codes: dict[int, int] = {}
+    try:
+        while (pid := os.waitpid(-1, os.WNOHANG))[0]:
+            codes[pid[0]] = os.waitstatus_to_exitcode(pid[1])
+    except ChildProcessError:
+        return _Reaped(codes, has_children=False)
+    return _Reaped(codes, has_children=True)
+
+
+def _status(pid: int) -> tuple[int, str] | None:
+    """Return a process's parent and when it began; None if it has ended."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return int(fields[1]), fields[19].decode()
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _signal_on_death_of(parent_pid: int, number: signal.Signals) -> None:
+    _prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent_pid:  # it died before the line above
+        os._exit(1)
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

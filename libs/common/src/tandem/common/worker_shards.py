@@ -1,0 +1,20 @@
+"""Worker shards: what the weight plane moves weights between.
+
+A trainer rank is one worker shard, and so is an engine of one worker; each is called like its process. The workers of
+an engine that has several are worker shards of its process, ``rollout-0/0``, ``rollout-0/1``, ...: each has a layout, a
+transfer program and digests of its own, while orders, failures and versions are the engine's.
+"""
+
+from __future__ import annotations
+
+_SEPARATOR = "/"
+
+
+def worker_shard_names(process: str, num_shards: int) -> tuple[str, ...]:
+    """Return the names of all worker shards of a process."""
+    return (process,) if num_shards == 1 else tuple(f"{process}{_SEPARATOR}{index}" for index in range(num_shards))
+
+
+def process_of(shard: str) -> str:
+    """Return the process that a worker shard belongs to."""
+    return shard.partition(_SEPARATOR)[0]

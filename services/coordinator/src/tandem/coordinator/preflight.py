@@ -1,0 +1,212 @@
+"""All that can be known to be wrong with a run before it starts; `coordinator check` and `coordinator up` call it.
+
+Nothing is written that stays, and no service is started. Data is read, and a few of its items are tokenised. Code of
+the user's own is imported in a process of its own, within a deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import msgspec
+
+from tandem.common import gc_tuning, wire
+from tandem.common.config import Config, config_to_json, load_config
+from tandem.common.errors import ConfigError, DataError, ModelError, TandemError
+from tandem.common.sources import package_folder
+from tandem.common.threads import refuse_threads
+from tandem.common.tokenizer import Tokenizer, load_tokenizer, write_new_model
+from tandem.coordinator.algorithms import make_feed
+from tandem.coordinator.data.hub import only_the_cache, why_unreachable
+from tandem.coordinator.launch import make_importable
+from tandem.coordinator.model_folder import check_model
+from tandem.coordinator.own_code import has_own_code
+from tandem.coordinator.prerequisite import Mode, Ready, differences, has_begun, model_differences, model_problem
+from tandem.coordinator.spec import launched_processes
+
+
+def preflight(source: str, config: Config, mode: Mode) -> Ready:
+    """Look a run through, and the one before it if that will run, and load its data.
+
+    Raises:
+        TandemError: what is wrong with it; if that is several things, a `ConfigError` that has them all.
+
+    """
+    with tempfile.TemporaryDirectory() as folder, gc_tuning.paused():  # tokenizers and data sets import much
+        return _look_through(source, config, mode, Path(folder), ())[0]
+
+
+def _look_through(
+    source: str, config: Config, mode: Mode, scratch: Path, wanted_by: tuple[str, ...]
+) -> tuple[Ready, Tokenizer]:
+    make_importable(source)
+    earlier: tuple[Ready, Tokenizer] | None = None
+    if (path := config.prerequisite) is not None:
+        if path in wanted_by:
+            raise ConfigError(f"prerequisite: {' needs '.join([*wanted_by, path])}: a circle")
+        its_config = load_config(path)
+        if has_begun(its_config) or not Path(config.policy.model_name).exists():
+            (scratch / "earlier").mkdir()
+            earlier = _look_through(path, its_config, mode, scratch / "earlier", (*wanted_by, path))
+    problems: list[TandemError] = []
+    with _own_code_imported(config, scratch) as own_code:
+        for look in (_find_extras, refuse_threads, _find_folders, _listen):
+            with _noted(problems):
+                look(config)
+        feed = None
+        about_model: list[str] = []
+        with _noted(problems):
+            about_model = _check_model(config, mode, earlier)
+        with _noted(problems):
+            tokenizer = _tokenizer(config, mode, scratch, earlier)
+            feed = make_feed(config, tokenizer)
+        with _noted(problems):
+            own_code()
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
+        raise ConfigError(*(line for problem in problems for line in _lines(problem)))
+    assert feed is not None, "or there is a problem"
+    ready = Ready(
+        config=config,
+        source=source,
+        feed=feed,
+        notices=(*(f"note: {notice}" for notice in about_model), *feed.notices),
+        prerequisite=earlier[0] if earlier else None,
+    )
+    return ready, tokenizer
+
+
+@contextlib.contextmanager
+def _noted(problems: list[TandemError]) -> Iterator[None]:
+    try:
+        yield
+    except TandemError as problem:
+        problems.append(problem)
+    except MemoryError:
+        problems.append(DataError("data: there is not enough memory to load it"))
+
+
+def _lines(problem: TandemError) -> tuple[str, ...]:
+    return problem.problems if isinstance(problem, ConfigError) else (str(problem),)
+
+
+def _find_extras(config: Config) -> None:
+    """Find packages that only some runs need, where their processes are started here."""
+    missing = [
+        f"logger.{package}_enabled: the package {package} is not installed; pip install 'tandem[{package}]'"
+        for package in ("wandb", "mlflow")
+        if getattr(config.logger, f"{package}_enabled") and package_folder(package) is None
+    ]
+    launched = launched_processes(config)
+    if launched.get("rollout") and config.policy.generation.backend == "vllm" and package_folder("vllm") is None:
+        missing.append("policy.generation.backend: vllm, but vLLM is not installed; pip install 'tandem[vllm]'")
+    if missing:
+        raise ConfigError(*missing)
+
+
+def _find_folders(config: Config) -> None:
+    """Find out whether what the run writes can be written."""
+    folders = {"logger.log_dir": config.logger.log_dir}
+    if config.checkpointing.enabled:
+        folders["checkpointing.checkpoint_dir"] = config.checkpointing.checkpoint_dir
+    problems = []
+    for key, name in folders.items():
+        folder = Path(name).absolute()
+        there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        if not there.is_dir():
+            problems.append(f"{key}: {name!r} cannot be made: {str(there)!r} is a file")
+            continue
+        try:
+            os.rmdir(tempfile.mkdtemp(prefix=".tandem-", dir=there))
+        except OSError as error:
+            problems.append(f"{key}: {name!r} cannot be written: {str(there)!r}: {error.strerror}")
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _listen(config: Config) -> None:
+    wire.Hub(config.cluster.address).close()
+
+
+def _is_made_later(config: Config, mode: Mode, earlier: tuple[Ready, Tokenizer] | None) -> bool:
+    """Tell whether the run, or the one before it, makes the folder of its model, in the place of one that is there."""
+    if not Path(config.policy.model_name).exists():
+        return True
+    is_changed = (earlier is not None and differences(earlier[0])) or model_differences(config)
+    return mode == "restart" and bool(is_changed)
+
+
+def _check_model(config: Config, mode: Mode, earlier: tuple[Ready, Tokenizer] | None) -> list[str]:
+    """Look through the folder of a model that is there and stays; what it does not have is said elsewhere."""
+    if _is_made_later(config, mode, earlier) or model_problem(config) is not None:
+        return []
+    return check_model(config)
+
+
+def _tokenizer(config: Config, mode: Mode, scratch: Path, earlier: tuple[Ready, Tokenizer] | None) -> Tokenizer:
+    """Load the tokenizer, or the one that will be in the folder of a model that is yet to be made."""
+    policy = config.policy
+    folder, is_own = Path(policy.model_name), policy.tokenizer.name == policy.model_name
+    if earlier is not None and (not folder.exists() or (mode == "restart" and differences(earlier[0]))):
+        earlier[1].save(made := scratch / "model")
+    elif (problem := model_problem(config)) is not None:
+        raise ModelError(problem)
+    elif policy.new_model is not None and (not folder.exists() or (mode == "restart" and model_differences(config))):
+        write_new_model(made := scratch / "model", policy.new_model)
+    else:
+        made, is_own = folder, False
+    with contextlib.nullcontext() if is_own or Path(policy.tokenizer.name).exists() else _hub_or_cache():
+        return load_tokenizer(config, made if is_own else None)
+
+
+def _hub_or_cache() -> AbstractContextManager[None]:
+    """Let a tokenizer be looked for in the cache alone where the Hub cannot be reached: it is asked for minutes."""
+    return only_the_cache() if why_unreachable() else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _own_code_imported(config: Config, scratch: Path) -> Iterator[Callable[[], None]]:
+    """Import the user's own code in another process; yield what waits for its end and raises its complaints."""
+    kinds = [kind for kind, count in launched_processes(config).items() if count and has_own_code(config, kind)]
+    if not kinds:
+        yield lambda: None
+        return
+    order, answer, output = scratch / "order.json", scratch / "answer.json", scratch / "output.txt"
+    order.write_bytes(config_to_json(config))
+    command = [sys.executable, "-m", "tandem.coordinator.own_code", str(order), str(answer), *kinds]
+    with output.open("wb") as out:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
+    deadline_s = config.cluster.deadlines.join_s
+
+    def complain() -> None:
+        try:
+            process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            raise ConfigError(
+                f"importing the classes that the configuration names takes over {deadline_s:g} s "
+                "(cluster.deadlines.join_s)"
+            ) from None
+        if not answer.exists():
+            last = (output.read_text(errors="replace").strip().splitlines() or ["nothing"])[-1]
+            raise ConfigError(
+                f"importing the classes that the configuration names ended the process (exit code "
+                f"{process.returncode}); its last line: {last}"
+            )
+        problems = msgspec.json.decode(answer.read_bytes(), type=list[str])
+        if problems:
+            raise ConfigError(*problems)
+
+    try:
+        yield complain
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, 9)
+        process.wait()

@@ -1,0 +1,149 @@
+"""A transfer program tied to memory, which runs round after round with nothing looked up and nothing decided.
+
+Every process of a refit binds its own program. Of each round, transfers that their receiver copies run before those
+that are sent, by transport in the order of the names, at every process alike: so of all that is not finished, whoever
+has a part in the first has finished everything before it, and no two processes wait for each other.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+
+from tandem.common.errors import RefitError
+from tandem.common.worker_shards import process_of
+from tandem.refit.program import TransferProgram
+from tandem.refit.quantise import Quantiser
+from tandem.refit.transfer import Transfer
+from tandem.refit.transports import registry
+from tandem.refit.transports.memory import Memory
+from tandem.refit.transports.process_group import Group, poll
+from tandem.refit.transports.transport import BoundTransfers, End
+
+_Rounds = Sequence[Sequence[BoundTransfers]]
+
+
+def bind(
+    program: TransferProgram, storages: Mapping[str, torch.Tensor], meshes: Mapping[str, Group] | None = None
+) -> BoundProgram:
+    """Tie a program to memory.
+
+    Args:
+        program: made by `tandem.refit.planner`, for this process.
+        storages: this process's live memory by storage name. Byte 0 of a storage is the first element of its tensor.
+            A tensor of ``uint8`` stands for memory of any type. Parameters that are read in place are re-pointed at
+            the source's memory here and now: each optimizer step shows through at once, and a write to them faults.
+        meshes: the group of each mesh of the program (`process_group.connect`), by name. They are looked up at each
+            run, so they can be connected, and after a failure connected anew, when the program is bound already.
+
+    Raises:
+        RefitError: a source cannot be opened, or memory is not what was planned for. Nothing here was touched.
+
+    """
+    member = program.member
+    device = next((tensor.device for tensor in storages.values()), torch.device("cpu"))
+    staging = {each.name: torch.empty(each.num_bytes, dtype=torch.uint8, device=device) for each in program.staging}
+    if taken := staging.keys() & storages.keys():
+        raise RefitError(f"{member} has parameters named like staging memory: {', '.join(sorted(taken))}")
+    memory = Memory(member, {**storages, **staging})
+    own_meshes = {mesh.name: mesh for mesh in program.meshes}
+    end = End(member, memory, device, own_meshes, {} if meshes is None else meshes, {})
+    rounds = _bind_rounds(program, end)
+    quantisers = [Quantiser(quantisation, memory) for quantisation in program.quantisations]
+    for bound in (each for round_ in rounds for each in round_):
+        bound.install()  # nothing above has touched a parameter, and nothing can fail from here on
+    return BoundProgram(member, rounds, quantisers, staging, device)
+
+
+class BoundProgram:
+    """A transfer program tied to memory: its sources are open, its destinations are the process's live tensors."""
+
+    staging: Mapping[str, torch.Tensor]
+    """Memory beside the parameters, as uint8, by its name in the program: what is quantised from here."""
+    num_copies: int
+    num_bytes: int
+    """Bytes that one run moves over the links that this process has a part in."""
+
+    def __init__(
+        self,
+        member: str,
+        rounds: _Rounds,
+        quantisers: Sequence[Quantiser],
+        staging: Mapping[str, torch.Tensor],
+        device: torch.device,
+    ) -> None:
+        self._member = member
+        self._rounds = rounds
+        self._quantisers = quantisers
+        self.staging = staging
+        self._device = device
+        self._is_closed = False
+        self.num_copies = sum(bound.num_copies for round_ in rounds for bound in round_)
+        self.num_bytes = sum(bound.num_bytes for round_ in rounds for bound in round_)
+
+    def run(self, deadline_s: float, only: Collection[str] | None = None) -> dict[str, int]:
+        """Do this process's part of one refit, and return when all of it is done.
+
+        Args:
+            deadline_s: seconds until it fails.
+            only: processes to serve, this one among them if it is to receive; None for all.
+
+        Returns:
+            bytes counted on each link, by ``source>destination``.
+
+        Raises:
+            RefitError: names this process, what it was doing, the peer and the tensor. What is held here may be torn.
+                Links that have nothing to do with the failure have been served.
+
+        """
+        assert not self._is_closed, "a program was run after it was closed"
+        deadline = time.monotonic() + deadline_s
+        counted: dict[str, int] = {}
+        for round_ in self._rounds:
+            errors: list[str] = []
+            for bound in round_:
+                try:
+                    bound.run(deadline, only, counted)
+                except RefitError as error:
+                    errors.append(str(error))
+            if errors:
+                raise RefitError("; ".join(errors))
+        if only is None or process_of(self._member) in only:
+            for quantiser in self._quantisers:
+                if time.monotonic() > deadline:
+                    raise RefitError(f"{self._member} failed while quantising: the deadline passed")
+                quantiser.run()
+        if self._device.type == "cuda":
+            self._synchronise(deadline)
+        return counted
+
+    def misquantised(self) -> tuple[str, ...]:
+        """Quantise once more, and return the tensors of which this process holds something else."""
+        return tuple(name for quantiser in self._quantisers for name in quantiser.wrong())
+
+    def close(self) -> None:
+        """Let go of all memory. The groups that were given to `bind` stay as they are."""
+        self._is_closed = True
+        self._rounds = []
+        self._quantisers = []
+        self.staging = {}
+
+    def _synchronise(self, deadline: float) -> None:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        if not poll(event.query, deadline):
+            raise RefitError(f"{self._member} failed while installing: the deadline passed")
+
+
+def _bind_rounds(program: TransferProgram, end: End) -> list[list[BoundTransfers]]:
+    """Bind the transfers of each round by transport, in the order in which they run."""
+    grouped: dict[tuple[int, bool, str], list[Transfer]] = {}
+    for transfer in (*program.receives, *program.sends):
+        key = transfer.round, registry.find(transfer.transport).is_sent, transfer.transport
+        grouped.setdefault(key, []).append(transfer)
+    rounds: dict[int, list[BoundTransfers]] = {}
+    for (number, _, name), transfers in sorted(grouped.items(), key=lambda item: item[0]):
+        rounds.setdefault(number, []).append(registry.find(name).bind(transfers, end))
+    return list(rounds.values())

@@ -1,0 +1,297 @@
+"""Connected meshes: processes that send to each other, over gloo between CPUs and over NCCL between GPUs.
+
+A `Group` is one connected mesh. It is made directly over a store and knows nothing of ``torch.distributed``'s default
+group, which belongs to the trainer. What goes through it, and when, is in `tandem.refit.transports.exchange`.
+
+Who dies, or leaves after a failure, closes its sockets, which gloo tells its peers at once. NCCL tells nobody: there a
+lost peer is noticed when the deadline passes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # type: ignore[attr-defined]
+
+from tandem.common.errors import RefitError
+from tandem.refit.transfer import Mesh
+
+_POLL_S = 0.0002
+"""Between looks at what a GPU has done."""
+
+_PAIR_TIMEOUT = timedelta(seconds=1)
+"""For each try of a pair to connect. Gloo tries a few times, so a peer that is lost while others connect costs them
+some seconds, whatever the deadline."""
+
+
+class Message(NamedTuple):
+    """Bytes to send or to receive in place."""
+
+    bytes_: torch.Tensor
+    """Contiguous, uint8, on the group's device."""
+    peer: int
+    """Rank in the mesh."""
+    tag: int
+    is_send: bool
+
+
+class Meeting(NamedTuple):
+    """Where the members of a mesh find each other, as plain data."""
+
+    host: str
+    port: int
+    prefix: str
+    """New for each attempt."""
+
+    def store(self, timeout_s: float) -> Store:
+        """Return a new connection to it."""
+        timeout = timedelta(seconds=timeout_s)
+        return PrefixStore(
+            self.prefix, TCPStore(self.host, self.port, is_master=False, use_libuv=False, timeout=timeout)
+        )
+
+
+class _Guarded(NamedTuple):
+    """A message between CPUs under way."""
+
+    message: Message
+    data: Any
+    guard: Any
+    """A byte that arrives when the message has."""
+    behind: Any
+    """The byte that the sender sends after it."""
+
+
+class Group:
+    """One process's end of a connected mesh. Not for two threads at once."""
+
+    def __init__(self, mesh: Mesh, member: str, device: torch.device, backend: Any) -> None:
+        self.mesh = mesh
+        self.member = member
+        self.device = device
+        self.closed_because = ""
+        self._backend = backend
+        self._byte = torch.zeros(1, dtype=torch.uint8)  # what is in it does not matter
+        self.queue = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        """Where copies into and out of messages are queued, so that they wait for no training step."""
+
+    def start(self, messages: Sequence[Message], works: list[Any]) -> str:
+        """Start messages and append what to wait for, one a message; return why it failed, or an empty string.
+
+        Nothing here waits for a peer's messages, so it does not matter in which order peers start theirs. With NCCL
+        the k-th call must meet the k-th call of each peer in it.
+        """
+        if self._backend is None:
+            return f"mesh {self.mesh.name!r} was closed before: {self.closed_because}"
+        try:
+            if self.device.type == "cpu":
+                for message in messages:
+                    works.append(self._start_guarded(message))
+            else:
+                self._backend._start_coalescing()
+                for message in messages:
+                    self._post(message.bytes_, message.peer, message.tag, is_send=message.is_send)
+                works += [self._backend._end_coalescing()] * len(messages)
+        except RuntimeError as error:
+            return _reason(str(error))
+        return ""
+
+    def wait(self, work: Any, deadline: float) -> str:
+        """Wait for what was started; return why it failed, or an empty string. `deadline` is of the monotonic clock.
+
+        Here and in `start` the reason is returned, not raised: an error would keep work alive, and with it the sockets.
+        """
+        try:
+            if self.device.type == "cpu":
+                self._wait_guarded(work, deadline)
+            elif not poll(work.is_completed, deadline):
+                return "the deadline passed"
+            else:
+                work.wait()  # the queue's next copies come after it
+        except RuntimeError as error:
+            return _reason(str(error))
+        return ""
+
+    def close(self, because: str = "it was closed") -> None:
+        """Leave the mesh; peers that wait for this process fail. Safe to call twice.
+
+        The sockets close with the last work that was started, so whoever holds one lets go of it first.
+        """
+        backend, self._backend = self._backend, None
+        if backend is None:
+            return
+        self.closed_because = because
+        if self.device.type == "cuda":
+            backend.abort()
+
+    def _start_guarded(self, message: Message) -> _Guarded:
+        """Start a message between CPUs, with a byte behind it and a byte that comes back.
+
+        Gloo fails whatever waits for a peer that is lost, but for the message that is just crossing the wire: that is
+        never heard of again. So what is waited for first is a byte, which crosses at once or not at all.
+        """
+        peer, tag = message.peer, message.tag * 3
+        if message.is_send:
+            back = self._post(self._byte, peer, tag + 2, is_send=False)
+            data = self._post(message.bytes_, peer, tag, is_send=True)
+            return _Guarded(message, data, back, self._post(self._byte, peer, tag + 1, is_send=True))
+        data = self._post(message.bytes_, peer, tag, is_send=False)
+        return _Guarded(message, data, self._post(self._byte, peer, tag + 1, is_send=False), None)
+
+    def _wait_guarded(self, work: _Guarded, deadline: float) -> None:
+        for each in (work.guard, work.data, work.behind):
+            if each is not None:
+                each.wait(_left(deadline))
+        if not work.message.is_send:
+            back = self._post(self._byte, work.message.peer, work.message.tag * 3 + 2, is_send=True)
+            back.wait(_left(deadline))  # no longer than the write takes: the peer is ready for it
+
+    def _post(self, bytes_: torch.Tensor, peer: int, tag: int, *, is_send: bool) -> Any:
+        return (self._backend.send if is_send else self._backend.recv)([bytes_], peer, tag)
+
+
+def announce(mesh: Mesh, member: str, store: Store, device: str) -> None:
+    """Let the others know that `member` is there; arguments as for `connect`, which does it, too. Raises `RefitError`.
+
+    Who announces itself, and does something else until nobody is `absent`, waits for no one in `connect`.
+    """
+    if member not in mesh.members:
+        raise RefitError(f"{member} is not in mesh {mesh.name!r}")
+    PrefixStore(mesh.name, store).set(f"kind of {mesh.members.index(member)}", torch.device(device).type)
+
+
+def absent(mesh: Mesh, store: Store) -> list[str]:
+    """Return the members of a mesh that have not announced themselves."""
+    prefixed = PrefixStore(mesh.name, store)
+    return [name for rank, name in enumerate(mesh.members) if not prefixed.check([f"kind of {rank}"])]
+
+
+def connect(mesh: Mesh, member: str, store: Store, device: str, timeout_s: float, address: str = "") -> Group:
+    """Join a mesh, and return when everyone has.
+
+    Args:
+        mesh: whom to connect.
+        member: this process.
+        store: the same for all members, prefixed by the caller with something that is new for each attempt.
+        device: ``cpu`` for gloo, ``cuda`` or ``cuda:<i>`` for NCCL; the same kind for all members.
+        timeout_s: seconds until it fails.
+        address: the address of this host that the others reach it at (gloo); by default the one that it reaches the
+            store from.
+
+    Raises:
+        RefitError: names the members that did not come, or came with another kind of device.
+
+    """
+    deadline = time.monotonic() + timeout_s
+    announce(mesh, member, store, device)
+    own, rank = torch.device(device), mesh.members.index(member)
+    if device == "cuda":
+        own = torch.device("cuda", torch.cuda.current_device())
+    prefixed = PrefixStore(mesh.name, store)
+    try:
+        _await_members(mesh, member, prefixed, own.type, timeout_s)
+        left = _left(deadline)
+        backend: Any
+        if own.type == "cpu":
+            backend = _gloo(prefixed, rank, mesh, left, address)
+        else:
+            backend = _nccl(prefixed, rank, mesh, left, own)
+    except RuntimeError as error:
+        raise RefitError(f"{member} could not connect mesh {mesh.name!r}: {_reason(str(error))}") from error
+    return Group(mesh, member, own, backend)
+
+
+def poll(is_done: Any, deadline: float) -> bool:
+    """Return whether something on a GPU was done before the deadline."""
+    while not is_done():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+def _left(deadline: float) -> timedelta:
+    """Return the time until a deadline; never 0, which would be a wait without an end."""
+    return timedelta(seconds=max(0.001, deadline - time.monotonic()))
+
+
+def _await_members(mesh: Mesh, member: str, store: Store, kind: str, timeout_s: float) -> None:
+    keys = [f"kind of {rank}" for rank in range(len(mesh.members))]
+    try:
+        store.wait(keys, timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        if not (missing := [name for name, key in zip(mesh.members, keys, strict=True) if not store.check([key])]):
+            raise
+        raise RefitError(
+            f"{member} waited {timeout_s:g} s for {', '.join(missing)} to connect mesh {mesh.name!r}"
+        ) from error
+    for name, other in zip(mesh.members, store.multi_get(keys), strict=True):
+        if other.decode() != kind:
+            raise RefitError(f"mesh {mesh.name!r}: {member} is on {kind}, {name} on {other.decode()}")
+
+
+def _gloo(store: Store, rank: int, mesh: Mesh, timeout: timedelta, address: str) -> Any:
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    # Not lazily: a group that connects pairs at their first message waits, when it is closed, for its sockets to fall
+    # silent, and after a peer has died in the middle of a message they never do.
+    options._devices = [ProcessGroupGloo.create_device(hostname=address or _address_towards(store), lazy_init=False)]
+    options._timeout = min(timeout, _PAIR_TIMEOUT)
+    return ProcessGroupGloo(store, rank, len(mesh.members), options)
+
+
+def _nccl(store: Store, rank: int, mesh: Mesh, timeout: timedelta, device: torch.device) -> Any:
+    from torch.distributed import ProcessGroupNCCL  # not in builds for the CPU
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    with _own_error_handling():
+        backend: Any = ProcessGroupNCCL(store, rank, len(mesh.members), options)
+    # The communicator of all members is made by their first collective; later messages may concern only some.
+    with torch.cuda.device(device):
+        met = backend.allreduce([torch.ones(1, device=device)])
+        if not poll(met.is_completed, time.monotonic() + timeout.total_seconds()):
+            backend.abort()
+            raise RefitError(f"{mesh.members[rank]}: mesh {mesh.name!r} was not connected by NCCL before the deadline")
+    return backend
+
+
+@contextlib.contextmanager
+def _own_error_handling() -> Iterator[None]:
+    """Keep NCCL's watchdog from ending the process when a peer is lost: that is for the refit to report."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _address_towards(store: Store) -> str:
+    """Return this host's address on the way to the store; peers on other hosts reach the store, so they reach this."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    host, port = (store.host, store.port) if isinstance(store, TCPStore) else ("127.0.0.1", 1)
+    family, *_, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+def _reason(error: str) -> str:
+    """Return what matters of a message of gloo's or NCCL's."""
+    if "Timed out" in error or "timed out" in error:
+        return "the deadline passed"
+    told = re.sub(r"^\[[^\]]*\] *", "", error).splitlines()[0].partition(". This is typically")[0]
+    return f"the connection was lost ({told})"

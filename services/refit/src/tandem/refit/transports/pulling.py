@@ -1,0 +1,55 @@
+"""Receivers that copy for themselves, out of memory of the source that they have opened."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+
+from tandem.common.errors import RefitError
+from tandem.refit.layout import Storage
+from tandem.refit.transfer import Transfer
+from tandem.refit.transports.copying import Copier
+from tandem.refit.transports.memory import Memory, destination_side, source_side, wire_bytes
+from tandem.refit.transports.transport import End
+
+
+class Pulls:
+    """The transfers of one round that their receiver copies, all at once."""
+
+    def __init__(
+        self, transfers: Sequence[Transfer], end: End, open_storage: Callable[[Storage, str, End], torch.Tensor]
+    ) -> None:
+        """Find both ends of every copy; `open_storage` returns the bytes of a storage. Raises `RefitError`.
+
+        A storage is opened once, however many transfers come out of it.
+        """
+        self._end = end
+        self._peer = transfers[0].source
+        self._num_bytes = [(transfer.link, int(wire_bytes(transfer.copies).sum())) for transfer in transfers]
+        destinations: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for transfer in transfers:
+            at, names = transfer.copies, [storage.name for storage in transfer.source_storages]
+            opened = {storage.name: open_storage(storage, transfer.source, end) for storage in transfer.source_storages}
+            there = Memory(f"{end.member}: {transfer.source}", opened)
+            here = destination_side(at, transfer.destination_storages)
+            destinations += end.memory.views(here, transfer.tensors, at.tensor_C)
+            sources += there.views(source_side(at, names), transfer.tensors, at.tensor_C)
+        self._copier = Copier(destinations, sources)
+        self.num_copies = len(destinations)
+        self.num_bytes = sum(num_bytes for _, num_bytes in self._num_bytes)
+
+    def install(self) -> None:
+        """There is nothing to change before the first copy."""
+
+    def run(self, deadline: float, only: Collection[str] | None, counted: dict[str, int]) -> None:
+        """Copy, if this process is to receive."""
+        if not self._end.takes_part(only):
+            return
+        if time.monotonic() > deadline:
+            raise RefitError(f"{self._end.member} failed while copying from {self._peer}: the deadline passed")
+        self._copier.run()
+        for link, num_bytes in self._num_bytes:
+            counted[link] = counted.get(link, 0) + num_bytes

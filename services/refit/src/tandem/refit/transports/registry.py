@@ -1,0 +1,54 @@
+"""The transports there are. Nothing else in the planner knows one by name."""
+
+from __future__ import annotations
+
+from tandem.common.errors import RefitError, nearest
+from tandem.refit.layout import Address
+from tandem.refit.transports.alias import Alias
+from tandem.refit.transports.cuda_ipc import CudaIpc
+from tandem.refit.transports.shm import Shm
+from tandem.refit.transports.stream import Stream
+from tandem.refit.transports.transport import Route, Transport
+
+TRANSPORTS: dict[str, Transport] = {each.name: each for each in (Stream(), Shm(), CudaIpc(), Alias())}
+"""By name. Tables of a plan have a transport's number instead, its place in this order."""
+
+
+def find(name: str) -> Transport:
+    """Return the transport of a name. Raises `RefitError` if there is none."""
+    if name not in TRANSPORTS:
+        raise RefitError(f"there is no transport {name!r}, only {', '.join(TRANSPORTS)}{nearest(name, TRANSPORTS)}")
+    return TRANSPORTS[name]
+
+
+def numbered() -> tuple[Transport, ...]:
+    """Return all transports by their number."""
+    return tuple(TRANSPORTS.values())
+
+
+def in_place_of(name: str) -> tuple[Transport, ...]:
+    """Return the transports that can spare copies of the one of this name."""
+    return tuple(each for each in TRANSPORTS.values() if each.in_place_of == name)
+
+
+def choose(memory: type[Address], route: Route, *, sent_only: bool = False) -> tuple[int, int]:
+    """Return the number of the transport that is preferred for a route, and how much it is preferred.
+
+    Args:
+        memory: that the bytes lie in at the source.
+        route: from the source to the destination.
+        sent_only: leave out those that the receiver copies by itself with.
+
+    Raises:
+        RefitError: none of them reaches the destination.
+
+    """
+    found = [
+        (each.preference(route), -number)
+        for number, each in enumerate(TRANSPORTS.values())
+        if not each.in_place_of and (each.is_sent or not sent_only) and each.reaches(memory, route)
+    ]
+    if not found:
+        raise RefitError(f"no transport brings bytes out of {memory.__name__} {route}")
+    preference, number = max(found)
+    return -number, preference

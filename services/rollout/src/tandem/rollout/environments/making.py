@@ -1,0 +1,88 @@
+"""From a configuration's name to an environment: the built-in ones, or a class of the user's own."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import partial
+from typing import get_args
+
+import msgspec
+
+from tandem.common.config import Config
+from tandem.common.config.checks.data import BUILT_IN_ENVIRONMENTS
+from tandem.common.config.schema import Environment as Settings
+from tandem.common.errors import ConfigError
+from tandem.rollout.environments.environment import ConversingEnvironment, Environment, RunsIn
+
+
+def runs_in(config: Config) -> RunsIn:
+    """Import what ``data.environment`` names; return where it runs. Raises `ConfigError` if it cannot be imported."""
+    name = str(config.data.environment)
+    where: object = getattr(_factory(name, config.env[name], config), "runs_in", "processes")
+    try:
+        known: RunsIn = msgspec.convert(where, RunsIn)
+    except msgspec.ValidationError:
+        choices = " or ".join(map(repr, get_args(RunsIn)))
+        path = config.env[name].class_path
+        raise ConfigError(f"env.{name}.class: {path}.runs_in is {where!r}, not {choices}") from None
+    return known
+
+
+def make_environment(config: Config) -> Environment | ConversingEnvironment:
+    """Build the environment that ``data.environment`` names. Raises `ConfigError` if it cannot be built."""
+    name = config.data.environment
+    assert name is not None, "the configuration is checked before anything starts"
+    settings = config.env[name]
+    arguments = dict(settings.kwargs) | ({"cfg": settings.cfg} if settings.cfg else {})
+    make = _factory(name, settings, config)
+    try:
+        environment = make(**arguments)
+    except Exception as error:  # the class may be anyone's
+        raise ConfigError(f"env.{name}: {type(error).__name__}: {error}") from error
+    if not any(callable(getattr(environment, method, None)) for method in ("score", "step")):
+        raise ConfigError(
+            f"env.{name}.class: {settings.class_path} has no method score(problem, response) and none "
+            "step(problem, conversation)"
+        )
+    return environment
+
+
+def _factory(name: str, settings: Settings, config: Config) -> Callable[..., Environment | ConversingEnvironment]:
+    if settings.class_path is not None:
+        return _import(f"env.{name}.class", settings.class_path)
+    match name:
+        case "reasoning_gym":
+            from tandem.rollout.environments.reasoning_gym import ReasoningGym
+
+            return partial(ReasoningGym, str(config.data.task))
+        case "math":
+            from tandem.rollout.environments.math import MathVerify
+
+            return MathVerify
+        case "exact_match":
+            from tandem.rollout.environments.exact_match import ExactMatch
+
+            return ExactMatch
+        case "calculator":
+            from tandem.rollout.environments.calculator import Calculator
+
+            return Calculator
+        case "sliding_puzzle_game":
+            from tandem.rollout.environments.sliding_puzzle import SlidingPuzzle
+
+            return SlidingPuzzle
+        case _:
+            built_in = ", ".join(BUILT_IN_ENVIRONMENTS)
+            raise ConfigError(f"env.{name}: no such environment; built in are {built_in}, others need a class")
+
+
+def _import(key: str, path: str) -> Callable[..., Environment | ConversingEnvironment]:
+    module, _, attribute = path.rpartition(".")
+    try:
+        made: Callable[..., Environment | ConversingEnvironment] = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{key}: cannot import {path!r}: {error}") from error
+    except (Exception, SystemExit) as error:  # the module may be anyone's
+        raise ConfigError(f"{key}: cannot import {path!r}: {type(error).__name__}: {error}") from error
+    return made

@@ -1,0 +1,84 @@
+"""Threads that call an environment whose class says that it may be called so: ``runs_in = "threads"``.
+
+Nothing can end a thread. One whose call takes too long is left alone, and another takes its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import queue
+import threading
+import time
+
+from tandem.common.config import Config
+from tandem.common.messages import Problem
+from tandem.common.tokenizer import Messages
+from tandem.rollout.environments.environment import converses, step_of
+from tandem.rollout.environments.making import make_environment
+from tandem.rollout.environments.outcomes import Job, Outcome, outcome_of, timed_out
+
+
+class ThreadPool:
+    """`num_workers` threads around one environment. They are daemons: one that hangs cannot keep the process."""
+
+    def __init__(self, config: Config) -> None:
+        """Make the environment. Raises `ConfigError`."""
+        settings = config.env[str(config.data.environment)]
+        environment = make_environment(config)
+        self.converses = converses(environment)
+        self._timeout_s = settings.timeout_s
+        self._module = (settings.class_path or "").rpartition(".")[0]
+        self._step = step_of(environment)
+        self._waiting: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self.done: queue.SimpleQueue[tuple[Job, Outcome]] = queue.SimpleQueue()
+        self._at_work: dict[threading.Thread, Job | None] = {}
+        """What each thread does."""
+        for _ in range(settings.num_workers):
+            self._start()
+
+    def submit(self, job: Job) -> None:
+        """Queue a job."""
+        self._waiting.put(job)
+
+    def check(self) -> None:
+        """Give up calls that take too long, with their threads."""
+        now = time.monotonic()
+        for thread, job in [*self._at_work.items()]:
+            if job is not None and job.started is not None and now - job.started > self._timeout_s:
+                del self._at_work[thread]
+                self._start()
+                self.done.put((job, timed_out(self._timeout_s)))
+
+    def close(self) -> None:
+        """Tell the threads to end; one that hangs is left to the end of the process."""
+        for _ in self._at_work:
+            self._waiting.put(None)
+        for thread in self._at_work:
+            thread.join(timeout=0.2)
+
+    def _start(self) -> None:
+        thread = threading.Thread(target=self._work, name=f"reward-{len(self._at_work)}", daemon=True)
+        self._at_work[thread] = None
+        thread.start()
+
+    def _work(self) -> None:
+        me = threading.current_thread()
+        while (job := self._waiting.get()) is not None:
+            if not job.wanted:
+                continue
+            job.started = time.monotonic()
+            self._at_work[me] = job
+            outcome = outcome_of(job.call, self._call, converses=self.converses, module=self._module)
+            if self._at_work.get(me) is not job:
+                return  # it was given up
+            self._at_work[me] = None
+            self.done.put((job, outcome))
+
+    def _call(self, problem: Problem, conversation: Messages) -> object:
+        result = self._step(problem, conversation)
+        return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
+
+
+async def _awaited(result: object) -> object:
+    return await result  # type: ignore[misc]

@@ -1,0 +1,385 @@
+"""Worker processes that call an environment, as the rollout process sees them.
+
+One thread (`WorkerPool._run`) has all of them to itself. It consumes jobs, and what workers and the clock say; it
+produces an outcome for each job; it waits for whichever comes first, woken by a byte in a pipe where that is a job. A
+worker that is too slow is killed, and its place is taken at once, whatever the rollout process's main thread does
+meanwhile. What was sent ahead to a worker that is lost goes to another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import queue
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+
+import msgspec
+
+from tandem.common.config import Config, config_to_json
+from tandem.common.errors import ConfigError, RewardError
+from tandem.common.process_lifetime import TRACE, WATCH
+from tandem.rollout.environments.channel import Answer, Imported, Reader, Ready, framed, packed
+from tandem.rollout.environments.outcomes import Failure, Job, Outcome, line, timed_out
+
+_COROUTINES = 256
+"""So many calls of an asynchronous environment are with one worker at once."""
+_AHEAD_S, _MOST_AHEAD = 0.02, 64
+"""So much work, and so many calls, are sent ahead to a worker: cheap ones would wait for messages otherwise."""
+_SAY_SO_S = 1.0
+"""How much longer than a call's deadline an asynchronous worker may take to say that it was exceeded."""
+_PATIENCE_S = 1.0
+_CLOSE_S, _GUARDIAN_S = 0.5, 8.0
+_MOST_IDLE_DEATHS = 10
+"""Of workers that had nothing to do, since the last answer of any."""
+_MAIN = "import sys; sys.path[:] = sys.argv[4:]; from {module} import main; main(*map(int, sys.argv[1:4]))"
+_imported = msgspec.msgpack.Decoder(Imported)
+_ready = msgspec.msgpack.Decoder(Ready)
+_answers = msgspec.msgpack.Decoder(Answer)
+
+
+class ForkServer:
+    """The process that forks workers (`tandem.rollout.environments.fork_server`), behind its guardian."""
+
+    def __init__(self, config: Config) -> None:
+        """Start it; it imports the environment's class while this process does something else."""
+        self._name = str(config.data.environment)
+        self._orders, theirs = socket.socketpair()
+        self._lifeline, far = socket.socketpair()
+        main = _MAIN.format(module=f"{__package__}.fork_server")
+        with theirs, far:
+            descriptors = (theirs.fileno(), far.fileno())
+            # Found where this process finds it, too: a module beside the configuration file, for example.
+            words = [sys.executable, "-c", main, *map(str, descriptors), str(os.getpid()), *sys.path]
+            self._process = subprocess.Popen(words, pass_fds=descriptors, stdin=subprocess.DEVNULL)
+        self._orders.sendall(framed(config_to_json(config)))
+
+    def imported(self, deadline_s: float) -> Imported:
+        """Wait until the class is imported. Raises `ConfigError` if it cannot be."""
+        reader, deadline = Reader(), time.monotonic() + deadline_s
+        try:
+            while True:
+                self._orders.settimeout(max(0.01, deadline - time.monotonic()))
+                if not (data := self._orders.recv(1 << 16)):
+                    raise ConfigError(
+                        f"env.{self._name}: importing its class ended the process: {how_it_ended(self._lifeline)}"
+                    )
+                for message in reader.messages(data):
+                    imported = _imported.decode(message)
+                    if imported.error:
+                        raise ConfigError(imported.error)
+                    return imported
+        except TimeoutError as error:
+            raise ConfigError(f"env.{self._name}: it could not be imported within {deadline_s:g} s") from error
+        finally:
+            self._orders.settimeout(None)
+
+    def fork(self) -> tuple[socket.socket, socket.socket]:
+        """Fork a worker; return the socket for its calls, and its lifeline. Raises `RewardError`."""
+        calls, theirs = socket.socketpair()
+        lifeline, far = socket.socketpair()
+        with theirs, far:
+            try:
+                socket.send_fds(self._orders, [b"."], [theirs.fileno(), far.fileno()])
+            except OSError as error:
+                how = how_it_ended(self._lifeline)
+                raise RewardError(
+                    f"environment {self._name!r}: the process that forks workers has ended: {how}"
+                ) from error
+        return calls, lifeline
+
+    def watch(self) -> None:
+        """Have the guardian end also what this process starts, should this process be killed."""
+        self._lifeline.sendall(WATCH)
+
+    def close(self) -> None:
+        """End it, and everything below it."""
+        self._orders.close()
+        self._lifeline.close()
+        try:
+            self._process.wait(_GUARDIAN_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class _Worker:
+    """One worker process, and the jobs that it has."""
+
+    def __init__(self, calls: socket.socket, lifeline: socket.socket) -> None:
+        self.calls = calls
+        self.lifeline = lifeline
+        self.calls.setblocking(False)
+        self.reader = Reader()
+        self.outgoing = bytearray()
+        self.ready: Ready | None = None
+        self.jobs: dict[int, Job] = {}
+        """By the numbers of their calls, in the order in which they were sent."""
+        self.since = time.monotonic()
+        """When it began what it does now."""
+        self.mean_s = _AHEAD_S
+        """How long a call takes, roughly."""
+        self.is_alone = False
+        """Whether it has a job that nothing else may run beside."""
+        self.is_full = False
+        """Whether its socket takes no more for now."""
+
+    @property
+    def is_async(self) -> bool:
+        """Whether it does several calls at once."""
+        return self.ready is not None and self.ready.is_async
+
+    def room(self, share: int) -> int:
+        """Return how many jobs to send to it now; none before half of those that it has is done."""
+        if self.ready is None or self.is_alone:
+            return 0
+        if self.is_async:
+            return min(_COROUTINES - len(self.jobs), share)
+        ahead = min(_MOST_AHEAD, max(1, int(_AHEAD_S / self.mean_s)))
+        return min(ahead, share) - len(self.jobs) if len(self.jobs) <= ahead // 2 else 0
+
+    def give(self, job: Job, message: bytes) -> None:
+        """Put a job behind those it has."""
+        job.started = time.monotonic()
+        if not self.jobs:
+            self.since = job.started
+        self.jobs[job.call.number] = job
+        self.is_alone = job.alone
+        self.outgoing += message
+
+    def take(self, answer: Answer) -> Job | None:
+        """Return the job that an answer is for; the next is at its turn."""
+        now = time.monotonic()
+        self.mean_s = max(1e-6, 0.8 * self.mean_s + 0.2 * (now - self.since))
+        self.since = now
+        self.is_alone = False
+        return self.jobs.pop(answer.number, None)
+
+    def due(self, build_s: float, timeout_s: float) -> float:
+        """Return when it is too slow."""
+        if self.ready is None:
+            return self.since + build_s
+        if not self.jobs:
+            return float("inf")
+        first = next(iter(self.jobs.values()))
+        assert first.started is not None
+        return first.started + timeout_s + _SAY_SO_S if self.is_async else self.since + timeout_s
+
+    def close(self) -> None:
+        """Have its guardian end it."""
+        self.calls.close()
+        self.lifeline.close()
+
+
+class WorkerPool:
+    """`num_workers` processes, each with an environment of its own."""
+
+    def __init__(self, server: ForkServer, config: Config) -> None:
+        self._server = server
+        self._name = str(config.data.environment)
+        self._settings = config.env[self._name]
+        self._build_s = config.cluster.deadlines.build_s
+        self._waiting: deque[Job] = deque()
+        self._suspects: deque[Job] = deque()
+        """Jobs that ran beside each other where something ended their worker: each is tried again by itself."""
+        self.done: queue.SimpleQueue[tuple[Job, Outcome]] = queue.SimpleQueue()
+        self._workers: set[_Worker] = set()
+        self._error: Exception | None = None
+        self._first: queue.SimpleQueue[Ready | None] = queue.SimpleQueue()
+        self._idle_deaths = 0
+        self._is_closing = False
+        self._is_woken = False
+        self._woken, self._wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name="reward-workers", daemon=True)
+        self._thread.start()
+
+    def await_ready(self) -> bool:
+        """Wait for the first worker's environment; return whether it converses. Raises `ConfigError`."""
+        ready = self._first.get()  # it comes, or the error, when `build_s` are over
+        self.check()
+        assert ready is not None
+        return ready.converses
+
+    def submit(self, job: Job) -> None:
+        """Queue a job."""
+        self._waiting.append(job)
+        self._wake()
+
+    def check(self) -> None:
+        """Raise what keeps the pool from going on."""
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """Let workers end, if they do so at once, and end them."""
+        self._is_closing = True
+        self._wake()
+        self._thread.join()
+        for descriptor in (self._woken, self._wakes):
+            os.close(descriptor)
+
+    def _wake(self) -> None:
+        if not self._is_woken:
+            self._is_woken = True
+            os.write(self._wakes, b".")
+
+    # --- the thread --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            for _ in range(self._settings.num_workers):
+                self._hire()
+            while not self._is_closing:
+                self._assign()
+                for key, _ in self._selector.select(self._patience()):
+                    if key.data is None:
+                        self._is_woken = False
+                        os.read(self._woken, 1 << 12)
+                    elif key.data in self._workers:
+                        if key.data.is_full:
+                            self._speak(key.data)
+                        self._hear(key.data)
+                self._end_the_slow()
+        except Exception as error:
+            self._error = error
+        finally:
+            self._first.put(None)
+            self._let_go()
+            self._selector.close()
+
+    def _hire(self) -> None:
+        worker = _Worker(*self._server.fork())
+        self._workers.add(worker)
+        self._selector.register(worker.calls, selectors.EVENT_READ, worker)
+
+    def _assign(self) -> None:
+        """Send waiting jobs to the workers that have least to do."""
+        workers = sorted(self._workers, key=lambda worker: len(worker.jobs))
+        for worker in workers:
+            if self._suspects and worker.ready is not None and not worker.jobs:
+                self._give(worker, self._suspects.popleft())
+        share = math.ceil(len(self._waiting) / self._settings.num_workers)
+        for worker in workers:
+            room = worker.room(share)
+            while room > 0 and self._waiting:
+                room -= self._give(worker, self._waiting.popleft())
+            if worker.outgoing and not worker.is_full:
+                self._speak(worker)
+
+    def _give(self, worker: _Worker, job: Job) -> bool:
+        """Give a job to a worker; False if it is none any more."""
+        if not job.wanted:
+            return False
+        try:
+            message = packed(job.call)
+        except Exception as error:  # a problem may hold anything
+            what = f"the problem cannot be sent to a worker process: {type(error).__name__}: {error}"
+            self.done.put((job, Failure(line(what), on_purpose=True)))
+            return False
+        worker.give(job, message)
+        return True
+
+    def _speak(self, worker: _Worker) -> None:
+        """Send what the socket takes now; a worker that is busy reads nothing."""
+        with contextlib.suppress(BlockingIOError, ConnectionError):  # it is heard when it has ended
+            while worker.outgoing:
+                del worker.outgoing[: worker.calls.send(worker.outgoing)]
+        if worker.is_full != bool(worker.outgoing):
+            worker.is_full = bool(worker.outgoing)
+            waits = selectors.EVENT_WRITE if worker.is_full else 0
+            self._selector.modify(worker.calls, selectors.EVENT_READ | waits, worker)
+
+    def _hear(self, worker: _Worker) -> None:
+        try:
+            data = worker.calls.recv(1 << 18)
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            data = b""
+        try:
+            for message in worker.reader.messages(data):
+                self._understand(worker, message)
+        except (msgspec.MsgspecError, RewardError):  # the environment writes to sockets that are not its own
+            data = b""
+        if not data:
+            self._lose(worker, Failure(f"its worker process ended: {how_it_ended(worker.lifeline)}"))
+
+    def _understand(self, worker: _Worker, message: bytes) -> None:
+        if worker.ready is None:
+            worker.ready = _ready.decode(message)
+            if worker.ready.error:
+                raise ConfigError(worker.ready.error)
+            self._first.put(worker.ready)
+            return
+        answer = _answers.decode(message)
+        self._idle_deaths = 0
+        if (job := worker.take(answer)) is not None:
+            self.done.put((job, answer.outcome))
+
+    def _patience(self) -> float:
+        due = min((w.due(self._build_s, self._settings.timeout_s) for w in self._workers), default=float("inf"))
+        return max(0.0, min(_PATIENCE_S, due - time.monotonic()))
+
+    def _end_the_slow(self) -> None:
+        now = time.monotonic()
+        for worker in [*self._workers]:
+            if now >= worker.due(self._build_s, self._settings.timeout_s):
+                if worker.ready is None:
+                    raise ConfigError(f"env.{self._name}: the environment was not made within {self._build_s:g} s")
+                self._lose(worker, timed_out(self._settings.timeout_s))
+
+    def _lose(self, worker: _Worker, failure: Failure) -> None:
+        """End a worker, put another in its place, and find out which of its jobs is to blame."""
+        self._workers.remove(worker)
+        self._selector.unregister(worker.calls)
+        if failure.timed_out:
+            with contextlib.suppress(OSError):
+                worker.lifeline.send(TRACE)  # where it is stuck, for the log
+        worker.close()
+        if worker.ready is None:
+            raise ConfigError(f"env.{self._name}: making the environment failed: {failure.what}")
+        jobs = [*worker.jobs.values()]
+        self._idle_deaths += not jobs
+        if self._idle_deaths > _MOST_IDLE_DEATHS:
+            raise RewardError(f"environment {self._name!r}: its worker processes end while they have nothing to do")
+        if len(jobs) == 1 or (jobs and not worker.is_async):
+            self.done.put((jobs.pop(0), failure))
+        if worker.is_async:
+            for job in jobs:
+                job.alone = True
+            self._suspects.extend(jobs)
+        else:
+            self._waiting.extendleft(reversed(jobs))
+        self._hire()
+
+    def _let_go(self) -> None:
+        """Give workers that have nothing to do the time to end as they wish."""
+        idle = [worker for worker in self._workers if worker.ready is not None and not worker.jobs]
+        for worker in idle:
+            with contextlib.suppress(OSError):
+                worker.calls.shutdown(socket.SHUT_WR)
+        deadline = time.monotonic() + _CLOSE_S
+        for worker in idle:
+            how_it_ended(worker.lifeline, deadline - time.monotonic())
+        for worker in self._workers:
+            worker.close()
+        self._workers.clear()
+
+
+def how_it_ended(lifeline: socket.socket, patience_s: float = 1.0) -> str:
+    """Ask the guardian how the process behind it has ended."""
+    try:
+        lifeline.settimeout(max(0.001, patience_s))
+        code = int(lifeline.recv(16) or b"-9")
+    except (OSError, ValueError):
+        return "nobody knows how"
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"it exited with code {code}"

@@ -1,0 +1,390 @@
+"""Rewards in worker processes: what they survive, what becomes of a failure, and that nothing stays."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import string
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from test_environments import config, problem, said
+
+from tandem.common.config import Config, config_to_json
+from tandem.common.errors import ConfigError, RewardError
+from tandem.common.messages import Problem
+from tandem.rollout.environments import Score, Scorer, Turn, Unscored
+from tandem.rollout.environments.outcomes import checked
+
+WAIT_S = 30.0
+Start = Callable[[Config], Scorer]
+
+
+def here(name: str, **settings: Any) -> Config:
+    return config("mine", {"class": f"own_environments.{name}", **settings})
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    scorers: list[Scorer] = []
+
+    def started(config: Config) -> Scorer:
+        scorers.append(Scorer(config))
+        scorers[-1].await_ready()
+        return scorers[-1]
+
+    yield started
+    for scorer in scorers:
+        scorer.close()
+
+
+def results(scorer: Scorer, *responses: str) -> list[Score | Turn | Unscored]:
+    """Return what becomes of responses to one problem, in their order."""
+    for key, response in enumerate(responses):
+        scorer.submit(key, problem(), said(response))
+    found: dict[int, Score | Turn | Unscored] = {}
+    deadline = time.monotonic() + WAIT_S
+    while len(found) < len(responses):
+        assert time.monotonic() < deadline, found
+        found |= scorer.poll()
+        time.sleep(0.001)
+    return [found[key] for key in range(len(responses))]
+
+
+def failures(found: list[Score | Turn | Unscored]) -> list[str | None]:
+    return [result.failure if isinstance(result, Unscored) else None for result in found]
+
+
+def gone(pids: list[int]) -> bool:
+    """Wait for processes to end."""
+    deadline = time.monotonic() + 5
+    while any(map(is_alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not any(map(is_alive, pids))
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def written(count: int = 3) -> list[int]:
+    """Wait for the ids of processes that an environment has started."""
+    deadline = time.monotonic() + WAIT_S
+    while not Path("pids").exists() or len(Path("pids").read_text().split()) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return [int(word) for word in Path("pids").read_text().split()]
+
+
+# --- what they survive -----------------------------------------------------------------------------------------------
+
+
+def test_answers_that_freeze_math_verify_are_worth_nothing(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
+    scorer = start(config("math", {"timeout_s": 1.0, "num_workers": 2}))
+    began = time.monotonic()
+    found = results(scorer, "$9^{9^{9^9}}$", "7", "$100000000!$", "\\boxed{8}", "\\boxed{7}")
+    late = "environment 'math' took longer than 1 s to score a response to problem 'p1' (env.math.timeout_s)"
+    assert failures(found) == [late, None, late, None, None]
+    assert [found[1], found[3], found[4]] == [Score(1.0, True), Score(0.0, False), Score(1.0, True)]
+    assert time.monotonic() - began < 10
+    logged = capfd.readouterr().err
+    assert logged.count(late) == 2
+    assert "assistant: '$9^{9^{9^9}}$'" in logged
+    assert "assistant: '$100000000!$'" in logged
+
+
+def test_a_worker_is_replaced_whatever_ends_it_and_the_others_responses_are_scored(start: Start) -> None:
+    scorer = start(here("Misbehaves", on_error="zero", timeout_s=0.7, num_workers=2))
+    kinds = ["abc", "freeze", "crash", "exit", "sys.exit", "raise", "fork", "abcd", "group"]
+    found = results(scorer, *kinds, *["x" * n for n in range(100)])
+    prefix = "environment 'mine', problem 'p1': "
+    where = r" \(.*/own_environments\.py:\d+, in score\)"
+    expected = [
+        None,
+        re.escape("environment 'mine' took longer than 0.7 s to score a response to problem 'p1' (env.mine.timeout_s)"),
+        prefix + "its worker process ended: killed by SIGSEGV",
+        prefix + "its worker process ended: it exited with code 3",
+        prefix + "SystemExit: enough" + where,
+        prefix + re.escape(r"LookupError: no such \ud800letter") + where,
+        None,
+        None,
+        prefix + "its worker process ended: killed by SIGKILL",
+    ]
+    for failure, pattern in zip(failures(found), expected, strict=False):
+        assert (failure is None) == (pattern is None)
+        assert failure is None or re.fullmatch(str(pattern), failure)
+    assert found[0] == Score(3.0, True)
+    assert found[6] == Score(4.0, True)
+    assert found[9:] == [Score(float(n), True) for n in range(100)]
+
+
+def test_a_worker_that_is_killed_while_it_waits_is_replaced(start: Start) -> None:
+    scorer = start(here("Misbehaves"))
+    pids = []
+    for _ in range(4):
+        (score,) = results(scorer, "pid")
+        assert isinstance(score, Score)
+        pids.append(int(score.reward))
+        os.kill(pids[-1], signal.SIGKILL)
+        assert gone([pids[-1]])
+    assert len(set(pids)) == 4
+
+
+def test_the_rollout_process_keeps_running_while_a_worker_is_frozen(start: Start) -> None:
+    scorer = start(here("Misbehaves", on_error="zero", timeout_s=1.0))
+    scorer.submit(0, problem(), said("freeze"))
+    began, longest = time.monotonic(), 0.0
+    while not (found := scorer.poll()):
+        before = time.monotonic()
+        time.sleep(0.001)
+        longest = max(longest, time.monotonic() - before)
+    assert 0.9 < time.monotonic() - began < 5
+    assert longest < 0.9
+    assert isinstance(found[0][1], Unscored)
+
+
+@pytest.mark.parametrize("metadata", [{"n": 10**40}, {"s": "\ud800"}, {"o": object()}], ids=["int", "text", "object"])
+def test_a_problem_that_cannot_travel_is_said(start: Start, metadata: dict[str, Any]) -> None:
+    scorer = start(here("Misbehaves", on_error="drop"))
+    scorer.submit(0, Problem(problem_id="odd", question="", answer="", metadata=metadata), said("x"))
+    scorer.submit(1, Problem(problem_id="long", question="", answer="é" * 10**7, metadata={"": None}), said("xy"))
+    found: dict[int, Any] = {}
+    while len(found) < 2:
+        found |= scorer.poll()
+        time.sleep(0.001)
+    assert found[0].dropped
+    assert found[0].failure.startswith("environment 'mine': the problem cannot be sent to a worker process: ")
+    assert found[1] == Score(2.0, True)
+
+
+# --- coroutines ------------------------------------------------------------------------------------------------------
+
+
+def test_coroutines_run_together_and_each_has_its_deadline(start: Start) -> None:
+    scorer = start(here("Asks", on_error="zero", timeout_s=1.0))
+    began = time.monotonic()
+    found = results(scorer, *["x"] * 60, "for ever", "raise", "stubborn")
+    assert time.monotonic() - began < 6  # one after another it would be more
+    late = "environment 'mine' took longer than 1 s"
+    said_last = failures(found)[60:]
+    assert [(text or "").startswith(late) for text in said_last] == [True, False, True]
+    assert re.search(r"LookupError: nobody answers \(.*own_environments\.py:\d+, in score\)$", str(said_last[1]))
+    scores = [score for score in found[:60] if isinstance(score, Score)]
+    assert len(scores) == 60
+    assert max(score.reward for score in scores) > 20
+    assert scores[0].components == {"length": 1.0}
+
+
+@pytest.mark.parametrize("culprit", ["block", "exit"])
+def test_who_ends_a_worker_that_others_share_is_found(start: Start, culprit: str) -> None:
+    scorer = start(here("Asks", on_error="zero", timeout_s=0.7, num_workers=2))
+    found = results(scorer, "a", "b", culprit, "c", "d", "e")
+    assert [failure is None for failure in failures(found)] == [True, True, False, True, True, True]
+
+
+# --- nothing stays ---------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_is_killed_takes_all_that_it_has_started_along(
+    start: Start, capfd: pytest.CaptureFixture[str]
+) -> None:
+    scorer = start(here("Misbehaves", on_error="zero", timeout_s=1.0, num_workers=2))
+    results(scorer, "start")
+    others = written()
+    Path("pids").unlink()
+    (late,) = results(scorer, "start and sleep")
+    time.sleep(0.5)
+    assert re.search(r'own_environments\.py", line \d+ in score', capfd.readouterr().err), "where it was stuck"
+    assert isinstance(late, Unscored)
+    pids = written()
+    if any(map(is_alive, others)):  # the other worker's live on with it
+        assert all(map(is_alive, others))
+    assert gone(pids)
+    scorer.close()
+    assert gone(others)
+
+
+ROLLOUT = """
+import sys, time
+from tandem.common.config import config_from_json
+from tandem.common.process_lifetime import adopt_orphans, end_descendants
+from tandem.common.messages import Problem
+from tandem.rollout.environments import Scorer
+adopt_orphans()
+scorer = Scorer(config_from_json(open(sys.argv[1], "rb").read()))
+scorer.await_ready()
+problem = Problem(problem_id="p", question="", answer="", metadata={})
+for key, response in enumerate(sys.argv[2:]):
+    scorer.submit(key, problem, [{"role": "assistant", "content": response}])
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("name", ["Misbehaves", "MisbehavesInThreads"])
+def test_nothing_outlives_a_rollout_process_that_is_killed(name: str) -> None:
+    Path("config.json").write_bytes(config_to_json(here(name, num_workers=3, timeout_s=600.0)))
+    Path("rollout.py").write_text(ROLLOUT)
+    responses = ["start", "start and sleep", *(["freeze"] if name == "Misbehaves" else [])]
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(Path(__file__).parent)]))
+    process = subprocess.Popen(
+        [sys.executable, "rollout.py", "config.json", *responses], env=os.environ | {"PYTHONPATH": path}
+    )
+    try:
+        pids = written(6)
+        time.sleep(2.5)  # the guardian looks every second
+        below = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+        assert set(pids) <= set(below)
+        assert len(below) >= (6 + 8 if name == "Misbehaves" else 6 + 2)
+    finally:
+        process.kill()
+        process.wait()
+    assert gone([*below, *pids])
+
+
+# --- what becomes of a failure ---------------------------------------------------------------------------------------
+
+
+def test_the_first_failure_ends_the_run_where_that_is_asked_and_the_log_has_it_all(
+    start: Start, capfd: pytest.CaptureFixture[str]
+) -> None:
+    scorer = start(here("Misbehaves"))
+    with pytest.raises(RewardError) as caught:
+        results(scorer, "raise")
+    line = str(caught.value)
+    source = Path(__file__).with_name("own_environments.py")
+    number = 1 + next(n for n, text in enumerate(source.read_text().splitlines()) if "no such\\n" in text)
+    assert line == rf"environment 'mine', problem 'p1': LookupError: no such \ud800letter ({source}:{number}, in score)"
+    logged = capfd.readouterr().err
+    assert line in logged
+    assert "problem: 'p1'\n  assistant: 'raise'\nTraceback (most recent call last):" in logged
+    assert 'raise LookupError("no such' in logged
+
+
+@pytest.mark.parametrize(("on_error", "dropped"), [("zero", False), ("drop", True)])
+def test_so_many_failures_are_borne_and_no_more(start: Start, on_error: str, dropped: bool) -> None:
+    scorer = start(here("Misbehaves", on_error=on_error, max_failures=2))
+    found = results(scorer, "raise", "abc", "raise")
+    assert [getattr(result, "dropped", None) for result in found] == [dropped, None, dropped]
+    with pytest.raises(RewardError, match=r"; this is failure 3 \(env\.mine\.max_failures: 2\)$"):
+        results(scorer, "raise")
+
+
+def test_a_problem_that_a_built_in_environment_cannot_score_ends_the_run_unless_said_otherwise(start: Start) -> None:
+    for settings, fails in (({}, True), ({"on_error": "drop"}, False)):
+        scorer = start(config("exact_match", settings))
+        scorer.submit(0, problem(answer=""), said("x"))
+        time.sleep(0.2)
+        if fails:
+            with pytest.raises(RewardError, match="problem 'p1' has no reference answer"):
+                scorer.poll()
+        else:
+            ((_, result),) = scorer.poll()
+            assert isinstance(result, Unscored)
+            assert result.dropped
+
+
+def test_a_limit_of_failures_where_the_first_ends_the_run_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"env\.mine\.max_failures: the first failure ends the run; set env\.mine"):
+        here("Length", max_failures=3)
+    assert config("math", {"max_failures": 3}).env["math"].max_failures == 3
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("import no_such_module", "env.mine.class: cannot import 'bad.Bad': No module named 'no_such_module'"),
+        ("1 / 0", "env.mine.class: cannot import 'bad.Bad': ZeroDivisionError: division by zero"),
+        ("import os; os._exit(4)", "env.mine: importing its class ended the process: it exited with code 4"),
+        ("class Bad:\n runs_in = 'trheads'", "env.mine.class: bad.Bad.runs_in is 'trheads', not 'processes' or 'thre"),
+        ("class Bad: pass", "env.mine.class: bad.Bad has no method score("),
+        ("class Bad:\n def __init__(self): raise OSError('no\\nlicence')", "env.mine: OSError: no licence"),
+        (
+            "import os\nclass Bad:\n def __init__(self): os._exit(5)",
+            "env.mine: making the environment failed: ",
+        ),
+    ],
+)
+def test_a_class_that_cannot_be_used_is_said_before_anything_is_scored(
+    monkeypatch: pytest.MonkeyPatch, source: str, message: str
+) -> None:
+    Path("bad.py").write_text(source)
+    monkeypatch.syspath_prepend(os.getcwd())
+    scorer = Scorer(config("mine", {"class": "bad.Bad"}))
+    with pytest.raises(ConfigError) as caught:
+        scorer.await_ready()
+    scorer.close()
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+# --- what is taken ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reward", [True, "1.0", np.True_, np.nan, np.inf, None, 10**400, [1.0], 1j, np.array([1.0])])
+def test_what_is_no_number_is_no_reward(reward: Any) -> None:
+    wanted = "is .*, not a finite number$"
+    with pytest.raises(RewardError, match=f"^the reward {wanted}"):
+        checked(Score(reward, correct=True), converses=False)
+    with pytest.raises(RewardError, match=f"^the reward {wanted}"):
+        checked(Turn([{"role": "user", "content": "1"}], reward), converses=True)
+    with pytest.raises(RewardError, match=f"^the component 'a' {wanted}"):
+        checked(Score(1.0, correct=True, components={"a": reward}), converses=False)
+
+
+@pytest.mark.parametrize("reward", [1, 0.25, np.float32(0.25), np.int64(3), np.float64(1.5), -7])
+def test_numbers_of_python_and_numpy_are_rewards(reward: Any) -> None:
+    for correct in (True, np.True_, np.bool_(0)):
+        taken = checked(Score(reward, correct, {"a": reward}), converses=False)
+        assert taken == Score(float(reward), bool(correct), {"a": float(reward)})
+        assert isinstance(taken, Score)
+        assert type(taken.reward) is float
+        assert type(taken.correct) is bool
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (Score(1.0, 1), "correct is 1, not True or False"),  # type: ignore[arg-type]
+        (Score(1.0, "yes"), "correct is 'yes', not True or False"),  # type: ignore[arg-type]
+        (Score(1.0, True, None), "the components are None, not numbers by name"),  # type: ignore[arg-type]
+        (Score(1.0, True, {1: 1.0}), "the components are {1: 1.0}, not numbers by name"),  # type: ignore[dict-item]
+        (Turn([{"role": "user", "content": "\ud800"}]), "a message of a Turn is '\\ud800', which is no Unicode text"),
+        ((1.0, True), "step() returned tuple, not a Score or a Turn"),
+    ],
+)
+def test_what_is_not_taken(result: Any, message: str) -> None:
+    with pytest.raises(RewardError) as caught:
+        checked(result, converses=True)
+    assert str(caught.value) == message
+
+
+# --- the page --------------------------------------------------------------------------------------------------------
+
+
+def test_every_environment_of_the_page_bears_what_a_policy_says(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "environments.md").read_text()
+    draw = random.Random(7)
+    said_by_a_policy = ["", "r1", "7", " 7\n", "-0", "9" * 5000, "\0", "\u0661\u0662"]
+    responses = [*said_by_a_policy, *("".join(draw.choices(string.printable, k=8)) for _ in range(20))]
+    names = []
+    monkeypatch.syspath_prepend(os.getcwd())
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        (name,) = re.findall(r"^class (\w+)", block, re.MULTILINE)
+        names.append(name)
+        Path(f"page_{name.lower()}.py").write_text(block)
+        scorer = start(config("mine", {"class": f"page_{name.lower()}.{name}"}))
+        assert failures(results(scorer, *responses)) == [None] * len(responses), name
+        scorer.close()
+    assert names == ["Brevity", "Guess", "Judge", "Exact"]
