@@ -49,7 +49,7 @@ def test_it_is_the_same_under_megatron() -> None:
         run(merged(own(2.0), {"cluster": {"trainers": 2}}), "dtensor"),
         run(own(2.0) | MEGATRON, "megatron"),
     )
-    for name in ("loss", "focus", "grad_norm", "num_valid_tokens"):
+    for name in ("loss", "focus", "num_valid_tokens"):
         assert whole[name] == pytest.approx(sharded[name], rel=1e-4, abs=1e-6), name
 
 

@@ -31,7 +31,7 @@ class Own:
         self.report.add(batch.loss_mask_BT, scores.logprobs)
         return {value}
 """
-SUM = "-(scores.logprobs * batch.advantages_BT).sum() * self.scale"
+SUM = "-scores.logprobs.sum() * self.scale"
 SCORES_BT = TokenScores(CURRENT_BT, ENTROPY_BT, MASK_BT.double())
 
 
@@ -66,7 +66,7 @@ def test_it_takes_the_place_of_the_algorithms_own(beside: Any, algorithm: str) -
     loss = make_loss(config, COUNTS, CPU)
     batch = micro_batch()
     value = loss(batch, SCORES_BT)
-    assert float(value) == pytest.approx(float(-3.0 * (CURRENT_BT * batch.advantages_BT).sum()))
+    assert float(value) == pytest.approx(float(-3.0 * CURRENT_BT.sum()))
     assert loss.report.names == ("own",)
     assert float(loss.report.sums[0]) == pytest.approx(float(CURRENT_BT[MASK_BT].sum()))
 
@@ -179,4 +179,63 @@ def test_the_gradient_is_the_losses_own(beside: Any) -> None:
     logprobs_BT = CURRENT_BT.clone().requires_grad_()
     loss(micro_batch(), SCORES_BT._replace(logprobs=logprobs_BT)).backward()
     assert logprobs_BT.grad is not None
-    torch.testing.assert_close(logprobs_BT.grad, -micro_batch().advantages_BT)
+    torch.testing.assert_close(logprobs_BT.grad, -torch.ones_like(CURRENT_BT))
+
+
+def with_columns(columns: dict[str, Any], algorithm: str = "grpo", path: str | None = "mine.Own") -> Config:
+    return build_config(
+        {
+            "algorithm": algorithm,
+            "loss_fn": {"class": path, "columns": columns, "reference_policy_kl_penalty": 0},
+            "policy": {"model_name": "model"},
+            "data": {"dataset_name": "reasoning_gym", "task": "chain_sum", "rejected_template": "0"},
+        }
+    )
+
+
+def test_its_columns_are_read_beside_those_of_the_algorithm() -> None:
+    config = with_columns({"difficulty": {"source": "environment", "fill": 2}, "start": {"source": "reference"}})
+    columns = config.declaration.columns_of(config, 1)
+    assert [column.name for column in columns] == ["generation_logprobs", "advantages", "difficulty", "start"]
+    assert columns[2].fill == 2.0
+    assert config.needs_reference
+    assert config.declaration.scored_by(config, 1) == ("reference",)
+    assert config.loss_fn.environment_columns == {"difficulty_S": "float32"}
+    assert resume_differences(config, with_columns({"start": {"source": "reference"}}))
+
+
+@pytest.mark.parametrize(
+    ("columns", "algorithm", "said"),
+    [
+        (
+            {"version": {"source": "engine"}},
+            "grpo",
+            "version.source: engine has generation_logprobs, versions, and no version; did you mean 'versions'?",
+        ),
+        ({"advantages": {"source": "engine"}}, "grpo", "advantages: it is built in: its source is coordinator"),
+        ({"rank": {"source": "environment"}}, "grpo", "'rank' cannot be the name of a column"),
+        ({"a b": {"source": "environment"}}, "grpo", "'a b' cannot be the name of a column"),
+        ({"difficulty": {"source": "environment"}}, "sft", "difficulty.source: environment, but SFT rolls nothing out"),
+        ({"versions": {"source": "engine"}}, "dpo", "versions.source: engine, but DPO rolls nothing out"),
+        ({"start": {"source": "teacher"}}, "grpo", "start.source: 'teacher' is not one of coordinator, engine"),
+    ],
+)
+def test_columns_without_a_source_are_refused(columns: dict[str, Any], algorithm: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        with_columns(columns, algorithm)
+    assert f"loss_fn.columns{'' if said[0] == chr(39) else '.'}" in str(caught.value)
+    assert said in str(caught.value)
+
+
+def test_columns_that_nobody_reads_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"loss_fn.columns: start, but loss_fn.class names no class that reads them"):
+        with_columns({"start": {"source": "reference"}}, path=None)
+
+
+def test_a_column_that_the_algorithm_does_not_have_is_said(beside: Any) -> None:
+    name = beside(LOSS.format(value="scores.logprobs.sum() * batch.advantages_BT.sum()"))
+    try_out(config_of(f"{name}.Own"))
+    with pytest.raises(ConfigError) as caught:
+        try_out(config_of(f"{name}.Own", "dpo"))
+    said = "LookupError: no column advantages is declared of the loss of this algorithm, but reference_logprobs"
+    assert str(caught.value) == f"loss_fn.class {name}.Own: {said} (tried out on 4 sequences)"

@@ -57,12 +57,12 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     @property
     def generation_logprobs_BT(self) -> torch.Tensor:
         """What the engine reported."""
-        return self.columns[GENERATION_LOGPROBS.name]
+        return self._read(GENERATION_LOGPROBS)
 
     @property
     def advantages_BT(self) -> torch.Tensor:
         """Those of the tokens' samples, or their own."""
-        return self.columns[ADVANTAGES.name]
+        return self._read(ADVANTAGES)
 
     @property
     def previous_logprobs_BT(self) -> torch.Tensor | None:
@@ -82,6 +82,12 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         """True where the sample's reward is above zero; None where the loss does not read rewards."""
         rewards_BT = self.columns.get(REWARDS.name)
         return None if rewards_BT is None else rewards_BT > 0
+
+    def _read(self, column: Column) -> torch.Tensor:
+        if column.name not in self.columns:
+            listed = ", ".join(self.columns) or "none"
+            raise LookupError(f"no column {column.name} is declared of the loss of this algorithm, but {listed}")
+        return self.columns[column.name]
 
 
 def micro_batches_of(

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
-from tandem.common.columns import GENERATION_LOGPROBS
+from tandem.common.columns import GENERATION_LOGPROBS, Column
 from tandem.common.config import Config
 from tandem.common.dotted import named
 from tandem.common.errors import ConfigError, TandemError, TrainingError
@@ -20,7 +20,6 @@ from tandem.trainer.packing import MicroBatch
 from tandem.trainer.scoring import TokenScores
 
 _KEY = "loss_fn.class"
-_LOGPROBS = (GENERATION_LOGPROBS,)
 
 
 class OwnLoss:
@@ -108,14 +107,20 @@ def _trial(config: Config) -> tuple[MicroBatch, TokenScores]:
         attention_mask_BT=torch.ones(shape, dtype=torch.bool),
         loss_mask_BT=mask_BT,
         columns={
-            column.name: (logprobs_BT if column in _LOGPROBS or column.model else torch.ones(shape)).to(
-                getattr(torch, column.dtype), copy=True
-            )
+            column.name: _tried(column, mask_BT, logprobs_BT)
             for column in config.declaration.columns_of(config, config.num_optimizer_steps)
         },
     )
     entropy_BT = torch.where(mask_BT, 1.0, 0.0)
     return batch, TokenScores(logprobs_BT.requires_grad_(), entropy_BT, mask_BT.float())
+
+
+def _tried(column: Column, mask_BT: torch.Tensor, logprobs_BT: torch.Tensor) -> torch.Tensor:
+    """Return a column as its source might have it: ones, or where it has log-probabilities other ones."""
+    if column.model or column == GENERATION_LOGPROBS:
+        return logprobs_BT.clone()
+    is_there_BT = mask_BT if column.source == "engine" else torch.ones_like(mask_BT)
+    return torch.where(is_there_BT, 1.0, column.fill).to(getattr(torch, column.dtype))
 
 
 def _complaint(value: object, *, needs_gradient: bool) -> str | None:
