@@ -191,7 +191,7 @@ OURS, FORMER = 1.0, 0.5
 """The way, as the temperature that engines are told."""
 
 
-class Feed:
+class RunningAlgorithm:
     """What `Batches` asks of an algorithm, from the records of one step."""
 
     def __init__(self, config: Config, prompts: dict[int, Any]) -> None:
@@ -290,8 +290,8 @@ class Cluster:
 
     def step(self) -> dict[str, float]:
         """Take one step; return the seconds of processor time by what they were for."""
-        feed = Feed(self.config, self.prompts)
-        batches = Batches(self.config, feed)  # type: ignore[arg-type]
+        running = RunningAlgorithm(self.config, self.prompts)
+        batches = Batches(self.config, running)  # type: ignore[arg-type]
         for built in self.built:
             batches.take_reply(built.member, built.reply)
         self.bytes_sent = 0
@@ -302,7 +302,7 @@ class Cluster:
         sent_to_engines = self.bytes_sent
         for event in self.replies(len(self.engines)):
             if isinstance(event.reply, SamplesFinished):
-                feed.records.add(event.member, event.reply)
+                running.records.add(event.member, event.reply)
         times.append(time.process_time())
         made = [
             batches.order(DispatchBatch(member=rank, step=self._step, purpose="train", **self.command()))

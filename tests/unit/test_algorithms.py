@@ -83,7 +83,7 @@ def test_what_a_declaration_names_is_there(algorithm: Algorithm) -> None:
     assert config.algorithm_section is getattr(config, algorithm.name)
     assert hasattr(config, algorithm.loss_section)
     for path, first in (
-        (algorithm.batches, ["config", "tokenizer"]),
+        (algorithm.running, ["config", "tokenizer"]),
         (algorithm.loss, ["settings", "counts", "device"]),
     ):
         assert list(inspect.signature(named(path)).parameters) == first

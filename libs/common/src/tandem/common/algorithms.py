@@ -58,8 +58,8 @@ class Algorithm(msgspec.Struct, frozen=True, kw_only=True):
     """What its loss reads of each token."""
     finishes_advantages: Callable[[Config], bool] = lambda config: False
     """Whether advantages need log-probabilities, or all tokens of the batch: `tandem.trainer.advantages`."""
-    batches: str
-    """The class that makes batches of its data: `tandem.coordinator.algorithms`."""
+    running: str
+    """The class that asks for samples and makes batches in a run: `tandem.coordinator.algorithms`."""
     loss: str
     """The class of its loss, unless ``loss_fn.class`` names another: `tandem.trainer.losses`."""
     loss_section: str
@@ -110,7 +110,7 @@ GRPO = Algorithm(
         read_where(REFERENCE_LOGPROBS, lambda config, num_steps: config.loss_fn.reference_policy_kl_penalty > 0),
     ),
     finishes_advantages=lambda config: config.grpo.adv_estimator.name == "reinforce_plus_plus",
-    batches="tandem.coordinator.algorithms.grpo.GrpoFeed",
+    running="tandem.coordinator.algorithms.grpo.GrpoAlgorithm",
     loss="tandem.trainer.losses.policy_gradient.PolicyGradientLoss",
     loss_section="loss_fn",
     rules=("tandem.common.config.checks.learning.RULES", "tandem.common.config.checks.loss.POLICY_GRADIENT_RULES"),
@@ -126,7 +126,7 @@ SFT = Algorithm(
     metrics=("val_loss", "loss"),
     curves=("loss", "val_loss"),
     columns=(),
-    batches="tandem.coordinator.algorithms.given.GivenFeed",
+    running="tandem.coordinator.algorithms.data_set.DataSetAlgorithm",
     loss="tandem.trainer.losses.supervised.NegativeLogLikelihood",
     loss_section="sft",
 )
@@ -143,7 +143,7 @@ DPO = Algorithm(
     metrics=("val_loss", "val_accuracy", "loss", "accuracy"),
     curves=("loss", "val_accuracy"),
     columns=(REFERENCE_LOGPROBS,),
-    batches="tandem.coordinator.algorithms.given.GivenFeed",
+    running="tandem.coordinator.algorithms.data_set.DataSetAlgorithm",
     loss="tandem.trainer.losses.preference.PreferenceLoss",
     loss_section="dpo",
 )

@@ -13,7 +13,8 @@ def named(path: str, key: str = "") -> Any:
     module, _, attribute = path.rpartition(".")
     try:
         return getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # the module may be anyone's
-        reason = " ".join(f"{error}".split()) if isinstance(error, ImportError | AttributeError) else ""
-        reason = reason or f"{type(error).__name__}: {' '.join(str(error).split())}"
+    except (Exception, SystemExit) as error:  # the module may be anyone's
+        reason = str(error)
+        if not isinstance(error, ImportError | AttributeError | ValueError):
+            reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{key}: cannot import {path!r}: {reason}") from error

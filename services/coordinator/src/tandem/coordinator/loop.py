@@ -32,8 +32,8 @@ from tandem.common.messages import (
     TrainerBuilt,
 )
 from tandem.common.wire import Arrays, Frames, encode
+from tandem.coordinator.algorithms.running import RunningAlgorithm, group_sizes
 from tandem.coordinator.batches import Batches
-from tandem.coordinator.feed import Feed, group_sizes
 from tandem.coordinator.launch import LocalProcesses
 from tandem.coordinator.ledger import RefitLedger, StepLedger
 from tandem.coordinator.members import Registry
@@ -88,14 +88,14 @@ class Loop:
         scheduler: Scheduler,
         registry: Registry,
         processes: LocalProcesses,
-        feed: Feed,
+        algorithm: RunningAlgorithm,
         batches: Batches,
         recorder: Recorder,
     ) -> None:
         self._scheduler = scheduler
         self._registry = registry
         self._processes = processes
-        self._feed = feed
+        self._algorithm = algorithm
         self._batches = batches
         self._recorder = recorder
         self._ledger = StepLedger()
@@ -164,7 +164,7 @@ class Loop:
         self._batches.take_reply(event.member, event.reply)
         match event.reply:
             case SamplesFinished() as finished:
-                for line in self._feed.take_samples(event.member, finished):
+                for line in self._algorithm.take_samples(event.member, finished):
                     self._recorder.note(line)
                 return  # more answers follow
             case Trained() as trained:
@@ -193,14 +193,14 @@ class Loop:
             case Dispatch(member=member, order=order):
                 self._send(member, order, None)
             case DrawPrompts(step=step, purpose=purpose):
-                sizes = group_sizes(self._feed, action)
+                sizes = group_sizes(self._algorithm, action)
                 self._handle(PromptsDrawn(now=time.monotonic(), step=step, purpose=purpose, sizes=sizes))
             case DispatchPrompts():
                 self._send_prompts(action)
             case DispatchBatch():
                 self._send_batch(action)
             case DiscardSamples(step=step, purpose=purpose, groups=groups):
-                self._feed.discard_samples(step, purpose, groups)
+                self._algorithm.discard_samples(step, purpose, groups)
             case Replace(member=member, why=why):
                 self._replace(member, why)
             case RecordRefit():
@@ -238,8 +238,8 @@ class Loop:
             oldest=action.cancel_before,
             step=action.step,
             purpose=action.purpose,
-            sampling=self._feed.sampling(action.purpose),
-            groups=self._feed.prompt_groups(action.step, action.purpose, action.groups),
+            sampling=self._algorithm.sampling(action.purpose),
+            groups=self._algorithm.prompt_groups(action.step, action.purpose, action.groups),
         )
         if action.purpose == "train":
             self._generated.setdefault(action.member, []).append((action.command_id, action.step))
@@ -273,9 +273,9 @@ class Loop:
         self._recorder.note(f"{member} is lost: {why}; {how}")
 
     def _commit(self, action: CommitStep) -> None:
-        for line in self._feed.validation_examples(action.step, self._recorder.num_examples):
+        for line in self._algorithm.validation_examples(action.step, self._recorder.num_examples):
             self._recorder.note(line)
-        self._ledger.metrics.update(self._feed.finish_step(action.step))
+        self._ledger.metrics.update(self._algorithm.finish_step(action.step))
         self._release_samples(action.step)
         self._recorder.commit(action, self._ledger)
         self._ledger = StepLedger()

@@ -38,8 +38,8 @@ from tandem.coordinator.data.step_size import check_step_size
 from tandem.coordinator.samples import SampleRecord, SampleRecords, StepBatch
 
 
-class GrpoFeed:
-    """What the loop asks of GRPO (see `tandem.coordinator.feed.Feed`).
+class GrpoAlgorithm:
+    """What the loop asks of GRPO (see `tandem.coordinator.algorithms.running.RunningAlgorithm`).
 
     A problem whose prompt is too long is left out where it was read from somewhere; where it was made, so is every
     other, and that is an error. Those held out are tokenised at once, the others when they are drawn.

@@ -16,12 +16,13 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FSDPModule
 
+from tandem.common.columns import Model
 from tandem.common.config import Config
 from tandem.common.errors import CheckpointError, ConfigError, ModelError, TrainingError
 from tandem.refit.endpoint import Weights
 from tandem.trainer import checkpoints, context, policy_files
 from tandem.trainer.attention import prepare_to_pack, prepare_to_share
-from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep, WhichModel, Writing
+from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep, Writing
 from tandem.trainer.backends import optimizer_state, shards
 from tandem.trainer.backends.devices import device_of
 from tandem.trainer.backends.sharding import Ranks
@@ -98,7 +99,7 @@ class DTensorBackend:
         return OptimizerStep(loss=total_loss, grad_norm=grad_norm, learning_rate=learning_rate)
 
     @torch.no_grad()
-    def scores(self, micro_batches: Sequence[MicroBatch], model: WhichModel) -> list[TokenScores]:
+    def scores(self, micro_batches: Sequence[MicroBatch], model: Model) -> list[TokenScores]:
         """Return the scores of each micro-batch without gradient, zero where no token counts."""
         scorer = self._scorers[model]
         found = [scorer(batch) for batch in micro_batches]

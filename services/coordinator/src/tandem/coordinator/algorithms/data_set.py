@@ -29,8 +29,8 @@ Sequences = tuple[tuple[tuple[int, ...], tuple[bool, ...]], ...]
 """One conversation: for each of its answers the tokens of prompt and answer, and which of them count in the loss."""
 
 
-class GivenFeed:
-    """What the loop asks of an algorithm without engines (see `tandem.coordinator.feed.Feed`).
+class DataSetAlgorithm:
+    """What the loop asks of an algorithm without engines: obeys `tandem.coordinator.algorithms.running.RunningAlgorithm`.
 
     A conversation whose tokens are too many is left out where it was read from somewhere; where it was made, so is
     every other, and that is an error. Those held out are tokenised at once, the others when they are drawn.
