@@ -191,7 +191,7 @@ OURS, FORMER = 1.0, 0.5
 """The way, as the temperature that engines are told."""
 
 
-class Feed:
+class RunningAlgorithm:
     """What `Batches` asks of an algorithm, from the records of one step."""
 
     def __init__(self, config: Config, prompts: dict[int, Any]) -> None:
@@ -289,8 +289,8 @@ class Cluster:
 
     def step(self) -> dict[str, float]:
         """Take one step; return the seconds of processor time by what they were for."""
-        feed = Feed(self.config, self.prompts)
-        batches = Batches(self.config, feed)  # type: ignore[arg-type]
+        running = RunningAlgorithm(self.config, self.prompts)
+        batches = Batches(self.config, running)  # type: ignore[arg-type]
         for built in self.built:
             batches.take_reply(built.member, built.reply)
         self.bytes_sent = 0

@@ -154,7 +154,9 @@ class Backend(Way):
             rewards_S=np.zeros(NUM_SEQUENCES, dtype=np.float32),
         )
         rows = range(NUM_SEQUENCES)
-        self.micro_batches = [packing.pad(batch, rows, divisible_by=1, device=self.backend.device)]
+        read = self.config.declaration.columns_of(self.config, 1)
+        columns = {column: batch.of_tokens(column.name, column.fill) for column in read}
+        self.micro_batches = [packing.pad(batch, rows, divisible_by=1, device=self.backend.device, columns=columns)]
         # The first thing that happens to whole gradients.
         if policy.get("megatron_cfg"):
             self._watch(self.backend._optimizer, "prepare_grads")

@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from tandem.common.batch import TrainingBatch
+from tandem.common.columns import ADVANTAGES
 from tandem.common.config import Config
 from tandem.common.errors import ConfigError
 from tandem.trainer import packing
@@ -143,7 +144,8 @@ def test_logprobs_and_gradients_are_those_of_padded_rows(rows: Any, tmp_path: Pa
     found = []
     for row_divisible_by in (None, 1):
         model = packed_model(folder)
-        micro = packing.pad(batch, rows, divisible_by=1, device=CPU, row_divisible_by=row_divisible_by)
+        columns = {ADVANTAGES: batch.of_tokens("advantages", 0.0)}
+        micro = packing.pad(batch, rows, divisible_by=1, device=CPU, row_divisible_by=row_divisible_by, columns=columns)
         logprobs_BT, entropy_BT, _ = TokenScorer(model, 0.7, linear_head=has_linear_head(model))(micro)
         (logprobs_BT * micro.advantages_BT).sum().div(micro.loss_mask_BT.sum()).backward()
         found.append((logprobs_BT, entropy_BT, {name: tensor.grad for name, tensor in model.named_parameters()}))

@@ -15,6 +15,7 @@ import torch
 import transformers
 
 from tandem.common.batch import TrainingBatch
+from tandem.common.columns import ADVANTAGES
 from tandem.common.config import Config
 from tandem.trainer import packing
 from tandem.trainer.attention import prepare_to_share
@@ -134,7 +135,8 @@ def test_logprobs_and_gradients_are_those_of_the_samples_one_by_one(tmp_path: Pa
         model = transformers.AutoModelForCausalLM.from_pretrained(folder)
         if prompts is not None:
             assert prepare_to_share(model, 64) is None
-        micro = packing.pad(batch, range(6), divisible_by=1, device=CPU, prompts=prompts)
+        columns = {ADVANTAGES: batch.of_tokens("advantages", 0.0)}
+        micro = packing.pad(batch, range(6), divisible_by=1, device=CPU, prompts=prompts, columns=columns)
         assert (micro.shared_prompts is None) == (prompts is None)
         logprobs_BT, entropy_BT, _ = TokenScorer(model, 0.7, linear_head=has_linear_head(model))(micro)
         (logprobs_BT * micro.advantages_BT).sum().div(micro.loss_mask_BT.sum()).backward()

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import torch
 
+from tandem.common.columns import BUILT_IN
 from tandem.common.config.schema import LossFn
 from tandem.trainer.losses.aggregate import Counts
 from tandem.trainer.packing import MicroBatch
@@ -40,7 +41,10 @@ def micro_batch(**changes: Any) -> MicroBatch:
         "reference_logprobs_BT": logprobs(),
         "is_positive_BT": torch.tensor([[True], [False]]).expand(2, 4),
     }
-    return MicroBatch(**defaults | changes)
+    given = defaults | changes
+    columns = {name: given.pop(f"{name}_BT") for name in BUILT_IN if f"{name}_BT" in given}
+    columns["rewards"] = given.pop("is_positive_BT").float()
+    return MicroBatch(**given, columns={name: values for name, values in columns.items() if values is not None})
 
 
 CURRENT_BT = torch.where(

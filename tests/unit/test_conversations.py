@@ -17,7 +17,7 @@ from tandem.common.config import Config, notices
 from tandem.common.config.named import NAMED
 from tandem.common.errors import ConfigError, DataError, TandemError
 from tandem.common.tokenizer import Tokenizer, load_tokenizer
-from tandem.coordinator.algorithms import make_feed
+from tandem.coordinator.algorithms import make_algorithm
 from tandem.coordinator.data import load_conversations
 
 WRONG = "tandem.coordinator.data.worked:wrong_number"
@@ -37,7 +37,7 @@ def jsonl(rows: list[Any], name: str = "rows.jsonl") -> dict[str, Any]:
 def sequences(config: Config) -> list[tuple[str, str]]:
     """Prompt and counted text of every sequence of the first batch."""
     tokenizer = character_tokenizer(config)
-    batch, _ = make_feed(config, tokenizer).batch(1, "train")
+    batch, _ = make_algorithm(config, tokenizer).batch(1, "train")
     return [parts(tokenizer, batch, row) for row in range(len(batch.lengths_S))]
 
 
@@ -87,11 +87,13 @@ def test_pairs_lie_side_by_side_the_chosen_one_first() -> None:
 def test_an_epoch_has_every_pair_and_validation_those_held_out() -> None:
     config = data_config("dpo", rejected_template=WRONG, num_train=64)
     tokenizer = character_tokenizer(config)
-    feed = make_feed(config, tokenizer)
-    assert feed.num_steps == 8
-    used = [parts(tokenizer, feed.batch(step, "train")[0], row)[0] for step in range(1, 9) for row in range(0, 16, 2)]
+    running = make_algorithm(config, tokenizer)
+    assert running.num_steps == 8
+    used = [
+        parts(tokenizer, running.batch(step, "train")[0], row)[0] for step in range(1, 9) for row in range(0, 16, 2)
+    ]
     assert len(set(used)) == 64
-    held_out = {parts(tokenizer, feed.batch(1, "validate")[0], row)[0] for row in range(40)}
+    held_out = {parts(tokenizer, running.batch(1, "validate")[0], row)[0] for row in range(40)}
     assert len(held_out) == 20
     assert not held_out & set(used)
 
@@ -100,7 +102,7 @@ def test_an_epoch_has_every_pair_and_validation_those_held_out() -> None:
 def test_validation_takes_so_many_batches_or_everything(val_batches: int, count: int) -> None:
     config = data_config("dpo", rejected_template=WRONG)
     config = msgspec.structs.replace(config, dpo=msgspec.structs.replace(config.dpo, val_batches=val_batches))
-    batch, _ = make_feed(config, character_tokenizer(config)).batch(1, "validate")
+    batch, _ = make_algorithm(config, character_tokenizer(config)).batch(1, "validate")
     assert len(batch.lengths_S) == 2 * count
 
 
@@ -113,11 +115,11 @@ def test_several_files_are_validated_on_each_by_itself(val_batches: int, easy: i
     assert config.data.num_validation is None, "all of each"
     config = msgspec.structs.replace(config, dpo=msgspec.structs.replace(config.dpo, val_batches=val_batches))
     tokenizer = character_tokenizer(config)
-    feed = make_feed(config, tokenizer)
-    batch, _ = feed.batch(1, "validate")
+    running = make_algorithm(config, tokenizer)
+    batch, _ = running.batch(1, "validate")
     found = [parts(tokenizer, batch, row)[0] for row in range(0, len(batch.lengths_S), 2)]
     assert found == [f"<bos>{i}" for i in (*range(easy), *range(30, 30 + hard))]
-    assert feed.validation_parts == {"easy": 2 * easy, "hard": 2 * hard}, "sequences"
+    assert running.validation_parts == {"easy": 2 * easy, "hard": 2 * hard}, "sequences"
     assert len(load_conversations(config).train) == 25
 
 
@@ -136,7 +138,7 @@ def test_a_pair_that_is_trained_on_and_validated_on_is_refused_with_both_places(
 
 def test_one_set_has_no_parts() -> None:
     config = data_config("dpo", rejected_template=WRONG)
-    assert make_feed(config, character_tokenizer(config)).validation_parts == {}
+    assert make_algorithm(config, character_tokenizer(config)).validation_parts == {}
 
 
 PAIR = ("u1 + 1", " = 2", " = 3")
@@ -233,7 +235,7 @@ def test_a_row_that_is_no_pair_is_named_with_its_line(row: Any, message: str) ->
 def test_a_response_of_somebody_else_is_refused() -> None:
     config = data_config("dpo", **jsonl([OTHER, {"prompt": "1", "chosen": chat("u2"), "rejected": "3"}]))
     with pytest.raises(DataError, match=r"^problem 'rows.jsonl:2': its solution does not end with a turn of the"):
-        make_feed(config, character_tokenizer(config))
+        make_algorithm(config, character_tokenizer(config))
 
 
 def test_pairs_that_are_too_long_are_left_out_and_that_is_said() -> None:
@@ -243,8 +245,8 @@ def test_pairs_that_are_too_long_are_left_out_and_that_is_said() -> None:
         {"prompt": "3", "chosen": "3", "rejected": "4"},
     ]
     config = data_config("dpo", **jsonl(rows))
-    feed = make_feed(config, character_tokenizer(config))
-    assert feed.notices == (
+    running = make_algorithm(config, character_tokenizer(config))
+    assert running.notices == (
         "data: 1 of 3 left out: longer than data.max_input_seq_length and policy.max_total_sequence_length allow",
     )
 
@@ -357,7 +359,7 @@ def test_a_conversation_that_the_template_refuses_is_named_with_its_line() -> No
     character_tokenizer(config)
     Path("model/chat_template.jinja").write_text("{{ raise_exception('no') }}")
     with pytest.raises(ConfigError, match=r"refuses messages of user: no \(problem 'rows.jsonl:\d'\)$"):
-        make_feed(config, load_tokenizer(config))
+        make_algorithm(config, load_tokenizer(config))
 
 
 # --- SFT -------------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from data_harness import NUM_SUMS, SUMS, character_tokenizer, data_config
 from tandem.common.config import Config
 from tandem.common.errors import ConfigError, DataError, TandemError
 from tandem.common.messages import Problem
-from tandem.coordinator.algorithms.grpo import GrpoFeed
+from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
 from tandem.coordinator.data import load_problems, sources
 from tandem.coordinator.data.prompts import fill_template
 
@@ -227,8 +227,8 @@ def test_what_is_left_over_is_said() -> None:
     rows = [*ROWS, *ROWS, *ROWS]
     config = data_config(dataset_name="jsonl", train_data_path=jsonl("all.jsonl", rows), num_validation=8)
     assert load_problems(config).num_set_aside == 1
-    feed = GrpoFeed(config, character_tokenizer(config))
-    assert feed.notices == (
+    running = GrpoAlgorithm(config, character_tokenizer(config))
+    assert running.notices == (
         "data: 1 of 30 left out: what is held out (data.num_validation) has the same prompt or content",
     )
 

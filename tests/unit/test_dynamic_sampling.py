@@ -13,7 +13,7 @@ from samples_harness import finished, records_of
 from tandem.common.config import Config
 from tandem.common.config.schema import AdvEstimator, Grpo, RewardScaling, RewardShaping
 from tandem.common.messages import SampleScored
-from tandem.coordinator.algorithms.grpo import GrpoFeed
+from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
 from tandem.coordinator.algorithms.rewards import has_spread
 from tandem.coordinator.outline import steps
 from tandem.coordinator.scheduler import Scheduler
@@ -146,7 +146,7 @@ def test_for_gdpo_it_is_the_components_that_differ() -> None:
     assert has_spread(Grpo(adv_estimator=AdvEstimator(name="gdpo")), samples)
 
 
-# --- the feed --------------------------------------------------------------------------------------------------------
+# --- its data --------------------------------------------------------------------------------------------------------
 
 
 def feed_config() -> Config:
@@ -160,11 +160,11 @@ def feed_config() -> Config:
 def test_a_step_draws_problems_of_its_own(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(str(tmp_path))
     config = feed_config()
-    feed = GrpoFeed(config, character_tokenizer(config))
+    running = GrpoAlgorithm(config, character_tokenizer(config))
     assert config.grpo.num_prompts_per_batch == 6
-    first, second = (feed.prompt_groups(step, "train", range(18)) for step in (1, 2))
+    first, second = (running.prompt_groups(step, "train", range(18)) for step in (1, 2))
     assert len({group.problem.problem_id for group in (*first, *second)}) == 36, "an epoch has 60"
-    again = feed.prompt_groups(1, "train", range(6, 12))
+    again = running.prompt_groups(1, "train", range(6, 12))
     assert again == first[6:12], "whatever a batch has, it does not depend on the batches before"
 
 
@@ -173,15 +173,15 @@ def test_the_first_groups_that_teach_something_are_trained_on(
 ) -> None:
     monkeypatch.chdir(str(tmp_path))
     config = feed_config()
-    feed = GrpoFeed(config, character_tokenizer(config))
-    groups = feed.prompt_groups(1, "train", range(12))
+    running = GrpoAlgorithm(config, character_tokenizer(config))
+    groups = running.prompt_groups(1, "train", range(12))
     messages = finished(groups, 1, "train")
     useless = {0, 2, 3, 4, 7}
     for i, message in enumerate(messages):
         (one,) = message.samples
         if one.group in useless:
             messages[i] = msgspec.structs.replace(message, samples=(msgspec.structs.replace(one, reward=0.0),))
-    batch, metrics = feed.batch(1, "train", records_of(groups, messages[::-1]))
+    batch, metrics = running.batch(1, "train", records_of(groups, messages[::-1]))
     kept = [1, 5, 6, 8]
     assert batch.table.group_S.tolist() == [group for group in kept for _ in range(2)]
     assert batch.table.sample_S.tolist() == [0, 1] * 4

@@ -12,9 +12,9 @@ from data_harness import character_tokenizer, data_config
 from tandem.common.config import Config
 from tandem.common.errors import DataError
 from tandem.common.tokenizer import load_tokenizer
-from tandem.coordinator.algorithms import make_feed
-from tandem.coordinator.algorithms.given import GivenFeed
-from tandem.coordinator.algorithms.grpo import GrpoFeed
+from tandem.coordinator.algorithms import make_algorithm
+from tandem.coordinator.algorithms.data_set import DataSetAlgorithm
+from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
 from tandem.coordinator.data import LazyDataset, epoch_stream
 from tandem.coordinator.data.lazy import NUM_CHECKED
 
@@ -40,14 +40,14 @@ def place(config: Config, position: int, num: int = NUM) -> int:
     return epoch_stream(config.algorithm_section.seed, num, position, 1)[0]
 
 
-def questions(feed: GivenFeed | GrpoFeed, config: Config, steps: range) -> list[str]:
+def questions(running: DataSetAlgorithm | GrpoAlgorithm, config: Config, steps: range) -> list[str]:
     """What each step asks, in order."""
-    if isinstance(feed, GrpoFeed):
-        groups = [group for step in steps for group in feed.prompt_groups(step, "train", range(4))]
+    if isinstance(running, GrpoAlgorithm):
+        groups = [group for step in steps for group in running.prompt_groups(step, "train", range(4))]
         return [group.problem.question for group in groups]
     tokenizer, found = load_tokenizer(config), []
     for step in steps:
-        batch = feed.batch(step, "train")[0].tokens
+        batch = running.batch(step, "train")[0].tokens
         end = 0
         for length in batch.lengths_S:
             found.append(tokenizer.decode(batch.token_ids_T[end : end + length].tolist()).split(" = ")[0])
@@ -55,8 +55,8 @@ def questions(feed: GivenFeed | GrpoFeed, config: Config, steps: range) -> list[
     return found
 
 
-def feed_of(config: Config) -> Any:
-    return make_feed(config, load_tokenizer(config) if Path("model").exists() else character_tokenizer(config))
+def algorithm_of(config: Config) -> Any:
+    return make_algorithm(config, load_tokenizer(config) if Path("model").exists() else character_tokenizer(config))
 
 
 def test_only_the_first_items_are_encoded_at_once_and_the_rest_when_they_are_drawn() -> None:
@@ -83,16 +83,16 @@ def test_an_item_that_is_too_long_gives_its_place_to_the_next_whenever_it_is_dra
     config = data_config(algorithm, **rows())
     late, early = place(config, NUM - 1), place(config, 0)
     config = data_config(algorithm, **rows(**{f"_{late}": "1" * 70, f"_{early}": "2" * 70}))
-    feed = feed_of(config)
-    (notice,) = feed.notices
+    running = algorithm_of(config)
+    (notice,) = running.notices
     checked = NUM_CHECKED + 1
     assert notice == f"data: 1 of the first {checked} left out, and others when it is their turn: {TOO_LONG}"
     size = 8 if algorithm == "sft" else 4
-    epoch = questions(feed, config, range(1, NUM // size + 1))
+    epoch = questions(running, config, range(1, NUM // size + 1))
     expected = [f"{(index + (index in (late, early))) % NUM} + 1" for index in epoch_stream(1, NUM, 0, NUM)]
     assert epoch == expected
     last = range(NUM // size, NUM // size + 1)
-    assert questions(feed_of(config), config, last) == expected[-size:], "a resumed run draws the same"
+    assert questions(algorithm_of(config), config, last) == expected[-size:], "a resumed run draws the same"
 
 
 @pytest.mark.parametrize("algorithm", ["sft", "grpo"])
@@ -105,7 +105,7 @@ def test_characters_that_are_unknown_are_all_named_at_once_wherever_they_are(alg
     found = ", ".join(f"'{c}' (first in problem 'sums.jsonl:{row}')" for c, row in places.items())
     held_out, count = (", 'z' (first in problem 'held_out.jsonl:1')", 4) if algorithm == "sft" else ("", 3)
     with pytest.raises(DataError) as caught:
-        feed_of(data_config(algorithm, **changed))
+        algorithm_of(data_config(algorithm, **changed))
     assert str(caught.value) == f"the tokenizer in model does not know {count} characters: {found}{held_out}"
 
 
@@ -118,14 +118,14 @@ def test_characters_of_templates_are_named_by_template() -> None:
     }
     Path("prompt.txt").write_text("({})?")
     with pytest.raises(DataError) as caught:
-        feed_of(data_config("sft", **settings))
+        algorithm_of(data_config("sft", **settings))
     assert str(caught.value) == (
         "the tokenizer in model does not know 8 characters: 'be\\n' (first in data.system_prompt), '()?' (first in "
         "data.prompt_file), 'Q' (first in data.prompt_template), '!' (first in data.solution_template)"
     )
     Path("model/chat_template.jinja").write_text("{% for m in messages %}<{{ m['content'] }}>{% endfor %}")
     with pytest.raises(DataError, match=r"not know 2 characters: '<>' \(first in the chat template\)$"):
-        feed_of(data_config("grpo", **rows()))
+        algorithm_of(data_config("grpo", **rows()))
 
 
 def test_what_is_wrong_is_named_at_once_among_the_first_and_else_when_it_is_drawn() -> None:
@@ -144,19 +144,19 @@ def test_what_is_wrong_is_named_at_once_among_the_first_and_else_when_it_is_draw
     first, last = place(config(None), NUM_CHECKED - 1), place(config(None), NUM - 1)
     message = "its solution does not end with a turn of the assistant$"
     with pytest.raises(DataError, match=f"^problem 'talk.jsonl:{first + 1}': {message}"):
-        feed_of(config(first + 10))
-    feed = feed_of(config(last + 10))
+        algorithm_of(config(first + 10))
+    running = algorithm_of(config(last + 10))
     for step in range(1, NUM // 8):
-        feed.batch(step, "train")
+        running.batch(step, "train")
     with pytest.raises(DataError, match=f"^problem 'talk.jsonl:{last + 1}': {message}"):
-        feed.batch(NUM // 8, "train")
+        running.batch(NUM // 8, "train")
 
 
 @pytest.mark.parametrize(("num", "which"), [(9, "every one"), (NUM, f"each of the first {NUM_CHECKED}")])
 def test_a_file_of_which_nothing_fits_is_refused(num: int, which: str) -> None:
     long = {f"_{index}": f"{index} " + "1" * 70 for index in range(num)}
     with pytest.raises(DataError, match=f"^data: {which} is longer than policy.max_total_sequence_length allows$"):
-        feed_of(data_config("sft", **rows(num, **long)))
+        algorithm_of(data_config("sft", **rows(num, **long)))
     Path("held_out.jsonl").write_text(json.dumps({"input": "1" * 70, "output": "2"}))
     with pytest.raises(DataError, match=r"^data: everything held out is longer than policy.max_total_sequence"):
-        feed_of(data_config("sft", **rows(num)))
+        algorithm_of(data_config("sft", **rows(num)))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from loss_harness import COUNTS, CPU, CURRENT_BT, ENTROPY_BT, MASK_BT, micro_batch, scores, settings
 
-from tandem.common.config.schema import LossFn
+from tandem.common.config.schema import LossFn, Sft
 from tandem.trainer.losses.aggregate import Counts, aggregate
 from tandem.trainer.losses.importance import importance_weights
 from tandem.trainer.losses.kl import kl_divergence
@@ -211,7 +211,7 @@ def test_the_report_sums_over_counted_tokens() -> None:
 
 
 def test_negative_log_likelihood() -> None:
-    loss = NegativeLogLikelihood(Counts(tokens=8, sequences=4), CPU)
+    loss = NegativeLogLikelihood(Sft(), Counts(tokens=8, sequences=4), CPU)
     assert float(loss(micro_batch(), scores(CURRENT_BT))) == pytest.approx((1.0 + 2.0 + 0.3 + 1.7) / 8)
     assert loss.report.names == ("entropy", "token_accuracy")
     assert loss.report.sums.tolist() == [5.0, 2.0]

@@ -373,6 +373,10 @@ def test_rows_one_by_one_and_wider_give_the_same_loss_and_gradient(config: LossF
                 for name in MicroBatch.__struct_fields__
                 if name.endswith("_BT")
             },
+            columns={
+                name: torch.nn.functional.pad(values_BT[row : row + 1], (0, 3))
+                for name, values_BT in batch.columns.items()
+            },
         )
         pad = torch.nn.functional.pad
         total = total + loss(

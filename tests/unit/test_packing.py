@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tandem.common.assignment import EMPTY_ROW, assign, global_batches
 from tandem.common.batch import TrainingBatch
+from tandem.common.columns import ADVANTAGES, GENERATION_LOGPROBS, PREVIOUS_LOGPROBS, REFERENCE_LOGPROBS
 from tandem.trainer import packing
 
 CPU = torch.device("cpu")
@@ -28,8 +29,14 @@ def batch_of(*masks: str) -> TrainingBatch:
     )
 
 
+def columns_of(batch: TrainingBatch) -> packing.Columns:
+    """Return what comes with a batch."""
+    return {column: batch.of_tokens(column.name, column.fill) for column in (GENERATION_LOGPROBS, ADVANTAGES)}
+
+
 def test_padding_goes_right_and_every_field_lands_where_its_token_does() -> None:
-    micro = packing.pad(batch_of("..xx", ".x", "..x"), (2, 0), divisible_by=1, device=CPU)
+    batch = batch_of("..xx", ".x", "..x")
+    micro = packing.pad(batch, (2, 0), divisible_by=1, device=CPU, columns=columns_of(batch))
     assert micro.rows == (2, 0)
     assert micro.lengths_B.tolist() == [3, 4]
     assert micro.token_ids_BT.tolist() == [[7, 8, 9, 0], [1, 2, 3, 4]]
@@ -56,7 +63,8 @@ def test_the_first_token_of_a_sequence_never_counts() -> None:
 
 
 def test_an_empty_row_holds_nothing_and_counts_nowhere() -> None:
-    micro = packing.pad(batch_of(".x"), (0, EMPTY_ROW), divisible_by=4, device=CPU)
+    batch = batch_of(".x")
+    micro = packing.pad(batch, (0, EMPTY_ROW), divisible_by=4, device=CPU, columns=columns_of(batch))
     assert micro.lengths_B.tolist() == [2, 0]
     assert not micro.attention_mask_BT[1].any()
     assert not micro.loss_mask_BT[1].any()
@@ -71,7 +79,7 @@ def test_unpadding_undoes_padding() -> None:
     batch = batch_of("..xx", ".x", "..x")
     values_T = np.zeros(9, dtype=np.float32)
     for rows in [(2, EMPTY_ROW), (0, 1)]:
-        micro = packing.pad(batch, rows, divisible_by=8, device=CPU)
+        micro = packing.pad(batch, rows, divisible_by=8, device=CPU, columns=columns_of(batch))
         packing.unpad_into(values_T, micro.generation_logprobs_BT, batch, rows)
     assert values_T.tolist() == batch.generation_logprobs_T.tolist()
 
@@ -83,8 +91,7 @@ def test_scores_of_the_ragged_batch_are_padded_beside_their_tokens() -> None:
         (1, 0),
         divisible_by=1,
         device=CPU,
-        previous_logprobs_T=scores_T,
-        reference_logprobs_T=-scores_T,
+        columns={PREVIOUS_LOGPROBS: scores_T, REFERENCE_LOGPROBS: -scores_T},
     )
     assert micro.previous_logprobs_BT is not None
     assert micro.reference_logprobs_BT is not None

@@ -33,10 +33,7 @@ def micro_batch(rows: slice = slice(None), *, num_empty: int = 0) -> MicroBatch:
         token_ids_BT=torch.zeros(num_rows, 4, dtype=torch.int64),
         attention_mask_BT=torch.ones(num_rows, 4, dtype=torch.bool),
         loss_mask_BT=mask_BT,
-        generation_logprobs_BT=torch.zeros(num_rows, 4),
-        advantages_BT=torch.ones(num_rows, 4),
-        is_positive_BT=torch.zeros(num_rows, 4, dtype=torch.bool),
-        reference_logprobs_BT=reference_BT,
+        columns={"reference_logprobs": reference_BT},
     )
 
 

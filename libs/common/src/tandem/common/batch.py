@@ -34,35 +34,48 @@ _SHOWN = 100
 def _dtypes(kind: type[msgspec.Struct]) -> dict[str, np.dtype[Any]]:
     """Return the dtype of each field, as its annotation says."""
     hints = get_type_hints(kind)
-    return {name: np.dtype(get_args(get_args(hints[name])[1])[0]) for name in kind.__struct_fields__}
+    names = [name for name in kind.__struct_fields__ if name != "columns"]
+    return {name: np.dtype(get_args(get_args(hints[name])[1])[0]) for name in names}
 
 
 class Bundle(msgspec.Struct, frozen=True, kw_only=True):
-    """Arrays that travel beside a message: each field is one frame."""
+    """Arrays that travel beside a message: each field is one frame.
+
+    A bundle may also have a field ``columns`` of more arrays, by names that end with their axis as those of fields do:
+    what a run's loss reads beside what is built in (`tandem.common.columns`).
+    """
 
     def to_frames(self) -> dict[str, NDArray[Any]]:
         """Return the arrays by field name, uncopied."""
-        return {name: getattr(self, name) for name in self.__struct_fields__}
+        return {name: getattr(self, name) for name in _dtypes(type(self))} | getattr(self, "columns", {})
 
     @classmethod
-    def from_frames(cls, frames: Mapping[str, NDArray[Any]]) -> Self:
+    def of(cls, arrays: Mapping[str, NDArray[Any]]) -> Self:
+        """Return the bundle of these arrays, by name."""
+        fields = {name: array for name, array in arrays.items() if name in _dtypes(cls)}
+        columns = {name: array for name, array in arrays.items() if name not in fields}
+        return cls(**fields, **({"columns": columns} if columns else {}))
+
+    @classmethod
+    def from_frames(cls, frames: Mapping[str, NDArray[Any]], columns: Mapping[str, str] | None = None) -> Self:
         """Rebuild from received frames; the arrays stay read-only views of them.
 
-        Raises `WireError` unless there is one array for each field, of its dtype and one dimension, and there are
-        sequences, each of at least one token, and as many numbers of everything else as there must be.
+        Raises `WireError` unless there is one array for each field, and for each of `columns`, of its dtype and one
+        dimension, and there are sequences, each of at least one token, and as many numbers of everything else as there
+        must be.
         """
-        cls._check_declared(frames)
+        cls._check_declared(frames, columns or {})
         lengths_S = frames["lengths_S"]
         if not len(lengths_S) or lengths_S.min() < 1:
             at = int(lengths_S.argmin()) if len(lengths_S) else 0
             what = f"{lengths_S[at]} for sequence {at}" if len(lengths_S) else "of no sequence"
             raise WireError(f"lengths_S: {what}, must be at least 1")
         cls._check_sizes(frames)
-        return cls(**frames)
+        return cls.of(frames)
 
     @classmethod
-    def _check_declared(cls, frames: Mapping[str, NDArray[Any]]) -> None:
-        dtypes = _dtypes(cls)
+    def _check_declared(cls, frames: Mapping[str, NDArray[Any]], columns: Mapping[str, str]) -> None:
+        dtypes = _dtypes(cls) | {name: np.dtype(dtype) for name, dtype in columns.items()}
         for name in [*dtypes, *frames]:
             if name not in frames:
                 raise WireError(f"{name}: is missing")
@@ -78,7 +91,7 @@ class Bundle(msgspec.Struct, frozen=True, kw_only=True):
     def _check_sizes(cls, frames: Mapping[str, NDArray[Any]]) -> None:
         lengths_S = frames["lengths_S"]
         sizes = {"S": len(lengths_S), "T": int(lengths_S.sum(dtype=np.int64))}
-        for name in cls.__struct_fields__:
+        for name in frames:
             axis = name.rpartition("_")[2]
             if len(frames[name]) != sizes[axis]:
                 of = f"the {sizes['S']} sequences" if axis == "S" else f"lengths_S, which add up to {sizes['T']}"
@@ -88,7 +101,7 @@ class Bundle(msgspec.Struct, frozen=True, kw_only=True):
         """Raise `WireError` if any number of a field is wrong, naming the first."""
         if wrong.any():
             at = int(wrong.argmax())
-            raise WireError(f"{field}: {getattr(self, field)[at]} for {self._where(field, at)}, {must}")
+            raise WireError(f"{field}: {self.to_frames()[field][at]} for {self._where(field, at)}, {must}")
 
     def _where(self, field: str, at: int) -> str:
         return f"sequence {at}"
@@ -125,7 +138,7 @@ class RaggedArrays(Bundle, frozen=True, kw_only=True):
         rows, offsets = np.asarray(rows, dtype=np.int64), self.offsets()
         tokens = np.concatenate([rows[:0], *(np.arange(offsets[row], offsets[row + 1]) for row in rows)])
         arrays = self.to_frames().items()
-        return type(self)(**{name: array[rows if name.endswith("_S") else tokens] for name, array in arrays})
+        return self.of({name: array[rows if name.endswith("_S") else tokens] for name, array in arrays})
 
     def counted(self) -> Bools:
         """Return the loss mask without the first token of each sequence, which nothing predicts."""
@@ -185,19 +198,24 @@ class TrainingBatch(RaggedArrays, frozen=True, kw_only=True):
     advantages_S: Float32s
     rewards_S: Float32s
     """What advantages were made of; zeros where there are no rewards."""
+    columns: Mapping[str, NDArray[Any]] = {}
 
     def part(self, first: int, count: int) -> TrainingBatch:
         """Return `count` sequences from `first` on, uncopied."""
         start, size = (int(self.lengths_S[rows].sum()) for rows in (slice(first), slice(first, first + count)))
         rows, tokens = slice(first, first + count), slice(start, start + size)
-        return TrainingBatch(
-            lengths_S=self.lengths_S[rows],
-            token_ids_T=self.token_ids_T[tokens],
-            loss_mask_T=self.loss_mask_T[tokens],
-            generation_logprobs_T=self.generation_logprobs_T[tokens],
-            advantages_S=self.advantages_S[rows],
-            rewards_S=self.rewards_S[rows],
-        )
+        arrays = self.to_frames().items()
+        return self.of({name: array[rows if name.endswith("_S") else tokens] for name, array in arrays})
+
+    def of_tokens(self, name: str, fill: float) -> NDArray[Any]:
+        """Return a column's number of each token: its own, or that of its sequence; of one that is not here `fill`."""
+        arrays = self.to_frames()
+        if f"{name}_T" in arrays:
+            return arrays[f"{name}_T"]
+        of_sequences = arrays.get(f"{name}_S", self.lengths_S[:0])
+        if len(of_sequences) != len(self.lengths_S):
+            of_sequences = np.full(len(self.lengths_S), fill, dtype=np.float32)
+        return np.repeat(of_sequences, self.lengths_S)
 
     def table(self) -> BatchTable:
         """Return the table of a batch that nobody generated, as yet assigned to rank 0 alone.
@@ -240,7 +258,7 @@ class GivenTokens(RaggedArrays, frozen=True, kw_only=True):
     def beside(cls, lengths_S: Int32s, frames: Mapping[str, NDArray[Any]]) -> Self:
         """Rebuild from the lengths of a share, which may be empty, and received frames. Raises `WireError`."""
         whole = {"lengths_S": lengths_S, **frames}
-        cls._check_declared(whole)
+        cls._check_declared(whole, {})
         cls._check_sizes(whole)
         return cls(**whole)
 
@@ -279,6 +297,7 @@ class BatchTable(Bundle, frozen=True, kw_only=True):
     """With group and sample its key there (`tandem.common.messages.SampleKey`); zero where there is no source."""
     group_S: Int32s
     sample_S: Int32s
+    columns: Mapping[str, NDArray[Any]] = {}
 
     def __len__(self) -> int:
         """Return the number of sequences."""
@@ -295,8 +314,8 @@ class BatchTable(Bundle, frozen=True, kw_only=True):
             values_S = getattr(self, field)
             self.refuse(field, (values_S < 0) | (values_S > self.lengths_S), "must be from 0 to the sequence's length")
         self.refuse("rank_S", (self.rank_S < 0) | (self.rank_S >= num_ranks), f"must be from 0 to {num_ranks - 1}")
-        for field in ("advantages_S", "rewards_S"):
-            self.refuse(field, ~np.isfinite(getattr(self, field)), "must be finite")
+        for field in ("advantages_S", "rewards_S", *self.columns):
+            self.refuse(field, ~np.isfinite(self.to_frames()[field]), "must be finite")
         first, last = (0, num_sources - 1) if num_sources else (-1, -1)
         self.refuse("source_S", (self.source_S < first) | (self.source_S > last), f"must be from {first} to {last}")
         for field in ("command_S", "group_S", "sample_S"):
@@ -306,8 +325,12 @@ class BatchTable(Bundle, frozen=True, kw_only=True):
 
     def take(self, rows: slice | Int64s) -> Self:
         """Return these sequences, in this order."""
-        return type(self)(**{name: array[rows] for name, array in self.to_frames().items()})
+        return self.of({name: array[rows] for name, array in self.to_frames().items()})
 
     def rows_of(self, rank: int) -> Int64s:
         """Return the sequences of a data-parallel rank."""
         return np.flatnonzero(self.rank_S == rank)
+
+
+RESERVED = frozenset(BatchTable.__struct_fields__)
+"""Names that no column of the user's can have."""

@@ -15,7 +15,7 @@ from tandem.common.assignment import Assignment, data_parallel_ranks
 from tandem.common.batch import BatchTable, GivenTokens, TrainingBatch
 from tandem.common.config import Config
 from tandem.common.messages import EngineBuilt, Evaluate, Reply, SamplesMissing, Train, TrainerBuilt
-from tandem.coordinator.feed import Feed
+from tandem.coordinator.algorithms.running import RunningAlgorithm
 from tandem.coordinator.scheduler.events import DispatchBatch
 from tandem.coordinator.scheduler.groups import SampleRecord
 
@@ -23,11 +23,11 @@ from tandem.coordinator.scheduler.groups import SampleRecord
 class Batches:
     """The orders that send a step's batch to the trainers, made once for all of them."""
 
-    def __init__(self, config: Config, feed: Feed) -> None:
+    def __init__(self, config: Config, algorithm: RunningAlgorithm) -> None:
         self._ranks = data_parallel_ranks(config)
         """Of each trainer, by its index."""
         self._config = config
-        self._feed = feed
+        self._algorithm = algorithm
         self._shares_prompts = False
         self._addresses: dict[str, str] = {}
         """Of the samples of each rollout."""
@@ -71,11 +71,11 @@ class Batches:
             arrays = arrays | self._tokens[self._ranks[int(action.member.rpartition("-")[2])]]
         if action.purpose == "train":
             return Train(**common), arrays, metrics
-        return Evaluate(**common, parts=self._feed.validation_parts), arrays, metrics
+        return Evaluate(**common, parts=self._algorithm.validation_parts), arrays, metrics
 
     def _make(self, action: DispatchBatch, records: Sequence[SampleRecord]) -> dict[str, float]:
-        batch, metrics = self._feed.batch(action.step, action.purpose, records)
-        parts = [*self._feed.validation_parts.values()] if action.purpose == "validate" else []
+        batch, metrics = self._algorithm.batch(action.step, action.purpose, records)
+        parts = [*self._algorithm.validation_parts.values()] if action.purpose == "validate" else []
         table = Assignment.of(self._config, shares_prompts=self._shares_prompts).assign(batch.table, parts)
         self._made = action.step, action.purpose
         self._sources = {rollout: self._addresses[rollout] for rollout in batch.rollouts}

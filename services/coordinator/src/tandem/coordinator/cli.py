@@ -212,7 +212,9 @@ def _summary(ready: Ready) -> str:
     config, first = ready.config, "" if ready.prerequisite is None else f", after {ready.prerequisite.source}"
     counts = expected_processes(config).items()
     processes = ", ".join(f"{count} {kind} process{'es' * (count > 1)}" for kind, count in counts)
-    return f"OK: {config.algorithm} on {config.policy.model_name}, {ready.feed.num_steps} steps, {processes}{first}"
+    return (
+        f"OK: {config.algorithm} on {config.policy.model_name}, {ready.algorithm.num_steps} steps, {processes}{first}"
+    )
 
 
 def _report(arguments: argparse.Namespace) -> int:

@@ -79,7 +79,7 @@ def _conditions(config: Config) -> Iterator[Condition]:
         evidence="the learning rate has been 0, and no weight has changed",
         look_at=learning_rate,
     )
-    if config.algorithm == "grpo":
+    if config.declaration.rolls_out:
         yield from _of_samples(config)
         no_gradient = "grpo.overlong_filtering and loss_fn"
     else:
@@ -94,7 +94,7 @@ def _conditions(config: Config) -> Iterator[Condition]:
 
 def _of_samples(config: Config) -> Iterator[Condition]:
     """Yield what can be wrong with samples and their rewards."""
-    grpo, generation = config.grpo, config.policy.generation
+    grpo, generation = config.rollout_section, config.policy.generation
     estimator = grpo.adv_estimator
     # Shaping by length tells samples of equal rewards apart.
     if not grpo.reward_shaping.enabled:

@@ -32,8 +32,8 @@ from tandem.common.messages import (
     TrainerBuilt,
 )
 from tandem.common.wire import Arrays, Frames, encode
+from tandem.coordinator.algorithms.running import RunningAlgorithm, group_sizes
 from tandem.coordinator.batches import Batches
-from tandem.coordinator.feed import Feed, group_sizes
 from tandem.coordinator.launch import LocalProcesses
 from tandem.coordinator.ledger import RefitLedger, StepLedger
 from tandem.coordinator.members import Registry
@@ -88,14 +88,14 @@ class Loop:
         scheduler: Scheduler,
         registry: Registry,
         processes: LocalProcesses,
-        feed: Feed,
+        algorithm: RunningAlgorithm,
         batches: Batches,
         recorder: Recorder,
     ) -> None:
         self._scheduler = scheduler
         self._registry = registry
         self._processes = processes
-        self._feed = feed
+        self._algorithm = algorithm
         self._batches = batches
         self._recorder = recorder
         self._ledger = StepLedger()
@@ -192,7 +192,7 @@ class Loop:
             case Dispatch(member=member, order=order):
                 self._send(member, order, None)
             case DrawPrompts(step=step, purpose=purpose):
-                sizes = group_sizes(self._feed, action)
+                sizes = group_sizes(self._algorithm, action)
                 self._handle(PromptsDrawn(now=time.monotonic(), step=step, purpose=purpose, sizes=sizes))
             case DispatchPrompts():
                 self._send_prompts(action)
@@ -237,8 +237,8 @@ class Loop:
             cancel_before=action.cancel_before,
             step=action.step,
             purpose=action.purpose,
-            sampling=self._feed.sampling(action.purpose),
-            groups=self._feed.prompt_groups(action.step, action.purpose, action.groups),
+            sampling=self._algorithm.sampling(action.purpose),
+            groups=self._algorithm.prompt_groups(action.step, action.purpose, action.groups),
         )
         if action.purpose == "train":
             self._generated.setdefault(action.member, []).append((action.command_id, action.step))
@@ -273,9 +273,9 @@ class Loop:
         self._recorder.note(f"{member} is lost: {why}; {how}")
 
     def _commit(self, action: CommitStep) -> None:
-        for line in self._feed.describe(action.validated[: self._recorder.num_examples]):
+        for line in self._algorithm.describe(action.validated[: self._recorder.num_examples]):
             self._recorder.note(line)
-        self._ledger.metrics.update(self._feed.validation_metrics(action.validated))
+        self._ledger.metrics.update(self._algorithm.validation_metrics(action.validated))
         self._release_samples(action.step)
         self._recorder.commit(action, self._ledger)
         self._ledger = StepLedger()

@@ -21,21 +21,19 @@ def ranks_of_training(config: Config) -> str:
 def steps(config: Config) -> Iterator[str]:
     """Say what one step computes: optimizer steps, and the micro-batches of each rank in one."""
     policy, share = config.policy, -(-config.policy.train_global_batch_size // config.data_parallel_size)
-    things = "pairs" if config.algorithm == "dpo" else "sequences"
-    if config.algorithm == "grpo":
-        prompts, generations = config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt
-        whole = prompts * generations
-        num = whole // policy.train_global_batch_size
+    things, num = f"{config.declaration.unit}s", config.num_optimizer_steps
+    if config.declaration.rolls_out:
+        section, whole = config.rollout_section, config.units_per_step
+        prompts, generations = section.num_prompts_per_step, section.num_generations_per_prompt
         yield f"{prompts:,} prompts × {generations} samples = {whole:,} sequences, {_count(num, 'optimizer step')}"
-        if config.grpo.use_dynamic_sampling:
-            drawn, most = config.grpo.num_prompts_per_batch, config.grpo.dynamic_sampling_max_gen_batches
+        if section.use_dynamic_sampling:
+            drawn, most = section.num_prompts_per_batch, section.dynamic_sampling_max_gen_batches
             yield f"of each {drawn:,} prompts that are drawn, those count whose rewards differ; at most {most:,} draws"
     else:
-        num = 1
         yield f"{policy.train_global_batch_size:,} {things}, 1 optimizer step"
     micro_batches = _micro_batches(config, share, policy.train_micro_batch_size)
     yield f"of each, a rank trains on {share:,} {things}: {micro_batches}"
-    scored = _scored(config, num)
+    scored = " and the ".join(config.declaration.scored_by(config, num))
     if scored:
         batches = _micro_batches(config, share * num, policy.logprob_batch_size, scoring=True)
         yield f"before that, log-probabilities of the {scored}: {batches}"
@@ -51,17 +49,6 @@ def _micro_batches(config: Config, num: int, size: int, *, scoring: bool = False
     most = -(-num // max(1, tokens // longest))
     kind = "packed rows" if packing.enabled else "micro-batches"
     return f"at most {most:,} {kind} of at most {tokens:,} tokens"
-
-
-def _scored(config: Config, num_steps: int) -> str:
-    """Name the models that score a batch before it is trained on."""
-    if config.algorithm == "dpo":
-        return "reference"
-    if config.algorithm != "grpo":
-        return ""
-    is_previous_read = num_steps > 1 or config.loss_fn.use_kl_in_reward
-    models = {"policy": is_previous_read, "reference": config.loss_fn.reference_policy_kl_penalty > 0}
-    return " and the ".join(name for name, is_scored in models.items() if is_scored)
 
 
 def memory(config: Config, trainers: Side) -> str:
@@ -82,7 +69,7 @@ def memory(config: Config, trainers: Side) -> str:
             shares = shares_E = 1
         state = bytes_of_state / item_size * (rest / shares + experts / shares_E)
     kept = {"weights": weights, "gradients": gradients, "optimizer": state}
-    if "reference" in _scored(config, 1):
+    if config.needs_reference:
         kept["reference model"] = weights
     listed = ", ".join(f"{name} {size / _GB:,.2f}" for name, size in kept.items())
     where = " (in host memory)" if policy.dtensor_cfg.cpu_offload and not megatron.enabled else ""

@@ -16,7 +16,9 @@ from typing import Any
 import msgspec
 
 from tandem.common.config import Config, config_from_json
-from tandem.common.errors import nearest
+from tandem.common.errors import ConfigError, nearest
+
+_LOSS = "loss_fn.class"
 
 
 def has_own_code(config: Config, kind: str) -> bool:
@@ -36,7 +38,11 @@ def _all_named(config: Config, kind: str) -> Iterator[tuple[str, str]]:
             for name, environment in config.env.items():
                 if environment.class_path is not None and name == config.data.environment:
                     yield f"env.{name}.class", environment.class_path
-        case "trainer" if not policy.megatron_cfg.enabled:
+        case "trainer":
+            if config.loss_fn.class_path is not None:
+                yield _LOSS, config.loss_fn.class_path
+            if policy.megatron_cfg.enabled:
+                return
             if policy.optimizer is not None:
                 yield "policy.optimizer.name", policy.optimizer.name
             for index, entry in enumerate(policy.scheduler):
@@ -49,6 +55,9 @@ def _all_named(config: Config, kind: str) -> Iterator[tuple[str, str]]:
 def problems(config: Config, kind: str) -> Iterator[str]:
     """Yield a line for each that cannot be imported, or cannot be what it is named for."""
     for key, path in _named(config, kind):
+        if key == _LOSS:
+            yield from _loss_problems(config)
+            continue
         module_name, _, name = path.rpartition(".")
         try:
             module = importlib.import_module(module_name)
@@ -60,6 +69,14 @@ def problems(config: Config, kind: str) -> Iterator[str]:
             yield f"{key}: cannot import {path!r}: {module_name} has no {name!r}{nearest(name, vars(module))}"
         elif key.startswith("env."):
             yield from _environment_problems(config, key, path, getattr(module, name))
+
+
+def _loss_problems(config: Config) -> Iterator[str]:
+    """Let the trainer's code try a loss out."""
+    try:
+        importlib.import_module("tandem.trainer.losses.own").try_out(config)
+    except ConfigError as error:
+        yield str(error)
 
 
 def _environment_problems(config: Config, key: str, path: str, made: Any) -> Iterator[str]:

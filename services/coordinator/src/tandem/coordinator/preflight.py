@@ -23,7 +23,7 @@ from tandem.common.errors import ConfigError, DataError, ModelError, TandemError
 from tandem.common.sources import package_folder
 from tandem.common.threads import refuse_threads
 from tandem.common.tokenizer import Tokenizer, load_tokenizer, write_new_model
-from tandem.coordinator.algorithms import make_feed
+from tandem.coordinator.algorithms import make_algorithm
 from tandem.coordinator.data.hub import only_the_cache, why_unreachable
 from tandem.coordinator.launch import make_importable
 from tandem.coordinator.model_folder import check_model
@@ -60,25 +60,25 @@ def _look_through(
         for look in (_find_extras, refuse_threads, _find_folders, _listen):
             with _noted(problems):
                 look(config)
-        feed = None
+        algorithm = None
         about_model: list[str] = []
         with _noted(problems):
             about_model = _check_model(config, mode, earlier)
         with _noted(problems):
             tokenizer = _tokenizer(config, mode, scratch, earlier)
-            feed = make_feed(config, tokenizer)
+            algorithm = make_algorithm(config, tokenizer)
         with _noted(problems):
             own_code()
     if len(problems) == 1:
         raise problems[0]
     if problems:
         raise ConfigError(*(line for problem in problems for line in _lines(problem)))
-    assert feed is not None, "or there is a problem"
+    assert algorithm is not None, "or there is a problem"
     ready = Ready(
         config=config,
         source=source,
-        feed=feed,
-        notices=(*(f"note: {notice}" for notice in about_model), *feed.notices),
+        algorithm=algorithm,
+        notices=(*(f"note: {notice}" for notice in about_model), *algorithm.notices),
         prerequisite=earlier[0] if earlier else None,
     )
     return ready, tokenizer

@@ -13,7 +13,7 @@ import msgspec
 from tandem.common.config import Config, config_from_json, resume_differences
 from tandem.common.errors import ConfigError, ModelError
 from tandem.common.tokenizer import write_new_model
-from tandem.coordinator.feed import Feed
+from tandem.coordinator.algorithms.running import RunningAlgorithm
 from tandem.coordinator.journal import read_journal
 from tandem.coordinator.journal_file import JOURNAL_NAME
 
@@ -27,7 +27,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
     config: Config
     source: str
     """Its file."""
-    feed: Feed
+    algorithm: RunningAlgorithm
     notices: tuple[str, ...]
     """What there is to say of its model and its data."""
     prerequisite: Ready | None
@@ -55,7 +55,7 @@ def how_to_begin(ready: Ready, restarts: bool, say: Say) -> Mode | None:
     if changed and restarts:
         say(f"{name}: made again, because it differs from the run in {folder} in {changed}")
         return "restart"
-    if last < ready.feed.num_steps:
+    if last < ready.algorithm.num_steps:
         if changed:
             raise ConfigError(
                 f"{name}: the run in {folder} is at step {last} and differs in {changed}: begin it anew with --restart"

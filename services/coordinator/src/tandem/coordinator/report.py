@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from tandem.common import gc_tuning
+from tandem.common.algorithms import ALGORITHMS
 from tandem.coordinator.journal import StepRecord, read_journal
 from tandem.coordinator.progress import sparkline
 
@@ -72,7 +73,7 @@ def write_report(folder: Path, out: Path) -> RunSummary:
 
 @gc_tuning.paused()  # the import
 def plot(runs: dict[str, RunSummary], path: Path) -> None:
-    """Draw what one or more runs trained on and what they held out, by step: `_CURVES` says which metrics."""
+    """Draw what one or more runs trained on and what they held out, by step: its algorithm declares which metrics."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -80,7 +81,7 @@ def plot(runs: dict[str, RunSummary], path: Path) -> None:
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for label, summary in runs.items():
-        for axes, name in zip((left, right), _CURVES[summary.algorithm], strict=True):
+        for axes, name in zip((left, right), ALGORITHMS[summary.algorithm].curves, strict=True):
             points = summary.curves.get(name, [])
             axes.plot([s for s, _ in points], [v for _, v in points], label=label, linewidth=1.2)
             axes.set(xlabel="step", title=_TITLES[name])
@@ -91,8 +92,6 @@ def plot(runs: dict[str, RunSummary], path: Path) -> None:
     pyplot.close(figure)
 
 
-_CURVES = {"grpo": ("reward", "val_accuracy"), "sft": ("loss", "val_loss"), "dpo": ("loss", "val_accuracy")}
-"""What is drawn, by algorithm: in training and on held-out problems."""
 _TITLES = {
     "reward": "mean reward of the training samples",
     "val_accuracy": "accuracy on held-out problems",

@@ -20,9 +20,9 @@ from tandem.common.config import (
 from tandem.common.errors import DamagedCheckpoint, ModelError, RunFolderError
 from tandem.common.telemetry import MetricWriters, MlflowRun, MlflowWriter, TensorBoardWriter, WandbRun, WandbWriter
 from tandem.coordinator.algorithms.rewards import has_spread
+from tandem.coordinator.algorithms.running import RunningAlgorithm
 from tandem.coordinator.batches import Batches
 from tandem.coordinator.checkpoints import CheckpointFolder
-from tandem.coordinator.feed import Feed
 from tandem.coordinator.journal import Journal, read_journal
 from tandem.coordinator.journal_file import JOURNAL_NAME, new_run_id, refuse_journal
 from tandem.coordinator.launch import LocalProcesses
@@ -50,7 +50,7 @@ def run(ready: Ready, mode: Mode, say: Callable[[str], None], nursery: Nursery, 
         TandemError: something is wrong that is known before any process starts.
 
     """
-    config, feed = ready.config, ready.feed
+    config, algorithm = ready.config, ready.algorithm
     if ready.prerequisite is not None:
         finish = _run_prerequisite(ready.prerequisite, config.policy.model_name, mode, say, nursery)
         if finish is not None and finish.outcome != "finished":
@@ -81,7 +81,7 @@ def run(ready: Ready, mode: Mode, say: Callable[[str], None], nursery: Nursery, 
             writers.add(_mlflow(config, run_id))
         journal = _open_journal(config, mode, run_id)
         stack.callback(journal.close)
-        return _run(config, feed, journal, hub, writers, say, nursery, from_step)
+        return _run(config, algorithm, journal, hub, writers, say, nursery, from_step)
 
 
 def _run_prerequisite(
@@ -162,7 +162,7 @@ def _refuse_to_move_the_model(config: Config, *folders: Path) -> None:
 
 def _run(
     config: Config,
-    feed: Feed,
+    algorithm: RunningAlgorithm,
     journal: Journal,
     hub: wire.Hub,
     writers: MetricWriters,
@@ -182,14 +182,14 @@ def _run(
     start = resuming.start(from_step)
     if start.first_step > 1:
         say(f"resuming at step {start.first_step} from {start.resume_from}")
-    if start.first_step > feed.num_steps:
-        say(f"nothing to do: {journal.folder} has all of its {feed.num_steps} steps")
+    if start.first_step > algorithm.num_steps:
+        say(f"nothing to do: {journal.folder} has all of its {algorithm.num_steps} steps")
         return Finish(outcome="finished")
     spec = run_spec(
         config,
         first_step=start.first_step,
-        last_step=feed.num_steps,
-        num_validation=feed.num_validation,
+        last_step=algorithm.num_steps,
+        num_validation=algorithm.num_validation,
         resume_from=start.resume_from,
         checkpoint_folder=checkpoints.temporary_pattern,
     )
@@ -206,7 +206,7 @@ def _run(
         recorder = Recorder(config, journal, checkpoints, writers, progress)
         say(_who_runs_where(config, hub.address))
         scheduler = Scheduler(spec, time.monotonic(), is_informative=partial(has_spread, config.grpo))
-        loop = Loop(scheduler, registry, processes, feed, Batches(config, feed), recorder)
+        loop = Loop(scheduler, registry, processes, algorithm, Batches(config, algorithm), recorder)
         outcome = "failed"
         try:
             _launch(config, processes, registry)

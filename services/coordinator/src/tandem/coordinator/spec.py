@@ -12,8 +12,9 @@ KINDS: tuple[ServiceKind, ...] = ("refit", "trainer", "rollout")
 
 
 def expected_processes(config: Config) -> dict[ServiceKind, int]:
-    """Return how many processes of each kind make the run complete; only GRPO generates and needs a weight plane."""
-    if config.algorithm != "grpo":
+    """Return how many processes of each kind make the run complete; only what rolls out needs
+    engines and a weight plane."""
+    if not config.declaration.rolls_out:
         return {"trainer": config.cluster.trainers}
     return {"refit": 1, "trainer": config.cluster.trainers, "rollout": config.cluster.rollouts}
 
@@ -41,11 +42,11 @@ def run_spec(
     section = config.algorithm_section
     deadlines = config.cluster.deadlines
     return RunSpec(
-        has_engines=config.algorithm == "grpo",
+        has_engines=config.declaration.rolls_out,
         expected=expected_processes(config),
         first_step=first_step,
         last_step=last_step,
-        num_groups=config.grpo.num_prompts_per_step if config.algorithm == "grpo" else 0,
+        num_groups=config.rollout_section.num_prompts_per_step if config.declaration.rolls_out else 0,
         num_validation_groups=num_validation,
         validate_every=section.val_period,
         validate_at_start=section.val_at_start,
@@ -81,7 +82,9 @@ def _balance(config: Config) -> Balance | None:
 
 
 def _dynamic_sampling(config: Config) -> DynamicSampling | None:
-    grpo = config.grpo
-    if config.algorithm != "grpo" or not grpo.use_dynamic_sampling:
+    if not config.declaration.rolls_out or not config.rollout_section.use_dynamic_sampling:
         return None
-    return DynamicSampling(num_groups=grpo.num_prompts_per_batch, max_batches=grpo.dynamic_sampling_max_gen_batches)
+    section = config.rollout_section
+    return DynamicSampling(
+        num_groups=section.num_prompts_per_batch, max_batches=section.dynamic_sampling_max_gen_batches
+    )

@@ -275,7 +275,7 @@ class RolloutService:
         conversation = generation.conversations[number]
         conversation.add_response(completion, self._tokenizer.decode(completion.token_ids_T.tolist()))
         generation.num_tokens += len(completion.token_ids_T)
-        if environments.converses and conversation.num_turns < self._config.grpo.max_rollout_turns:
+        if environments.converses and conversation.num_turns < self._config.rollout_section.max_rollout_turns:
             self._awaited.add(number)
         environments.submit(number, conversation.group.problem, tuple(conversation.messages))
 
@@ -316,7 +316,7 @@ class RolloutService:
         """Add what the environment said, if another response may follow; else return what ends the sample."""
         assert self._tokenizer is not None
         conversation.reward += turn.reward
-        if conversation.num_turns >= self._config.grpo.max_rollout_turns:
+        if conversation.num_turns >= self._config.rollout_section.max_rollout_turns:
             return "turns"
         try:
             token_ids = self._tokenizer.encode_continuation(turn.messages, conversation.last_id)

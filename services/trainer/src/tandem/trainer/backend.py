@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 import torch
 
+from tandem.common.columns import Model
 from tandem.refit.endpoint import Weights
 from tandem.trainer.packing import MicroBatch
 from tandem.trainer.scoring import TokenScores
@@ -17,8 +18,6 @@ from tandem.trainer.scoring import TokenScores
 LossOfMicroBatch = Callable[[MicroBatch, TokenScores], torch.Tensor]
 """From a micro-batch and the scores of its tokens to a scalar loss, whose sum over all micro-batches of all ranks is
 the loss of the global batch."""
-
-WhichModel = Literal["policy", "reference"]
 
 
 class OptimizerStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +59,7 @@ class Backend(Protocol):
         """
         ...
 
-    def scores(self, micro_batches: Sequence[MicroBatch], model: WhichModel) -> list[TokenScores]:
+    def scores(self, micro_batches: Sequence[MicroBatch], model: Model) -> list[TokenScores]:
         """Return the scores of each micro-batch without gradient, aligned with its ``token_ids_BT``.
 
         Position ``t`` holds those of token ``t`` given the tokens before it, at the sampling temperature; positions

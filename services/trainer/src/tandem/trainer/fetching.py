@@ -200,14 +200,9 @@ def share_of(table: BatchTable, samples: Sequence[SampleArrays]) -> TrainingBatc
             )
         ]
     arrays = SampleArrays.concatenate(samples)
-    return TrainingBatch(
-        lengths_S=arrays.lengths_S,
-        token_ids_T=arrays.token_ids_T,
-        loss_mask_T=arrays.loss_mask_T & np.repeat(table.num_counted_S > 0, arrays.lengths_S),
-        generation_logprobs_T=arrays.generation_logprobs_T,
-        advantages_S=table.advantages_S,
-        rewards_S=table.rewards_S,
-    )
+    loss_mask_T = arrays.loss_mask_T & np.repeat(table.num_counted_S > 0, arrays.lengths_S)
+    of_sequences = {"advantages_S": table.advantages_S, "rewards_S": table.rewards_S, **table.columns}
+    return TrainingBatch.of({**arrays.to_frames(), "loss_mask_T": loss_mask_T, **of_sequences})
 
 
 def _differing_prompts(table: BatchTable, share: TrainingBatch) -> dict[int, str]:

@@ -6,20 +6,29 @@ positions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from tandem.common.assignment import EMPTY_ROW, Ints, by_prompt
 from tandem.common.batch import Float32s, TrainingBatch
+from tandem.common.columns import (
+    ADVANTAGES,
+    GENERATION_LOGPROBS,
+    PREVIOUS_LOGPROBS,
+    REFERENCE_LOGPROBS,
+    REWARDS,
+    Column,
+)
 from tandem.trainer.packed import PackedRow, pack_row
 from tandem.trainer.sharing import Prompts, SharedPrompts, share_prompts
 
-Scalar = TypeVar("Scalar", np.int64, np.float32, np.bool_)
+Columns = Mapping[Column, NDArray[Any]]
+"""What a loss reads of each token of a ragged share, ``[T]``."""
 
 
 class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -38,21 +47,47 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """True where there is a token."""
     loss_mask_BT: torch.Tensor
     """True where the token counts in the loss; never at position 0, which nothing predicts."""
-    generation_logprobs_BT: torch.Tensor
-    """float32; what the engine reported."""
-    advantages_BT: torch.Tensor
-    """float32."""
-    previous_logprobs_BT: torch.Tensor | None = None
-    """float32; under the policy before the first optimizer step on this rollout batch. None where that is the policy
-    in training itself."""
-    reference_logprobs_BT: torch.Tensor | None = None
-    """float32; under the reference model. None where the loss does not read it."""
-    is_positive_BT: torch.Tensor
-    """True where the sample's reward is above zero."""
+    columns: Mapping[str, torch.Tensor] = {}
+    """What the loss reads of each token, ``[B, T]``, by the name of its declaration (`tandem.common.columns`)."""
     shared_prompts: SharedPrompts | None = None
     """The same samples as one row that holds each prompt once, for the model; None where no two share a prompt."""
     packed: PackedRow | None = None
     """The same sequences end to end in one row, for the model; None where it takes the padded rows."""
+
+    @property
+    def generation_logprobs_BT(self) -> torch.Tensor:
+        """What the engine reported."""
+        return self._read(GENERATION_LOGPROBS)
+
+    @property
+    def advantages_BT(self) -> torch.Tensor:
+        """Those of the tokens' samples, or their own."""
+        return self._read(ADVANTAGES)
+
+    @property
+    def previous_logprobs_BT(self) -> torch.Tensor | None:
+        """Under the policy before the first optimizer step on this rollout batch.
+
+        None where that is the policy in training itself.
+        """
+        return self.columns.get(PREVIOUS_LOGPROBS.name)
+
+    @property
+    def reference_logprobs_BT(self) -> torch.Tensor | None:
+        """Under the reference model; None where the loss does not read it."""
+        return self.columns.get(REFERENCE_LOGPROBS.name)
+
+    @property
+    def is_positive_BT(self) -> torch.Tensor | None:
+        """True where the sample's reward is above zero; None where the loss does not read rewards."""
+        rewards_BT = self.columns.get(REWARDS.name)
+        return None if rewards_BT is None else rewards_BT > 0
+
+    def _read(self, column: Column) -> torch.Tensor:
+        if column.name not in self.columns:
+            listed = ", ".join(self.columns) or "none"
+            raise LookupError(f"no column {column.name} is declared of the loss of this algorithm, but {listed}")
+        return self.columns[column.name]
 
 
 def micro_batches_of(
@@ -79,15 +114,13 @@ def pad(
     device: torch.device,
     prompts: Prompts | None = None,
     row_divisible_by: int | None = None,
-    advantages_T: Float32s | None = None,
-    previous_logprobs_T: Float32s | None = None,
-    reference_logprobs_T: Float32s | None = None,
+    columns: Columns | None = None,
 ) -> MicroBatch:
     """Lay the given sequences out as a micro-batch whose width is a multiple of `divisible_by`.
 
     With `prompts`, and where two of the sequences share one, the row that holds each prompt once comes with it. With
     `row_divisible_by`, the packed row comes with it: of such a length, its segments multiples of `divisible_by`.
-    `advantages_T` are those of the batch's tokens where they differ within a sequence.
+    `columns` are what the loss reads of each of the batch's tokens; there are none where it is scored alone.
     """
     lengths_B = np.array([0 if row == EMPTY_ROW else batch.lengths_S[row] for row in rows], dtype=np.int64)
     ends_S = np.cumsum(batch.lengths_S, dtype=np.int64)
@@ -96,8 +129,8 @@ def pad(
     valid_BT = np.arange(width)[None, :] < lengths_B[:, None]
     sources = (firsts_B[:, None] + np.arange(width)[None, :])[valid_BT]
 
-    def padded(values_T: NDArray[Any], dtype: type[Scalar]) -> NDArray[Scalar]:
-        values_BT = np.zeros(valid_BT.shape, dtype=dtype)
+    def padded(values_T: NDArray[Any], dtype: DTypeLike, fill: float = 0) -> NDArray[Any]:
+        values_BT = np.full(valid_BT.shape, fill, dtype=dtype)
         values_BT[valid_BT] = values_T[sources]
         return values_BT
 
@@ -106,23 +139,16 @@ def pad(
 
     token_ids_BT = padded(batch.token_ids_T, np.int64)
     counted_BT = padded(batch.counted(), np.bool_)
-    if advantages_T is None:
-        advantages_T = np.repeat(batch.advantages_S, batch.lengths_S)
-    scores = [
-        None if values_T is None else moved(padded(values_T, np.float32))
-        for values_T in (previous_logprobs_T, reference_logprobs_T)
-    ]
     return MicroBatch(
         rows=tuple(rows),
         lengths_B=moved(lengths_B),
         token_ids_BT=moved(token_ids_BT),
         attention_mask_BT=moved(valid_BT),
         loss_mask_BT=moved(counted_BT),
-        generation_logprobs_BT=moved(padded(batch.generation_logprobs_T, np.float32)),
-        advantages_BT=moved(padded(advantages_T, np.float32)),
-        previous_logprobs_BT=scores[0],
-        reference_logprobs_BT=scores[1],
-        is_positive_BT=moved(padded(np.repeat(batch.rewards_S > 0, batch.lengths_S), np.bool_)),
+        columns={
+            column.name: moved(padded(values_T, column.dtype, column.fill))
+            for column, values_T in (columns or {}).items()
+        },
         shared_prompts=None
         if prompts is None
         else _shared(prompts, rows, token_ids_BT, counted_BT, divisible_by=divisible_by, device=device),

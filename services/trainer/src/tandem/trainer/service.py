@@ -61,6 +61,7 @@ from tandem.trainer import step
 from tandem.trainer.backend import Backend, Writing
 from tandem.trainer.backends import make_backend
 from tandem.trainer.fetching import SampleFetcher
+from tandem.trainer.losses.own import try_out
 
 _FETCH_SHARE = 0.25
 """Of the deadline of a training step that fetching its samples may take."""
@@ -131,7 +132,10 @@ class TrainerService:
         """Return the table that came with an order. Raises `WireError`, which names the field, for what is none."""
         try:
             # What has a number for each sequence; the rest are the tokens of a data set.
-            table = BatchTable.from_frames({name: array for name, array in arrays.items() if name.endswith("_S")})
+            table = BatchTable.from_frames(
+                {name: array for name, array in arrays.items() if name.endswith("_S")},
+                self._config.loss_fn.environment_columns,
+            )
             num_ranks, num_sources = self._config.data_parallel_size, len(order.sources)
             # Where what was cut off does not count, all of a step may be.
             table.check(num_ranks=num_ranks, num_sources=num_sources, may_mask_all=_may_mask_all(self._config))
@@ -151,12 +155,9 @@ class TrainerService:
             given.check(self._vocabulary, own.num_counted_S)
         except WireError as error:
             raise WireError(f"{type(order).__name__}.{error}") from error
-        return TrainingBatch(
-            **given.to_frames(),
-            generation_logprobs_T=np.zeros(len(given.token_ids_T), dtype=np.float32),
-            advantages_S=own.advantages_S,
-            rewards_S=own.rewards_S,
-        )
+        nothing_T = np.zeros(len(given.token_ids_T), dtype=np.float32)
+        of_sequences = {"advantages_S": own.advantages_S, "rewards_S": own.rewards_S}
+        return TrainingBatch.of({**given.to_frames(), "generation_logprobs_T": nothing_T, **of_sequences})
 
     def _built(self) -> Backend:
         assert self._backend is not None, "the coordinator orders BuildTrainer first"
@@ -192,6 +193,7 @@ class TrainerService:
     @gc_tuning.paused()
     def _build(self, order: BuildTrainer) -> None:
         limit_threads(self._config, "trainers")
+        try_out(self._config)
         if is_loopback(order.rendezvous_host):
             loopback_interface("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
         timeout = datetime.timedelta(seconds=order.deadline_s)
@@ -287,4 +289,4 @@ def _all_have(share: TrainingBatch | None) -> bool:
 def _may_mask_all(config: Config) -> bool:
     """Tell whether a batch may have no token that counts: all truncated, or all dropped by their environment."""
     drops = any(environment.on_error == "drop" for environment in config.env.values())
-    return config.algorithm == "grpo" and (config.grpo.overlong_filtering or drops)
+    return config.declaration.rolls_out and (config.rollout_section.overlong_filtering or drops)

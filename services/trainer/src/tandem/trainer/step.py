@@ -10,24 +10,29 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from tandem.common.assignment import EMPTY_ROW, global_batches
 from tandem.common.batch import BatchTable, Float32s, TrainingBatch
+from tandem.common.columns import ADVANTAGES, Column, Model, Source
 from tandem.common.config import Config
-from tandem.common.config.schema import Grpo
 from tandem.trainer import packing
 from tandem.trainer.advantages import minus_kl, whitened
-from tandem.trainer.backend import Backend, OptimizerStep, WhichModel
+from tandem.trainer.backend import Backend, OptimizerStep
 from tandem.trainer.batching import Batching
 from tandem.trainer.losses import Counts, Loss, make_loss
-from tandem.trainer.packing import MicroBatch
+from tandem.trainer.losses.own import blamed
+from tandem.trainer.packing import Columns, MicroBatch
 from tandem.trainer.scoring import TokenScores
 from tandem.trainer.sharing import Prompts
 
+_SCORING: dict[Model, str] = {"policy": "logprobs", "reference": "reference_logprobs"}
+"""What the time is called that a model takes to score a batch."""
 _NUMBERS = ("num_valid_tokens", "num_valid_samples")
 """Metrics that are no means."""
 
@@ -53,22 +58,14 @@ def train(backend: Backend, table: BatchTable, share: TrainingBatch, config: Con
     Raises `TrainingError` if a loss or gradient is no finite number; the weights are then those of the step before.
     """
     shares = _Share(backend, table, share, config)
-    seconds = {"policy_training": 0.0, "logprobs": 0.0, "reference_logprobs": 0.0}
-    previous_T = reference_T = None
-    if config.needs_reference:
-        with _timed(seconds, "reference_logprobs"):
-            reference_T = shares.logprobs("reference")
-    if config.algorithm == "grpo" and (len(shares.global_batches) > 1 or config.loss_fn.use_kl_in_reward):
-        with _timed(seconds, "logprobs"):
-            previous_T = shares.logprobs("policy")
-    tokens = _Tokens(
-        advantages=shares.advantages(config, previous_T, reference_T), previous=previous_T, reference=reference_T
-    )
+    seconds = {"policy_training": 0.0, **dict.fromkeys(_SCORING.values(), 0.0)}
+    columns = shares.columns(seconds)
     parts = []
     with _timed(seconds, "policy_training"):
         for rows in shares.global_batches:
             loss = make_loss(config, shares.counts(rows), backend.device)
-            done = backend.train_step(shares.micro_batches(rows, tokens), loss)
+            with blamed(config):
+                done = backend.train_step(shares.micro_batches(rows, columns), loss)
             parts.append(_metrics(backend, config, loss, shares.counts(rows), done))
     metrics = {name: sum(part[name] for part in parts) / len(parts) for name in parts[0]}
     # A batch has so many of these in all, and ends on this learning rate.
@@ -116,27 +113,15 @@ def _evaluated(
     backend: Backend, table: BatchTable, share: TrainingBatch, config: Config
 ) -> tuple[dict[str, float], int]:
     """Return the metrics of a batch, and what its means divide by."""
-    section = config.algorithm_section
-    assert not isinstance(section, Grpo), "GRPO validates by generating"
     shares = _Share(backend, table, share, config)
     counts = shares.counts(range(len(table)))
     loss = make_loss(config, counts, backend.device)
-    size = section.val_micro_batch_size
-    reference_T = shares.logprobs("reference", size) if config.needs_reference else None
-    tokens = _Tokens(advantages=shares.advantages(config, None, None), previous=None, reference=reference_T)
+    size = config.data_set_section.val_micro_batch_size
     total = torch.zeros(1, dtype=torch.float64, device=backend.device)
-    for micro_batch, scores_BT in shares.scored("policy", size, tokens):
+    for micro_batch, scores_BT in shares.scored("policy", size, shares.columns({}, size)):
         total += loss(micro_batch, scores_BT)
     metrics = _reported(backend, config, loss, counts) | {"loss": float(backend.sum_over_ranks(total)[0])}
     return metrics, loss.report.count
-
-
-class _Tokens(msgspec.Struct, frozen=True, kw_only=True):
-    """What the loss reads of each token of this rank's share, ``[T]``."""
-
-    advantages: Float32s
-    previous: Float32s | None
-    reference: Float32s | None
 
 
 class _Share:
@@ -145,6 +130,7 @@ class _Share:
     def __init__(self, backend: Backend, table: BatchTable, batch: TrainingBatch, config: Config) -> None:
         self._backend = backend
         self._batch = batch
+        self._config = config
         own = table.rows_of(backend.data_parallel_rank)
         assert table.lengths_S[own].tolist() == batch.lengths_S.tolist(), "the share is what the table says"
         self._place_of = {EMPTY_ROW: EMPTY_ROW} | {row: place for place, row in enumerate(own.tolist())}
@@ -173,22 +159,35 @@ class _Share:
         positive = int(counted[self._rewards_S[list(rows)] > 0].sum())
         return Counts(tokens=int(counted.sum()), sequences=int((counted > 0).sum()), positive_tokens=positive)
 
-    def micro_batches(self, rows: Sequence[int], tokens: _Tokens) -> list[MicroBatch]:
+    def micro_batches(self, rows: Sequence[int], columns: Columns) -> list[MicroBatch]:
         """Return this rank's training micro-batches of a global batch."""
-        return [self._pad(group, tokens) for group in self._batching.training(rows)]
+        return [self._pad(group, columns) for group in self._batching.training(rows)]
 
-    def advantages(self, config: Config, previous_T: Float32s | None, reference_T: Float32s | None) -> Float32s:
-        """Return the advantage of each token of the share."""
-        advantages_T = np.repeat(self._batch.advantages_S, self._batch.lengths_S)
-        if config.algorithm != "grpo" or config.grpo.adv_estimator.name != "reinforce_plus_plus":
-            return advantages_T
-        if config.loss_fn.use_kl_in_reward:
-            assert previous_T is not None
-            assert reference_T is not None
-            advantages_T = minus_kl(advantages_T, previous_T, reference_T, config.loss_fn)
+    def columns(self, seconds: dict[str, float], size: int | None = None) -> dict[Column, NDArray[Any]]:
+        """Return what the loss reads of each token of the share; models score it in micro-batches of `size`.
+
+        The time that takes is added to `seconds`.
+        """
+        config, num_steps = self._config, len(self.global_batches)
+        scores: dict[Source, Float32s] = {}
+        for model in config.declaration.scored_by(config, num_steps):
+            with _timed(seconds, _SCORING[model]):
+                scores[model] = self.logprobs(model, size)
+        columns = {
+            column: scores[column.source] if column.model else self._batch.of_tokens(column.name, column.fill)
+            for column in config.declaration.columns_of(config, num_steps)
+        }
+        if config.declaration.finishes_advantages(config):
+            columns[ADVANTAGES] = self._finished(columns[ADVANTAGES], scores)
+        return columns
+
+    def _finished(self, advantages_T: Float32s, scores: Mapping[Source, Float32s]) -> Float32s:
+        settings = self._config.loss_fn
+        if settings.use_kl_in_reward:
+            advantages_T = minus_kl(advantages_T, scores["policy"], scores["reference"], settings)
         return whitened(advantages_T, self._batch.counted(), self._backend.sum_over_ranks)
 
-    def logprobs(self, model: WhichModel, size: int | None = None) -> Float32s:
+    def logprobs(self, model: Model, size: int | None = None) -> Float32s:
         """Return the log-probabilities of the share's counted tokens, zeros elsewhere."""
         values_T = np.zeros(len(self._batch.token_ids_T), dtype=np.float32)
         for micro_batch, scores_BT in self.scored(model, size):
@@ -196,13 +195,13 @@ class _Share:
         return values_T
 
     def scored(
-        self, model: WhichModel, size: int | None = None, tokens: _Tokens | None = None
+        self, model: Model, size: int | None = None, columns: Columns | None = None
     ) -> list[tuple[MicroBatch, TokenScores]]:
         """Return all micro-batches of this rank, each with its scores."""
-        padded = [self._pad(group, tokens) for group in self._batching.scoring(self.global_batches, size)]
+        padded = [self._pad(group, columns) for group in self._batching.scoring(self.global_batches, size)]
         return list(zip(padded, self._backend.scores(padded, model), strict=True))
 
-    def _pad(self, group: Sequence[int], tokens: _Tokens | None = None) -> MicroBatch:
+    def _pad(self, group: Sequence[int], columns: Columns | None = None) -> MicroBatch:
         return packing.pad(
             self._batch,
             [self._place_of[row] for row in group],
@@ -210,9 +209,7 @@ class _Share:
             row_divisible_by=self._batching.row_divisible_by,
             device=self._backend.device,
             prompts=self._prompts,
-            advantages_T=tokens.advantages if tokens else None,
-            previous_logprobs_T=tokens.previous if tokens else None,
-            reference_logprobs_T=tokens.reference if tokens else None,
+            columns=columns,
         )
 
 
@@ -236,4 +233,4 @@ def _reported(backend: Backend, config: Config, loss: Loss, counts: Counts) -> d
 def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
     started = time.perf_counter()
     yield
-    seconds[name] += time.perf_counter() - started
+    seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - started

@@ -8,11 +8,10 @@ from typing import Any
 import msgspec
 from msgspec import NODEFAULT
 
+from tandem.common.algorithms import ALGORITHMS, Algorithm
 from tandem.common.config.conform import config_type, struct_types
 from tandem.common.config.named import NAMED
 from tandem.common.config.problem import Invalid
-
-ALGORITHMS = ("grpo", "sft", "dpo")
 
 GENERATED = {"reasoning_gym": "reasoning_gym", "sliding_puzzle": "sliding_puzzle_game"}
 """Data sets whose problems are made on the spot, and the environment that scores each."""
@@ -40,7 +39,7 @@ def fill(tree: dict[str, Any]) -> dict[str, Any]:
     tree = _copied(tree)
     if tree.get("algorithm") is None:
         tree.pop("algorithm", None)
-        tree |= _algorithm(tree)
+        tree |= _chosen(tree)
     _reshape(tree)
     _choose_the_puzzle(tree)
 
@@ -59,7 +58,7 @@ def _copied(node: Any) -> Any:
     return [_copied(value) for value in node] if isinstance(node, list) else node
 
 
-def _algorithm(tree: dict[str, Any]) -> dict[str, str]:
+def _chosen(tree: dict[str, Any]) -> dict[str, str]:
     present = [name for name in ALGORITHMS if name in tree]
     if len(present) > 1:
         raise Invalid("algorithm", f"required where several are configured ({', '.join(present)})")
@@ -127,6 +126,28 @@ def _same_as(key: str) -> Callable[[Look], Any]:
     return lambda look: look(key)
 
 
+def _algorithm_of(look: Look) -> Algorithm | None:
+    """Return the declaration of the algorithm; None where there is none, which `conform` complains about."""
+    name = look("algorithm")
+    return ALGORITHMS.get(name) if isinstance(name, str) else None
+
+
+def _declared(look: Look, default: Callable[[Algorithm], Any]) -> Any:
+    algorithm = _algorithm_of(look)
+    return None if algorithm is None else default(algorithm)
+
+
+def _by_algorithm(default: Callable[[Algorithm], Any]) -> str:
+    """Say what the default of a key is, by algorithm: first that of most or of the first."""
+    first, *others = ALGORITHMS.values()
+    titles: dict[Any, list[str]] = {}
+    for algorithm in others:
+        if default(algorithm) != default(first):
+            titles.setdefault(default(algorithm), []).append(algorithm.title)
+    told = ", ".join(f"{value} for {' and '.join(names)}" for value, names in titles.items())
+    return f"{default(first)}; {told}"
+
+
 def _product(first: str, second: str) -> Callable[[Look], Any]:
     def compute(look: Look) -> Any:
         values = look(first), look(second)
@@ -145,7 +166,8 @@ def _tokens(key: str, batch: str) -> Derived:
 
     def compute(look: Look) -> Any:
         tokens = whole(look)
-        return 2 * tokens if tokens is not None and look("algorithm") == "dpo" else tokens
+        algorithm = _algorithm_of(look)
+        return tokens * algorithm.sequences_per_unit if tokens is not None and algorithm is not None else tokens
 
     return Derived(key=key, text=f"`{length}` * `{batch}`, for DPO twice that", compute=compute)
 
@@ -194,7 +216,8 @@ def _gpus(look: Look) -> tuple[int, int] | None:
     nodes, gpus = look("cluster.num_nodes"), look("cluster.gpus_per_node")
     if not isinstance(nodes, int) or not isinstance(gpus, int):
         return None
-    if look("algorithm") != "grpo" or look(f"{_COLOCATED}.enabled") is not False:
+    algorithm = _algorithm_of(look)
+    if algorithm is None or not algorithm.rolls_out or look(f"{_COLOCATED}.enabled") is not False:
         return nodes * gpus, 0
     key, each = ("gpus_per_node", 1) if nodes == 1 else ("num_nodes", gpus)
     aside = look(f"{_COLOCATED}.resources.{key}")
@@ -238,8 +261,8 @@ _VLLM = "policy.generation.vllm_cfg"
 DERIVED = (
     Derived(
         key="policy.train_global_batch_size",
-        text="512; 32 for SFT, 128 for DPO",
-        compute=lambda look: {"sft": 32, "dpo": 128}.get(look("algorithm"), 512),
+        text=_by_algorithm(lambda algorithm: algorithm.train_global_batch_size),
+        compute=lambda look: _declared(look, lambda algorithm: algorithm.train_global_batch_size),
     ),
     _same("grpo.adv_estimator.normalize_rewards", "grpo.normalize_rewards"),
     _same("grpo.adv_estimator.use_leave_one_out_baseline", "grpo.use_leave_one_out_baseline"),
@@ -301,8 +324,8 @@ DERIVED = (
     ),
     Derived(
         key="checkpointing.metric_name",
-        text="val_reward; val_loss for SFT and DPO",
-        compute=lambda look: "val_reward" if look("algorithm") == "grpo" else "val_loss",
+        text=_by_algorithm(lambda algorithm: algorithm.metrics[0]),
+        compute=lambda look: _declared(look, lambda algorithm: algorithm.metrics[0]),
     ),
     Derived(
         key="checkpointing.higher_is_better",

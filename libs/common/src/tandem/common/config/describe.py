@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 from msgspec.inspect import DictType, Field, StructType, Type, VarTupleType
 
+from tandem.common.algorithms import ALGORITHMS
 from tandem.common.config.conform import config_type, describe_type, struct_types
 from tandem.common.config.derive import DERIVED
 from tandem.common.config.dump import FREE_ON_RESUME
@@ -50,10 +51,10 @@ run will be made of: ranks, batches, memory, how weights move. Both it and `chec
   that are handed on to a library (`optimizer.kwargs` and the like), text in scientific notation becomes a number.
 - **Paths.** `defaults` and `prerequisite` are relative to the file they are written in (`prerequisite` on the command
   line: to the working directory). Every other path is relative to the working directory, as in NeMo-RL.
-- **Your own code.** Classes and functions that a configuration names (`env.NAME.class`, `data.solution_template`,
-  `policy.optimizer.name`) are imported from what is installed and from the folder of the file itself: `mine.Judge` may
-  be the class `Judge` of a `mine.py` beside it. A service that is started by hand finds it if `PYTHONPATH` names that
-  folder. The code runs with your rights; name none that you do not trust.
+- **Your own code.** Classes and functions that a configuration names (`env.NAME.class`, `loss_fn.class`,
+  `data.solution_template`, `policy.optimizer.name`) are imported from what is installed and from the folder of the file
+  itself: `mine.Judge` may be the class `Judge` of a `mine.py` beside it. A service that is started by hand finds it if
+  `PYTHONPATH` names that folder. The code runs with your rights; name none that you do not trust.
 - **Errors.** All of them, one line each: the file (or `command line`), the key, the value, and what would be valid.
 """
 
@@ -118,7 +119,8 @@ def _type(described: Type) -> str:
 
 def _default(key: str, field: Field) -> str:
     if key == "algorithm":
-        return "the one of `grpo`, `sft` and `dpo` whose section is present"
+        *names, last = (f"`{name}`" for name in ALGORITHMS)
+        return f"the one of {', '.join(names)} and {last} whose section is present"
     derived = {rule.key: rule.text for rule in DERIVED}
     if key in derived:
         return derived[key]

@@ -9,7 +9,9 @@ from typing import Any
 import msgspec
 from omegaconf import OmegaConf
 
+from tandem.common.algorithms import ALGORITHMS
 from tandem.common.config.schema import Config
+from tandem.common.config.schema.loss import OF_ANY_LOSS
 from tandem.common.errors import ConfigError
 
 FREE_ON_RESUME = (
@@ -67,10 +69,13 @@ def to_plain(config: Config) -> dict[str, Any]:
     The sections of other algorithms are left out.
     """
     plain: dict[str, Any] = msgspec.to_builtins(config)
-    for other in {"grpo", "sft", "dpo"} - {config.algorithm}:
+    for other in ALGORITHMS.keys() - {config.algorithm}:
         del plain[other]
-    if config.algorithm != "grpo":
+    if config.declaration.loss_section != "loss_fn":
+        own = {key: plain["loss_fn"][key] for key in OF_ANY_LOSS}
         del plain["loss_fn"]
+        if own["class"] is not None:
+            plain["loss_fn"] = own
     megatron = plain["policy"]["megatron_cfg"]
     megatron.update(megatron.pop("forwarded"))
     return plain

@@ -7,9 +7,11 @@ from typing import Any
 
 import msgspec
 
+from tandem.common.algorithms import ALGORITHMS
 from tandem.common.config.derive import DERIVED
 from tandem.common.config.problem import shown
-from tandem.common.config.schema import Config, Dpo, Grpo, LossFn, Optimizer, Sft
+from tandem.common.config.schema import Config, Optimizer
+from tandem.common.config.schema.loss import OF_ANY_LOSS
 from tandem.common.config.unsupported import without_effect_yet
 from tandem.common.model_sizes import model_sizes
 from tandem.common.sources import package_folder
@@ -35,12 +37,13 @@ def notices(config: Config) -> list[str]:
 
 def _other_algorithms(config: Config) -> Iterator[str]:
     """Sections that another algorithm reads."""
-    reads = {config.algorithm, *(("loss_fn",) if config.algorithm == "grpo" else ())}
-    for name, plain in {"grpo": Grpo(), "sft": Sft(), "dpo": Dpo(), "loss_fn": LossFn()}.items():
-        if name in reads:
+    for name in (*ALGORITHMS, "loss_fn"):
+        if name in (config.algorithm, config.declaration.loss_section):
             continue
-        given, otherwise = msgspec.to_builtins(getattr(config, name)), msgspec.to_builtins(plain)
-        keys = [key for key, value in given.items() if value != otherwise[key] and f"{name}.{key}" not in _FOLLOW]
+        section = getattr(config, name)
+        given, otherwise = msgspec.to_builtins(section), msgspec.to_builtins(type(section)())
+        read = _FOLLOW | {f"loss_fn.{key}" for key in OF_ANY_LOSS}
+        keys = [key for key, value in given.items() if value != otherwise[key] and f"{name}.{key}" not in read]
         if keys:
             yield f"{name} ({', '.join(keys)}) has no effect: algorithm is {config.algorithm}"
 
@@ -119,16 +122,16 @@ def _data_parallel(config: Config) -> Iterator[str]:
 
 def _rewards(config: Config) -> Iterator[str]:
     """Settings of one way to treat rewards, where another is chosen."""
-    shaping, estimator = config.grpo.reward_shaping, config.grpo.adv_estimator
-    if config.algorithm != "grpo":
+    if not config.declaration.rolls_out:
         return
+    shaping, estimator = config.rollout_section.reward_shaping, config.rollout_section.adv_estimator
     if shaping.enabled and shaping.stop_properly_penalty_coef is not None and shaping.max_response_length is not None:
-        key = "grpo.reward_shaping"
+        key = f"{config.algorithm}.reward_shaping"
         yield _vain(
             f"{key}.max_response_length", shaping.max_response_length, f"{key}.stop_properly_penalty_coef is set"
         )
     if estimator.reward_weights is not None and estimator.name != "gdpo":
-        key = "grpo.adv_estimator"
+        key = f"{config.algorithm}.adv_estimator"
         yield _vain(f"{key}.reward_weights", estimator.reward_weights, f"{key}.name is {estimator.name}")
 
 

@@ -18,12 +18,12 @@ def _always(config: Config) -> bool:
     return True
 
 
-def _grpo(config: Config) -> bool:
-    return config.algorithm == "grpo"
+def _rolls_out(config: Config) -> bool:
+    return config.declaration.rolls_out
 
 
 def _vllm(config: Config) -> bool:
-    return _grpo(config) and config.policy.generation.backend == "vllm"
+    return _rolls_out(config) and config.policy.generation.backend == "vllm"
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -45,8 +45,8 @@ NOT_SUPPORTED_YET = (Row("policy.generation.vllm_cfg.precision", _PRECISIONS, _v
 NO_EFFECT_YET = (
     Row("logger.monitor_gpus", (False,)),
     Row("data.add_system_prompt", (False,)),
-    Row("policy.generation.in_flight_weight_updates", (False,), _grpo),
-    Row("policy.generation.recompute_kv_cache_after_weight_updates", (False,), _grpo),
+    Row("policy.generation.in_flight_weight_updates", (False,), _rolls_out),
+    Row("policy.generation.recompute_kv_cache_after_weight_updates", (False,), _rolls_out),
 )
 """Accepted with a notice: a run without it gives the same result. NeMo-RL's base files switch the first two on; engines
 do the others, but no weights move yet while they generate."""

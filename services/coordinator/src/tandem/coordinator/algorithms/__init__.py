@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from tandem.common.config import Config
+from tandem.common.dotted import named
 from tandem.common.tokenizer import Tokenizer
-from tandem.coordinator.algorithms.dpo import DpoFeed
-from tandem.coordinator.algorithms.grpo import GrpoFeed
-from tandem.coordinator.algorithms.sft import SftFeed
-from tandem.coordinator.feed import Feed
+from tandem.coordinator.algorithms.running import RunningAlgorithm
 
-__all__ = ["make_feed"]
+__all__ = ["make_algorithm"]
 
 
-def make_feed(config: Config, tokenizer: Tokenizer) -> Feed:
+def make_algorithm(config: Config, tokenizer: Tokenizer) -> RunningAlgorithm:
     """Load the data of the configured algorithm. Raises `DataError` or `ConfigError` before anything starts."""
-    match config.algorithm:
-        case "grpo":
-            return GrpoFeed(config, tokenizer)
-        case "sft":
-            return SftFeed(config, tokenizer)
-        case "dpo":
-            return DpoFeed(config, tokenizer)
+    algorithm: RunningAlgorithm = named(config.declaration.running)(config, tokenizer)
+    return algorithm

@@ -14,7 +14,7 @@ from tandem.common.assignment import NO_PROMPT
 from tandem.common.batch import BatchTable
 from tandem.common.config import Config
 from tandem.common.config.schema import Grpo
-from tandem.common.errors import RewardError
+from tandem.common.errors import RewardError, nearest
 from tandem.common.messages import PromptGroup, Purpose, SampleScored, SamplingParameters
 from tandem.common.tokenizer import Tokenizer
 from tandem.coordinator.algorithms.advantages import advantages, decoupled_advantages
@@ -39,8 +39,8 @@ from tandem.coordinator.samples import StepBatch
 from tandem.coordinator.scheduler.groups import SampleRecord
 
 
-class GrpoFeed:
-    """What the loop asks of GRPO (see `tandem.coordinator.feed.Feed`).
+class GrpoAlgorithm:
+    """What the loop asks of GRPO (see `tandem.coordinator.algorithms.running.RunningAlgorithm`).
 
     A problem whose prompt is too long is left out where it was read from somewhere; where it was made, so is every
     other, and that is an error. Those held out are tokenised at once, the others when they are drawn.
@@ -178,6 +178,7 @@ def training_batch(
         advantages_S=advantages_GN.reshape(-1),
         rewards_S=rewards_S.astype(np.float32),
         filters_overlong=grpo.overlong_filtering,
+        columns=_columns(config, samples),
     )
     return batch, metrics
 
@@ -189,6 +190,7 @@ def batch_of(
     advantages_S: NDArray[np.float32],
     rewards_S: NDArray[np.float32],
     filters_overlong: bool,
+    columns: Mapping[str, NDArray[np.float32]] | None = None,
 ) -> StepBatch:
     """Return the batch of these samples, in this order.
 
@@ -224,6 +226,7 @@ def batch_of(
         command_S=np.array([record.command_id for record in records], dtype=np.int64),
         group_S=column([sample.group for sample in samples]),
         sample_S=column([sample.sample for sample in samples]),
+        columns=columns or {},
     )
     return StepBatch(table=table, rollouts=rollouts)
 
@@ -296,6 +299,22 @@ def dynamic_sampling(grpo: Grpo, samples: Sequence[SampleScored]) -> tuple[list[
         "dynamic_sampling_num_dropped_groups": float(len(firsts) - len(useful)),
         "dynamic_sampling_num_discarded_valid_samples": float((len(useful) - len(kept)) * size),
     }
+
+
+def _columns(config: Config, samples: Sequence[SampleScored]) -> dict[str, NDArray[np.float32]]:
+    """Return what environments say of samples to a loss that reads it."""
+    columns = {}
+    for name in config.loss_fn.environment_columns:
+        column = config.loss_fn.own_columns[name.removesuffix("_S")]
+        if not any(column.name in sample.components for sample in samples):
+            names = component_names(samples)
+            raise RewardError(
+                f"loss_fn.columns.{column.name}: environment {config.data.environment!r} gave no such component, but "
+                f"{', '.join(names) or 'none'}{nearest(column.name, names)}"
+            )
+        values = [sample.components.get(column.name, column.fill) for sample in samples]
+        columns[name] = np.array(values, dtype=column.dtype)
+    return columns
 
 
 def _components(config: Config, samples: Sequence[SampleScored]) -> NDArray[np.float64]:

@@ -35,7 +35,7 @@ class ChatEncoder:
         self._is_new = config.policy.new_model is not None
         self._tokenizer = tokenizer
         self._max_total = config.policy.max_total_sequence_length
-        is_given = config.algorithm != "grpo"
+        is_given = not config.declaration.rolls_out
         # Generation goes on from where the assistant would speak; where solutions are given, that marker may count as
         # part of them.
         self._add_generation_prompt = config.data.add_generation_prompt if is_given else True

@@ -99,7 +99,7 @@ class ConversationWriter:
 
     def __init__(self, config: Config) -> None:
         self._prompts = PromptWriter(config.data)
-        keys = ("solution_template", "rejected_template") if config.algorithm == "dpo" else ("solution_template",)
+        keys = ["solution_template", *(["rejected_template"] if config.declaration.learns_preferences else [])]
         self._solutions = [solution_writer(f"data.{key}", getattr(config.data, key)) for key in keys]
 
     @staticmethod
@@ -121,7 +121,7 @@ class ConversationWriter:
 def _reader(config: Config) -> Read | None:
     """Return what reads the rows of a data set; None if it has problems."""
     name = config.data.dataset_name
-    if config.algorithm == "dpo":
+    if config.declaration.learns_preferences:
         return None if name in GENERATED else _help_steer if name == "HelpSteer3" else _preference
     if name == "squad":
         return _squad

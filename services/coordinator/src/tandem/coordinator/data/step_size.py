@@ -14,14 +14,10 @@ def check_step_size(config: Config, num_items: int) -> None:
 
     `num_items`: in the data set; a step may take each of them several times.
     """
-    grpo = config.grpo
     keys: dict[str, float] = {"policy.train_global_batch_size": config.policy.train_global_batch_size}
-    if config.algorithm == "grpo":
-        keys = {
-            "grpo.num_prompts_per_step": grpo.num_prompts_per_step,
-            "grpo.num_generations_per_prompt": grpo.num_generations_per_prompt,
-            "grpo.batch_multiplier": grpo.batch_multiplier,
-        }
+    if config.declaration.rolls_out:
+        names = ("num_prompts_per_step", "num_generations_per_prompt", "batch_multiplier")
+        keys = {f"{config.algorithm}.{name}": getattr(config.rollout_section, name) for name in names}
     most = 1.0
     for value in keys.values():
         most *= min(value, MAX_SEQUENCES + 1)  # of what is beyond all bounds there may be no float

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from functools import partial
 from typing import get_args
@@ -12,6 +11,7 @@ import msgspec
 from tandem.common.config import Config
 from tandem.common.config.checks.data import BUILT_IN_ENVIRONMENTS
 from tandem.common.config.schema import Environment as Settings
+from tandem.common.dotted import named
 from tandem.common.errors import ConfigError
 from tandem.rollout.environments.environment import ConversingEnvironment, Environment, RunsIn
 
@@ -50,7 +50,8 @@ def make_environment(config: Config) -> Environment | ConversingEnvironment:
 
 def _factory(name: str, settings: Settings, config: Config) -> Callable[..., Environment | ConversingEnvironment]:
     if settings.class_path is not None:
-        return _import(f"env.{name}.class", settings.class_path)
+        made: Callable[..., Environment | ConversingEnvironment] = named(settings.class_path, f"env.{name}.class")
+        return made
     match name:
         case "reasoning_gym":
             from tandem.rollout.environments.reasoning_gym import ReasoningGym
@@ -75,14 +76,3 @@ def _factory(name: str, settings: Settings, config: Config) -> Callable[..., Env
         case _:
             built_in = ", ".join(BUILT_IN_ENVIRONMENTS)
             raise ConfigError(f"env.{name}: no such environment; built in are {built_in}, others need a class")
-
-
-def _import(key: str, path: str) -> Callable[..., Environment | ConversingEnvironment]:
-    module, _, attribute = path.rpartition(".")
-    try:
-        made: Callable[..., Environment | ConversingEnvironment] = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{key}: cannot import {path!r}: {error}") from error
-    except (Exception, SystemExit) as error:  # the module may be anyone's
-        raise ConfigError(f"{key}: cannot import {path!r}: {type(error).__name__}: {error}") from error
-    return made

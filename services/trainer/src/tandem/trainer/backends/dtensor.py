@@ -16,12 +16,13 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FSDPModule
 
+from tandem.common.columns import Model
 from tandem.common.config import Config
 from tandem.common.errors import CheckpointError, ConfigError, ModelError, TrainingError
 from tandem.refit.endpoint import Weights
 from tandem.trainer import checkpoints, context, policy_files
 from tandem.trainer.attention import prepare_to_pack, prepare_to_share
-from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep, WhichModel, Writing
+from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep, Writing
 from tandem.trainer.backends import optimizer_state, shards
 from tandem.trainer.backends.devices import device_of
 from tandem.trainer.backends.sharding import Ranks
@@ -49,8 +50,6 @@ class DTensorBackend:
         self.data_parallel_size = self._ranks.data.size()
         self.sequence_divisor = self._ranks.sequence_divisor
         self._dtype: torch.dtype = getattr(torch, config.policy.precision)
-        # A temperature of zero is greedy decoding, whose distribution has no gradient; only GRPO samples anything.
-        self._temperature = (config.policy.generation.temperature or 1.0) if config.algorithm == "grpo" else 1.0
 
         source = config.policy.model_name if checkpoint is None else str(checkpoint / checkpoints.POLICY)
         proof = checkpoints.Proof(checkpoints.files_to_load(config, checkpoint))
@@ -100,7 +99,7 @@ class DTensorBackend:
         return OptimizerStep(loss=total_loss, grad_norm=grad_norm, learning_rate=learning_rate)
 
     @torch.no_grad()
-    def scores(self, micro_batches: Sequence[MicroBatch], model: WhichModel) -> list[TokenScores]:
+    def scores(self, micro_batches: Sequence[MicroBatch], model: Model) -> list[TokenScores]:
         """Return the scores of each micro-batch without gradient, zero where no token counts."""
         scorer = self._scorers[model]
         found = [scorer(batch) for batch in micro_batches]
@@ -173,7 +172,7 @@ class DTensorBackend:
     def _scorer(self, model: Any) -> TokenScorer:
         ranks = self._ranks.context
         group = ranks.get_group() if ranks.size() > 1 else None
-        return TokenScorer(model, self._temperature, linear_head=self._linear_head, context=group)
+        return TokenScorer(model, self._config.scoring_temperature, linear_head=self._linear_head, context=group)
 
     def _prepare_attention(self) -> bool:
         """Make the policy take packed rows, its share of each sequence, or shared prompts, as is wanted.
@@ -183,7 +182,7 @@ class DTensorBackend:
         """
         policy, is_shared = self._config.policy, self._ranks.context.size() > 1
         by_tokens = policy.sequence_packing.enabled or policy.dynamic_batching.enabled
-        wants_prompts = self._config.algorithm != "sft" and policy.share_prompts and not by_tokens
+        wants_prompts = self._config.declaration.shares_prompts and policy.share_prompts and not by_tokens
         name, longest, reason = type(self._policy).__name__, policy.max_total_sequence_length, None
         if is_shared or policy.sequence_packing.enabled:
             reason = prepare_to_pack(self._policy, longest)

@@ -1,24 +1,20 @@
-"""The losses, one module a family; `make_loss` chooses."""
+"""The losses, one module a family; `make_loss` makes that which the algorithm declares or ``loss_fn.class`` names."""
 
 from __future__ import annotations
 
 import torch
 
 from tandem.common.config import Config
-from tandem.trainer.losses.aggregate import Counts, Loss
-from tandem.trainer.losses.policy_gradient import PolicyGradientLoss
-from tandem.trainer.losses.preference import PreferenceLoss
-from tandem.trainer.losses.supervised import NegativeLogLikelihood
+from tandem.common.dotted import named
+from tandem.trainer.losses.aggregate import Counts, Loss, LossClass, Report, aggregate
+from tandem.trainer.losses.own import OwnLoss
 
-__all__ = ["Counts", "Loss", "make_loss"]
+__all__ = ["Counts", "Loss", "Report", "aggregate", "make_loss"]
 
 
 def make_loss(config: Config, counts: Counts, device: torch.device) -> Loss:
     """Return the configured loss, for one optimizer step on a global batch with these counts."""
-    match config.algorithm:
-        case "grpo":
-            return PolicyGradientLoss(config.loss_fn, counts, device)
-        case "sft":
-            return NegativeLogLikelihood(counts, device)
-        case "dpo":
-            return PreferenceLoss(config.dpo, counts, device)
+    if config.loss_fn.class_path is not None:
+        return OwnLoss(config, counts, device)
+    make: LossClass = named(config.declaration.loss)
+    return make(getattr(config, config.declaration.loss_section), counts, device)

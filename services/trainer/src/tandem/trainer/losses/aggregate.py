@@ -9,7 +9,7 @@ Shapes: ``B`` rows, ``T`` padded positions.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -59,14 +59,34 @@ class Report:
 
 
 class Loss(Protocol):
-    """What a backend minimises: one object an optimizer step."""
+    """What a backend minimises: one object an optimizer step.
+
+    Its class is called with what `LossClass` takes. The algorithm's declaration or ``loss_fn.class`` names it.
+    """
 
     report: Report
+    """Means to report beside the loss. A loss of the user's may have none."""
 
     def __call__(self, batch: MicroBatch, scores_BT: TokenScores) -> torch.Tensor:
         """Return the micro-batch's share of the loss, a scalar.
 
         `scores_BT` are those of its tokens under the policy in training, not read where `MicroBatch.loss_mask_BT` is
         False.
+        """
+        ...
+
+
+class LossClass(Protocol):
+    """What makes losses."""
+
+    def __call__(self, settings: Any, counts: Counts, device: torch.device, **kwargs: Any) -> Loss:
+        """Return the loss of one optimizer step.
+
+        Args:
+            settings: the section of the configuration that the algorithm's declaration names.
+            counts: what the means of the step's global batch divide by.
+            device: where the sums of the report belong.
+            kwargs: ``loss_fn.kwargs``; none of the losses here takes any.
+
         """
         ...

@@ -138,4 +138,5 @@ class PolicyGradientLoss:
     def _positive_nll(self, batch: MicroBatch, logprobs_BT: torch.Tensor) -> torch.Tensor:
         """Return -log p where the sample's reward is above zero, scaled so that the mean over all tokens is theirs."""
         scale = self._counts.tokens / max(1, self._counts.positive_tokens)
+        assert batch.is_positive_BT is not None, "the algorithm declares that it reads rewards"
         return torch.where(batch.is_positive_BT, -logprobs_BT * scale, 0.0)

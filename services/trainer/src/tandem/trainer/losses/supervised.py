@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from tandem.common.config.schema import Sft
 from tandem.trainer.losses.aggregate import Counts, Report, aggregate
 from tandem.trainer.packing import MicroBatch
 from tandem.trainer.scoring import TokenScores
@@ -17,7 +18,7 @@ class NegativeLogLikelihood:
 
     NAMES = ("entropy", "token_accuracy")
 
-    def __init__(self, counts: Counts, device: torch.device) -> None:
+    def __init__(self, settings: Sft, counts: Counts, device: torch.device) -> None:
         self._counts = counts
         self.report = Report(self.NAMES, counts.tokens, device)
 

@@ -8,7 +8,6 @@ from tandem.common.config.checks import (
     data,
     dtensor,
     generation,
-    learning,
     loss,
     megatron,
     model,
@@ -19,6 +18,7 @@ from tandem.common.config.checks import (
 from tandem.common.config.checks.rule import Rule
 from tandem.common.config.problem import Invalid, Problems
 from tandem.common.config.schema import Config
+from tandem.common.dotted import named
 
 RULES: tuple[Rule, ...] = (
     *paths.RULES,
@@ -27,20 +27,20 @@ RULES: tuple[Rule, ...] = (
     *parallelism.RULES,
     *dtensor.RULES,
     *batches.RULES,
-    *learning.RULES,
     *loss.RULES,
     *data.RULES,
     *run.RULES,
     *cluster.RULES,
     *generation.RULES,
 )
-"""Checked in this order."""
+"""Of all algorithms. Checked in this order, and those that the algorithm's declaration lists last."""
 
 
 def broken_rules(config: Config) -> Problems:
     """Return what the rules say that the configuration breaks, a line a key: the first often explains the others."""
     problems = Problems()
-    for rule in RULES:
+    own: list[Rule] = [rule for path in config.declaration.rules for rule in named(path)]
+    for rule in (*RULES, *own):
         try:
             with problems.collected():
                 rule(config)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from tandem.common.config.checks.rule import Rule
+from tandem.common.config.checks.rule import Rule, over_a_data_set, where_it_rolls_out
 from tandem.common.config.problem import Invalid
-from tandem.common.config.schema import Config, DynamicBatching, Grpo, SequencePacking
+from tandem.common.config.schema import Config, DynamicBatching, SequencePacking
 
 
 def a_rollout_batch_divides_into_global_batches(config: Config) -> None:
     """A rollout batch is a whole number of optimizer steps."""
-    if config.algorithm != "grpo":
-        return
-    prompts, generations = config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt
+    section, name = config.rollout_section, config.algorithm
+    prompts, generations = section.num_prompts_per_step, section.num_generations_per_prompt
     batch = config.policy.train_global_batch_size
     if prompts * generations % batch:
         raise Invalid(
             "policy.train_global_batch_size",
-            f"{batch} does not divide grpo.num_prompts_per_step * grpo.num_generations_per_prompt "
+            f"{batch} does not divide {name}.num_prompts_per_step * {name}.num_generations_per_prompt "
             f"= {prompts} * {generations} = {prompts * generations} samples",
         )
 
@@ -35,11 +34,11 @@ def a_global_batch_divides_into_micro_batches(config: Config) -> None:
 
 
 def a_validation_batch_divides_into_micro_batches(config: Config) -> None:
-    """The same for the batches that SFT and DPO validate on."""
+    """The same for the batches that algorithms over data sets validate on."""
     if _token_limits(config):
         return
-    section = config.algorithm_section
-    if isinstance(section, Grpo) or not (section.val_period or section.val_at_start):
+    section = config.data_set_section
+    if not (section.val_period or section.val_at_start):
         return
     _divides(
         config,
@@ -60,10 +59,10 @@ def rows_are_padded_or_packed(config: Config) -> None:
 
 
 def the_longest_sequences_fit_a_micro_batch(config: Config) -> None:
-    """No sequence, and with DPO no pair of them, is split over micro-batches."""
+    """No sequence, and of those that belong together none, is split over micro-batches."""
     length, words = config.policy.max_total_sequence_length, "policy.max_total_sequence_length"
-    if config.algorithm == "dpo":
-        length, words = 2 * length, f"a pair of {words}"
+    if config.sequences_per_sample > 1:
+        length, words = config.sequences_per_sample * length, f"a {config.declaration.unit} of {words}"
     for section, limits in _token_limits(config).items():
         for name in ("train_mb_tokens", "logprob_mb_tokens"):
             tokens = getattr(limits, name)
@@ -90,9 +89,9 @@ def _divides(config: Config, whole_key: str, whole: int, part_key: str, part: in
 
 
 RULES: tuple[Rule, ...] = (
-    a_rollout_batch_divides_into_global_batches,
+    *where_it_rolls_out(a_rollout_batch_divides_into_global_batches),
     a_global_batch_divides_into_micro_batches,
-    a_validation_batch_divides_into_micro_batches,
+    *over_a_data_set(a_validation_batch_divides_into_micro_batches),
     rows_are_padded_or_packed,
     the_longest_sequences_fit_a_micro_batch,
 )

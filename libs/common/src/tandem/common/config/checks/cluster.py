@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import re
 
-from tandem.common.config.checks.rule import Rule
+from tandem.common.config.checks.rule import Rule, where_it_rolls_out
 from tandem.common.config.problem import Invalid, shown
 from tandem.common.config.schema import Config
 from tandem.common.placement import gpus_per_engine
 
 
 def there_are_rollouts(config: Config) -> None:
-    """GRPO generates; SFT does not."""
-    if config.algorithm == "grpo" and config.cluster.rollouts == 0:
-        raise Invalid("cluster.rollouts", "0, but GRPO needs at least 1")
+    """Something must generate."""
+    if config.cluster.rollouts == 0:
+        raise Invalid("cluster.rollouts", f"0, but {config.declaration.title} needs at least 1")
 
 
 def generation_fits_its_gpus(config: Config) -> None:
     """GPUs that are set aside for generation are part of the cluster's, leave some to training, and are enough."""
     generation, cluster = config.policy.generation, config.cluster
-    if config.algorithm != "grpo" or generation.colocated.enabled:
+    if generation.colocated.enabled:
         return
     gpus, nodes = generation.colocated.resources.gpus_per_node, generation.colocated.resources.num_nodes
     prefix = "policy.generation.colocated.resources."
@@ -74,8 +74,7 @@ def silence_outlasts_a_heartbeat(config: Config) -> None:
 
 
 RULES: tuple[Rule, ...] = (
-    there_are_rollouts,
-    generation_fits_its_gpus,
+    *where_it_rolls_out(there_are_rollouts, generation_fits_its_gpus),
     the_launch_fits_the_cluster,
     the_address_can_be_bound,
     silence_outlasts_a_heartbeat,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from tandem.common.config.checks.rule import Rule
+from tandem.common.algorithms import ALGORITHMS
+from tandem.common.config.checks.rule import Rule, check_dotted_path, where_it_rolls_out
 from tandem.common.config.derive import GENERATED
 from tandem.common.config.named import NAMED, is_local
 from tandem.common.config.problem import Invalid, shown
@@ -21,7 +22,7 @@ def lengths_fit(config: Config) -> None:
     """Neither prompt nor response may be longer than a whole sequence."""
     longest = config.policy.max_total_sequence_length
     lengths = [("data.max_input_seq_length", config.data.max_input_seq_length)]
-    if config.algorithm == "grpo":
+    if config.declaration.rolls_out:
         lengths.append(("policy.generation.max_new_tokens", config.policy.generation.max_new_tokens))
     for key, length in lengths:
         if length > longest:
@@ -49,8 +50,8 @@ def several_validation_files_have_names(config: Config) -> None:
     key, paths = "data.val_data_paths", config.data.val_data_paths
     if not paths:
         return
-    if config.algorithm == "grpo":
-        raise Invalid(key, "GRPO validates on one file: set data.val_data_path")
+    if config.declaration.rolls_out:
+        raise Invalid(key, f"{config.declaration.title} validates on one file: set data.val_data_path")
     if config.data.val_data_path is not None:
         raise Invalid(key, "data.val_data_path is given too")
     if not is_local(config.data.dataset_name):
@@ -61,21 +62,22 @@ def several_validation_files_have_names(config: Config) -> None:
 
 
 def the_dataset_fits_the_algorithm(config: Config) -> None:
-    """Only DPO learns from preferences, and only SFT from conversations."""
+    """Not every algorithm learns from everything."""
     name = config.data.dataset_name
     named = NAMED.get(name)
     if named is None or name == "jsonl":  # rows say by themselves what they are
         return
-    fitting = {"problems": ("grpo", "sft"), "conversations": ("sft",), "preferences": ("dpo",)}[named.holds]
+    fitting = [algorithm.name for algorithm in ALGORITHMS.values() if named.holds in algorithm.learns_from]
     if config.algorithm not in fitting:
         raise Invalid("data.dataset_name", f"{name} holds {named.holds}, which are for {' and '.join(fitting)}")
 
 
 def worse_solutions_are_written(config: Config) -> None:
-    """A problem that is made has one solution; DPO needs a worse one beside it."""
+    """A problem that is made has one solution; preferences need a worse one beside it."""
     data = config.data
-    if config.algorithm == "dpo" and data.dataset_name in GENERATED and data.rejected_template is None:
-        raise Invalid("data.rejected_template", f"required where dpo learns from data.dataset_name {data.dataset_name}")
+    if config.declaration.learns_preferences and data.dataset_name in GENERATED and data.rejected_template is None:
+        what = f"{config.algorithm} learns from data.dataset_name {data.dataset_name}"
+        raise Invalid("data.rejected_template", f"required where {what}")
 
 
 def the_system_message_is_given_once(config: Config) -> None:
@@ -94,19 +96,17 @@ def environments_are_known(config: Config) -> None:
                     f"env.{name}",
                     f"not built in ({built_in}) and without a class{nearest(name, BUILT_IN_ENVIRONMENTS)}",
                 )
-        elif not re.fullmatch(r"\w+(\.\w+)+", entry.class_path):
-            raise Invalid(f"env.{name}.class", f"{shown(entry.class_path)} is not a dotted path, such as package.Class")
+        else:
+            check_dotted_path(f"env.{name}.class", entry.class_path)
         if entry.max_failures is not None and (entry.on_error or ("fail" if entry.class_path else "zero")) == "fail":
             raise Invalid(f"env.{name}.max_failures", f"the first failure ends the run; set env.{name}.on_error, too")
 
 
 def samples_are_scored(config: Config) -> None:
-    """GRPO needs one environment, and one that can score the dataset."""
-    if config.algorithm != "grpo":
-        return
-    chosen, names = config.data.environment, list(config.env)
+    """There is one environment, and one that can score the dataset."""
+    chosen, names, title = config.data.environment, list(config.env), config.declaration.title
     if not names:
-        raise Invalid("env", f"required: GRPO needs an environment, such as {', '.join(BUILT_IN_ENVIRONMENTS)}")
+        raise Invalid("env", f"required: {title} needs an environment, such as {', '.join(BUILT_IN_ENVIRONMENTS)}")
     if chosen is None:
         raise Invalid("data.environment", f"required where env has several entries ({', '.join(names)})")
     if chosen not in names:
@@ -122,10 +122,12 @@ def samples_are_scored(config: Config) -> None:
 def conversations_have_turns(config: Config) -> None:
     """An environment that answers must be listened to."""
     chosen = config.data.environment
-    if config.algorithm != "grpo" or chosen not in CONVERSING_ENVIRONMENTS or config.env[chosen].class_path is not None:
+    if chosen not in CONVERSING_ENVIRONMENTS or config.env[chosen].class_path is not None:
         return
-    if config.grpo.max_rollout_turns == 1:
-        raise Invalid("grpo.max_rollout_turns", f"1, but {chosen} answers, and the policy needs a turn after that")
+    if config.rollout_section.max_rollout_turns == 1:
+        raise Invalid(
+            f"{config.algorithm}.max_rollout_turns", f"1, but {chosen} answers, and the policy needs a turn after that"
+        )
 
 
 RULES: tuple[Rule, ...] = (
@@ -137,6 +139,5 @@ RULES: tuple[Rule, ...] = (
     worse_solutions_are_written,
     the_system_message_is_given_once,
     environments_are_known,
-    samples_are_scored,
-    conversations_have_turns,
+    *where_it_rolls_out(samples_are_scored, conversations_have_turns),
 )

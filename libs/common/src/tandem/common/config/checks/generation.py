@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.common.config.checks.rule import Rule
+from tandem.common.config.checks.rule import Rule, where_it_rolls_out
 from tandem.common.config.problem import Invalid
 from tandem.common.config.schema import Config
 from tandem.common.vllm_arguments import complaint
@@ -11,7 +11,7 @@ from tandem.common.vllm_arguments import complaint
 def vllm_takes_its_arguments(config: Config) -> None:
     """Names are checked where vLLM is installed: its engine would refuse them once everything has started."""
     generation = config.policy.generation
-    if config.algorithm != "grpo" or generation.backend != "vllm":
+    if generation.backend != "vllm":
         return
     found = complaint(generation.vllm_kwargs)
     if found is not None:
@@ -27,14 +27,14 @@ def vllm_takes_its_arguments(config: Config) -> None:
 def prompts_move_where_engines_are_async(config: Config) -> None:
     """Prompts that move change what an engine computes together, and with it the last bits of a run."""
     generation = config.policy.generation
-    if config.algorithm == "grpo" and generation.generation_timeout is not None and not generation.is_async:
+    if generation.generation_timeout is not None and not generation.is_async:
         raise Invalid("policy.generation.generation_timeout", "needs policy.generation.async_engine")
 
 
 def experts_are_spread_over_tensor_ranks(config: Config) -> None:
     """vLLM spreads the experts of a layer over all ranks that share the layer, or over none."""
     generation = config.policy.generation
-    if config.algorithm != "grpo" or generation.backend != "vllm":
+    if generation.backend != "vllm":
         return
     vllm = generation.vllm_cfg
     if vllm.expert_parallel_size not in (1, vllm.tensor_parallel_size):
@@ -47,19 +47,17 @@ def experts_are_spread_over_tensor_ranks(config: Config) -> None:
 
 def a_prompt_group_fits_the_engine_that_makes_it(config: Config) -> None:
     """All samples of a group come from one engine, which keeps them until they are trained on."""
-    if config.algorithm != "grpo":
-        return
-    most, num_samples = config.policy.generation.max_stored_tokens, config.grpo.num_generations_per_prompt
+    most, num_samples = config.policy.generation.max_stored_tokens, config.rollout_section.num_generations_per_prompt
     longest = config.policy.max_total_sequence_length
     if most < num_samples * longest:
         raise Invalid(
             "policy.generation.max_stored_tokens",
-            f"{most} is less than grpo.num_generations_per_prompt * policy.max_total_sequence_length "
+            f"{most} is less than {config.algorithm}.num_generations_per_prompt * policy.max_total_sequence_length "
             f"= {num_samples} * {longest} = {num_samples * longest}, which the samples of one prompt may have",
         )
 
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[Rule, ...] = where_it_rolls_out(
     vllm_takes_its_arguments,
     prompts_move_where_engines_are_async,
     experts_are_spread_over_tensor_ranks,

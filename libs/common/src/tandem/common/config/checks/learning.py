@@ -1,4 +1,4 @@
-"""Rules of what is learned: rewards and advantages."""
+"""Rules of what GRPO and its kin learn: rewards and advantages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def leaving_one_out_leaves_one(config: Config) -> None:
     """The leave-one-out baseline of a group of one is the mean of nothing."""
     estimator = config.grpo.adv_estimator
     leaves_out = estimator.name != "reinforce_plus_plus" and estimator.use_leave_one_out_baseline
-    if config.algorithm == "grpo" and leaves_out and config.grpo.num_generations_per_prompt < 2:
+    if leaves_out and config.grpo.num_generations_per_prompt < 2:
         raise Invalid(
             "grpo.num_generations_per_prompt",
             "1, but grpo.use_leave_one_out_baseline needs at least 2 samples of each prompt",
@@ -20,15 +20,13 @@ def leaving_one_out_leaves_one(config: Config) -> None:
 
 def samples_differ(config: Config) -> None:
     """GRPO compares the samples of a group, so they must be drawn, not taken greedily."""
-    if config.algorithm == "grpo" and config.policy.generation.temperature == 0:
+    if config.policy.generation.temperature == 0:
         raise Invalid("policy.generation.temperature", "0 draws the same sample every time, and GRPO learns from none")
 
 
 def dynamic_sampling_can_tell_groups_apart(config: Config) -> None:
     """The rewards of a group of one never differ."""
     grpo = config.grpo
-    if config.algorithm != "grpo":
-        return
     if grpo.use_dynamic_sampling and grpo.num_generations_per_prompt < 2:
         raise Invalid(
             "grpo.num_generations_per_prompt",
@@ -40,7 +38,7 @@ def dynamic_sampling_can_tell_groups_apart(config: Config) -> None:
 
 def components_have_no_length(config: Config) -> None:
     """What is shaped is the sum, and GDPO does not look at it."""
-    if config.algorithm == "grpo" and config.grpo.adv_estimator.name == "gdpo" and config.grpo.reward_shaping.enabled:
+    if config.grpo.adv_estimator.name == "gdpo" and config.grpo.reward_shaping.enabled:
         raise Invalid(
             "grpo.reward_shaping.enabled",
             "true, but grpo.adv_estimator.name gdpo takes the components of the reward, which are not shaped",
@@ -50,7 +48,7 @@ def components_have_no_length(config: Config) -> None:
 def rewards_can_be_shaped(config: Config) -> None:
     """Shaping needs to know which lengths it is about."""
     shaping = config.grpo.reward_shaping
-    if config.algorithm != "grpo" or not shaping.enabled or shaping.stop_properly_penalty_coef is not None:
+    if not shaping.enabled or shaping.stop_properly_penalty_coef is not None:
         return
     for name in ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length"):
         if getattr(shaping, name) is None:
@@ -63,7 +61,7 @@ def rewards_can_be_shaped(config: Config) -> None:
 def rewards_can_be_scaled(config: Config) -> None:
     """An interval has two ends."""
     scaling = config.grpo.reward_scaling
-    if config.algorithm == "grpo" and scaling.enabled and scaling.source_max <= scaling.source_min:
+    if scaling.enabled and scaling.source_max <= scaling.source_min:
         raise Invalid(
             "grpo.reward_scaling.source_max",
             f"{scaling.source_max:g} is not more than grpo.reward_scaling.source_min ({scaling.source_min:g})",

@@ -1,12 +1,15 @@
-"""Rules of the policy-gradient loss: options that contradict each other."""
+"""Rules of the loss: options that contradict each other."""
 
 from __future__ import annotations
 
 import msgspec
 
-from tandem.common.config.checks.rule import Rule
+from tandem.common.batch import RESERVED
+from tandem.common.columns import BUILT_IN
+from tandem.common.config.checks.rule import Rule, check_dotted_path
 from tandem.common.config.problem import Invalid, shown
-from tandem.common.config.schema import Config
+from tandem.common.config.schema import Config, LossColumn
+from tandem.common.errors import nearest
 
 
 class Conflict(msgspec.Struct, frozen=True):
@@ -39,9 +42,37 @@ _KIND = "loss_fn.truncated_importance_sampling_type"
 _HIGH, _LOW = "truncated_importance_sampling_ratio", "truncated_importance_sampling_ratio_min"
 
 
+def the_loss_is_named(config: Config) -> None:
+    """Arguments are those of a class of the user's."""
+    loss = config.loss_fn
+    if loss.class_path is not None:
+        check_dotted_path("loss_fn.class", loss.class_path)
+    elif loss.kwargs:
+        raise Invalid("loss_fn.kwargs", f"{shown(loss.kwargs)}, but loss_fn.class names no class that takes them")
+
+
+def columns_have_a_source(config: Config) -> None:
+    """What is built in comes from one place; engines, the coordinator and scores are those of rollouts."""
+    loss, key = config.loss_fn, "loss_fn.columns"
+    if loss.columns and loss.class_path is None:
+        raise Invalid(key, f"{', '.join(loss.columns)}, but loss_fn.class names no class that reads them")
+    for name, column in loss.columns.items():
+        known = BUILT_IN.get(name)
+        if known is not None and column != LossColumn(source=known.source):
+            raise Invalid(f"{key}.{name}", f"it is built in: its source is {known.source}, and it has no other fill")
+        if known is None and column.source in ("engine", "coordinator"):
+            names = [each.name for each in BUILT_IN.values() if each.source == column.source]
+            which = f"{column.source} has {', '.join(names)}, and no {name}{nearest(name, names)}"
+            raise Invalid(f"{key}.{name}.source", which)
+        if known is None and (not name.isidentifier() or f"{name}_S" in RESERVED):
+            raise Invalid(key, f"{shown(name)} cannot be the name of a column")
+        if column.source not in ("policy", "reference") and not config.declaration.rolls_out:
+            raise Invalid(f"{key}.{name}.source", f"{column.source}, but {config.declaration.title} rolls nothing out")
+
+
 def options_agree(config: Config) -> None:
     """The options make one loss."""
-    for conflict in _CONFLICTS if config.algorithm == "grpo" else ():
+    for conflict in _CONFLICTS:
         value, other = (getattr(config.loss_fn, name) for name in (conflict.key, conflict.other))
         if value and other != conflict.needed:
             raise Invalid(
@@ -52,8 +83,6 @@ def options_agree(config: Config) -> None:
 
 def importance_weights_have_bounds(config: Config) -> None:
     """A way to truncate weights goes with the bounds that it needs, and bounds with a way."""
-    if config.algorithm != "grpo":
-        return
     loss = config.loss_fn
     kind = loss.truncated_importance_sampling_type
     high, low = loss.truncated_importance_sampling_ratio, loss.truncated_importance_sampling_ratio_min
@@ -73,7 +102,7 @@ def importance_weights_have_bounds(config: Config) -> None:
 
 def kl_in_the_reward_reaches_the_advantage(config: Config) -> None:
     """Of the estimators only Reinforce++ has rewards by token."""
-    if config.algorithm != "grpo" or not config.loss_fn.use_kl_in_reward:
+    if not config.loss_fn.use_kl_in_reward:
         return
     name = config.grpo.adv_estimator.name
     if name != "reinforce_plus_plus":
@@ -88,8 +117,8 @@ def kl_in_the_reward_reaches_the_advantage(config: Config) -> None:
 def forced_ratios_are_true(config: Config) -> None:
     """After one optimizer step the policy in training is no longer the one before."""
     batch = config.policy.train_global_batch_size
-    samples = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
-    if config.algorithm == "grpo" and config.loss_fn.force_on_policy_ratio and batch != samples:
+    samples = config.units_per_step
+    if config.loss_fn.force_on_policy_ratio and batch != samples:
         raise Invalid(
             "loss_fn.force_on_policy_ratio",
             f"true needs one optimizer step a rollout batch: policy.train_global_batch_size is {batch}, "
@@ -97,7 +126,9 @@ def forced_ratios_are_true(config: Config) -> None:
         )
 
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[Rule, ...] = (the_loss_is_named, columns_have_a_source)
+
+POLICY_GRADIENT_RULES: tuple[Rule, ...] = (
     options_agree,
     importance_weights_have_bounds,
     kl_in_the_reward_reaches_the_advantage,

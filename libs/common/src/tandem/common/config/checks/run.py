@@ -8,20 +8,13 @@ from tandem.common.config.checks.rule import Rule
 from tandem.common.config.problem import Invalid
 from tandem.common.config.schema import Config
 
-METRICS = {
-    "grpo": ("val_reward", "val_accuracy", "reward", "accuracy", "loss"),
-    "sft": ("val_loss", "loss"),
-    "dpo": ("val_loss", "val_accuracy", "loss", "accuracy"),
-}
-"""Metrics that can rank checkpoints, by algorithm."""
-
 
 def checkpoints_can_be_ranked(config: Config) -> None:
     """The metric that ranks checkpoints must be measured."""
     if not config.checkpointing.enabled or config.checkpointing.keep_top_k is None:
         return
     metric = config.checkpointing.metric_name
-    known = METRICS[config.algorithm]
+    known = config.declaration.metrics
     if metric not in known:
         raise Invalid("checkpointing.metric_name", f"{config.algorithm} has no {metric}, only {', '.join(known)}")
     section = config.algorithm_section

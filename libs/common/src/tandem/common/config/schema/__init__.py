@@ -13,7 +13,7 @@ from tandem.common.config.schema.generation import (
     VllmCfg,
 )
 from tandem.common.config.schema.grpo import AdvEstimator, Grpo, RewardScaling, RewardShaping
-from tandem.common.config.schema.loss import LossFn
+from tandem.common.config.schema.loss import LossColumn, LossFn
 from tandem.common.config.schema.megatron import MegatronCfg, MegatronScheduler
 from tandem.common.config.schema.policy import (
     DtensorCfg,
@@ -35,7 +35,6 @@ from tandem.common.config.schema.run import (
     Launch,
     LinkRates,
     Logger,
-    MetricName,
     Mlflow,
     Refit,
     Tensorboard,
@@ -61,10 +60,10 @@ __all__ = [
     "Launch",
     "LinkRates",
     "Logger",
+    "LossColumn",
     "LossFn",
     "MegatronCfg",
     "MegatronScheduler",
-    "MetricName",
     "Mlflow",
     "NewModel",
     "Optimizer",

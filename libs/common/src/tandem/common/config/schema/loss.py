@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import Meta
 
-from tandem.common.config.schema.base import NonNegativeFloat, PositiveFloat, Section
+from tandem.common.columns import BUILT_IN, Column, Source
+from tandem.common.config.schema.base import NonEmptyStr, NonNegativeFloat, PositiveFloat, Section
 
 KlType = Literal["k1", "k2", "k3"]
 """Estimators of a KL divergence from samples (Schulman 2020, joschu.net/blog/kl-approx.html)."""
@@ -15,13 +17,35 @@ TruncationType = Literal["tis", "icepop", "seq-mask-tis"]
 """What becomes of importance weights that are out of bounds."""
 
 
+OF_ANY_LOSS = ("class", "kwargs", "columns")
+"""Keys of this section that are read whatever the algorithm."""
+
+
+class LossColumn(Section, frozen=True, kw_only=True):
+    """A number that a loss of your own reads of each token: `batch.columns[NAME]`."""
+
+    source: Source
+    """New. Where it comes from. environment: the entry NAME of a score's `components`, of all tokens of the sample.
+    engine: generation_logprobs, or versions, the weight version that made the token. coordinator: advantages or
+    rewards. policy, reference: its log-probability under that model, before the first optimizer step on the batch."""
+    fill: float = 0.0
+    """New. What it is in the padding, and of a sample whose score has no such entry."""
+
+
 class LossFn(Section, frozen=True, kw_only=True):
-    """The policy-gradient loss of GRPO and its kin; no other algorithm reads it.
+    """The policy-gradient loss of GRPO and its kin; other algorithms read `class`, `kwargs` and `columns` alone.
 
     As it stands it is GRPO's. REINFORCE and RLOO: ``disable_ppo_ratio``. GSPO: ``sequence_level_importance_ratios`` and
     no ``token_level_loss``. CISPO: ``use_cispo``. DAPO: a ``ratio_clip_max`` of its own.
     """
 
+    class_path: NonEmptyStr | None = msgspec.field(name="class", default=None)
+    """New. Dotted path of a loss of your own, such as ``mine.Loss`` for the class ``Loss`` of a ``mine.py`` beside the
+    configuration file; null takes the algorithm's."""
+    kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+    """New. Arguments of that class, beside those that every loss is made with."""
+    columns: dict[str, LossColumn] = msgspec.field(default_factory=dict)
+    """New. What that class reads of each token beside what the algorithm's own loss does, by name."""
     reference_policy_kl_penalty: NonNegativeFloat = 0.01
     """Weight of the KL divergence to the starting model; 0 builds no reference model."""
     reference_policy_kl_type: KlType = "k3"
@@ -76,3 +100,17 @@ class LossFn(Section, frozen=True, kw_only=True):
     tokens in the global batch (VAPO, Yue et al. 2025, arXiv:2504.05118, equation 10). 0 leaves it out."""
     token_level_loss: bool = True
     """True: the mean over all tokens of the global batch. False: the mean over sequences of each sequence's mean."""
+
+    @property
+    def own_columns(self) -> dict[str, Column]:
+        """What a loss of the user's reads of each token, by name."""
+        return {
+            name: BUILT_IN.get(name) or Column(name=name, source=column.source, fill=column.fill)
+            for name, column in self.columns.items()
+        }
+
+    @property
+    def environment_columns(self) -> dict[str, str]:
+        """The dtypes of those of them that travel with the table of a batch, by their name there."""
+        own = self.own_columns.values()
+        return {f"{column.name}_S": column.dtype for column in own if column.source == "environment"}

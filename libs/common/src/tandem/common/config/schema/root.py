@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 
+from tandem.common.algorithms import ALGORITHMS, Algorithm, AlgorithmName
 from tandem.common.config.schema.algorithms import Dpo, Sft
 from tandem.common.config.schema.base import NonEmptyStr, Section
 from tandem.common.config.schema.data import Data, Environment
@@ -18,7 +17,7 @@ from tandem.common.config.schema.run import Checkpointing, Cluster, Logger, Refi
 class Config(Section, frozen=True, kw_only=True):
     """The whole configuration of a run, resolved: every default filled in, every interpolation replaced."""
 
-    algorithm: Literal["grpo", "sft", "dpo"]
+    algorithm: AlgorithmName
     """New. What the run does."""
     prerequisite: NonEmptyStr | None = None
     """New. Configuration of a run that makes `policy.model_name`; it runs first, unless that folder exists. Relative
@@ -42,29 +41,63 @@ class Config(Section, frozen=True, kw_only=True):
         return self.cluster.trainers // self.policy.model_parallel_size
 
     @property
+    def declaration(self) -> Algorithm:
+        """What the algorithm in use needs."""
+        return ALGORITHMS[self.algorithm]
+
+    @property
     def takes_turns(self) -> bool:
         """Whether training and generation share their devices, so that each gives up what only it needs while the other
         works."""
-        return self.algorithm == "grpo" and self.policy.generation.colocated.enabled
+        return self.declaration.rolls_out and self.policy.generation.colocated.enabled
 
     @property
     def sequences_per_sample(self) -> int:
-        """Sequences that one unit of the batch sizes stands for: of a pair of DPO both responses, the chosen first."""
-        return 2 if self.algorithm == "dpo" else 1
+        """Sequences that one unit of the batch sizes stands for."""
+        return self.declaration.sequences_per_unit
 
     @property
     def needs_reference(self) -> bool:
         """Whether the loss compares the policy with the model it started from."""
-        return self.algorithm == "dpo" or (self.algorithm == "grpo" and self.loss_fn.reference_policy_kl_penalty > 0)
+        return "reference" in self.declaration.holds(self)
 
     @property
     def algorithm_section(self) -> Grpo | Sft | Dpo:
         """The section of the algorithm in use; all of them have `seed`, `max_num_steps`, `val_period` and
         `val_at_start`."""
-        match self.algorithm:
-            case "grpo":
-                return self.grpo
-            case "sft":
-                return self.sft
-            case "dpo":
-                return self.dpo
+        section: Grpo | Sft | Dpo = getattr(self, self.algorithm)
+        return section
+
+    @property
+    def rollout_section(self) -> Grpo:
+        """The same, of an algorithm that rolls out."""
+        assert self.declaration.rolls_out, f"{self.algorithm} does not roll out"
+        section: Grpo = getattr(self, self.algorithm)
+        return section
+
+    @property
+    def data_set_section(self) -> Sft | Dpo:
+        """The same, of an algorithm over a data set."""
+        assert not self.declaration.rolls_out, f"{self.algorithm} rolls out"
+        section: Sft | Dpo = getattr(self, self.algorithm)
+        return section
+
+    @property
+    def units_per_step(self) -> int:
+        """Samples, or whatever else batch sizes count, that a step trains on."""
+        if not self.declaration.rolls_out:
+            return self.policy.train_global_batch_size
+        return self.rollout_section.num_prompts_per_step * self.rollout_section.num_generations_per_prompt
+
+    @property
+    def num_optimizer_steps(self) -> int:
+        """Optimizer steps of a step."""
+        return -(-self.units_per_step // self.policy.train_global_batch_size)
+
+    @property
+    def scoring_temperature(self) -> float:
+        """What logits are divided by before log-probabilities are taken of them: what samples are drawn at.
+
+        A temperature of zero is greedy decoding, whose distribution has no gradient.
+        """
+        return (self.policy.generation.temperature or 1.0) if self.declaration.rolls_out else 1.0

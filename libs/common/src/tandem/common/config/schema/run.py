@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from tandem.common.algorithms import MetricName
 from tandem.common.config.schema.base import (
     NonEmptyStr,
     NonNegativeInt,
@@ -11,9 +12,6 @@ from tandem.common.config.schema.base import (
     PositiveInt,
     Section,
 )
-
-MetricName = Literal["val_reward", "val_accuracy", "val_loss", "reward", "accuracy", "loss"]
-"""Metrics that can rank checkpoints."""
 
 
 class Checkpointing(Section, frozen=True, kw_only=True):

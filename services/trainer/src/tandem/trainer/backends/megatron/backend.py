@@ -18,11 +18,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
+from tandem.common.columns import Model
 from tandem.common.config import Config
 from tandem.common.errors import TrainingError
 from tandem.refit.adapters import catalogue
 from tandem.refit.endpoint import Weights
-from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep, WhichModel, Writing
+from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep, Writing
 from tandem.trainer.backends.devices import device_of
 from tandem.trainer.backends.megatron import checkpoints
 from tandem.trainer.backends.megatron.converted import open_tensors
@@ -125,7 +126,7 @@ class MegatronBackend:
         return OptimizerStep(loss=total_loss, grad_norm=norm, learning_rate=learning_rate)
 
     @torch.no_grad()
-    def scores(self, micro_batches: Sequence[MicroBatch], model: WhichModel) -> list[TokenScores]:
+    def scores(self, micro_batches: Sequence[MicroBatch], model: Model) -> list[TokenScores]:
         """Return the scores of each micro-batch without gradient, zero where no token counts, on every stage."""
         found: list[TokenScores] = []
 
@@ -202,10 +203,9 @@ class MegatronBackend:
         return chunks, RankWeights(chunks, self._settings.sizes, self._shape)
 
     def _pipeline(self, chunks: Sequence[torch.nn.Module]) -> Pipeline:
-        config = self._config
-        # A temperature of zero is greedy decoding, whose distribution has no gradient; only GRPO samples anything.
-        temperature = (config.policy.generation.temperature or 1.0) if config.algorithm == "grpo" else 1.0
-        return Pipeline(chunks, self._settings.sizes, self._shape.known.vocabulary_size, temperature)
+        return Pipeline(
+            chunks, self._settings.sizes, self._shape.known.vocabulary_size, self._config.scoring_temperature
+        )
 
     def _reference(self) -> Pipeline:
         chunks, weights = self._build()

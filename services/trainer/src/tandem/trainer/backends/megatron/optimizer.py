@@ -99,8 +99,4 @@ def make_schedule(config: Config, optimizer: ChainedOptimizer, num_steps: int) -
 
 def _num_optimizer_steps(config: Config) -> int:
     """Return how many optimizer steps the whole run makes."""
-    steps = config.algorithm_section.max_num_steps or 1
-    if config.algorithm != "grpo":
-        return steps
-    samples = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
-    return steps * -(-samples // config.policy.train_global_batch_size)
+    return (config.algorithm_section.max_num_steps or 1) * config.num_optimizer_steps

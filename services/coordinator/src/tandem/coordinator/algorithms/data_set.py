@@ -10,7 +10,6 @@ import numpy as np
 
 from tandem.common.batch import TrainingBatch
 from tandem.common.config import Config
-from tandem.common.config.schema import Dpo, Sft
 from tandem.common.messages import Purpose, SampleScored
 from tandem.common.tokenizer import Tokenizer
 from tandem.coordinator.data import (
@@ -31,16 +30,16 @@ Sequences = tuple[tuple[tuple[int, ...], tuple[bool, ...]], ...]
 """One conversation: for each of its answers the tokens of prompt and answer, and which of them count in the loss."""
 
 
-class GivenFeed:
-    """What the loop asks of an algorithm without engines (see `tandem.coordinator.feed.Feed`).
+class DataSetAlgorithm:
+    """What the loop asks of an algorithm over a data set (`tandem.coordinator.algorithms.running.RunningAlgorithm`).
 
     A conversation whose tokens are too many is left out where it was read from somewhere; where it was made, so is
     every other, and that is an error. Those held out are tokenised at once, the others when they are drawn.
     """
 
-    def __init__(self, config: Config, section: Sft | Dpo, tokenizer: Tokenizer) -> None:
+    def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
         self._config = config
-        self._section = section
+        self._section = section = config.data_set_section
         self._chat = ChatEncoder(config, tokenizer)
         sets = load_conversations(config)
         check_step_size(config, len(sets.train))

@@ -22,9 +22,9 @@ from tandem.common.config.schema import Tokenizer as TokenizerSettings
 from tandem.common.errors import ConfigError, DataError, TandemError
 from tandem.common.messages import Problem
 from tandem.common.tokenizer import Tokenizer, load_tokenizer
-from tandem.coordinator.algorithms.grpo import GrpoFeed, turn_metrics
+from tandem.coordinator.algorithms.data_set import DataSetAlgorithm
+from tandem.coordinator.algorithms.grpo import GrpoAlgorithm, turn_metrics
 from tandem.coordinator.algorithms.grpo import batch_of as batch_of_samples
-from tandem.coordinator.algorithms.sft import SftFeed
 from tandem.coordinator.data import ChatEncoder, ConversationWriter, PromptEncoder, epoch_stream, sample_seed, worked
 from tandem.coordinator.data.chat import EncodedSolution
 from tandem.coordinator.scheduler.groups import SampleRecord
@@ -61,7 +61,7 @@ def text(tokenizer: Tokenizer, tokens: Any) -> str:
 def error_of(config: Config, kind: type[TandemError], characters: str = "0123456789+-= ") -> str:
     tokenizer = character_tokenizer(config, characters)
     with pytest.raises(kind) as caught:
-        SftFeed(config, tokenizer) if config.algorithm == "sft" else GrpoFeed(config, tokenizer)
+        DataSetAlgorithm(config, tokenizer) if config.algorithm == "sft" else GrpoAlgorithm(config, tokenizer)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -271,12 +271,12 @@ def test_worked_solutions_show_the_work() -> None:
 
 
 @pytest.fixture
-def grpo() -> GrpoFeed:
+def grpo() -> GrpoAlgorithm:
     config = data_config()
-    return GrpoFeed(config, character_tokenizer(config))
+    return GrpoAlgorithm(config, character_tokenizer(config))
 
 
-def test_a_step_has_its_prompts_whatever_came_before(grpo: GrpoFeed) -> None:
+def test_a_step_has_its_prompts_whatever_came_before(grpo: GrpoAlgorithm) -> None:
     late = grpo.prompt_groups(9, "train", range(4))
     earlier = [grpo.prompt_groups(step, "train", range(4)) for step in range(1, 9)]
     assert grpo.prompt_groups(9, "train", range(4)) == late
@@ -287,7 +287,7 @@ def test_a_step_has_its_prompts_whatever_came_before(grpo: GrpoFeed) -> None:
     assert [group.group for group in late] == [0, 1, 2, 3]
 
 
-def test_every_problem_is_used_once_before_any_comes_again(grpo: GrpoFeed) -> None:
+def test_every_problem_is_used_once_before_any_comes_again(grpo: GrpoAlgorithm) -> None:
     used = [g.problem.problem_id for step in range(1, 16) for g in grpo.prompt_groups(step, "train", range(4))]
     assert len(set(used)) == len(used) == 60
     again = [g.problem.problem_id for step in range(16, 31) for g in grpo.prompt_groups(step, "train", range(4))]
@@ -295,12 +295,12 @@ def test_every_problem_is_used_once_before_any_comes_again(grpo: GrpoFeed) -> No
     assert again != used
 
 
-def test_samples_of_a_run_have_seeds_of_their_own(grpo: GrpoFeed) -> None:
+def test_samples_of_a_run_have_seeds_of_their_own(grpo: GrpoAlgorithm) -> None:
     seeds = [s for step in (1, 2, 3) for g in grpo.prompt_groups(step, "train", range(4)) for s in g.seeds]
     assert len(set(seeds)) == len(seeds) == 3 * 4 * 2
 
 
-def test_validation_asks_the_same_once_each_time(grpo: GrpoFeed) -> None:
+def test_validation_asks_the_same_once_each_time(grpo: GrpoAlgorithm) -> None:
     first, later = (grpo.prompt_groups(step, "validate", range(grpo.num_validation)) for step in (0, 8))
     assert first == later
     assert len(first) == 20
@@ -309,7 +309,7 @@ def test_validation_asks_the_same_once_each_time(grpo: GrpoFeed) -> None:
     assert not training & {group.prompt_ids for group in first}
 
 
-def test_a_batch_is_the_same_in_whatever_order_its_samples_came(grpo: GrpoFeed) -> None:
+def test_a_batch_is_the_same_in_whatever_order_its_samples_came(grpo: GrpoAlgorithm) -> None:
     groups = grpo.prompt_groups(1, "train", range(4))
     messages = finished(groups, 1, "train")
     batches = []
@@ -333,7 +333,7 @@ def test_a_batch_is_the_same_in_whatever_order_its_samples_came(grpo: GrpoFeed) 
             np.testing.assert_array_equal(other.table.to_frames()[name], values)
 
 
-def test_groups_of_the_same_problem_share_their_prompt(grpo: GrpoFeed) -> None:
+def test_groups_of_the_same_problem_share_their_prompt(grpo: GrpoAlgorithm) -> None:
     records = [SampleRecord(scored(group, sample), "rollout-0", 1) for group in range(3) for sample in range(2)]
     nothing_S = np.zeros(6, dtype=np.float32)
     batch = batch_of_samples(
@@ -350,7 +350,7 @@ def test_turns_are_summed_up_where_there_may_be_several() -> None:
     settings = data_config()
     assert turn_metrics(settings, []) == {}
     settings = msgspec.structs.replace(settings, grpo=msgspec.structs.replace(settings.grpo, max_rollout_turns=3))
-    groups = GrpoFeed(settings, character_tokenizer(settings)).prompt_groups(1, "train", [0])
+    groups = GrpoAlgorithm(settings, character_tokenizer(settings)).prompt_groups(1, "train", [0])
     one, two = (message.samples[0] for message in finished(groups, 1, "train"))
     three = msgspec.structs.replace(one, num_turns=3, finish_reason="turns")
     assert turn_metrics(settings, [one, two, three, three]) == {
@@ -359,7 +359,7 @@ def test_turns_are_summed_up_where_there_may_be_several() -> None:
     }
 
 
-def test_validation_is_summed_up_when_the_step_is_done(grpo: GrpoFeed) -> None:
+def test_validation_is_summed_up_when_the_step_is_done(grpo: GrpoAlgorithm) -> None:
     messages = finished(grpo.prompt_groups(4, "validate", range(20)), 4, "validate")
     samples = [sample for message in messages for sample in message.samples]
     assert grpo.validation_metrics(samples) == {"val_reward": 1, "val_accuracy": 1, "val_mean_generation_length": 1}
@@ -405,11 +405,11 @@ def test_large_numbers_of_what_is_not_counted_take_no_time() -> None:
     config = changed(
         data_config(), max_num_steps=10**12, max_val_samples=10**12, dynamic_sampling_max_gen_batches=10**12
     )
-    feed = GrpoFeed(config, character_tokenizer(config))
-    assert (feed.num_steps, feed.num_validation) == (10**12, 20)
-    assert len(feed.prompt_groups(10**12, "train", range(4))) == 4
+    running = GrpoAlgorithm(config, character_tokenizer(config))
+    assert (running.num_steps, running.num_validation) == (10**12, 20)
+    assert len(running.prompt_groups(10**12, "train", range(4))) == 4
     many = changed(data_config(), num_prompts_per_step=100)
-    groups = GrpoFeed(many, load_tokenizer(many)).prompt_groups(1, "train", range(100))
+    groups = GrpoAlgorithm(many, load_tokenizer(many)).prompt_groups(1, "train", range(100))
     assert len({group.problem.problem_id for group in groups}) == 60, "a step may have more than there are"
 
 
@@ -428,7 +428,7 @@ def rows_of(batch: TrainingBatch | None) -> list[tuple[list[int], list[bool]]]:
 def test_the_loss_counts_the_solution_and_nothing_else() -> None:
     config = data_config("sft")
     tokenizer = character_tokenizer(config)
-    made, metrics = SftFeed(config, tokenizer).batch(1, "train")
+    made, metrics = DataSetAlgorithm(config, tokenizer).batch(1, "train")
     assert metrics == {}
     batch = made.tokens
     assert batch is not None
@@ -448,12 +448,12 @@ def test_the_loss_counts_the_solution_and_nothing_else() -> None:
 
 def test_sft_goes_through_its_problems_and_stops_when_told() -> None:
     config = data_config("sft", num_train=64)
-    feed = SftFeed(config, character_tokenizer(config))
-    assert feed.num_steps == 8  # one epoch of 64 in batches of 8, before max_num_steps
-    used = [tuple(tokens) for step in range(1, 9) for tokens, _ in rows_of(feed.batch(step, "train")[0].tokens)]
+    running = DataSetAlgorithm(config, character_tokenizer(config))
+    assert running.num_steps == 8  # one epoch of 64 in batches of 8, before max_num_steps
+    used = [tuple(tokens) for step in range(1, 9) for tokens, _ in rows_of(running.batch(step, "train")[0].tokens)]
     assert len(set(used)) == 64
-    assert rows_of(feed.batch(3, "train")[0].tokens) == rows_of(feed.batch(3, "train")[0].tokens)
-    held_out = [tuple(tokens) for tokens, _ in rows_of(feed.batch(3, "validate")[0].tokens)]
+    assert rows_of(running.batch(3, "train")[0].tokens) == rows_of(running.batch(3, "train")[0].tokens)
+    held_out = [tuple(tokens) for tokens, _ in rows_of(running.batch(3, "validate")[0].tokens)]
     assert len(held_out) == 20
     assert not set(held_out) & set(used)
 
@@ -463,19 +463,19 @@ def test_sft_trains_on_solutions_of_a_file() -> None:
     Path("sums.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     config = data_config("sft", dataset_name="jsonl", train_data_path="sums.jsonl", num_validation=1)
     tokenizer = character_tokenizer(config)
-    made, _ = SftFeed(config, tokenizer).batch(1, "train")
+    made, _ = DataSetAlgorithm(config, tokenizer).batch(1, "train")
     assert {text(tokenizer, tokens) for tokens, _ in rows_of(made.tokens)} < {
         f"<bos>{row['input']}{row['output']}<eos>" for row in rows
     }
 
 
-def test_feeds_are_made_without_torch() -> None:
+def test_algorithms_are_made_without_torch() -> None:
     probe = (
         "import sys; from data_harness import data_config, character_tokenizer\n"
-        "from tandem.coordinator.algorithms import make_feed\n"
+        "from tandem.coordinator.algorithms import make_algorithm\n"
         "config = data_config('sft'); tokenizer = character_tokenizer(config)\n"
-        "make_feed(config, tokenizer).batch(1, 'train')\n"
-        "make_feed(data_config(), tokenizer).prompt_groups(1, 'train', range(4))\n"
+        "make_algorithm(config, tokenizer).batch(1, 'train')\n"
+        "make_algorithm(data_config(), tokenizer).prompt_groups(1, 'train', range(4))\n"
         "print('torch' in sys.modules)"
     )
     path = {"PYTHONPATH": str(Path(__file__).parent)}

@@ -1,6 +1,6 @@
 """What the loop asks of an algorithm: prompts for the engines and batches for the trainers.
 
-A feed is a pure function of the configuration, the step and the samples, which the scheduler's table of groups keeps:
+It is a pure function of the configuration, the step and the samples, which the scheduler's table of groups keeps:
 a resumed run needs nothing of it but the number of the step.
 """
 
@@ -15,7 +15,7 @@ from tandem.coordinator.scheduler.events import DrawPrompts, GroupSize
 from tandem.coordinator.scheduler.groups import SampleRecord
 
 
-class Feed(Protocol):
+class RunningAlgorithm(Protocol):
     """One algorithm's data, in and out."""
 
     notices: tuple[str, ...]
@@ -59,8 +59,8 @@ class Feed(Protocol):
         ...
 
 
-def group_sizes(feed: Feed, drawn: DrawPrompts) -> tuple[GroupSize, ...]:
+def group_sizes(algorithm: RunningAlgorithm, drawn: DrawPrompts) -> tuple[GroupSize, ...]:
     """Return what each rollout group that is drawn asks of an engine."""
-    longest = feed.sampling(drawn.purpose).max_new_tokens
-    groups = feed.prompt_groups(drawn.step, drawn.purpose, drawn.groups)
+    longest = algorithm.sampling(drawn.purpose).max_new_tokens
+    groups = algorithm.prompt_groups(drawn.step, drawn.purpose, drawn.groups)
     return tuple(GroupSize(num_samples=len(g.seeds), num_tokens=len(g.prompt_ids) + longest) for g in groups)

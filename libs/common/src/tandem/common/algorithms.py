@@ -1,0 +1,163 @@
+"""The algorithms, each declared once: what it needs of everyone else. Whoever needs to know reads its declaration.
+
+There are two kinds. One rolls out: engines generate samples of the policy, environments score them, and weights move
+back after every step. The other learns over a data set, and the run is the coordinator and its trainers.
+
+A new algorithm is a section of the configuration (`tandem.common.config.schema`), a class that makes its batches, a
+loss, and a declaration here. Code elsewhere asks the declaration (`Config.declaration`), never for a name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from tandem.common.columns import (
+    ADVANTAGES,
+    GENERATION_LOGPROBS,
+    PREVIOUS_LOGPROBS,
+    REFERENCE_LOGPROBS,
+    REWARDS,
+    Column,
+    Model,
+    read_where,
+)
+
+if TYPE_CHECKING:
+    from tandem.common.config.named import Holds
+    from tandem.common.config.schema import Config
+
+
+class Algorithm(msgspec.Struct, frozen=True, kw_only=True):
+    """One algorithm's declaration.
+
+    What lives in a service is named by a dotted path, which only that service imports.
+    """
+
+    name: str
+    """In the configuration: of its section, and of the key ``algorithm``."""
+    rolls_out: bool
+    """Whether engines generate what it learns from; otherwise it learns over a data set."""
+    learns_from: tuple[Holds, ...]
+    """What the data sets hold that it can learn from."""
+    unit: str = "sequence"
+    """What batch sizes count."""
+    sequences_per_unit: int = 1
+    """Sequences of the model in one of these."""
+    train_global_batch_size: int
+    """The default of ``policy.train_global_batch_size``."""
+    shares_prompts: bool
+    """Whether sequences of a batch may begin with the same prompt, which then is computed once."""
+    metrics: tuple[str, ...]
+    """What can rank checkpoints; the first does so unless the configuration names another."""
+    curves: tuple[str, str]
+    """The metrics that a report draws: in training, and on what is held out."""
+    columns: tuple[Column, ...]
+    """What its loss reads of each token."""
+    finishes_advantages: Callable[[Config], bool] = lambda config: False
+    """Whether advantages need log-probabilities, or all tokens of the batch: `tandem.trainer.advantages`."""
+    running: str
+    """The class that asks for samples and makes batches in a run: `tandem.coordinator.algorithms`."""
+    loss: str
+    """The class of its loss, unless ``loss_fn.class`` names another: `tandem.trainer.losses`."""
+    loss_section: str
+    """The section of the configuration that the loss is made with."""
+    rules: tuple[str, ...] = ()
+    """Rules that the configuration must keep, beside those of all algorithms: tuples of them."""
+
+    @property
+    def title(self) -> str:
+        """What people call it."""
+        return self.name.upper()
+
+    @property
+    def learns_preferences(self) -> bool:
+        """Whether it learns from prompts with a better and a worse response."""
+        return "preferences" in self.learns_from
+
+    def columns_of(self, config: Config, num_steps: int) -> tuple[Column, ...]:
+        """Return what the loss reads of each token in a step of so many optimizer steps; last, what the user's does."""
+        read = {column.name: column for column in self.columns if column.is_read(config, num_steps)}
+        return tuple((read | config.loss_fn.own_columns).values())
+
+    def scored_by(self, config: Config, num_steps: int) -> tuple[Model, ...]:
+        """Return the models that score a batch before it is trained on with so many optimizer steps."""
+        read = {column.model for column in self.columns_of(config, num_steps)}
+        models: tuple[Model, ...] = ("policy", "reference")
+        return tuple(model for model in models if model in read)
+
+    def holds(self, config: Config) -> tuple[Model, ...]:
+        """Return the models that a trainer holds."""
+        return tuple(dict.fromkeys(("policy", *self.scored_by(config, 1))))
+
+
+GRPO = Algorithm(
+    name="grpo",
+    rolls_out=True,
+    learns_from=("problems",),
+    train_global_batch_size=512,
+    shares_prompts=True,
+    metrics=("val_reward", "val_accuracy", "reward", "accuracy", "loss"),
+    curves=("reward", "val_accuracy"),
+    columns=(
+        GENERATION_LOGPROBS,
+        ADVANTAGES,
+        read_where(REWARDS, lambda config, num_steps: config.loss_fn.positive_example_nll_weight > 0),
+        # In the first optimizer step on a rollout batch the policy before it is the one in training.
+        read_where(PREVIOUS_LOGPROBS, lambda config, num_steps: num_steps > 1 or config.loss_fn.use_kl_in_reward),
+        read_where(REFERENCE_LOGPROBS, lambda config, num_steps: config.loss_fn.reference_policy_kl_penalty > 0),
+    ),
+    finishes_advantages=lambda config: config.grpo.adv_estimator.name == "reinforce_plus_plus",
+    running="tandem.coordinator.algorithms.grpo.GrpoAlgorithm",
+    loss="tandem.trainer.losses.policy_gradient.PolicyGradientLoss",
+    loss_section="loss_fn",
+    rules=("tandem.common.config.checks.learning.RULES", "tandem.common.config.checks.loss.POLICY_GRADIENT_RULES"),
+)
+"""Group relative policy optimisation and its kin: what differs between them are options."""
+
+SFT = Algorithm(
+    name="sft",
+    rolls_out=False,
+    learns_from=("problems", "conversations"),
+    train_global_batch_size=32,
+    shares_prompts=False,
+    metrics=("val_loss", "loss"),
+    curves=("loss", "val_loss"),
+    columns=(),
+    running="tandem.coordinator.algorithms.data_set.DataSetAlgorithm",
+    loss="tandem.trainer.losses.supervised.NegativeLogLikelihood",
+    loss_section="sft",
+)
+"""Supervised fine-tuning."""
+
+DPO = Algorithm(
+    name="dpo",
+    rolls_out=False,
+    learns_from=("preferences",),
+    unit="pair",
+    sequences_per_unit=2,
+    train_global_batch_size=128,
+    shares_prompts=True,
+    metrics=("val_loss", "val_accuracy", "loss", "accuracy"),
+    curves=("loss", "val_accuracy"),
+    columns=(REFERENCE_LOGPROBS,),
+    running="tandem.coordinator.algorithms.data_set.DataSetAlgorithm",
+    loss="tandem.trainer.losses.preference.PreferenceLoss",
+    loss_section="dpo",
+)
+"""Direct preference optimisation: of each pair the chosen response is first."""
+
+ALGORITHMS = {algorithm.name: algorithm for algorithm in (GRPO, SFT, DPO)}
+"""By name, in the order in which errors and the documentation list them."""
+
+METRICS = tuple(dict.fromkeys(metric for algorithm in ALGORITHMS.values() for metric in algorithm.metrics))
+"""Metrics that can rank checkpoints, of any algorithm."""
+
+if TYPE_CHECKING:
+    AlgorithmName = str
+    MetricName = str
+else:  # so that the schema, its errors and its page list what is declared
+    AlgorithmName = Literal[tuple(ALGORITHMS)]
+    MetricName = Literal[METRICS]

@@ -1,0 +1,62 @@
+"""What a loss reads of each token beside its log-probability: columns, each declared once.
+
+A declaration says where a column comes from, and everything else follows: it travels, is padded, packed and sharded
+like any other. A number of a sequence is that of each of its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+if TYPE_CHECKING:
+    from tandem.common.config.schema import Config
+
+Model = Literal["policy", "reference"]
+"""Models that a trainer can hold and score tokens with: the one in training, and that from before any training."""
+
+Source = Literal["engine", "environment", "coordinator", "policy", "reference"]
+"""engine: an array of `tandem.common.batch.SampleArrays`, of tokens. environment: what a score says of a sample, under
+that name in its `components`. coordinator: an array of `tandem.common.batch.BatchTable`, of sequences. policy,
+reference: log-probabilities of tokens under that model, before the first optimizer step on the batch."""
+
+
+class Column(msgspec.Struct, frozen=True, kw_only=True):
+    """One of them."""
+
+    name: str
+    source: Source
+    dtype: Literal["float32", "int32"] = "float32"
+    fill: float = 0.0
+    """In the padding, and where the source says nothing."""
+    is_read: Callable[[Config, int], bool] = lambda config, num_steps: True
+    """Whether the loss reads it in a step of so many optimizer steps; by the configuration."""
+
+    @property
+    def model(self) -> Model | None:
+        """The model whose scores it has; None if it comes with the batch."""
+        return self.source if self.source == "policy" or self.source == "reference" else None
+
+
+GENERATION_LOGPROBS = Column(name="generation_logprobs", source="engine")
+"""Of each token under the distribution that the engine drew it from; zero where the policy made none."""
+VERSIONS = Column(name="versions", source="engine", dtype="int32", fill=-1)
+"""The weight version that made each token; -1 where none did."""
+ADVANTAGES = Column(name="advantages", source="coordinator")
+REWARDS = Column(name="rewards", source="coordinator")
+"""What advantages were made of."""
+PREVIOUS_LOGPROBS = Column(name="previous_logprobs", source="policy")
+REFERENCE_LOGPROBS = Column(name="reference_logprobs", source="reference")
+
+BUILT_IN = {
+    column.name: column
+    for column in (GENERATION_LOGPROBS, VERSIONS, ADVANTAGES, REWARDS, PREVIOUS_LOGPROBS, REFERENCE_LOGPROBS)
+}
+"""By name. ``loss_fn.columns`` may ask for these, and for others of environments and models."""
+
+
+def read_where(column: Column, is_read: Callable[[Config, int], bool]) -> Column:
+    """Return the column as one that is read only so."""
+    return msgspec.structs.replace(column, is_read=is_read)

@@ -1,0 +1,139 @@
+"""A loss of the user's: found by its dotted path, and held to what a loss promises.
+
+Whatever it does wrong is one line that names it, at the latest in the first step; most of it before any model is
+loaded, because `try_out` shows it a micro-batch then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from tandem.common.columns import GENERATION_LOGPROBS, Column
+from tandem.common.config import Config
+from tandem.common.dotted import named
+from tandem.common.errors import ConfigError, TandemError, TrainingError
+from tandem.trainer.losses.aggregate import Counts, Report
+from tandem.trainer.packing import MicroBatch
+from tandem.trainer.scoring import TokenScores
+
+_KEY = "loss_fn.class"
+
+
+class OwnLoss:
+    """The loss that ``loss_fn.class`` names; obeys `tandem.trainer.losses.Loss`. Raises `ConfigError`."""
+
+    report: Report
+
+    def __init__(self, config: Config, counts: Counts, device: torch.device) -> None:
+        path = str(config.loss_fn.class_path)
+        self._name = f"{_KEY} {path}"
+        make = named(path, _KEY)
+        settings = getattr(config, config.declaration.loss_section)
+        try:
+            self._loss = make(settings, counts, device, **config.loss_fn.kwargs)
+        except Exception as error:  # the class may be anyone's
+            raise ConfigError(f"{self._name}: {_said(error)}") from error
+        if not callable(self._loss):
+            raise ConfigError(f"{self._name}: it has no method __call__(batch, scores)")
+        report = getattr(self._loss, "report", None)
+        if report is not None and not isinstance(report, Report):
+            raise ConfigError(f"{self._name}: its report is {type(report).__name__}, not tandem.trainer.losses.Report")
+        self.report = report or Report((), counts.tokens, device)
+
+    def __call__(self, batch: MicroBatch, scores_BT: TokenScores) -> torch.Tensor:
+        """Return the micro-batch's share of the loss. Raises `TrainingError` unless it is a scalar with gradient."""
+        try:
+            value = self._loss(batch, scores_BT)
+        except TandemError:
+            raise
+        except Exception as error:
+            raise TrainingError(f"{self._name}: {_said(error)}") from error
+        found = _complaint(value, needs_gradient=scores_BT.logprobs.requires_grad)
+        if found is not None:
+            raise TrainingError(f"{self._name} returned {found}: a loss is a scalar tensor, computed from the scores")
+        loss: torch.Tensor = value
+        return loss
+
+
+def try_out(config: Config) -> None:
+    """Show a loss of the user's a micro-batch of two sequences (of DPO pairs) as it will see them, and look at it.
+
+    Raises `ConfigError` if it cannot be made, or fails, or if loss or gradient is no finite number.
+    """
+    if config.loss_fn.class_path is None:
+        return
+    batch, scores_BT = _trial(config)
+    counted = batch.loss_mask_BT
+    counts = Counts(tokens=int(counted.sum()), sequences=len(counted), positive_tokens=int(counted.sum()))
+    loss = OwnLoss(config, counts, torch.device("cpu"))
+    try:
+        value = loss(batch, scores_BT)
+        value.backward()  # type: ignore[no-untyped-call]
+    except (TrainingError, RuntimeError) as error:
+        raise ConfigError(f"{error} (tried out on {len(counted)} sequences)") from error
+    gradient = scores_BT.logprobs.grad
+    for what, found in (("loss", value), ("gradient", gradient)):
+        if found is None or not found.isfinite().all():
+            said = "no" if found is None else "no finite"
+            raise ConfigError(
+                f"{_KEY} {config.loss_fn.class_path} has {said} {what} (tried out on {len(counted)} sequences)"
+            )
+
+
+@contextmanager
+def blamed(config: Config) -> Iterator[None]:
+    """Have a `TrainingError` name the loss where that is the user's."""
+    try:
+        yield
+    except TrainingError as error:
+        path = config.loss_fn.class_path
+        if path is None or path in str(error):
+            raise
+        raise TrainingError(f"{error} ({_KEY} {path})") from error
+
+
+def _trial(config: Config) -> tuple[MicroBatch, TokenScores]:
+    """Return a micro-batch with what the configured run gives a loss, and scores of it."""
+    shape = (2 * config.sequences_per_sample, 4)
+    mask_BT = torch.tensor([[False, False, True, True]]).expand(shape).clone()
+    logprobs_BT = torch.where(mask_BT, torch.linspace(-2.0, -0.5, mask_BT.numel()).view(shape), 0.0)
+    batch = MicroBatch(
+        rows=tuple(range(shape[0])),
+        lengths_B=torch.full(shape[:1], shape[1]),
+        token_ids_BT=torch.ones(shape, dtype=torch.int64),
+        attention_mask_BT=torch.ones(shape, dtype=torch.bool),
+        loss_mask_BT=mask_BT,
+        columns={
+            column.name: _tried(column, mask_BT, logprobs_BT)
+            for column in config.declaration.columns_of(config, config.num_optimizer_steps)
+        },
+    )
+    entropy_BT = torch.where(mask_BT, 1.0, 0.0)
+    return batch, TokenScores(logprobs_BT.requires_grad_(), entropy_BT, mask_BT.float())
+
+
+def _tried(column: Column, mask_BT: torch.Tensor, logprobs_BT: torch.Tensor) -> torch.Tensor:
+    """Return a column as its source might have it: ones, or where it has log-probabilities other ones."""
+    if column.model or column == GENERATION_LOGPROBS:
+        return logprobs_BT.clone()
+    is_there_BT = mask_BT if column.source == "engine" else torch.ones_like(mask_BT)
+    return torch.where(is_there_BT, 1.0, column.fill).to(getattr(torch, column.dtype))
+
+
+def _complaint(value: object, *, needs_gradient: bool) -> str | None:
+    if not isinstance(value, torch.Tensor):
+        return f"{type(value).__name__}"
+    if value.ndim:
+        return f"a tensor of shape {list(value.shape)}"
+    if not value.is_floating_point():
+        return f"a number of type {str(value.dtype).removeprefix('torch.')}"
+    if needs_gradient and not value.requires_grad:
+        return "a number without a gradient"
+    return None
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -1,0 +1,139 @@
+"""The declarations of the algorithms: what they name exists, and nothing else in the tree knows algorithms by name."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+
+from tandem.common import algorithms
+from tandem.common.algorithms import ALGORITHMS, Algorithm
+from tandem.common.batch import BatchTable, SampleArrays
+from tandem.common.columns import BUILT_IN
+from tandem.common.config import Config, build_config
+from tandem.common.dotted import named
+from tandem.common.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+DECLARED = Path(algorithms.__file__)
+SECTIONS = {"Grpo", "Sft", "Dpo"}
+
+MINIMAL = {"policy": {"model_name": "model"}, "data": {"dataset_name": "reasoning_gym", "task": "chain_sum"}}
+DATA = {"dpo": {"rejected_template": "0"}}
+
+
+def config_of(name: str, **sections: object) -> Config:
+    data = {**MINIMAL["data"], **DATA.get(name, {})}
+    return build_config(MINIMAL | {"algorithm": name, "data": data, **sections})
+
+
+def questions_of(path: Path) -> Iterator[str]:
+    """Yield each place of a module that compares with an algorithm's name, or asks which section it has."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        found: list[ast.expr] = []
+        match node:
+            case ast.Compare(left=ast.Attribute(attr="name")):
+                pass  # an estimator of advantages may have the name of an algorithm
+            case ast.Compare():
+                found = [node.left, *node.comparators]
+            case ast.MatchValue():
+                found = [node.value]
+            case ast.Dict():
+                found = [key for key in node.keys if key is not None]
+            case ast.Call(func=ast.Name(id="isinstance"), args=[_, kinds]):
+                names = {each.id for each in ast.walk(kinds) if isinstance(each, ast.Name)}
+                if names & SECTIONS:
+                    yield f"{path.relative_to(ROOT)}:{node.lineno} isinstance of {', '.join(sorted(names & SECTIONS))}"
+        for each in (inner for expression in found for inner in ast.walk(expression)):
+            if isinstance(each, ast.Constant) and each.value in ALGORITHMS:
+                yield f"{path.relative_to(ROOT)}:{each.lineno} {each.value!r}"
+
+
+def test_nobody_asks_for_an_algorithm_by_name() -> None:
+    modules = [path for folder in ("libs", "services") for path in (ROOT / folder).rglob("*.py") if path != DECLARED]
+    assert len(modules) > 100
+    assert [place for path in modules for place in questions_of(path)] == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'config.algorithm != "grpo"',
+        'config.algorithm in ("sft", "dpo")',
+        '{"grpo": 1}[config.algorithm]',
+        "isinstance(section, Grpo)",
+        "isinstance(section, (Sft, Dpo))",
+        'match config.algorithm:\n    case "dpo":\n        pass',
+    ],
+)
+def test_a_question_for_a_name_would_be_found(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    (tmp_path / "asks.py").write_text(text)
+    assert list(questions_of(tmp_path / "asks.py"))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS)
+def test_what_a_declaration_names_is_there(algorithm: Algorithm) -> None:
+    config = config_of(algorithm.name)
+    assert config.declaration is algorithm
+    assert config.algorithm_section is getattr(config, algorithm.name)
+    assert hasattr(config, algorithm.loss_section)
+    for path, first in (
+        (algorithm.running, ["config", "tokenizer"]),
+        (algorithm.loss, ["settings", "counts", "device"]),
+    ):
+        assert list(inspect.signature(named(path)).parameters) == first
+    assert all(callable(rule) for path in algorithm.rules for rule in named(path))
+    assert config.checkpointing.metric_name == algorithm.metrics[0]
+    assert config.policy.train_global_batch_size == algorithm.train_global_batch_size
+    assert ("reference" in algorithm.holds(config)) == config.needs_reference
+
+
+def test_the_models_that_score_a_batch() -> None:
+    plain = config_of("grpo")
+    assert plain.declaration.scored_by(plain, 1) == ("reference",)
+    assert plain.declaration.scored_by(plain, 2) == ("policy", "reference")
+    free = config_of("grpo", loss_fn={"reference_policy_kl_penalty": 0})
+    assert free.declaration.scored_by(free, 1) == ()
+    assert free.declaration.holds(free) == ("policy",)
+    assert not config_of("sft").needs_reference
+    assert config_of("dpo").needs_reference
+
+
+def test_an_array_of_every_column_is_where_its_source_has_it() -> None:
+    sources = {"engine": (SampleArrays, "T"), "coordinator": (BatchTable, "S")}
+    for column in BUILT_IN.values():
+        if column.source in sources:
+            bundle, axis = sources[column.source]
+            hint = get_type_hints(bundle)[f"{column.name}_{axis}"]
+            assert get_args(get_args(hint)[1])[0].__name__ == column.dtype
+        else:
+            assert column.model == column.source
+    assert {column.name for algorithm in ALGORITHMS.values() for column in algorithm.columns} <= set(BUILT_IN)
+
+
+def test_a_step_has_so_many_optimizer_steps() -> None:
+    assert [config_of(name).num_optimizer_steps for name in ALGORITHMS] == [1, 1, 1]
+    several = config_of(
+        "grpo",
+        grpo={"num_prompts_per_step": 8, "num_generations_per_prompt": 4},
+        policy={"model_name": "model", "train_global_batch_size": 8, "train_micro_batch_size": 8},
+    )
+    assert (several.units_per_step, several.num_optimizer_steps) == (32, 4)
+
+
+def test_logits_are_divided_by_the_temperature_that_samples_are_drawn_at() -> None:
+    policy = {"model_name": "model", "generation": {"temperature": 0.5}}
+    assert [config_of(name, policy=policy).scoring_temperature for name in ALGORITHMS] == [0.5, 1.0, 1.0]
+
+
+def test_an_algorithm_that_is_not_declared() -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_config(MINIMAL | {"algorithm": "grp"})
+    assert str(caught.value) == "configuration: algorithm: 'grp' is not one of dpo, grpo, sft; did you mean 'grpo'?"
+    with pytest.raises(ConfigError, match=r"algorithm: \[\"grpo\"\] is not one of dpo, grpo, sft"):
+        build_config(MINIMAL | {"algorithm": ["grpo"]})
