@@ -30,7 +30,7 @@ Sequences = tuple[tuple[tuple[int, ...], tuple[bool, ...]], ...]
 
 
 class DataSetAlgorithm:
-    """What the loop asks of an algorithm without engines: obeys `tandem.coordinator.algorithms.running.RunningAlgorithm`.
+    """What the loop asks of an algorithm without engines: a `tandem.coordinator.algorithms.running.RunningAlgorithm`.
 
     A conversation whose tokens are too many is left out where it was read from somewhere; where it was made, so is
     every other, and that is an error. Those held out are tokenised at once, the others when they are drawn.
