@@ -47,8 +47,9 @@ def questions(running: DataSetAlgorithm | GrpoAlgorithm, config: Config, steps: 
         return [group.problem.question for group in groups]
     tokenizer, found = load_tokenizer(config), []
     for step in steps:
-        batch = running.batch(step, "train")[0].tokens
-        end = 0
+        made, _ = running.batch(step, "train")
+        batch, end = made.tokens, 0
+        assert batch is not None
         for length in batch.lengths_S:
             found.append(tokenizer.decode(batch.token_ids_T[end : end + length].tolist()).split(" = ")[0])
             end += length

@@ -199,6 +199,7 @@ class TrainingBatch(RaggedArrays, frozen=True, kw_only=True):
     rewards_S: Float32s
     """What advantages were made of; zeros where there are no rewards."""
     columns: Mapping[str, NDArray[Any]] = {}
+    """What else its samples and their table have, by name and axis."""
 
     def part(self, first: int, count: int) -> TrainingBatch:
         """Return `count` sequences from `first` on, uncopied."""
@@ -298,6 +299,8 @@ class BatchTable(Bundle, frozen=True, kw_only=True):
     group_S: Int32s
     sample_S: Int32s
     columns: Mapping[str, NDArray[Any]] = {}
+    """What else a loss of the user's reads of each sequence: a frame NAME_S for each of `loss_fn.columns` that comes
+    from the environment, finite."""
 
     def __len__(self) -> int:
         """Return the number of sequences."""
