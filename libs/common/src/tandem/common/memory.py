@@ -1,4 +1,4 @@
-"""How much memory this process takes while it carries out an order, and how much more there is."""
+"""Measure how much memory a process takes for a request, and how much the host has free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of the step in progress: metrics and seconds, gathered from every reply until the step is committed."""
+"""Gather a step's metrics and seconds from replies, until the step is committed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write the message tables of ``docs/protocol.md``: ``python -m tandem.coordinator.protocol_page docs/protocol.md``."""
+"""Write the tables of a page: ``python -m tandem.coordinator.protocol_page docs/protocol.md``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What replies to orders must be: orders in, replies in, errors out. It knows no plan, no sockets and no clock.
+"""Check replies against the orders that they answer; pure, no sockets and no clock.
 
 `Replies` is told of every order that is sent (`ordered`) and of every member that is gone (`forget`). Every reply comes
 by here before it is an event (`take`), so that nothing which cannot be the answer to its order ever reaches a batch, a

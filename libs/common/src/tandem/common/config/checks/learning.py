@@ -1,4 +1,4 @@
-"""Rules of what is learned: rewards and advantages."""
+"""Rules for rewards and advantages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of the policy-gradient loss: options that contradict each other."""
+"""Rules for the policy-gradient loss: options that contradict each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the rollouts generate."""
+"""Generation: the engines, their sizes, and how tokens are sampled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The run as such: checkpoints, logs, processes and the weight plane."""
+"""The run itself: checkpoints, logs, processes and the weight plane."""
 
 from __future__ import annotations
 
