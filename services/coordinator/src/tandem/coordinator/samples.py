@@ -1,4 +1,4 @@
-"""What is known of samples that have finished, whose tokens stay where they were made, and batches of them."""
+"""Records of finished samples, whose tokens stay where they were made, and batches of them."""
 
 from __future__ import annotations
 
