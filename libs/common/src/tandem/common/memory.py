@@ -1,4 +1,4 @@
-"""Measure how much memory a process takes for a request, and how much the host has free."""
+"""Measure how much memory a process takes while it carries out an order, and how much there is."""
 
 from __future__ import annotations
 
