@@ -1,4 +1,4 @@
-"""Rules for rewards and advantages."""
+"""Rules of what GRPO and its kin learn: rewards and advantages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules for the policy-gradient loss: options that contradict each other."""
+"""Rules of the loss: options that contradict each other."""
 
 from __future__ import annotations
 
