@@ -1,4 +1,4 @@
-"""The algorithms, each declared once: what it needs of everyone else. Whoever needs to know reads its declaration.
+"""The algorithms, each declared once: what each of them needs of everyone else.
 
 There are two kinds. One rolls out: engines generate samples of the policy, environments score them, and weights move
 back after every step. The other learns over a data set, and the run is the coordinator and its trainers.

@@ -1,4 +1,4 @@
-"""Assignment: which trainer rank trains on which sequences. Pure functions of lengths and the configuration, no torch.
+"""Assign sequences to trainer ranks: pure functions of lengths and the configuration.
 
 The coordinator assigns, and every rank reads what it was assigned from the batch's table
 (`tandem.common.batch.BatchTable`); the ranks of one model-parallel group, which see the same sequences, are one

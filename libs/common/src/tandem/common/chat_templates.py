@@ -1,4 +1,4 @@
-"""Chat templates are programs, often somebody else's: they run within limits, and what they do wrong is one line."""
+"""Render chat templates, which are programs of others, within limits of time, memory and text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When Python's garbage collector looks for cycles: not while a process imports, and not when it ends.
+"""Keep Python's garbage collector from looking for cycles while a process imports, or ends.
 
 While modules are imported it would look again and again and find nothing, and twice more when the process ends:
 together, a third of the time that a process takes to start and to end. In between it works as ever.

@@ -1,4 +1,4 @@
-"""Manifests: what was written to the files of a checkpoint, so that damage to them is noticed and named.
+"""Checkpoint manifests: what was written to each file, so that damage is noticed and named.
 
 Of a safetensors file the header and each tensor have a digest, of any other file all its bytes. Whoever writes tensors
 takes their digests in memory, before they are files. A reader looks at names, sizes, headers and small files first

@@ -1,4 +1,4 @@
-"""The arguments of Megatron-Core's configuration classes, read from its source: importing them would import torch."""
+"""Read the arguments of Megatron-Core's configuration classes from source, without importing torch."""
 
 from __future__ import annotations
 

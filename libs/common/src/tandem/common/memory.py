@@ -1,4 +1,4 @@
-"""How much memory this process takes while it carries out an order, and how much more there is."""
+"""Measure how much memory a process takes while it carries out an order, and how much there is."""
 
 from __future__ import annotations
 

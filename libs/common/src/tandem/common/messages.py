@@ -462,7 +462,7 @@ class InstallProgram(Command, frozen=True, kw_only=True, tag=True):
     """
 
     programs: Annotated[tuple[Encoded, ...], Meta(min_length=1)]
-    """An encoded `tandem.refit.program.TransferProgram` for each part of the process, in order."""
+    """An encoded `tandem.refit.program.TransferProgram` for each worker shard of the process, in order."""
 
 
 class ProgramInstalled(Message, frozen=True, kw_only=True, tag=True):
@@ -526,7 +526,7 @@ class Attested(Message, frozen=True, kw_only=True, tag=True):
     command_id: Count
     version: Count
     digests: Annotated[tuple[bytes, ...], Meta(min_length=1)]
-    """For each of its parts, its share of the digest of each tensor of its layout, in order: unsigned 64-bit
+    """For each of its worker shards, its share of the digest of each tensor of its layout, in order: unsigned 64-bit
     little-endian integers."""
     seconds: Seconds
     """Time spent computing."""
@@ -541,7 +541,7 @@ class PlanTransfers(Command, frozen=True, kw_only=True, tag=True):
     sources: dict[Name, Encoded]
     """Encoded layouts of the trainer ranks, by member."""
     destinations: dict[Name, Encoded]
-    """Encoded layouts of the engines, by part."""
+    """Encoded layouts of the engines, by worker shard."""
     allow_alias: bool
     """True if no engine generates while the trainer steps, on the same devices: engines may then read the trainer's
     memory in place."""
@@ -559,12 +559,12 @@ class TransfersPlanned(Message, frozen=True, kw_only=True, tag=True):
 
     command_id: Count
     programs: dict[Name, Encoded]
-    """Encoded `tandem.refit.program.TransferProgram` by part."""
+    """Encoded `tandem.refit.program.TransferProgram` by worker shard."""
     senders: tuple[str, ...]
     """Members that have something to do in a refit beside the engines that receive."""
     meshes: tuple[PlannedMesh, ...]
     num_bytes: dict[Name, Count]
-    """Bytes one refit moves over each link between parts, named ``trainer-0>rollout-1``."""
+    """Bytes one refit moves over each link between worker shards, named ``trainer-0>rollout-1``."""
     predicted_s: Annotated[float, Meta(ge=0.0, le=1e300)]
     """Seconds that a refit should take at the rates of ``cluster.links``."""
     bound_s: Annotated[float, Meta(ge=0.0, le=1e300)]
@@ -578,7 +578,7 @@ class CommitVersion(Command, frozen=True, kw_only=True, tag=True):
 
     version: Count
     digests: dict[str, bytes]
-    """By part, of trainers and engines, as in `Attested`; empty where ``refit.verify`` is off."""
+    """By worker shard, of trainers and engines, as in `Attested`; empty where ``refit.verify`` is off."""
     has_update: bool
     """Whether the weights must differ from those of the version before."""
 

@@ -1,4 +1,4 @@
-"""Transformers' model types and their fields, read from its source: importing the classes would import torch."""
+"""Read Transformers' model types and their fields from source, without importing torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model's ``config.json`` says of it, as far as it is on this machine. The Hub is not asked."""
+"""Read a model's sizes from its local ``config.json``, without asking the Hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which address of this host other processes can reach, and keeping to loopback where the run does."""
+"""Find the address at which other processes reach this host, and keep to loopback where the run does."""
 
 from __future__ import annotations
 

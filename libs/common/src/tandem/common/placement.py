@@ -1,4 +1,4 @@
-"""Which GPUs of the cluster a process takes.
+"""Decide which GPUs of the cluster a process takes.
 
 GPUs are counted over all nodes, and every node has ``cluster.gpus_per_node`` of them: number 9 is the second of the
 second node where there are eight. Trainers take one each, from the first on. Engines take as many as each needs: the

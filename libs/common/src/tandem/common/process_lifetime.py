@@ -1,4 +1,4 @@
-"""What the kernel does for a process when its parent, or its child's parent, ends. Imports next to nothing."""
+"""Have the kernel end a process with its parent, and with what it has started; imports very little."""
 
 from __future__ import annotations
 

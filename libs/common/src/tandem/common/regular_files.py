@@ -1,4 +1,4 @@
-"""What lies at a path, asked before it is opened: a FIFO waits for a writer for ever, and a device may never end."""
+"""Check that a path is a regular file before it is opened: opening a FIFO would wait for ever."""
 
 from __future__ import annotations
 

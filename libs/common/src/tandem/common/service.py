@@ -1,4 +1,4 @@
-"""What trainer, rollout and refit processes share: joining, answering orders, reporting failures, leaving.
+"""What trainer, rollout and refit processes share: joining, answering orders, failing, leaving.
 
 A service is an object with `handle` (one order in, replies out) and `work` (a slice of what goes on between orders).
 `run_service` drives it: it consumes orders from the link, produces replies, and waits for nothing but the next order,

@@ -1,4 +1,4 @@
-"""Signals that ask processes to end, and who acts on them.
+"""Handle the signals that ask processes to end, and decide which process acts on them.
 
 `timeout`, Slurm, systemd and a terminal signal all processes of a run at once. The coordinator alone acts on that: it
 finishes or abandons the step, saves, and ends what it has launched, which leaves such signals to it. A service that was

@@ -1,4 +1,4 @@
-"""The sliding puzzle: boards, moves and shuffles, for those who make problems and for the environment that plays.
+"""The sliding puzzle: boards, moves and shuffles, for its problems and for its environment.
 
 A board of ``size`` × ``size`` cells is a tuple of numbers, row by row, with 0 for the gap. Solved, it counts from 1 and
 the gap is last. A move is named by the direction in which a tile slides into the gap, as in NeMo-RL's game.

@@ -1,4 +1,4 @@
-"""Classes of installed packages, read from their source: importing them would take seconds, and torch."""
+"""Read classes of installed packages from source, without importing them."""
 
 from __future__ import annotations
 

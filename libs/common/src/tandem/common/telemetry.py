@@ -1,4 +1,4 @@
-"""Metrics for people's dashboards: TensorBoard, Weights & Biases and MLflow, under NeMo-RL's names.
+"""Write metrics to TensorBoard, Weights & Biases and MLflow, under NeMo-RL's names.
 
 The journal keeps a step's numbers by short names (``reward``, ``val_accuracy``; seconds by phase). Dashboards get them
 as ``train/reward``, ``validation/accuracy`` and ``timing/train/policy_training``, and those of a validation set with a

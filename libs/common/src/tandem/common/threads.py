@@ -1,4 +1,4 @@
-"""How many threads a process computes with."""
+"""Decide how many threads a process computes with."""
 
 from __future__ import annotations
 

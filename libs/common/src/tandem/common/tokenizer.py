@@ -1,4 +1,4 @@
-"""Text to tokens and back, and the character-level tokenizer of a model made from scratch. No torch here.
+"""Tokenizers: text to tokens and back, and the character-level one of a model made from scratch.
 
 transformers is imported where it is needed and no earlier: it takes half a second, and ``--help`` does not need it.
 """

@@ -1,4 +1,4 @@
-"""torch's optimizers and schedules and their arguments, read from its source: importing it takes seconds."""
+"""Read the arguments of torch's optimizers and schedules from source, without importing torch."""
 
 from __future__ import annotations
 

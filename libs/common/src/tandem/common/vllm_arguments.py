@@ -1,4 +1,4 @@
-"""The arguments of vLLM's engine, read from its source: importing vLLM would take seconds, and torch."""
+"""Read the arguments of vLLM's engine from source, without importing vLLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Worker shards: what the weight plane moves weights between.
+"""Worker shards: the parts of processes between which the weight plane moves weights.
 
 A trainer rank is one worker shard, and so is an engine of one worker; each is called like its process. The workers of
 an engine that has several are worker shards of its process, ``rollout-0/0``, ``rollout-0/1``, ...: each has a layout, a

@@ -1,1 +1,1 @@
-"""The coordinator: the algorithm loop, data order, advantages, the journal and the command line. No torch here."""
+"""The coordinator: scheduling, data order, advantages, journal and command line, without torch."""

@@ -1,4 +1,4 @@
-"""What trainers are sent of a batch: one table for all of them, and where the tokens are. Pure: no sockets, no clock.
+"""Make the orders that send a step's batch to trainers: one table, and where its tokens are; pure.
 
 Where samples were generated, ranks fetch their tokens from the rollouts, so nothing here grows with tokens. Where they
 come from a data set, each rank is sent those of its own share.

@@ -1,4 +1,4 @@
-"""``coordinator plan CONFIG``: what a run of this configuration will be, without weights, GPUs or processes.
+"""``coordinator plan CONFIG``: describe a run without weights, GPUs or processes.
 
 Trainers and engines are laid out from the model's ``config.json`` and the parallel sizes in the configuration, and the
 same planner that a run uses says what moves; `tandem.refit.cost` says how long that takes at the rates of

@@ -1,4 +1,4 @@
-"""What the metrics of a run's steps say of one that learns nothing: metrics in, warnings out, no clock, no sockets.
+"""Notice from the metrics of a run's steps that it learns nothing; pure, no clock and no sockets.
 
 A condition that holds for so many steps in a row is said once, with its evidence and the configuration keys to look at,
 and once more only if it has cleared in between. Where one condition explains another, only the first is said.

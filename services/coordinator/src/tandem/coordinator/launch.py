@@ -1,4 +1,4 @@
-"""Starting, watching and ending the processes that the coordinator launches on its own host."""
+"""Start, watch and end the processes that the coordinator launches on its own host."""
 
 from __future__ import annotations
 

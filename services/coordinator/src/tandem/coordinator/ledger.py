@@ -1,4 +1,4 @@
-"""What is known of the step in progress: metrics and seconds, gathered from every reply until the step is committed."""
+"""Gather a step's metrics and seconds from replies, until the step is committed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class StepLedger:
     def breakdown(self, phases: Mapping[str, float]) -> dict[str, float]:
         """Return the step's seconds by the names of NeMo-RL's published table.
 
-        `phases` are wall seconds by phase as the plan saw them. ``training`` there holds everything between the batch
+        `phases` are wall seconds by phase as the scheduler saw them. ``training`` there holds all between the batch
         and the new weights; log-probabilities that were computed apart are taken out of it, so that the parts add up.
         """
         seconds = dict(phases)

@@ -1,4 +1,4 @@
-"""Who is in the run: admission, names, heartbeats, and which connection belongs to whom."""
+"""Membership of the run: admission, names, heartbeats, and which connection is whose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The folder of a model, before anything starts: whether its weights are those that its configuration describes.
+"""Check before anything starts that a model's weights are those that its configuration describes.
 
 Headers of safetensors files tell names, shapes and types, so nothing is read but a few kilobytes, and the output layer
 where it should be the embedding. What tensors there should be is known for the architectures of

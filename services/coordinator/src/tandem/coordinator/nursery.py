@@ -1,4 +1,4 @@
-"""A process that has imported what services need, and forks them.
+"""The fork server: a process that has imported what services need, and forks them.
 
 Importing torch and transformers takes seconds of a core in every process. Done once, in a process that does nothing
 else, it is done by the time the first service is wanted: each then starts in milliseconds, one in the place of a lost

@@ -1,4 +1,4 @@
-"""What ``coordinator plan`` says of a run beside its refits: ranks, batches, memory, and what is in vain."""
+"""The plan summary beside refits: ranks, batches, memory, and keys without effect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Imports the classes and functions of the user's own that services will need, and says what is wrong with them.
+"""Import the user's own classes and functions that services will need, and say what is wrong.
 
 ``python -m tandem.coordinator.own_code CONFIG.json ANSWER.json KIND...``: such code may do anything, so it has a
 process of its own.

@@ -1,4 +1,4 @@
-"""All that can be known to be wrong with a run before it starts; `coordinator check` and `coordinator up` call it.
+"""Find every problem that can be known before a run starts, for `check` and for `up`.
 
 Nothing is written that stays, and no service is started. Data is read, and a few of its items are tokenised. Code of
 the user's own is imported in a process of its own, within a deadline.

@@ -1,4 +1,4 @@
-"""What a run begins from: its model, where that is made from scratch, and the run before it, where one makes it."""
+"""Make what a run begins from: a model from scratch, or the prerequisite run that makes one."""
 
 from __future__ import annotations
 

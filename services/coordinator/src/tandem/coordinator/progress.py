@@ -1,4 +1,4 @@
-"""What a run shows while it goes on: a live display on a terminal, a line a step anywhere else."""
+"""Show a run's progress: a live display on a terminal, a line a step anywhere else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write the message tables of ``docs/protocol.md``: ``python -m tandem.coordinator.protocol_page docs/protocol.md``."""
+"""Write the message tables of ``docs/protocol.md``, whose path is the argument of this module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run leaves behind and shows: journal, checkpoints, metric writers, the live display."""
+"""Record a run: journal, checkpoints, metric writers, the live display."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What replies to orders must be: orders in, replies in, errors out. It knows no plan, no sockets and no clock.
+"""Check replies against the orders that they answer; pure, no sockets and no clock.
 
 `Replies` is told of every order that is sent (`ordered`) and of every member that is gone (`forget`). Every reply comes
 by here before it is an event (`take`), so that nothing which cannot be the answer to its order ever reaches a batch, a
@@ -275,7 +275,7 @@ def _refitted(asked: _Asked, reply: Refitted) -> None:
 
 
 def _attested(asked: _Asked, reply: Attested) -> None:
-    """`version` is that of the order. `digests` are of every part, 8 bytes for each tensor of its layout."""
+    """`version` is that of the order. `digests` are of every worker shard, 8 bytes for each tensor of its layout."""
     _same(asked, reply, "version")
     sizes = tuple(map(len, reply.digests))
     wanted = tuple(8 * num for num in asked.member.num_tensors)
@@ -283,9 +283,9 @@ def _attested(asked: _Asked, reply: Attested) -> None:
 
 
 def _transfers_planned(asked: _Asked, reply: TransfersPlanned) -> None:
-    """There is a program for every part whose layout was given, and for no other.
+    """There is a program for every worker shard whose layout was given, and for no other.
 
-    Senders are their processes; meshes have names of their own, and they and links are between these parts.
+    Senders are their processes; meshes have names of their own, and they and links are between these worker shards.
     """
     parts = {*asked.order.sources, *asked.order.destinations}
     processes = {process_of(part) for part in parts}

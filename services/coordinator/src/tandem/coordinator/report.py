@@ -1,4 +1,4 @@
-"""Looking back on a run: its curves as PNG and JSON, and where the time went."""
+"""Report on a run: its curves as PNG and JSON, and where the time went."""
 
 from __future__ import annotations
 

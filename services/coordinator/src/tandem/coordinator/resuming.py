@@ -1,4 +1,4 @@
-"""Where a run begins: which checkpoint it goes on from, and what to do if that one is damaged."""
+"""Decide which checkpoint a run goes on from, and what to do if that one is damaged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One run from its configuration to its outcome: everything the loop needs is made here, and undone here."""
+"""One run from its configuration to its outcome: make all that the loop needs, and undo it."""
 
 from __future__ import annotations
 

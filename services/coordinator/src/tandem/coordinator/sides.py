@@ -1,4 +1,4 @@
-"""Trainers and engines, laid out from the model's ``config.json`` and the configuration's parallel sizes."""
+"""Lay out trainers and engines from a model's ``config.json`` and the parallel sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a configuration to its run spec: what the scheduler needs to know of a run, and nothing else."""
+"""Make the scheduler's run spec from a configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A transfer program tied to memory, which runs round after round with nothing looked up and nothing decided.
+"""Bind a transfer program to memory, so that each refit only runs it: nothing is looked up.
 
 Every process of a refit binds its own program. Of each round, transfers that their receiver copies run before those
 that are sent, by transport in the order of the names, at every process alike: so of all that is not finished, whoever

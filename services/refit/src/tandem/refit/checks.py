@@ -1,4 +1,4 @@
-"""Checks of layouts: pieces lie where they say, and apart from each other. Exact, and vectorised."""
+"""Check layouts exactly: pieces lie where they say, and apart from each other."""
 
 from __future__ import annotations
 

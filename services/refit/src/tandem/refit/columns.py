@@ -1,4 +1,4 @@
-"""Tables of integers as columns: what layouts and programs are made of, because a large model has millions of pieces.
+"""Tables of integers as columns, for layouts and programs of millions of pieces.
 
 A table is a frozen struct whose fields are numpy arrays of one row count; suffixes name the axes as for tensors, so
 ``shape_PD`` has a row for each piece and a column for each dimension. On the wire a column is its raw little-endian

@@ -1,4 +1,4 @@
-"""How long a refit takes at given rates, and what no plan could beat. Pure arithmetic over links.
+"""Predict how long a refit takes at given rates, and the least that any plan could take.
 
 Everything moves at once: a process sends and receives over several kinds of wire together, but over one kind a byte
 at a time. So a round takes as long as the busiest process needs on its busiest wire, and a refit as long as its rounds.

@@ -1,4 +1,4 @@
-"""A process's end of the weight plane: what trainers and engines do alike when they are given its orders.
+"""A process's end of the weight plane, the same for trainers and engines.
 
 It consumes `PlaneOrder`s and produces their replies. A refit is done when it is ordered; digests are computed a slice
 at a time in `work`, so that they hold nothing up, and meshes are connected there when everybody has come. It waits only

@@ -1,4 +1,4 @@
-"""The planner: from what trainers hold and engines want to a program for each process. Pure box algebra, in columns.
+"""The planner: from layouts of trainers and engines to a transfer program for each process.
 
 1. `names`, `source_shards`: number the tensors; find the distinct boxes that trainers hold, and the replicas of each.
 2. `destination_shards`: cut what each class of engines wants along those boxes, and prove that nothing is missing.

@@ -1,4 +1,4 @@
-"""Block-scaled quantisation of what was transferred in the source's precision, as the receiver installs it.
+"""Quantise what was received into float8 with block scales, as the engine installs it.
 
 For each block x of a region: ``scale = max|x| / largest finite number of the type`` in float32, 1 if the block is all
 zero, and ``value = x / scale`` in float32, rounded to the type. This is the block-wise scheme of DeepSeek-V3

@@ -1,4 +1,4 @@
-"""One sample as it grows: responses of the policy, what the environment says between them, and how it ends.
+"""One sample as it grows: the policy's responses, the environment's replies, and how it ends.
 
 Tokens in, tokens out: the next response is generated from exactly the tokens of the prompt, of the responses so far and
 of what was said between them. Nothing that is there is ever tokenised again.

@@ -1,4 +1,4 @@
-"""The protocol that every generation engine obeys."""
+"""The protocol of generation engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples that trainers have yet to fetch: arrays by key, and the thread that gives them out.
+"""The store of samples that trainers have yet to fetch, and the thread that gives them out.
 
 The service puts samples in as they finish and takes them out when they are released; trainer ranks ask for them over a
 ROUTER socket of the store's own. Its thread consumes `FetchSamples` and produces `SamplesFetched`, or `SamplesGone` for

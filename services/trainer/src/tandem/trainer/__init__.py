@@ -1,1 +1,1 @@
-"""The trainer service: one process a rank; policy, reference, optimizer and checkpoints."""
+"""The trainer service: one process a rank, with models, optimizer and checkpoints."""

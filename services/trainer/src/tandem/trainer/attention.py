@@ -1,4 +1,4 @@
-"""Attention of rows that hold several sequences: the one place where such rows meet a Hugging Face model.
+"""Attention of rows that hold several sequences, where such rows meet a Hugging Face model.
 
 A model takes `SharedPrompts` and `PackedRow` through `transformers.AttentionInterface`, by the name `ATTENTION_NAME`;
 without either beside the tokens it is the library's own attention, to the bit.

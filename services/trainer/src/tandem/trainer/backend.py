@@ -1,4 +1,4 @@
-"""The protocol that every training backend obeys: one object a rank, holding its share of model and optimizer."""
+"""The protocol of training backends: one object a rank, with its share of model and optimizer."""
 
 from __future__ import annotations
 

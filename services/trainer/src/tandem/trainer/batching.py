@@ -1,4 +1,4 @@
-"""How a rank's share of a batch is cut into micro-batches: so many sequences each, or so many tokens, padded or packed.
+"""Cut a rank's share of a batch into micro-batches: by sequences or by tokens, padded or packed.
 
 Pure functions of the batch's table and the configuration: every rank works out how many the others have.
 

@@ -1,4 +1,4 @@
-"""Boxes of tensors in safetensors files: any number of processes write what they hold, any other number read it.
+"""Boxes of tensors in safetensors files: ranks write what they hold, and read what they need.
 
 A file has the boxes that one process wrote, each under the name of its tensor and the index of its first element, as
 ``name@0,128``; the file's header says what shape the whole tensors have. Readers look the headers of all files up and

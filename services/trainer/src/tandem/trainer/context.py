@@ -1,4 +1,4 @@
-"""Context parallelism: each rank has a share of every sequence, and attention gathers the keys and values of all.
+"""Context parallelism: ranks share every sequence, and attention gathers keys and values.
 
 A sequence is cut into twice as many chunks as there are ranks; rank ``r`` of ``n`` has chunks ``r`` and ``2n - 1 - r``
 of each, so that causal attention costs all ranks the same (Llama 3, Grattafiori et al. 2024, arXiv:2407.21783, section

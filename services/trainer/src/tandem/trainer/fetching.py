@@ -1,4 +1,4 @@
-"""A rank's share of a batch, fetched from the rollouts that made it.
+"""Fetch a rank's share of a batch from the rollouts that made it.
 
 `SampleFetcher.fetch` consumes the batch's table and produces this rank's share. It asks all rollouts at once, a bounded
 number of tokens each at a time, and waits for their answers until one deadline; a rollout that it has no connection to

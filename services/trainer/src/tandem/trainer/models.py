@@ -1,4 +1,4 @@
-"""Hugging Face models as the trainer uses them: loaded whole and checked, or made from a configuration and a seed."""
+"""Load Hugging Face models for training, or make new ones from a configuration and a seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Giving the memory of tensors away for a while: their bytes wait in host memory, and the tensors stay, empty."""
+"""Offload tensors: their bytes wait in host memory, and the tensors stay, empty."""
 
 from __future__ import annotations
 

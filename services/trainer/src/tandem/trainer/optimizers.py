@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules by the dotted path of their class, as NeMo-RL's configuration names them."""
+"""Make optimizers and schedules by the dotted path of their class, as NeMo-RL names them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sequences end to end in one row: what a model computes with where nothing is padded.
+"""Packed rows: sequences end to end, as a model computes with them where nothing is padded.
 
 Attention, the only layer where tokens meet, is told where each sequence ends, so none sees another.
 

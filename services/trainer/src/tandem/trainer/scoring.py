@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens straight from hidden states, without all logits ever existing at once.
+"""Log-probabilities of tokens straight from hidden states, without all logits at once.
 
 With a large vocabulary the logits of a long row are the largest tensor of a training step. Here they are computed some
 at a time, forward and, again, backward. Where the output layer is spread over tensor-parallel ranks, each works on its

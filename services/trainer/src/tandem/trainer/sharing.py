@@ -1,4 +1,4 @@
-"""Prompts that are computed once for all of their responses.
+"""Prompt sharing: prompts that are computed once for all of their responses.
 
 The samples of a prompt group begin with the same tokens. A model whose only layer where tokens meet is attention may be
 fed each prompt once, its responses behind it, all of a micro-batch in one row without padding; attention alone sees

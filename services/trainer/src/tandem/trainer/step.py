@@ -1,4 +1,4 @@
-"""One training step, as any backend runs it: score this rank's share where the loss needs that, and optimize.
+"""One training step, as any backend runs it: score the share where the loss needs it, and optimize.
 
 Consumes the table of a batch, the same on every rank, and the rank's own share of its tokens; produces metrics of the
 whole batch, the same on every rank. It waits for the other ranks, inside the backend's collective operations, and for

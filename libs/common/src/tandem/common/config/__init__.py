@@ -1,4 +1,4 @@
-"""The configuration: its schema, how it is read from YAML, how it is checked, and how it travels."""
+"""The configuration: its schema, its YAML files, its checks, and its form on the wire."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fit a plain tree into the structs of the schema, with an error that names the key, the value and what was expected.
+"""Fit plain YAML data into the schema's structs; errors name the key, the value and the type.
 
 `msgspec.convert` makes the final check and builds the structs. This module runs before it, because it knows nearby
 names, accepts the numbers that YAML 1.1 reads as text (``1e-8``), and says what is wrong in the user's words.

@@ -1,4 +1,4 @@
-"""Defaults that depend on other keys, filled in before the tree is checked against the schema."""
+"""Fill in defaults that depend on other keys, before the schema is applied."""
 
 from __future__ import annotations
 

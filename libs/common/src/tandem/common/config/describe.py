@@ -1,4 +1,4 @@
-"""Write ``docs/configuration.md`` from the structs.
+"""Generate ``docs/configuration.md`` from the schema's structs.
 
 ``python -m tandem.common.config.describe > docs/configuration.md``
 """

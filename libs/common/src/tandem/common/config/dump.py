@@ -1,4 +1,4 @@
-"""A configuration as plain data, as YAML for people, as JSON for the wire, and compared with another on resume."""
+"""Write a configuration as YAML for people and JSON for the wire, and compare two on resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files and overrides a configuration is made of, merged, with the memory of where each key came from."""
+"""Merge configuration files and overrides, remembering where each key came from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a YAML file and overrides to a checked `Config`."""
+"""Load a YAML file and overrides into a checked `Config`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a configuration hands on to Megatron-Core: checked against Megatron-Core's own classes, and made complete."""
+"""Complete what is handed on to Megatron-Core, and check it against Megatron-Core's own classes."""
 
 from __future__ import annotations
 

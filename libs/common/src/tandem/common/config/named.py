@@ -1,4 +1,4 @@
-"""Data sets that are known by a name of their own, most of them NeMo-RL's: what they hold, and where they are."""
+"""Data sets known by a name, most of them NeMo-RL's: what they hold, and where they are."""
 
 from __future__ import annotations
 

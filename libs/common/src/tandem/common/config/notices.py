@@ -1,4 +1,4 @@
-"""What a configuration says to no effect, or gets otherwise than it says: told to the user, and no error."""
+"""Notices to the user: keys that have no effect, or another one than they say."""
 
 from __future__ import annotations
 

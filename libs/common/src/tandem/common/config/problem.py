@@ -1,4 +1,4 @@
-"""A complaint about one key, before anyone knows which file to blame."""
+"""A problem with one key, before it is known which file is to blame."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the schema knows and Tandem cannot do yet: refused where it is switched on.
+"""Keys that are known but not supported yet: refused where they are switched on.
 
 Building one of these means deleting its row.
 """

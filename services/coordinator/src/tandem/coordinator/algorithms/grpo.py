@@ -293,7 +293,7 @@ def dynamic_sampling(grpo: Grpo, samples: Sequence[SampleScored]) -> tuple[list[
     firsts = range(0, len(samples), size)
     useful = [first for first in firsts if has_spread(grpo, samples[first : first + size])]
     kept = useful[: grpo.num_prompts_per_step]
-    assert len(kept) == grpo.num_prompts_per_step, "the plan goes on until there are as many"
+    assert len(kept) == grpo.num_prompts_per_step, "the scheduler goes on until there are as many"
     return [row for first in kept for row in range(first, first + size)], {
         "dynamic_sampling_num_gen_batches": len(firsts) / grpo.num_prompts_per_batch,
         "dynamic_sampling_num_dropped_groups": float(len(firsts) - len(useful)),

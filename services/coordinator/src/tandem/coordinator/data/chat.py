@@ -1,4 +1,4 @@
-"""From messages to tokens: the prompt, and what the assistant says after it."""
+"""Turn messages into tokens: the prompt, and what the assistant says after it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations that algorithms learn from as they are: prompts with one answer for SFT, with two for DPO."""
+"""Conversations to learn from: prompts with one answer for SFT, with two for DPO."""
 
 from __future__ import annotations
 

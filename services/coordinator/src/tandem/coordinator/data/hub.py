@@ -1,4 +1,4 @@
-"""Whether the Hugging Face Hub can be reached, asked once: its library would ask six times, for half a minute."""
+"""Ask once whether the Hugging Face Hub can be reached, for its library would ask six times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of problems and the seeds of samples: pure functions of the run's seed, so nothing needs to be saved."""
+"""The order of problems and the seeds of samples: pure functions of the run's seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a problem to what is said: the messages of its prompt, and of its worked solution."""
+"""Turn a problem into the messages of its prompt, and of its worked solution."""
 
 from __future__ import annotations
 

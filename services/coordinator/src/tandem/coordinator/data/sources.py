@@ -1,4 +1,4 @@
-"""Where problems come from: reasoning-gym tasks, shuffled puzzles, JSONL files, datasets of the Hugging Face Hub."""
+"""Load problems: reasoning-gym tasks, shuffled puzzles, JSONL files, Hugging Face datasets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which problems train and which are held out.
+"""Split problems into those that train and those that are held out.
 
 A problem is a row: where it lies says which one it is, and rows may have the same prompt, or be the same altogether, as
 many as there are. What must not be is that the same content, prompt and answer and all else, is both trained on and

@@ -1,4 +1,4 @@
-"""How much a step may ask for: nothing begins to count to a number that nobody can wait for."""
+"""Check how many sequences a step asks for: no run begins a step that it cannot finish."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trees of messages, as Open Assistant has them: every way from the prompt to a message without replies is a thread."""
+"""Trees of messages, as Open Assistant has them: each path from prompt to leaf is a conversation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Worked solutions: what SFT can train on in place of the bare answer, and wrong ones for DPO.
+"""Worked solutions for SFT in place of the bare answer, and wrong ones for DPO.
 
 ``data.solution_template: tandem.coordinator.data.worked:chain_sum`` names one of these; any function from a `Problem`
 to text, or to the messages of a conversation, can be named in the same way. Each text here ends with `` = `` and the

@@ -1,4 +1,4 @@
-"""The scheduler: tables of rollout groups, engines and requests, and rules that move them. Pure: no sockets."""
+"""The scheduler, pure: tables of rollout groups, engines and requests, and the rules that move them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the scheduler is told, and what it decides: events in, actions out, all of it plain data."""
+"""Events that the scheduler is told, and actions that it decides, all of it plain data."""
 
 from __future__ import annotations
 

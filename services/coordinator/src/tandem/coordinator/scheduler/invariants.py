@@ -1,4 +1,4 @@
-"""What is true of the scheduler's tables after every event. Tests call `validate` after each; a run does not."""
+"""The invariants of the scheduler's tables, which tests check after every event."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which processes a run has, and whether all have come that it needs."""
+"""Which processes a run expects, and whether all of them have joined."""
 
 from __future__ import annotations
 

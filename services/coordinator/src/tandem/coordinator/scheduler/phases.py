@@ -1,4 +1,4 @@
-"""What a run is doing, for people to read: names of phases, and how long a step spends in each.
+"""Phases of a run, for people to read: their names, and how long a step spends in each.
 
 A phase is derived from the scheduler's tables after every event. It drives nothing.
 """

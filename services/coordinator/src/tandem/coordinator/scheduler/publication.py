@@ -1,4 +1,4 @@
-"""Publication of weights: bringing a version from the trainers to each engine, and proving that it is there.
+"""Publish weights: bring a version from the trainers to each engine, and prove that it is there.
 
 One publication is a transaction of every engine, with one deadline::
 

@@ -1,4 +1,4 @@
-"""Pending requests: orders that were given and not yet answered, each with an id of its own and a deadline."""
+"""Pending requests: orders not answered yet, each with an id of its own and a deadline."""
 
 from __future__ import annotations
 

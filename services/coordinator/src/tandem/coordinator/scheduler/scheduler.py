@@ -1,4 +1,4 @@
-"""What to do next: the coordinator's decisions, pure.
+"""The coordinator's decisions: an event changes the tables, and rules run until none fires. Pure.
 
 `Scheduler.handle` takes one event and returns the actions it leads to: it applies the event to the tables, and then
 runs the rules until none fires. It opens no socket, reads no clock (every event carries ``now``), touches no file and

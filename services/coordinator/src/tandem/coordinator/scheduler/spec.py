@@ -1,4 +1,4 @@
-"""What the scheduler is told of a run before it begins, all of it plain data."""
+"""The run spec: what the scheduler is told of a run before it begins, all of it plain data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What has been planned, and the orders that set it up: transfers, programs and meshes. ."""
+"""Planned transfers, and the orders that set them up: layouts, programs and meshes."""
 
 from __future__ import annotations
 

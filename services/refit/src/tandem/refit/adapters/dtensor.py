@@ -1,4 +1,4 @@
-"""Models of transformers sharded with DTensor: FSDP2, tensor parallelism, both, and replicas of either.
+"""Transformers models sharded with DTensor: FSDP2, tensor parallelism, both, and replicas of either.
 
 Whatever the mesh, a rank holds one box of a parameter, contiguous in memory. Each axis of the mesh that shards a
 parameter cuts what is left as `torch.chunk` does: the first ranks get ``ceil(n / size)`` elements, the last ones fewer

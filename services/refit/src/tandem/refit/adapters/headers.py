@@ -1,4 +1,4 @@
-"""Headers of safetensors files: eight bytes of length, little-endian, then that much JSON. No weights are read."""
+"""Read the headers of safetensors files, and none of the weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model as transformers keeps it: every tensor whole, in a parameter of its own name.
+"""A Transformers model held whole: every tensor in a parameter of its own name.
 
 From transformers 5 the experts of a layer are fused in memory: ``experts.gate_up_proj`` of shape
 (experts, 2 × intermediate, hidden) and ``experts.down_proj`` of shape (experts, hidden, intermediate), though a

@@ -1,4 +1,4 @@
-"""Megatron-Core's GPTModel: tensor, pipeline (also virtual), context, expert, expert-tensor and data parallel.
+"""Megatron-Core's GPTModel: tensor, pipeline, context, expert and data parallel.
 
 What it fuses: ``linear_qkv`` has the heads in groups, the queries of a group before its key and value; ``linear_fc1``
 has a rank's rows of the gate before its rows of the up projection; the vocabulary is padded. Each is cut by tensor

@@ -1,4 +1,4 @@
-"""What adapters are written with: parameters as a backend names them, filled with boxes of a checkpoint's tensors.
+"""Parameters as a backend names them, filled with boxes of a checkpoint's tensors.
 
 An adapter says of each kind of parameter, once for all layers and experts, what it is called, what shape it has in this
 process and which boxes of which tensors lie where in it; `RankBuilder` turns that into the columns of a layout.

@@ -1,4 +1,4 @@
-"""Which layers each pipeline stage has."""
+"""Decide which layers each pipeline stage has."""
 
 from __future__ import annotations
 

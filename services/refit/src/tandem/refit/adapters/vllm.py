@@ -1,4 +1,4 @@
-"""vLLM's models: tensor, pipeline, data and expert parallel, in any element type, also float8 with blocks of scales.
+"""vLLM's models: tensor, pipeline, data and expert parallel, in any element type or float8 blocks.
 
 What it fuses: ``qkv_proj`` has a rank's query heads, then its key heads, then its value heads, and ranks share a key
 head where there are more ranks than key heads; ``gate_up_proj`` has a rank's rows of the gate before its rows of the up

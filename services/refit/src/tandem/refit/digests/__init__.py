@@ -1,1 +1,1 @@
-"""Digests: what they are, how a process computes its share beside other work, and how shares are compared."""
+"""Digests of weights: their definition, their computation beside other work, their comparison."""

@@ -1,4 +1,4 @@
-"""Do engines hold what the trainers meant to send? Compares digests; see `tandem.refit.digests.terms`.
+"""Compare digests: do engines hold what the trainers meant to send?
 
 No torch here: the refit service compares, for models of any size.
 """

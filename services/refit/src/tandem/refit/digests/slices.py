@@ -1,4 +1,4 @@
-"""Which elements a process digests and where they lie: pieces of its layout, sampled, or staged before quantisation."""
+"""Decide which elements a process digests, and where they lie."""
 
 from __future__ import annotations
 

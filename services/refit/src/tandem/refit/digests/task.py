@@ -1,4 +1,4 @@
-"""Digests of weights that do not depend on how the weights are sharded, taken beside other work.
+"""Digest a process's weights beside other work, a slice of time after another.
 
 `tandem.refit.digests.terms` says what a digest is and why damage shows in it. A process digests what its `Verification`
 names: a trainer what it holds, converted to the element type that engines hold; an engine what it computes with. Each

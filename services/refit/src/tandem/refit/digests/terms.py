@@ -1,4 +1,4 @@
-"""What a digest of weights is: a sum over elements that does not depend on how they are sharded.
+"""The definition of a digest: a sum over elements that is the same however they are sharded.
 
 The digest of a tensor is, modulo 2**64::
 

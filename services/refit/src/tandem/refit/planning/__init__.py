@@ -1,1 +1,1 @@
-"""Steps of the planner, in the order in which `tandem.refit.planner` names them."""
+"""The steps of the planner, in the order in which `tandem.refit.planner` names them."""

@@ -1,4 +1,4 @@
-"""From what moves between processes to their programs: byte offsets, copies, meshes, and the order of it all."""
+"""Assemble the programs of processes from what moves between them: offsets, copies, order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which replica sends what: every trainer about as many bytes as any other that could send the same.
+"""Choose which replica sends what, so that trainers send about as many bytes each.
 
 Replica sets are served from the smallest to the largest. The bytes that a set has to send are assigned to its members
 as water fills vessels: who has sent least gets most, until all stand level. Byte ranges are cut where one member's

@@ -1,4 +1,4 @@
-"""Destination shards: what an engine is to receive, cut along source shards; proven to be everything, exactly once.
+"""Destination shards: what an engine receives, cut along source shards, each byte exactly once.
 
 Engines with identical layouts (data-parallel replicas) want the same: it is worked out once for their class.
 """

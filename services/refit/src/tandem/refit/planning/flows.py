@@ -1,4 +1,4 @@
-"""From the segments of byte ranges to what moves between two processes, and in which round."""
+"""Gather byte ranges into flows, each from one process to another in one round."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""As few copies as possible: strided regions with as few dimensions as possible, joined where they continue each other.
+"""Merge strided regions into as few copies as possible.
 
 Two regions are joined if one goes on where the other ends, along the outermost dimension; any number of equal regions
 at equal distances become one region of one more dimension, such as the same matrix of every expert of a layer.

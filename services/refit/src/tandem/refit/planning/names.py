@@ -1,4 +1,4 @@
-"""What all layouts call their tensors: one number a name, and one shape and element type a side."""
+"""Number the tensors of all layouts: one number a name, one shape and element type a side."""
 
 from __future__ import annotations
 

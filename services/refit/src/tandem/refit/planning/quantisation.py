@@ -1,4 +1,4 @@
-"""Tensors that are quantised on the way: the whole blocks that a receiver needs, and where it puts the results."""
+"""Plan tensors that are quantised on the way: the blocks that a receiver needs, and their place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which transport takes bytes from where to where, for many pairs of places at once.
+"""Find the transport for each pair of places in memory, for many pairs at once.
 
 The transports are asked about kinds of places (`Route`), of which there are few, and the answers are looked up.
 """

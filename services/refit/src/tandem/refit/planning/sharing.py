@@ -1,4 +1,4 @@
-"""Which engines of a node need the same bytes, and which trainers could send them.
+"""Find engines of a node that need the same bytes, and the trainers that could send them.
 
 Nodes that run engines of the same classes have the same pattern, which is worked out once. Within a pattern, overlaps
 of destination shards with source shards that the same engines need and the same replica set holds form a *byte range*:

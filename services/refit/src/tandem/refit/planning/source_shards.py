@@ -1,4 +1,4 @@
-"""Source shards: the distinct boxes that trainers hold of every wanted tensor, and the replicas of each."""
+"""Source shards: the distinct boxes of each wanted tensor at the trainers, with their replicas."""
 
 from __future__ import annotations
 

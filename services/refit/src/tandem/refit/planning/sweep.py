@@ -1,4 +1,4 @@
-"""Box algebra on millions of boxes at once: which meet which, and which are equal.
+"""Box algebra on millions of boxes: which of them meet, and which are equal.
 
 A sweep sorts boxes by tensor and by where they start along the dimension that the tensor is cut along most, so that
 only neighbours are compared.

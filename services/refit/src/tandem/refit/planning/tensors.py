@@ -1,4 +1,4 @@
-"""The tensors of a layout as columns, made once for all ranks that share a tuple of them."""
+"""The tensors of a layout as columns, made once for all ranks that have the same ones."""
 
 from __future__ import annotations
 

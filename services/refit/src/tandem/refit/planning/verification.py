@@ -1,4 +1,4 @@
-"""Who digests what, so that every version can be proven to have arrived."""
+"""Plan who digests what, so that every version can be proven to have arrived."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""How bytes move from one process to another: one module a transport, both ends in it, named in `registry`."""
+"""Transports: how bytes move between processes; one module each, all named in `registry`."""

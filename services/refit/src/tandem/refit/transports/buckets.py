@@ -1,4 +1,4 @@
-"""What goes into each message of a stream: derived from the copies alone, so both ends find the same without a word.
+"""Cut a stream's copies into messages; both ends derive the same ones from the copies alone.
 
 Small copies are packed together; large ones are cut, and go without packing at an end where they are contiguous.
 """

@@ -1,4 +1,4 @@
-"""Many copies at once, between tensors that this process can reach, looked up once and run at every refit."""
+"""Copy between many tensors of this process at once; looked up once, run at every refit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPU memory between processes of one host: the trainer tells a handle, engines copy straight out of its parameters.
+"""CUDA IPC between processes of one host: engines copy out of the trainer's GPU memory.
 
 The CUDA driver is called directly. Torch's own sharing keeps a reference count in a file of shared memory for each
 tensor that is sent, and frees nothing until the receiver has let go of it; parameters live as long as their process,

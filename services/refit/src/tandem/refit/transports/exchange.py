@@ -1,4 +1,4 @@
-"""One round of streams over one mesh: everything that a process sends and receives there, several peers at once.
+"""One round of streams over one mesh: all that a process sends and receives there.
 
 Each transfer is a row of messages, and message b of every transfer belongs to wave b. A process starts a wave (first
 what it receives, then, message by message, what it packs and sends), and finishes the wave before the last one, so two

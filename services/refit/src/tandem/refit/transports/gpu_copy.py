@@ -1,4 +1,4 @@
-"""Copies inside one GPU's address space in a few launches: a Triton kernel over a table of tiles.
+"""Copy within one GPU's address space in a few launches, by a Triton kernel and a table of tiles.
 
 Memory of a peer GPU or of another process, opened through CUDA IPC, lies in the same address space.
 """

@@ -1,4 +1,4 @@
-"""The Triton kernel of `tandem.refit.transports.gpu_copy`; imported only where there is a GPU."""
+"""The Triton kernel of `tandem.refit.transports.gpu_copy`, imported only where there is a GPU."""
 
 from __future__ import annotations
 

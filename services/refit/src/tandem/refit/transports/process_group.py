@@ -1,4 +1,4 @@
-"""Connected meshes: processes that send to each other, over gloo between CPUs and over NCCL between GPUs.
+"""Connect meshes of processes that send to each other, over gloo on CPUs and NCCL on GPUs.
 
 A `Group` is one connected mesh. It is made directly over a store and knows nothing of ``torch.distributed``'s default
 group, which belongs to the trainer. What goes through it, and when, is in `tandem.refit.transports.exchange`.

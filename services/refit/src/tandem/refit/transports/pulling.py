@@ -1,4 +1,4 @@
-"""Receivers that copy for themselves, out of memory of the source that they have opened."""
+"""Receivers that copy out of a source's memory, which they have opened, by themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The transports there are. Nothing else in the planner knows one by name."""
+"""The registry of transports; nothing else in the planner knows one by name."""
 
 from __future__ import annotations
 

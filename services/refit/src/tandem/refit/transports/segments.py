@@ -1,4 +1,4 @@
-"""Strided copies as tables of small, even pieces of work for a GPU kernel. Plain integers: no torch, no GPU.
+"""Cut strided copies into small, even pieces of work for a GPU kernel, in plain integers.
 
 A kernel is fast if it has many programs with about as much to do each, and if neighbours in a warp touch neighbours in
 memory. So dimensions that lie next to each other in memory on both sides become one, elements become words of up to

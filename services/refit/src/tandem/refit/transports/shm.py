@@ -1,4 +1,4 @@
-"""Shared memory between processes of one host: the trainer shares its parameters, engines copy straight out of them.
+"""Shared memory between processes of one host: engines copy out of the trainer's parameters.
 
 The memory is an unlinked file that the trainer keeps open; engines open it as ``/proc/<pid>/fd/<fd>`` and map it for
 reading only. It has no name anywhere, so it is gone with the last process that maps it, however that process ended:

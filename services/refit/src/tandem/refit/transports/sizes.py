@@ -1,4 +1,4 @@
-"""How large the messages of a stream are, and so how much memory streaming takes. No torch here."""
+"""The sizes of a stream's messages, and so the memory that streaming takes; without torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams: processes that share no memory send to each other, over gloo between CPUs and over NCCL between GPUs.
+"""Streams between processes that share no memory, over gloo on CPUs and NCCL on GPUs.
 
 The ends meet in `tandem.refit.transports.exchange`, over the groups of `tandem.refit.transports.process_group`.
 """

@@ -1,4 +1,4 @@
-"""What a transport is: one object that knows which bytes it can bring, over which wire, why, and what both ends do.
+"""The protocol of transports: which bytes one can bring, by which wire, why, and both its ends.
 
 The planner asks the questions of `Transport`'s first half, about kinds of places (`Route`): that half needs no torch.
 A process that ties its program to memory (`tandem.refit.bound`) calls `Transport.bind`, at the receiver and, where the

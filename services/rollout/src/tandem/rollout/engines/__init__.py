@@ -1,1 +1,1 @@
-"""Generation engines, one module each, all obeying `tandem.rollout.engine.Engine`."""
+"""Generation engines, one module each, for the protocol `tandem.rollout.engine.Engine`."""

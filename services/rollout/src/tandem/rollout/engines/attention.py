@@ -1,4 +1,4 @@
-"""Attention over slots: the one place where the engine's key-value cache meets a Hugging Face model.
+"""Attention over slots, where the engine's key-value cache meets a Hugging Face model.
 
 A step feeds the model one row of tokens, ``[1, N]``: first the newest token of every running sequence, then the
 prompts that join, end to end. Linear layers see no padding and one matrix product each. Attention is the only layer

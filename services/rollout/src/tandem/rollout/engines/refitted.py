@@ -1,4 +1,4 @@
-"""What engines do alike: hold one whole weight version or none, pause, and refuse what cannot be done."""
+"""What engines share: they hold one whole weight version or none, pause, and refuse requests."""
 
 from __future__ import annotations
 

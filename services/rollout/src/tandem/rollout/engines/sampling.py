@@ -1,4 +1,4 @@
-"""Draw one token per row, with log-probabilities of the distribution it was drawn from.
+"""Sample one token per row, with its log-probability in the distribution it was drawn from.
 
 Randomness is counter-based: the uniform number behind token ``i`` of a response is a hash of the request's seed and
 ``i``. Nothing else that runs beside a request, and no state of this process, enters it.

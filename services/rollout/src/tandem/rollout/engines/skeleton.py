@@ -1,4 +1,4 @@
-"""A Hugging Face causal language model without weights, ready to be filled by refit and driven by slots."""
+"""A Hugging Face model without weights, to be filled by refits and driven by slots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engine knows of each running sequence, as arrays over slots.
+"""The engine's running sequences, as arrays over slots.
 
 Running sequences fill the slots 0 to ``num_running`` - 1 without holes, so that a step works on slices and never on a
 mask of live rows. Everything a step needs is an array; Python objects are touched only when a sequence joins or ends.

@@ -1,4 +1,4 @@
-"""Stop strings: notice, while tokens come one by one, that the text now holds one of them."""
+"""Stop strings: notice one in the text, while tokens come one by one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The embedded engine: any Hugging Face causal language model, decoded in slots inside the rollout process."""
+"""The embedded engine: any Hugging Face causal language model, decoded in slots."""
 
 from __future__ import annotations
 

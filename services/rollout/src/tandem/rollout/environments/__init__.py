@@ -1,4 +1,4 @@
-"""Environments: what a response is worth, or how it is answered. One module each; `scorer` has them run."""
+"""Environments: they score or answer responses; one module each, run by `scorer`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finding the answer in a response, and the one it should be."""
+"""Find the answer in a response, and the one that it should be."""
 
 from __future__ import annotations
 

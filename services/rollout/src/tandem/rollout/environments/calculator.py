@@ -1,4 +1,4 @@
-"""A calculator for the policy: ``calc(12 * 7)`` is answered with the result, and the answer is scored as a number."""
+"""A calculator for the policy: ``calc(12 * 7)`` is answered, and the last answer is scored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rollout process and its reward workers say to each other, over sockets: msgpack behind its length."""
+"""Messages between a rollout process and its reward workers: msgpack behind its length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scoring by equality with the reference answer."""
+"""Score responses by equality with the reference answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process that has imported an environment's class and forks the workers that call it; and those workers.
+"""The fork server of environments: it imports their class, and forks the workers that call it.
 
     rollout -- guardian -- fork server -- guardian -- worker        (one guardian and one worker for `num_workers`)
 

@@ -1,4 +1,4 @@
-"""From a configuration's name to an environment: the built-in ones, or a class of the user's own."""
+"""Make an environment from its configured name: a built-in one, or the user's own class."""
 
 from __future__ import annotations
 

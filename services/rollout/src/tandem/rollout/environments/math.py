@@ -1,4 +1,4 @@
-"""Scoring mathematics with math-verify: expressions count by value, not by spelling."""
+"""Score mathematics with math-verify: expressions count by value, not by spelling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What comes of a call to an environment: a score, a turn, or a failure that says where it lies. Taken strictly."""
+"""Outcomes of a call to an environment, taken strictly: a score, a reply, or a failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scoring reasoning-gym problems with the scorer of their own task."""
+"""Score reasoning-gym problems with the scorer of their own task."""
 
 from __future__ import annotations
 

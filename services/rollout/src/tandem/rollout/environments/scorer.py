@@ -1,4 +1,4 @@
-"""Scores and answers responses beside generation: in worker processes, or in threads where the class says so.
+"""Run environments beside generation, in worker processes or in threads.
 
 What becomes of a sample whose response the environment failed on is decided here (``env.NAME.on_error``), and told: all
 there is to say to the rollout's log, a line to the coordinator.

@@ -1,4 +1,4 @@
-"""Playing the sliding puzzle (`tandem.common.sliding_puzzle`), a move a turn."""
+"""Play the sliding puzzle, one move a response."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Threads that call an environment whose class says that it may be called so: ``runs_in = "threads"``.
+"""Threads that call an environment whose class asks for it: ``runs_in = "threads"``.
 
 Nothing can end a thread. One whose call takes too long is left alone, and another takes its place.
 """

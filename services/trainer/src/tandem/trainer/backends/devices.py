@@ -1,4 +1,4 @@
-"""Where a rank computes."""
+"""Choose the device that a rank computes on."""
 
 from __future__ import annotations
 

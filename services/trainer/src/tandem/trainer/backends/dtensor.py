@@ -1,4 +1,4 @@
-"""Training with FSDP2: parameters, gradients and optimizer state sharded over the ranks; tensor and context parallel.
+"""The DTensor backend: FSDP2, with tensor and context parallelism.
 
 Parameters are float32 whatever the precision of the passes; on the CPU they lie in shared memory for as long as the
 backend lives, at the same addresses, so that engines can copy straight out of them or read them in place.

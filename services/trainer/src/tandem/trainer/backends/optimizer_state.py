@@ -1,4 +1,4 @@
-"""The state of an optimizer of sharded parameters as boxes of tensors.
+"""The optimizer state of sharded parameters, as boxes of tensors.
 
 Each has its parameter's name between ``state`` and a key: ``state.model.norm.weight.exp_avg``. What a rank writes
 follows from the sharding alone, so ranks need not agree on anything, and any other sharding can read it.

@@ -1,4 +1,4 @@
-"""How the ranks of the DTensor backend are arranged, and what of a model each of them holds."""
+"""The ranks of the DTensor backend: how they are arranged, and what of a model each holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank holds of each parameter, and where: the layout, and the memory that engines read."""
+"""The layout of a rank's parameters, and the memory that engines read them from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How tensor parallelism cuts a model of transformers: a plan for the architectures known here, or the user's own.
+"""Tensor-parallel plans for known architectures of Transformers, or the user's own.
 
 A plan says for each module how it takes its input, keeps its parameters and gives its output (`ParallelStyle`, as in
 Megatron-LM, Shoeybi et al. 2019, arXiv:1909.08053, section 3). Afterwards every parameter is a DTensor on one mesh.

@@ -1,4 +1,4 @@
-"""The losses, one module a family; `make_loss` makes that which the algorithm declares or ``loss_fn.class`` names."""
+"""The losses, one module a family, and `make_loss`, which makes the one that a run names."""
 
 from __future__ import annotations
 

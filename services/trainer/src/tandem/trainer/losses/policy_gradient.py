@@ -1,4 +1,4 @@
-"""The policy-gradient losses: GRPO, DAPO, GSPO, CISPO, REINFORCE and RLOO, by the options of ``loss_fn``.
+"""The policy-gradient losses: GRPO, DAPO, GSPO, CISPO, REINFORCE and RLOO, by options of ``loss_fn``.
 
 Shapes: ``B`` rows, ``T`` padded positions.
 """

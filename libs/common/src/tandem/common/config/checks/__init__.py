@@ -1,4 +1,4 @@
-"""Rules that no single key can break: one small function a rule, each naming the key to change; a module a topic."""
+"""Checks that no single key can fail: one function a rule, one module a topic."""
 
 from __future__ import annotations
 

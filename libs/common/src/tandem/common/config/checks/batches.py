@@ -1,4 +1,4 @@
-"""Rules of batches: whole numbers of smaller ones."""
+"""Rules for batch sizes: each must be a whole number of smaller batches."""
 
 from __future__ import annotations
 

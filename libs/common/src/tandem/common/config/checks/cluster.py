@@ -1,4 +1,4 @@
-"""Rules of processes: how many, where, and how they are heard of."""
+"""Rules for processes: how many, on which hosts, and how their silence is noticed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of problems and of the environments that score them."""
+"""Rules for problems, and for the environments that score them."""
 
 from __future__ import annotations
 

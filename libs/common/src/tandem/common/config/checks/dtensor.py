@@ -1,4 +1,4 @@
-"""Rules of the DTensor backend: that a model can be cut over tensor-parallel ranks."""
+"""Rules for the DTensor backend: a model must divide evenly over tensor-parallel ranks."""
 
 from __future__ import annotations
 

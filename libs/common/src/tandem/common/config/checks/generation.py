@@ -1,4 +1,4 @@
-"""Rules of the engines."""
+"""Rules for generation engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of Megatron-Core: combinations that it would refuse once everything has started, or compute wrongly."""
+"""Rules for Megatron-Core: combinations that it would refuse late, or compute wrongly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of the model and of what trains it."""
+"""Rules for the model, and for the backend that trains it."""
 
 from __future__ import annotations
 

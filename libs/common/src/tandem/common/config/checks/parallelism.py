@@ -1,4 +1,4 @@
-"""Rules of parallel sizes: that ranks, layers, heads, experts and sequences can be shared out evenly."""
+"""Rules for parallel sizes: ranks, layers, heads, experts and sequences must divide evenly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of files and folders: that the system can have them by that name. Whether they are there is looked at later."""
+"""Rules for the names of files and folders; whether they exist is looked at later."""
 
 from __future__ import annotations
 

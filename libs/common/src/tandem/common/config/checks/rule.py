@@ -1,4 +1,4 @@
-"""What a rule is, and for which algorithms it is one."""
+"""Rules of a configuration: what one is, and which algorithms it holds for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of checkpoints, and of the run before this one."""
+"""Rules for checkpoints, and for the prerequisite of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is learned, and how: the sections of SFT and DPO."""
+"""The sections of SFT and DPO."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where problems come from and how they are scored."""
+"""Data sets and environments: where problems come from, and how they are scored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the rollouts generate."""
+"""Generation: the engines, their sizes, and how tokens are sampled."""
 
 from __future__ import annotations
 
@@ -98,9 +98,9 @@ class Generation(Section, frozen=True, kw_only=True):
     vllm_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     """Further arguments of vLLM's engine, by its own names; checked where vLLM is installed."""
     async_engine: bool = False
-    """Let samples go on as soon as the environment has answered them, while the engine generates others, and deal
-    prompts to engines by the tokens that each still has to make. Without it the engine waits for answers, and prompts
-    are dealt like cards: then a run can be repeated to the bit."""
+    """Let samples go on as soon as the environment has answered them, while the engine generates others, and assign
+    prompts to the engine with the fewest outstanding tokens. Without it the engine waits for answers, and prompts are
+    pinned to engines in turn: then a run can be repeated to the bit."""
     generation_timeout: PositiveFloat | None = None
     """New. Seconds that an engine without work waits for others before it takes over their prompts; null means for
     ever. Needs `async_engine`."""

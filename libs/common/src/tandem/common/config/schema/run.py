@@ -1,4 +1,4 @@
-"""The run as such: checkpoints, logs, processes and the weight plane."""
+"""The run itself: checkpoints, logs, processes and the weight plane."""
 
 from __future__ import annotations
 
@@ -168,8 +168,8 @@ class Refit(Section, frozen=True, kw_only=True):
     """How weights reach the engines."""
 
     alias: Literal["auto", "never"] = "auto"
-    """New. auto: an engine reads the trainer's memory in place where layout and element type agree and training takes
-    turns with generation (`policy.generation.colocated.enabled`). never: it always copies."""
+    """New. auto: an engine reads the trainer's memory in place where layout and element type agree and training and
+    generation are colocated (`policy.generation.colocated.enabled`). never: it always copies."""
     verify: Literal["off", "sampled", "full"] = "full"
     """New. Whether digests of what engines hold are compared with the trainer's before samples of a version are trained
     on. They are computed beside generation. full: of every element. sampled: of a part that changes from version to

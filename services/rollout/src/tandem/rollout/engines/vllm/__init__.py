@@ -1,1 +1,4 @@
-"""vLLM as an engine: `insides`, `part`, `float8` touch its insides, `weights` describes its memory, `engine` drives."""
+"""vLLM as a generation engine, written in place by refits.
+
+`insides`, `part` and `float8` touch its internals, `weights` describes its memory, `engine` drives it.
+"""

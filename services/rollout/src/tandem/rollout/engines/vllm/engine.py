@@ -1,4 +1,4 @@
-"""vLLM behind `tandem.rollout.engine.Engine`: one `LLMEngine` in the rollout process, written in place by refits."""
+"""vLLM behind `tandem.rollout.engine.Engine`: one `LLMEngine`, written in place by refits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights in float8 with block scales: what vLLM is told of them and, on a CPU, what it computes with.
+"""Float8 weights with block scales for vLLM, and what computes with them on a CPU.
 
 With `insides`, `part` and `worker` the only module that knows vLLM's insides; checked against the same releases.
 """

@@ -1,4 +1,4 @@
-"""vLLM's insides: its releases, starting and ending it; `part`, `worker` and `float8` know the rest.
+"""vLLM's internals: its releases, starting and ending it.
 
 vLLM reads much of its environment while it is imported, so nothing here imports it before a function is called:
 `prepare_environment` first, in a process of its own. vLLM seeds that process's random numbers and disables its

@@ -1,4 +1,4 @@
-"""A worker's part of a vLLM model, in the process that computes with it: what refits write, and what follows from it.
+"""A worker's part of a vLLM model: what refits write, and what is derived from it.
 
 With `insides`, `float8` and `worker` the only module that knows vLLM's insides. Everything here is called through
 `tandem.rollout.engines.vllm.workers`, in this process or from another, so arguments and results are plain data.

@@ -1,4 +1,4 @@
-"""The weights of a live vLLM model, described as boxes of its checkpoint's tensors."""
+"""Describe the weights of a live vLLM model as boxes of its checkpoint's tensors."""
 
 from __future__ import annotations
 

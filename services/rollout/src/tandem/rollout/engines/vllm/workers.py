@@ -1,4 +1,4 @@
-"""The weights of all workers of one vLLM engine, as `tandem.rollout.engines.refitted.EngineWeights`.
+"""The weights of all workers of one vLLM engine, taken together as an engine's.
 
 Every call goes to all workers at once and returns when the last has answered: they receive, and digest, side by side.
 """

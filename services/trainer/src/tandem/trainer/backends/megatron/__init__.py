@@ -1,1 +1,1 @@
-"""Training with Megatron-Core."""
+"""The Megatron-Core backend."""

@@ -1,4 +1,4 @@
-"""From a Hugging Face configuration to the arguments of Megatron-Core's: sizes, norms, experts and rotary embeddings.
+"""Translate a Hugging Face configuration into the arguments of Megatron-Core's.
 
 What Megatron-Core computes otherwise than transformers does is refused by name: a model in training has to be the model
 that engines run.

@@ -1,4 +1,4 @@
-"""Norm and core attention for Megatron-Core's layers, on torch alone: packed rows, context parallelism, any device.
+"""Norm and attention for Megatron-Core's layers on torch alone, for packed rows and any device.
 
 A row holds sequences one after the other; no token attends across a boundary. Under context parallelism each sequence
 is cut into 2 × cp chunks, and rank r has chunks r and 2 × cp - 1 - r of it, so that causal attention is equal work for

@@ -1,4 +1,4 @@
-"""Training with Megatron-Core: the policy spread over tensor, pipeline, context, expert and data parallel ranks.
+"""Train with Megatron-Core: tensor, pipeline, context, expert and data parallel.
 
 Parameters have the precision of the passes; where that is bfloat16 the optimizer keeps them in float32 as well. On the
 CPU they lie in shared memory for as long as the backend lives, at the same addresses, so that engines can copy straight

@@ -1,4 +1,4 @@
-"""Checkpoints of the Megatron-Core backend: ``policy/`` in Hugging Face's format, ``optimizer/`` in boxes of tensors.
+"""Checkpoints of the Megatron-Core backend: Hugging Face's format, and boxes of tensors.
 
 Megatron-Core's own `dist_checkpointing` is not used, because it does not keep three promises of this project:
 

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints as Megatron-Core has the weights: converted once, and found again by what is in them.
+"""Convert Hugging Face checkpoints to Megatron-Core's weights once, and find them again.
 
 A converted checkpoint is a folder of safetensors files with the parameters of a ``GPTModel`` on one rank: names, fused
 queries, keys and values, fused gate and up projection, padded vocabulary, as Megatron-Core has them with Transformer

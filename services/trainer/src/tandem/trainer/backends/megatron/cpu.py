@@ -1,4 +1,4 @@
-"""What Megatron-Core lacks on a machine: kernels of Transformer Engine, and CUDA itself.
+"""Stand-ins for what Megatron-Core needs and a machine lacks: Transformer Engine, and CUDA itself.
 
 Megatron-Core 0.16 means CUDA where it allocates, and runs no forward pass without it. `prepare` makes the same code run
 on the CPU, where there is no GPU, by naming the CPU wherever a function that training calls names CUDA; what is left of

@@ -1,4 +1,4 @@
-"""On the CPU, in few passes over memory, what Megatron-Core has fused kernels for on a GPU.
+"""CPU kernels, in few passes over memory, for what Megatron-Core fuses on a GPU.
 
 Autograd's own formulas read and write whole tensors at each of their steps, and to split or join a tensor is a copy. On
 a core of a CPU that is where the time goes that matrix products and attention leave. Each function here computes what

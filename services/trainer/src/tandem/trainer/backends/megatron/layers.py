@@ -1,4 +1,4 @@
-"""What the layers of a chunk are made of: Transformer Engine's modules where it is installed, otherwise torch's own.
+"""Choose the modules of a chunk's layers: Transformer Engine's where installed, or torch's own.
 
 A model may have dense layers and layers with experts; each chunk gets the specifications of just its layers.
 """

@@ -1,4 +1,4 @@
-"""Megatron-Core's optimizer and its schedule, from the sections of ``policy.megatron_cfg`` that are about them."""
+"""Make Megatron-Core's optimizer and its schedule from ``policy.megatron_cfg``."""
 
 from __future__ import annotations
 

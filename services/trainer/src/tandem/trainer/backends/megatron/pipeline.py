@@ -1,4 +1,4 @@
-"""Passes over micro-batches: Megatron-Core's pipeline schedules around this project's scoring and losses."""
+"""Run Megatron-Core's pipeline schedules over micro-batches, with this project's losses."""
 
 from __future__ import annotations
 

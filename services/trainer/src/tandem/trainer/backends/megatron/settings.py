@@ -1,4 +1,4 @@
-"""From ``policy.megatron_cfg`` to Megatron-Core's own configurations, with what would give wrong numbers set right."""
+"""Translate ``policy.megatron_cfg`` for Megatron-Core, and correct what would give wrong numbers."""
 
 from __future__ import annotations
 

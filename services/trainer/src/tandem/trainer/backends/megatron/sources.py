@@ -1,4 +1,4 @@
-"""Where a model's first weights come from: safetensors files, read a box at a time, or a model made from a seed."""
+"""Read a model's first weights from safetensors files, a box at a time, or make them from a seed."""
 
 from __future__ import annotations
 

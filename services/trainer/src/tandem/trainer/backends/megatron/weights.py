@@ -1,4 +1,4 @@
-"""The weights of a Megatron-Core rank: filled from a checkpoint, gathered for one, and laid out for engines.
+"""The weights of a Megatron-Core rank: filled from a checkpoint, gathered, laid out for engines.
 
 What lies where is told by `tandem.refit.adapters.megatron` and by nothing else: each piece of a rank's layout is a box
 of a tensor of the Hugging Face checkpoint and its place in a parameter of the rank. Loading reads just those boxes,

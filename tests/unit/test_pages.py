@@ -1,0 +1,61 @@
+"""The pages are true where that can be told without running anything: links lead on, and what is named is there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tandem.coordinator.scheduler import scheduler
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+USERS_OWN = {"plans.py", "mine.py"}
+"""Files that pages have a user write."""
+
+
+def prose(page: str) -> str:
+    """Return a page without its fenced blocks."""
+    return re.sub(r"^```.*?^```", "", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def headings(page: Path) -> list[str]:
+    """Return what links call the sections of a page."""
+    found = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in found]
+
+
+def leads_somewhere(page: str, link: str) -> bool:
+    name, _, section = link.partition("#")
+    target = (ROOT / page).parent / name if name else ROOT / page
+    return target.exists() and (not section or section in headings(target))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    text = (ROOT / page).read_text()
+    inline = re.findall(r"\]\(([^)\s]+)\)", text)
+    references = dict(re.findall(r"^\[([^\]]+)\]: (\S+)$", text, re.MULTILINE))
+    links = [link for link in [*inline, *references.values()] if "://" not in link]
+    assert [link for link in links if not leads_somewhere(page, link)] == []
+    cited = set(re.findall(r"\[(`[^`\]]+`)\](?![(:\[])", prose(page)))
+    assert cited == references.keys()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_are_named_are_there(page: str) -> None:
+    folders = ("libs", "services", "tests", "benchmarks", "scripts", "examples")
+    files = [f"/{path.relative_to(ROOT)}" for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    named = set(re.findall(r"`([\w/.-]+\.py)`", prose(page))) - USERS_OWN
+    assert [name for name in sorted(named) if not any(file.endswith(f"/{name}") for file in files)] == []
+
+
+def test_the_rules_of_the_architecture_are_the_schedulers() -> None:
+    rules = re.findall(r"^\|.*\|$", scheduler.__doc__ or "", re.MULTILINE)
+    assert rules[0] == "| rule | fires when | and then |"
+    assert "\n".join(rules) in (ROOT / "docs" / "architecture.md").read_text()
+
+
+def test_the_readme_is_a_page_to_read() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 110
