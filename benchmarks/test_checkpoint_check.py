@@ -23,7 +23,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from tandem.common import manifest
 from tandem.common.config import Config
-from tandem.coordinator.checkpoints import CheckpointFolder, CheckpointRecord
+from tandem.coordinator.run.checkpoints import CheckpointFolder, CheckpointRecord
 from tandem.trainer import step
 from tandem.trainer.backends.dtensor import DTensorBackend
 

@@ -109,7 +109,7 @@ def run(folder: Path) -> list[tuple[float, float]]:
 
 @pytest.mark.timeout(2 * TIMEOUT_S)
 def test_overhead_of_a_training_step(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
-    from tandem.coordinator.journal import read_journal
+    from tandem.coordinator.run.journal import read_journal
 
     times = benchmark.pedantic(run, args=(tmp_path,), rounds=1)
     with read_journal(tmp_path / "run") as journal:

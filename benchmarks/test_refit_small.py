@@ -19,7 +19,7 @@ import yaml
 from measure import Turns
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from tandem.coordinator.journal import RefitRecord, read_journal
+from tandem.coordinator.run.journal import RefitRecord, read_journal
 
 NUM_STEPS = int(os.environ.get("BENCHMARK_STEPS", "25"))
 NUM_RUNS = 2

@@ -55,9 +55,9 @@ from tandem.common.messages import (
 )
 from tandem.common.wire import Codec, Frames, Hub, encode
 from tandem.coordinator.algorithms.grpo import training_batch
-from tandem.coordinator.batches import Batches
-from tandem.coordinator.members import Pulse, Registry
-from tandem.coordinator.replies import Limits, Replies
+from tandem.coordinator.run.batches import Batches
+from tandem.coordinator.run.members import Pulse, Registry
+from tandem.coordinator.run.replies import Limits, Replies
 from tandem.coordinator.scheduler.events import DispatchBatch, GroupSize, Joined, Replied
 from tandem.coordinator.scheduler.groups import GroupTable, SampleRecord
 from tandem.refit import layout

@@ -22,8 +22,8 @@ import pytest
 from measure import Turns
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from tandem.coordinator.launch import preload
-from tandem.coordinator.nursery import Child, Nursery
+from tandem.coordinator.run.fork_server import Child, ForkServer
+from tandem.coordinator.run.launch import preload
 
 NUM_ROUNDS = 7
 SERVICES = ("trainer", "rollout", "rollout")
@@ -98,9 +98,9 @@ class Forked(Way):
     @contextlib.contextmanager
     def starting(self, family: Family) -> Iterator[Callable[[str, Any], Started]]:
         before = set(psutil.Process().children())
-        with Nursery(lambda: preload(("trainer", "rollout")), TIMEOUT_S) as nursery:
+        with ForkServer(lambda: preload(("trainer", "rollout")), TIMEOUT_S) as fork_server:
             family.processes += set(psutil.Process().children()) - before
-            yield lambda service, out: nursery.start("benchmarks.importing", [service], out)
+            yield lambda service, out: fork_server.start("benchmarks.importing", [service], out)
 
 
 def test_start(benchmark: BenchmarkFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -262,7 +262,7 @@ def test_colocated_steps(benchmark: Any, size: str, tmp_path: Path) -> None:
         subprocess.run(command, check=True, cwd=tmp_path, timeout=1500)
 
     benchmark.pedantic(run, rounds=1)
-    from tandem.coordinator.journal import read_journal
+    from tandem.coordinator.run.journal import read_journal
 
     with read_journal(tmp_path / "run") as journal:
         steps = journal.steps()[2:]  # the first two warm up

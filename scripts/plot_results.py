@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from tandem.coordinator.report import RunSummary, plot, summarise
+from tandem.coordinator.inspect.report import RunSummary, plot, summarise
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"

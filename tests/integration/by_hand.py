@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tandem.coordinator.journal import RefitRecord, read_journal
+from tandem.coordinator.run.journal import RefitRecord, read_journal
 from tests.integration.harness import coordinator, deterministic, steps_of, weights_of, write_config
 
 

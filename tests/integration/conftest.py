@@ -20,7 +20,7 @@ def converted_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 @pytest.fixture(scope="session", autouse=True)
 def console_server(converted_checkpoints: None) -> Iterator[None]:
     """Start the process that commands are forked from before a test could count it among what the test left behind."""
-    with consoles.nursery():
+    with consoles.fork_server():
         yield
 
 

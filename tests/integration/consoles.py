@@ -17,14 +17,14 @@ from functools import cache
 from pathlib import Path
 from typing import IO
 
-from tandem.coordinator.launch import preload
-from tandem.coordinator.nursery import Child, Nursery, serve
+from tandem.coordinator.run.fork_server import Child, ForkServer, serve
+from tandem.coordinator.run.launch import preload
 
 COMMANDS = ("coordinator", "trainer", "rollout", "refit")
 _DEADLINE_S = 120.0
 _MODULES = (
-    "tandem.coordinator.run",
-    "tandem.coordinator.report",
+    "tandem.coordinator.run.run",
+    "tandem.coordinator.inspect.report",
     "transformers.models.qwen3.modeling_qwen3",
     "reasoning_gym",
     "tandem.trainer.backends.megatron.backend",  # last: Megatron-Core is not installed beside vLLM
@@ -33,17 +33,17 @@ _MODULES = (
 
 def start(command: str, arguments: Sequence[str], out: IO[bytes], errors: IO[bytes] | None = None) -> Child:
     """Start a console command with this process's folder and environment."""
-    return nursery().start(f"tandem.{command}.cli", arguments, out, errors)
+    return fork_server().start(f"tandem.{command}.cli", arguments, out, errors)
 
 
 @cache
-def nursery() -> Nursery:
+def fork_server() -> ForkServer:
     """Return what commands are forked from; it ends with this process."""
     return _OfAnInterpreter(_preload, _DEADLINE_S)
 
 
-class _OfAnInterpreter(Nursery):
-    """A nursery that is a new interpreter and no fork of this process."""
+class _OfAnInterpreter(ForkServer):
+    """A fork_server that is a new interpreter and no fork of this process."""
 
     def _begin(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -21,8 +21,8 @@ import psutil
 import pytest
 import yaml
 
-from tandem.coordinator.journal import StepRecord, read_journal
-from tandem.coordinator.nursery import Child
+from tandem.coordinator.run.fork_server import Child
+from tandem.coordinator.run.journal import StepRecord, read_journal
 from tests.integration import consoles
 
 TIMEOUT_S = 240.0

@@ -13,7 +13,7 @@ import pytest
 
 from tandem.common.config import Config
 from tandem.common.errors import CheckpointError, ModelError
-from tandem.coordinator.checkpoints import CheckpointFolder, CheckpointRecord
+from tandem.coordinator.run.checkpoints import CheckpointFolder, CheckpointRecord
 from tandem.trainer import step
 from tandem.trainer.backends import make_backend
 from tandem.trainer.backends.megatron import converted

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tandem.coordinator.journal import read_journal
+from tandem.coordinator.run.journal import read_journal
 from tests.integration.harness import coordinator, write_config
 
 NAMES = {"train/reward": "reward", "train/loss": "loss", "validation/accuracy": "val_accuracy"}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tandem.coordinator.journal import read_journal
+from tandem.coordinator.run.journal import read_journal
 from tests.integration.harness import Command, coordinator, steps_of, write_config
 
 JUDGE = """

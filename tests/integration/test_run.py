@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tandem.coordinator.journal import read_journal
+from tandem.coordinator.run.journal import read_journal
 from tests.integration.by_hand import undisturbed_run
 from tests.integration.harness import (
     Command,

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tandem.coordinator.journal import read_journal
+from tandem.coordinator.run.journal import read_journal
 from tests.integration.harness import coordinator, write_config
 
 NAMES = ("train/reward", "train/loss", "timing/train/total_step_time", "timing/train/policy_training")

@@ -36,7 +36,7 @@ from tandem.common.messages import (
     SamplesFinished,
 )
 from tandem.common.tokenizer import load_tokenizer, write_new_model
-from tandem.coordinator.replies import Limits, Replies
+from tandem.coordinator.run.replies import Limits, Replies
 from tandem.refit import layout, program
 from tandem.refit.planner import plan
 from tandem.rollout.sample_store import SampleStore

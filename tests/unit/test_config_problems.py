@@ -14,8 +14,8 @@ import pytest
 from tandem.common.config import load_config, notices
 from tandem.common.errors import ConfigError
 from tandem.coordinator.cli import main
-from tandem.coordinator.launch import preload
-from tandem.coordinator.nursery import Nursery
+from tandem.coordinator.run.fork_server import ForkServer
+from tandem.coordinator.run.launch import preload
 
 SMALL = """
 grpo: {}
@@ -203,8 +203,8 @@ MODEL = "policy.new_model={config: {model_type: %s}, characters: abc}"
 def test_sequences_fit_the_positions_of_the_model(model: str, positions: int) -> None:
     length = "policy.max_total_sequence_length"
     load_config("small.yaml", [MODEL % model, f"{length}={positions}"])
-    (line,) = problems_of("small.yaml", MODEL % model, f"{length}={10**12}")
-    assert line == f"command line: {length}: {10**12} is more than the {positions} positions of the model"
+    found = problems_of("small.yaml", MODEL % model, f"{length}={10**12}")
+    assert f"command line: {length}: {10**12} is more than the {positions} positions of the model" in found
 
 
 def test_keys_of_another_algorithm_get_a_notice() -> None:
@@ -257,8 +257,11 @@ def test_what_is_imported_before_trainers_are_forked_sees_their_environment(monk
 
     module.preload = preload_tells  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "tandem.tells.cli", module)
-    with Nursery(partial(preload, ["tells"], {"TANDEM_TOLD": "yes"}), 30.0) as nursery, Path("out").open("wb") as out:  # type: ignore[list-item]
+    with (
+        ForkServer(partial(preload, ["tells"], {"TANDEM_TOLD": "yes"}), 30.0) as fork_server,
+        Path("out").open("wb") as out,
+    ):  # type: ignore[list-item]
         monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))
-        assert nursery.start("tandem.refit.cli", ["--help"], out).wait(30.0) == 0
+        assert fork_server.start("tandem.refit.cli", ["--help"], out).wait(30.0) == 0
     assert Path("seen").read_text() == "yes"
     assert "TANDEM_TOLD" not in os.environ

@@ -15,7 +15,7 @@ from tandem.common.config.schema import AdvEstimator, Grpo, RewardScaling, Rewar
 from tandem.common.messages import SampleScored
 from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
 from tandem.coordinator.algorithms.rewards import has_spread
-from tandem.coordinator.outline import steps
+from tandem.coordinator.inspect.plan_summary import steps
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import DispatchBatch, DispatchPrompts, Finish
 from tandem.coordinator.scheduler.phases import Phase

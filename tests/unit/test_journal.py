@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tandem.common.errors import RunFolderError
-from tandem.coordinator.journal import Journal, RefitRecord, StepRecord, read_journal
+from tandem.coordinator.run.journal import Journal, RefitRecord, StepRecord, read_journal
 
 
 def record(step: int, **metrics: float) -> StepRecord:
@@ -84,7 +84,7 @@ def test_a_writer_that_is_killed_gives_the_folder_back_and_leaves_whole_steps() 
     code = """
 import os, signal
 from pathlib import Path
-from tandem.coordinator.journal import Journal, StepRecord
+from tandem.coordinator.run.journal import Journal, StepRecord
 journal = Journal.create(Path("run"), b"{}", "grpo")
 for step in range(1, 10_000):
     journal.commit_step(StepRecord(step=step, version=step, metrics={"a": 1.0, "b": 2.0}, seconds={"total": 1.0}))

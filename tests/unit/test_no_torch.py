@@ -12,8 +12,8 @@ import pytest
     "code",
     [
         "import tandem.coordinator.cli",
-        "import tandem.coordinator.run",
-        "import tandem.coordinator.report",
+        "import tandem.coordinator.run.run",
+        "import tandem.coordinator.inspect.report",
         "import tandem.coordinator.algorithms",
         "import tandem.common.telemetry, tandem.common.service, tandem.common.tokenizer",
         "import tandem.refit.planner, tandem.refit.program, tandem.refit.service, tandem.refit.digests.task",
@@ -41,8 +41,8 @@ def test_help_needs_neither_torch_nor_transformers() -> None:
 def test_the_coordinator_forks_before_anything_has_threads() -> None:
     """As numpy has, of the library that it multiplies with."""
     probe = (
-        "import os, tandem.coordinator.cli, tandem.coordinator.launch\n"
-        "import tandem.coordinator.nursery, tandem.coordinator.spec\n"
+        "import os, tandem.coordinator.cli, tandem.coordinator.run.launch\n"
+        "import tandem.coordinator.run.fork_server, tandem.coordinator.run.spec\n"
         "print(len(os.listdir('/proc/self/task')))"
     )
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True, timeout=60)

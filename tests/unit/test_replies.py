@@ -57,8 +57,8 @@ from tandem.common.messages import (
     VersionCommitted,
 )
 from tandem.common.wire import Frames, Hub, encode
-from tandem.coordinator.members import Pulse, Registry
-from tandem.coordinator.replies import Limits, Replies
+from tandem.coordinator.run.members import Pulse, Registry
+from tandem.coordinator.run.replies import Limits, Replies
 from tandem.coordinator.scheduler.events import Erred, Event, Joined, Lost, Replied
 from tandem.refit import layout
 

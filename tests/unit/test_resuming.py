@@ -13,9 +13,9 @@ from safetensors.numpy import save_file
 from tandem.common import manifest
 from tandem.common.config import Config, build_config, config_to_json, fingerprint
 from tandem.common.errors import CheckpointError, DamagedCheckpoint, ServiceError
-from tandem.coordinator.checkpoints import CheckpointFolder, CheckpointRecord
-from tandem.coordinator.journal import Journal, RefitRecord, StepRecord
-from tandem.coordinator.resuming import Resuming, Start, refuse_other_weights
+from tandem.coordinator.run.checkpoints import CheckpointFolder, CheckpointRecord
+from tandem.coordinator.run.journal import Journal, RefitRecord, StepRecord
+from tandem.coordinator.run.resuming import Resuming, Start, refuse_other_weights
 from tandem.coordinator.scheduler.events import Finish
 from tests.damage import digests_in, flip_bit, flip_in_tensor, replace
 

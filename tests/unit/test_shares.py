@@ -14,7 +14,7 @@ from tandem.common.assignment import Assignment, data_parallel_ranks, global_bat
 from tandem.common.batch import BatchTable, GivenTokens, TrainingBatch
 from tandem.common.config import build_config
 from tandem.common.errors import WireError
-from tandem.coordinator.batches import shares_of
+from tandem.coordinator.run.batches import shares_of
 
 
 def config_of(trainers: int, **policy: Any) -> Any:

@@ -13,13 +13,13 @@ from rich.console import Console
 from tandem.common.config import build_config
 from tandem.common.messages import Generated, Hello, MemoryUse, Refitted, Trained
 from tandem.common.telemetry import MetricWriters, TensorBoardWriter
-from tandem.coordinator.journal import Journal, StepRecord
-from tandem.coordinator.ledger import StepLedger
-from tandem.coordinator.members import Member, Registry
-from tandem.coordinator.progress import Progress, sparkline, step_line
-from tandem.coordinator.report import format_summary, write_report
+from tandem.coordinator.inspect.report import format_summary, write_report
+from tandem.coordinator.run.journal import Journal, StepRecord
+from tandem.coordinator.run.members import Member, Registry
+from tandem.coordinator.run.metrics import StepMetrics
+from tandem.coordinator.run.progress import Progress, sparkline, step_line
+from tandem.coordinator.run.spec import run_spec
 from tandem.coordinator.scheduler import Scheduler
-from tandem.coordinator.spec import run_spec
 
 SETTINGS: dict[str, Any] = {
     "grpo": {},
@@ -129,10 +129,10 @@ def test_a_report_has_the_curves_and_the_breakdown() -> None:
 
 
 def test_the_breakdown_adds_up() -> None:
-    ledger = StepLedger()
+    step_metrics = StepMetrics()
     spent = {"logprobs": 0.2, "reference_logprobs": 0.1, "policy_training": 0.6}
-    ledger.trained(trained(spent, peak=3, held=1))
-    seconds = ledger.breakdown({"total": 2.0, "training": 1.0, "generation": 1.0})
+    step_metrics.trained(trained(spent, peak=3, held=1))
+    seconds = step_metrics.breakdown({"total": 2.0, "training": 1.0, "generation": 1.0})
     assert seconds == pytest.approx({"total": 2.0, "generation": 1.0, "get_logprobs": 0.3, "policy_training": 0.7})
 
 
@@ -142,19 +142,19 @@ def trained(spent: dict[str, float], *, peak: int, held: int) -> Trained:
 
 
 def test_memory_is_of_the_largest_process_of_its_kind() -> None:
-    ledger = StepLedger()
+    step_metrics = StepMetrics()
     for peak, held in ((9, 2), (8, 3)):
-        ledger.trained(trained({}, peak=peak * 10**9, held=held * 10**9))
+        step_metrics.trained(trained({}, peak=peak * 10**9, held=held * 10**9))
     for peak, held in ((5, 4), (7, 1)):
         memory = MemoryUse(peak=peak * 10**9, held=held * 10**9)
-        ledger.generated(
+        step_metrics.generated(
             Generated(command_id=2, step=1, purpose="train", num_samples=1, num_tokens=1, seconds={}, memory=memory)
         )
         for member in ("trainer-0", "rollout-1"):
             refitted = Refitted(command_id=3, version=1, num_bytes={}, seconds=0.0, memory=memory)
-            ledger.refitted(member, refitted)
-    ledger.breakdown({"total": 2.0, "training": 1.0, "generation": 1.0})
-    assert {name: value for name, value in ledger.metrics.items() if name.endswith("_gb")} == {
+            step_metrics.refitted(member, refitted)
+    step_metrics.breakdown({"total": 2.0, "training": 1.0, "generation": 1.0})
+    assert {name: value for name, value in step_metrics.metrics.items() if name.endswith("_gb")} == {
         "memory_training_trainer_gb": 9.0,
         "memory_training_engine_gb": 4.0,
         "memory_generation_trainer_gb": 3.0,
@@ -162,7 +162,7 @@ def test_memory_is_of_the_largest_process_of_its_kind() -> None:
         "memory_refit_trainer_gb": 7.0,
         "memory_refit_engine_gb": 7.0,
     }
-    alone = StepLedger()
+    alone = StepMetrics()
     alone.trained(trained({}, peak=9, held=2))
     alone.breakdown({"total": 1.0, "training": 1.0})
     assert "memory_generation_trainer_gb" not in alone.metrics

@@ -27,7 +27,7 @@ else:
 @pytest.fixture(scope="session", autouse=True)
 def console_server() -> Iterator[None]:
     """Start the process that commands are forked from before a test could count it among what the test left behind."""
-    with consoles.nursery():
+    with consoles.fork_server():
         yield
 
 

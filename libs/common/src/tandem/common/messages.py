@@ -5,7 +5,7 @@ one tagged union at the bottom of this module; receivers dispatch with ``match``
 ``docs/protocol.md`` is generated from the docstrings here.
 
 The type of a field says what it may be by itself (`Count`, `Seconds`, ...), and decoding refuses anything else. What a
-reply may be as the answer to a certain order is checked in `tandem.coordinator.replies`, what an order may be for a
+reply may be as the answer to a certain order is checked in `tandem.coordinator.run.replies`, what an order may be for a
 certain model by the services, and arrays in `tandem.common.batch`.
 
 Arrays never enter these structs. A message that carries arrays says so in its docstring (``Frames:``) and they travel

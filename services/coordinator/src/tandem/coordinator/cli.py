@@ -16,7 +16,7 @@ from tandem.common.config import dump_yaml, load_config, notices
 from tandem.common.errors import ConfigError, DamagedCheckpoint, TandemError
 
 if TYPE_CHECKING:
-    from tandem.coordinator.prerequisite import Ready
+    from tandem.coordinator.run.prerequisite import Ready
 
 _EXAMPLE = "example: coordinator up examples/arithmetic.yaml grpo.max_num_steps=20"
 _EXIT_FAILED = 1
@@ -124,11 +124,11 @@ def _up(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
     for notice in notices(config):
         print(f"note: {notice}", flush=True)
-    from tandem.coordinator.journal_file import JOURNAL_NAME
-    from tandem.coordinator.launch import preload
-    from tandem.coordinator.nursery import Nursery
+    from tandem.coordinator.run.fork_server import ForkServer
+    from tandem.coordinator.run.journal_file import JOURNAL_NAME
+    from tandem.coordinator.run.launch import preload
+    from tandem.coordinator.run.spec import launched_processes
     from tandem.coordinator.scheduler.events import Finish
-    from tandem.coordinator.spec import launched_processes
 
     signals.interrupt_when_asked()
     folder = Path(config.logger.log_dir)
@@ -136,20 +136,20 @@ def _up(arguments: argparse.Namespace) -> int:
         # First: what follows imports much as well.
         kinds = [kind for kind, count in launched_processes(config).items() if count]
         environment = config.policy.megatron_cfg.environment
-        with Nursery(partial(preload, kinds, environment), config.cluster.deadlines.join_s) as nursery:
-            from tandem.coordinator.preflight import preflight
-            from tandem.coordinator.prerequisite import Mode
-            from tandem.coordinator.run import run
+        with ForkServer(partial(preload, kinds, environment), config.cluster.deadlines.join_s) as fork_server:
+            from tandem.coordinator.run.preflight import preflight
+            from tandem.coordinator.run.prerequisite import Mode
+            from tandem.coordinator.run.run import run
 
             mode: Mode = "resume" if arguments.resume else "restart" if arguments.restart else "new"
             ready = preflight(arguments.config, config, mode)
             say = partial(print, flush=True)
-            finish = run(ready, mode, say, nursery, arguments.from_step)
+            finish = run(ready, mode, say, fork_server, arguments.from_step)
     except KeyboardInterrupt:  # before the loop began, which takes it for itself
         finish = Finish(outcome="interrupted")
     match finish.outcome:
         case "finished":
-            from tandem.coordinator.report import format_summary, write_report
+            from tandem.coordinator.inspect.report import format_summary, write_report
 
             write_report(folder, folder)
             print(format_summary(folder), flush=True)
@@ -183,7 +183,7 @@ def _check(arguments: argparse.Namespace) -> int:
         print(dump_yaml(config), end="")
     for notice in notices(config):
         print(f"note: {notice}", file=sys.stderr)
-    from tandem.coordinator.preflight import preflight
+    from tandem.coordinator.run.preflight import preflight
 
     ready = preflight(arguments.config, config, "new")
     for note in [*ready.notices, *_earlier(ready)]:
@@ -194,7 +194,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 def _earlier(ready: Ready) -> Iterator[str]:
     """Yield what there is already of a run, and of the one before it."""
-    from tandem.coordinator.prerequisite import differences, has_begun, model_differences
+    from tandem.coordinator.run.prerequisite import differences, has_begun, model_differences
 
     config = ready.config
     if changed := model_differences(config):
@@ -207,7 +207,7 @@ def _earlier(ready: Ready) -> Iterator[str]:
 
 def _summary(ready: Ready) -> str:
     """Say on one line what a run will be."""
-    from tandem.coordinator.spec import expected_processes
+    from tandem.coordinator.run.spec import expected_processes
 
     config, first = ready.config, "" if ready.prerequisite is None else f", after {ready.prerequisite.source}"
     counts = expected_processes(config).items()
@@ -218,7 +218,7 @@ def _summary(ready: Ready) -> str:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from tandem.coordinator.report import format_summary, write_report
+    from tandem.coordinator.inspect.report import format_summary, write_report
 
     write_report(arguments.run, arguments.out or arguments.run)
     print(format_summary(arguments.run))
@@ -228,7 +228,7 @@ def _report(arguments: argparse.Namespace) -> int:
 def _refits(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from tandem.coordinator.refits import print_refits
+    from tandem.coordinator.inspect.refits import print_refits
 
     print_refits(arguments.run, Console())
     return 0
@@ -237,7 +237,7 @@ def _refits(arguments: argparse.Namespace) -> int:
 def _plan(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from tandem.coordinator.explain import explain
+    from tandem.coordinator.inspect.plan import explain
 
     explain(load_config(arguments.config, arguments.overrides, to_run=False), Console())
     return 0

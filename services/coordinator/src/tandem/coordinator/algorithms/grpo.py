@@ -35,7 +35,7 @@ from tandem.coordinator.data import (
     set_aside,
 )
 from tandem.coordinator.data.step_size import check_step_size
-from tandem.coordinator.samples import StepBatch
+from tandem.coordinator.run.step_batch import StepBatch
 from tandem.coordinator.scheduler.groups import SampleRecord
 
 

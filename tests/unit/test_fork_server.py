@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 from tandem.common.errors import DeadlineExceeded, ServiceLost
-from tandem.coordinator import nursery as nursery_module
-from tandem.coordinator.nursery import Child, Nursery
+from tandem.coordinator.run import fork_server as module
+from tandem.coordinator.run.fork_server import Child, ForkServer
 
 PATIENCE_S = 20.0
 SERVICE = """
@@ -44,11 +44,11 @@ def main(arguments):
 
 OWNER = """
 import os, time
-from tandem.coordinator.nursery import Nursery
+from tandem.coordinator.run.fork_server import ForkServer
 
-nursery = Nursery(lambda: None, 20.0)
+fork_server = ForkServer(lambda: None, 20.0)
 arguments = ["--coordinator", "tcp://127.0.0.1:1", "--launched-by", str(os.getpid())]
-nursery.start("tandem.refit.cli", arguments, open(os.devnull, "wb"))
+fork_server.start("tandem.refit.cli", arguments, open(os.devnull, "wb"))
 print("ready", flush=True)
 time.sleep(60)
 """
@@ -67,35 +67,35 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.fixture
-def nursery() -> Iterator[Nursery]:
-    with Nursery(lambda: None, PATIENCE_S) as made:
+def fork_server() -> Iterator[ForkServer]:
+    with ForkServer(lambda: None, PATIENCE_S) as made:
         yield made
 
 
-def born(nursery: Nursery, *words: str) -> tuple[Child, Path]:
+def born(fork_server: ForkServer, *words: str) -> tuple[Child, Path]:
     log = Path(f"{words[0]}.log")
     with log.open("wb") as out:
-        return nursery.start("family.member", words, out), log
+        return fork_server.start("family.member", words, out), log
 
 
-def told(nursery: Nursery) -> dict[str, object]:
-    child, log = born(nursery, "tell", "a b")
+def told(fork_server: ForkServer) -> dict[str, object]:
+    child, log = born(fork_server, "tell", "a b")
     assert child.wait(PATIENCE_S) == 3
     found: dict[str, object] = json.loads(log.read_text())
     return found
 
 
 def test_a_child_is_given_what_a_command_would_be(
-    nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MARK", "set after the nursery was made")
+    monkeypatch.setenv("MARK", "set after the fork_server was made")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert told(nursery) == {
+    assert told(fork_server) == {
         "folder": str(tmp_path / "elsewhere"),
         "arguments": ["tell", "a b"],
         "argv": ["member", "tell", "a b"],
-        "mark": "set after the nursery was made",
+        "mark": "set after the fork_server was made",
         "parent": os.getpid(),
         "path": str(tmp_path / "modules"),
         "imported_here": True,
@@ -108,38 +108,38 @@ def test_what_was_imported_before_is_not_imported_again(tmp_path: Path) -> None:
         importlib.import_module("family.member")
         raise ImportError("what is missing is for the service to report")
 
-    with Nursery(preload, PATIENCE_S) as made:
+    with ForkServer(preload, PATIENCE_S) as made:
         assert told(made)["imported_here"] is False
 
 
 def test_an_import_that_begins_to_use_a_gpu_is_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nursery_module, "_GPU_MEMORY", str(tmp_path / "gpu"))
+    monkeypatch.setattr(module, "_GPU_MEMORY", str(tmp_path / "gpu"))
 
     def preload() -> None:
         sys.path.append(str(tmp_path / "modules"))
         importlib.import_module("family.member")
         os.open(tmp_path / "gpu", os.O_RDWR | os.O_CREAT)
 
-    with Nursery(preload, PATIENCE_S) as made:
+    with ForkServer(preload, PATIENCE_S) as made:
         assert told(made)["imported_here"] is True
 
 
 @pytest.mark.parametrize(("word", "code", "says"), [("fail", 1, "ValueError: on purpose"), ("leave", 7, "")])
-def test_how_it_ends_is_known(nursery: Nursery, word: str, code: int, says: str) -> None:
-    child, log = born(nursery, word)
+def test_how_it_ends_is_known(fork_server: ForkServer, word: str, code: int, says: str) -> None:
+    child, log = born(fork_server, word)
     assert child.wait(PATIENCE_S) == code
     assert says in log.read_text()
 
 
-def test_a_module_that_is_not_there_is_named_in_the_log(nursery: Nursery) -> None:
+def test_a_module_that_is_not_there_is_named_in_the_log(fork_server: ForkServer) -> None:
     with Path("log").open("wb") as out:
-        child = nursery.start("family.stranger", [], out)
+        child = fork_server.start("family.stranger", [], out)
     assert child.wait(PATIENCE_S) == 1
     assert "No module named 'family.stranger'" in Path("log").read_text()
 
 
-def test_a_child_that_is_killed_tells_by_what(nursery: Nursery) -> None:
-    child, log = born(nursery, "wait")
+def test_a_child_that_is_killed_tells_by_what(fork_server: ForkServer) -> None:
+    child, log = born(fork_server, "wait")
     while not log.read_text():
         time.sleep(0.01)
     assert child.poll() is None
@@ -152,13 +152,13 @@ def test_a_child_that_is_killed_tells_by_what(nursery: Nursery) -> None:
 
 def test_who_does_not_heed_signals_goes_on_from_its_first_moment_on_and_so_does_what_forks() -> None:
     before = set(psutil.Process().children())
-    with Nursery(lambda: None, PATIENCE_S) as nursery:
+    with ForkServer(lambda: None, PATIENCE_S) as fork_server:
         (forking,) = set(psutil.Process().children()) - before
         for number, heeds_signals in product((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), (True, False)):
-            told(nursery)  # so that it is there
+            told(fork_server)  # so that it is there
             forking.send_signal(number)
             with Path("wait.log").open("wb") as out:
-                child = nursery.start("family.member", ["wait"], out, heeds_signals=heeds_signals)
+                child = fork_server.start("family.member", ["wait"], out, heeds_signals=heeds_signals)
             while heeds_signals and not Path("wait.log").read_text():
                 time.sleep(0.01)
             child.send_signal(number)
@@ -172,20 +172,20 @@ def test_who_does_not_heed_signals_goes_on_from_its_first_moment_on_and_so_does_
         assert forking.is_running()
 
 
-def test_children_live_on_and_others_are_born_after_the_nursery_was_killed() -> None:
+def test_children_live_on_and_others_are_born_after_the_server_was_killed() -> None:
     before = set(psutil.Process().children())
-    with Nursery(lambda: None, PATIENCE_S) as nursery:
+    with ForkServer(lambda: None, PATIENCE_S) as fork_server:
         (forking,) = set(psutil.Process().children()) - before
-        child, _ = born(nursery, "wait")
+        child, _ = born(fork_server, "wait")
         forking.kill()
-        assert told(nursery)["parent"] == os.getpid()
+        assert told(fork_server)["parent"] == os.getpid()
         assert child.poll() is None
         child.kill()
         child.wait(PATIENCE_S)
 
 
 def test_an_import_that_does_not_end_is_named() -> None:
-    with Nursery(lambda: time.sleep(60), 0.3) as made, pytest.raises(DeadlineExceeded) as caught:
+    with ForkServer(lambda: time.sleep(60), 0.3) as made, pytest.raises(DeadlineExceeded) as caught:
         born(made, "tell")
     assert re.search(r"while importing modules: it did not fork family.member within 0.3 s", str(caught.value))
 
@@ -195,14 +195,14 @@ def test_an_import_that_kills_is_named() -> None:
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGSEGV)
 
-    with Nursery(preload, PATIENCE_S) as made, pytest.raises(ServiceLost) as caught:
+    with ForkServer(preload, PATIENCE_S) as made, pytest.raises(ServiceLost) as caught:
         born(made, "tell")
     assert "while starting family.member: it ended again and again, at last with code -11" in str(caught.value)
 
 
 def test_nothing_holds_what_its_owner_held() -> None:
     read, write = os.pipe()
-    with Nursery(lambda: None, PATIENCE_S) as made:
+    with ForkServer(lambda: None, PATIENCE_S) as made:
         child, _ = born(made, "wait")
         os.close(write)
         assert os.read(read, 1) == b""  # which waits for as long as someone could write

@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tandem.common.config import Config
-from tandem.coordinator.journal import StepRecord
-from tandem.coordinator.members import Registry
+from tandem.coordinator.run.journal import StepRecord
+from tandem.coordinator.run.members import Registry
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.spec import RunSpec
 

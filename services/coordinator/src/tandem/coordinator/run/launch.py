@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from tandem.common.messages import ServiceKind
-from tandem.coordinator.nursery import Child, Nursery
+from tandem.coordinator.run.fork_server import Child, ForkServer
 
 _KILLED_S = 3.0
 """How long the kernel may take to end a process that was killed."""
@@ -66,9 +66,9 @@ class Launched(msgspec.Struct, frozen=True, kw_only=True):
 class LocalProcesses:
     """The launched processes. They die with this one, whatever ends it: the kernel sees to that."""
 
-    def __init__(self, coordinator: str, log_folder: Path, nursery: Nursery) -> None:
+    def __init__(self, coordinator: str, log_folder: Path, fork_server: ForkServer) -> None:
         self._coordinator = coordinator
-        self._nursery = nursery
+        self._fork_server = fork_server
         self._log_folder = log_folder
         self._running: dict[str, Launched] = {}
         self._launched: dict[str, ServiceKind] = {}
@@ -80,7 +80,7 @@ class LocalProcesses:
         log = self._log_folder / f"{kind}-{number}.log"
         arguments = ("--coordinator", self._coordinator, "--launch-id", launch_id, "--launched-by", str(os.getpid()))
         with log.open("ab") as out:
-            process = self._nursery.start(f"tandem.{kind}.cli", arguments, out, heeds_signals=False)
+            process = self._fork_server.start(f"tandem.{kind}.cli", arguments, out, heeds_signals=False)
         launched = Launched(launch_id=launch_id, kind=kind, number=number, log=log, process=process)
         self._running[launch_id] = launched
         self._launched[launched.name] = kind

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from tandem.common.config import Config, notices
 from tandem.common.config.unsupported import refusal
-from tandem.coordinator.sides import Side
+from tandem.coordinator.inspect.plan_layouts import Side
 
 _GB = 1e9
 

@@ -33,11 +33,11 @@ from tandem.common.messages import (
 )
 from tandem.common.wire import Arrays, Frames, encode
 from tandem.coordinator.algorithms.running import RunningAlgorithm, group_sizes
-from tandem.coordinator.batches import Batches
-from tandem.coordinator.launch import LocalProcesses
-from tandem.coordinator.ledger import RefitLedger, StepLedger
-from tandem.coordinator.members import Registry
-from tandem.coordinator.recorder import Recorder
+from tandem.coordinator.run.batches import Batches
+from tandem.coordinator.run.launch import LocalProcesses
+from tandem.coordinator.run.members import Registry
+from tandem.coordinator.run.metrics import RefitMetrics, StepMetrics
+from tandem.coordinator.run.recorder import Recorder
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import (
     Action,
@@ -98,8 +98,8 @@ class Loop:
         self._algorithm = algorithm
         self._batches = batches
         self._recorder = recorder
-        self._ledger = StepLedger()
-        self._refits = RefitLedger()
+        self._step_metrics = StepMetrics()
+        self._refits = RefitMetrics()
         self._sent: dict[int, Sent] = {}
         self._generated: dict[str, list[tuple[int, int]]] = {}
         """Orders to generate whose samples rollouts may keep, each with the step that trains on them."""
@@ -167,13 +167,13 @@ class Loop:
                 self._recorder.note_failures(finished.samples)
                 return  # more answers follow; the scheduler keeps what is known of the samples
             case Trained() as trained:
-                self._ledger.trained(trained)
+                self._step_metrics.trained(trained)
             case Evaluated() as evaluated:
-                self._ledger.evaluated(evaluated)
+                self._step_metrics.evaluated(evaluated)
             case Generated() as generated:
-                self._ledger.generated(generated)
+                self._step_metrics.generated(generated)
             case Refitted() as refitted:
-                self._ledger.refitted(event.member, refitted)
+                self._step_metrics.refitted(event.member, refitted)
                 self._refits.refitted(refitted)
             case Attested() as attested:
                 self._refits.attested(attested)
@@ -204,7 +204,7 @@ class Loop:
                 self._replace(member, why)
             case RecordRefit():
                 self._recorder.record_refit(action, self._refits)
-                self._refits = RefitLedger()
+                self._refits = RefitMetrics()
             case PublishCheckpoint(step=step):
                 self._recorder.publish_checkpoint(step)
             case CommitStep():
@@ -247,7 +247,7 @@ class Loop:
     def _send_batch(self, action: DispatchBatch) -> None:
         of_step = self._scheduler.groups.of_step(action.step, action.purpose)
         order, arrays, metrics = self._batches.order(action, [] if of_step is None else of_step.records())
-        self._ledger.metrics.update(metrics)
+        self._step_metrics.metrics.update(metrics)
         self._send(action.member, order, arrays)
 
     def _release_samples(self, step: int) -> None:
@@ -275,10 +275,10 @@ class Loop:
     def _commit(self, action: CommitStep) -> None:
         for line in self._algorithm.describe(action.validated[: self._recorder.num_examples]):
             self._recorder.note(line)
-        self._ledger.metrics.update(self._algorithm.validation_metrics(action.validated))
+        self._step_metrics.metrics.update(self._algorithm.validation_metrics(action.validated))
         self._release_samples(action.step)
-        self._recorder.commit(action, self._ledger)
-        self._ledger = StepLedger()
+        self._recorder.commit(action, self._step_metrics)
+        self._step_metrics = StepMetrics()
 
     def stop(self, reason: str) -> None:
         """End every process: ask, wait, kill."""

@@ -1,6 +1,6 @@
 """Import the user's own classes and functions that services will need, and say what is wrong.
 
-``python -m tandem.coordinator.own_code CONFIG.json ANSWER.json KIND...``: such code may do anything, so it has a
+``python -m tandem.coordinator.run.own_code CONFIG.json ANSWER.json KIND...``: such code may do anything, so it has a
 process of its own.
 """
 

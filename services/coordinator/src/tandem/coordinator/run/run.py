@@ -21,29 +21,31 @@ from tandem.common.errors import DamagedCheckpoint, ModelError, RunFolderError
 from tandem.common.telemetry import MetricWriters, MlflowRun, MlflowWriter, TensorBoardWriter, WandbRun, WandbWriter
 from tandem.coordinator.algorithms.rewards import has_spread
 from tandem.coordinator.algorithms.running import RunningAlgorithm
-from tandem.coordinator.batches import Batches
-from tandem.coordinator.checkpoints import CheckpointFolder
-from tandem.coordinator.journal import Journal, read_journal
-from tandem.coordinator.journal_file import JOURNAL_NAME, new_run_id, refuse_journal
-from tandem.coordinator.launch import LocalProcesses
-from tandem.coordinator.loop import Loop
-from tandem.coordinator.members import Pulse, Registry
-from tandem.coordinator.model_folder import check_model
-from tandem.coordinator.nursery import Nursery
-from tandem.coordinator.prerequisite import Mode, Ready, has_begun, how_to_begin, make_model, set_aside
-from tandem.coordinator.progress import Progress
-from tandem.coordinator.recorder import Recorder
-from tandem.coordinator.replies import Limits, Replies
-from tandem.coordinator.resuming import Resuming
+from tandem.coordinator.run.batches import Batches
+from tandem.coordinator.run.checkpoints import CheckpointFolder
+from tandem.coordinator.run.fork_server import ForkServer
+from tandem.coordinator.run.journal import Journal, read_journal
+from tandem.coordinator.run.journal_file import JOURNAL_NAME, new_run_id, refuse_journal
+from tandem.coordinator.run.launch import LocalProcesses
+from tandem.coordinator.run.loop import Loop
+from tandem.coordinator.run.members import Pulse, Registry
+from tandem.coordinator.run.model_folder import check_model
+from tandem.coordinator.run.prerequisite import Mode, Ready, has_begun, how_to_begin, make_model, set_aside
+from tandem.coordinator.run.progress import Progress
+from tandem.coordinator.run.recorder import Recorder
+from tandem.coordinator.run.replies import Limits, Replies
+from tandem.coordinator.run.resuming import Resuming
+from tandem.coordinator.run.spec import KINDS, expected_processes, launched_processes, run_spec
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import Finish
-from tandem.coordinator.spec import KINDS, expected_processes, launched_processes, run_spec
 
 
-def run(ready: Ready, mode: Mode, say: Callable[[str], None], nursery: Nursery, from_step: int | None = None) -> Finish:
+def run(
+    ready: Ready, mode: Mode, say: Callable[[str], None], fork_server: ForkServer, from_step: int | None = None
+) -> Finish:
     """Run a configuration, and before it the run that makes its model, if that has not been done yet.
 
-    `nursery` forks the services. `from_step` names the step to resume after, where it is not the newest with a
+    `fork_server` forks the services. `from_step` names the step to resume after, where it is not the newest with a
     checkpoint.
 
     Raises:
@@ -52,7 +54,7 @@ def run(ready: Ready, mode: Mode, say: Callable[[str], None], nursery: Nursery, 
     """
     config, algorithm = ready.config, ready.algorithm
     if ready.prerequisite is not None:
-        finish = _run_prerequisite(ready.prerequisite, config.policy.model_name, mode, say, nursery)
+        finish = _run_prerequisite(ready.prerequisite, config.policy.model_name, mode, say, fork_server)
         if finish is not None and finish.outcome != "finished":
             return finish
         if not Path(config.policy.model_name).exists():
@@ -81,11 +83,11 @@ def run(ready: Ready, mode: Mode, say: Callable[[str], None], nursery: Nursery, 
             writers.add(_mlflow(config, run_id))
         journal = _open_journal(config, mode, run_id)
         stack.callback(journal.close)
-        return _run(config, algorithm, journal, hub, writers, say, nursery, from_step)
+        return _run(config, algorithm, journal, hub, writers, say, fork_server, from_step)
 
 
 def _run_prerequisite(
-    ready: Ready, model: str, mode: Mode, say: Callable[[str], None], nursery: Nursery
+    ready: Ready, model: str, mode: Mode, say: Callable[[str], None], fork_server: ForkServer
 ) -> Finish | None:
     """Bring the prerequisite run to its end, from wherever it stands; None if it had ended already."""
     how = how_to_begin(ready, mode == "restart", say)
@@ -93,7 +95,7 @@ def _run_prerequisite(
         return None
     say(f"prerequisite {ready.source}: making {model}")
     try:
-        return run(ready, how, say, nursery)
+        return run(ready, how, say, fork_server)
     except DamagedCheckpoint as error:
         error.config_file = error.config_file or ready.source
         raise
@@ -167,7 +169,7 @@ def _run(
     hub: wire.Hub,
     writers: MetricWriters,
     say: Callable[[str], None],
-    nursery: Nursery,
+    fork_server: ForkServer,
     from_step: int | None,
 ) -> Finish:
     checkpoints = CheckpointFolder(
@@ -194,7 +196,7 @@ def _run(
         checkpoint_folder=checkpoints.temporary_pattern,
     )
     with contextlib.ExitStack() as stack:
-        processes = LocalProcesses(hub.address, Path(config.logger.log_dir) / "logs", nursery)
+        processes = LocalProcesses(hub.address, Path(config.logger.log_dir) / "logs", fork_server)
         pulse = Pulse(interval_s=config.cluster.heartbeat_interval_s, timeout_s=config.cluster.heartbeat_timeout_s)
         replies = Replies(Limits.of(config))
         registry = Registry(hub, expected_processes(config), config_to_json(config), journal.run_id, pulse, replies)

@@ -4,7 +4,7 @@
 by here before it is an event (`take`), so that nothing which cannot be the answer to its order ever reaches a batch, a
 metric or the journal. What a field may be by itself was checked when it was decoded (the types in
 `tandem.common.messages`); here it is compared with what was asked for, by a rule a message. ``docs/protocol.md`` lists
-the rules' docstrings (`tandem.coordinator.protocol_page`).
+the rules' docstrings (`tandem.coordinator.inspect.protocol_page`).
 """
 
 from __future__ import annotations

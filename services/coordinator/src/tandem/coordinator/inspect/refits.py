@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tandem.common.errors import RunFolderError
-from tandem.coordinator.journal import RefitRecord, read_journal
+from tandem.coordinator.run.journal import RefitRecord, read_journal
 
 _COLUMNS = ("version", "engines", "MB", "copy ms", "predicted", "of bound", "transfer", "attest", "digest")
 _WIDTH = 100

@@ -22,7 +22,7 @@ from typing import Any, Self
 import msgspec
 
 from tandem.common.errors import RunFolderError
-from tandem.coordinator.journal_file import (
+from tandem.coordinator.run.journal_file import (
     connect_checked,
     file_errors,
     new_run_id,

@@ -10,7 +10,7 @@ from tandem.common.messages import Attested, Evaluated, Generated, MemoryUse, Re
 Number = TypeVar("Number", int, float)
 
 
-class StepLedger:
+class StepMetrics:
     """Metrics and seconds of one step."""
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class StepLedger:
             self._rewards_s = max(self._rewards_s, reply.seconds.get("rewards", 0.0))
 
     def refitted(self, member: str, reply: Refitted) -> None:
-        """Note what memory a refit took; `RefitLedger` keeps the rest."""
+        """Note what memory a refit took; `RefitMetrics` keeps the rest."""
         kind = "trainer" if member.startswith("trainer") else "engine"
         _keep_maxima(self._memory, {f"refit_{kind}": reply.memory.peak})
 
@@ -70,7 +70,7 @@ class StepLedger:
         return seconds
 
 
-class RefitLedger:
+class RefitMetrics:
     """What processes said of a refit, until it is recorded."""
 
     def __init__(self) -> None:

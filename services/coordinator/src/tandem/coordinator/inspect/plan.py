@@ -17,8 +17,8 @@ from rich.table import Table
 
 from tandem.common.config import Config
 from tandem.common.placement import first_gpu_of_engines
-from tandem.coordinator import outline
-from tandem.coordinator.sides import Side, generation, model_shape, sides, training, words
+from tandem.coordinator.inspect import plan_summary as outline
+from tandem.coordinator.inspect.plan_layouts import Side, generation, model_shape, sides, training, words
 from tandem.refit.adapters.deployment import Hosts
 from tandem.refit.cost import Cost, bucket_memory, cost
 from tandem.refit.layout import Address, CudaMemory, Layout, SharedMemory

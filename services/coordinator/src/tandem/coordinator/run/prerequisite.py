@@ -14,15 +14,15 @@ from tandem.common.config import Config, config_from_json, resume_differences
 from tandem.common.errors import ConfigError, ModelError
 from tandem.common.tokenizer import write_new_model
 from tandem.coordinator.algorithms.running import RunningAlgorithm
-from tandem.coordinator.journal import read_journal
-from tandem.coordinator.journal_file import JOURNAL_NAME
+from tandem.coordinator.run.journal import read_journal
+from tandem.coordinator.run.journal_file import JOURNAL_NAME
 
 Mode = Literal["new", "resume", "restart"]
 Say = Callable[[str], None]
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
-    """A configuration that was looked through (see `tandem.coordinator.preflight`)."""
+    """A configuration that was looked through (see `tandem.coordinator.run.preflight`)."""
 
     config: Config
     source: str

@@ -10,8 +10,8 @@ import msgspec
 
 from tandem.common import gc_tuning
 from tandem.common.algorithms import ALGORITHMS
-from tandem.coordinator.journal import StepRecord, read_journal
-from tandem.coordinator.progress import sparkline
+from tandem.coordinator.run.journal import StepRecord, read_journal
+from tandem.coordinator.run.progress import sparkline
 
 _BREAKDOWN = {
     "total": "total step time",

@@ -90,7 +90,7 @@ class Child:
         self.send_signal(signal.SIGKILL)
 
 
-class Nursery:
+class ForkServer:
     """The process that services are forked from; it ends with this one. What it forks are children of this process.
 
     The first is best made before this process has threads and much memory: what it is then, all that it forks are.
@@ -108,7 +108,7 @@ class Nursery:
         self._deadline_s = deadline_s
         self._process, self._orders = self._begin()
 
-    def __enter__(self) -> Nursery:
+    def __enter__(self) -> ForkServer:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -195,7 +195,9 @@ def serve(orders_fd: int, owner: int, preload: Callable[[], None]) -> NoReturn:
         preload()
     if _uses_a_gpu():  # a library did so while it was imported; begin anew without, and let each service import
         os.set_inheritable(orders_fd, True)
-        os.execv(sys.executable, [sys.executable, "-m", "tandem.coordinator.nursery", str(orders_fd), str(owner)])
+        os.execv(
+            sys.executable, [sys.executable, "-m", "tandem.coordinator.run.fork_server", str(orders_fd), str(owner)]
+        )
     gc.freeze()  # or looking for garbage would make each child copy what was imported
     orders = socket.socket(fileno=orders_fd)
     while True:

@@ -26,8 +26,8 @@ from tandem.common.messages import (
     Shutdown,
     Welcome,
 )
-from tandem.coordinator.launch import Launched
-from tandem.coordinator.replies import Replies
+from tandem.coordinator.run.launch import Launched
+from tandem.coordinator.run.replies import Replies
 from tandem.coordinator.scheduler.events import Erred, Event, Joined, Lost, Replied
 
 _CODECS: dict[ServiceKind, wire.Codec[Any]] = {

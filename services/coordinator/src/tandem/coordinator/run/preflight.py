@@ -25,11 +25,11 @@ from tandem.common.threads import refuse_threads
 from tandem.common.tokenizer import Tokenizer, load_tokenizer, write_new_model
 from tandem.coordinator.algorithms import make_algorithm
 from tandem.coordinator.data.hub import only_the_cache, why_unreachable
-from tandem.coordinator.launch import make_importable
-from tandem.coordinator.model_folder import check_model
-from tandem.coordinator.own_code import has_own_code
-from tandem.coordinator.prerequisite import Mode, Ready, differences, has_begun, model_differences, model_problem
-from tandem.coordinator.spec import launched_processes
+from tandem.coordinator.run.launch import make_importable
+from tandem.coordinator.run.model_folder import check_model
+from tandem.coordinator.run.own_code import has_own_code
+from tandem.coordinator.run.prerequisite import Mode, Ready, differences, has_begun, model_differences, model_problem
+from tandem.coordinator.run.spec import launched_processes
 
 
 def preflight(source: str, config: Config, mode: Mode) -> Ready:
@@ -181,7 +181,7 @@ def _own_code_imported(config: Config, scratch: Path) -> Iterator[Callable[[], N
         return
     order, answer, output = scratch / "order.json", scratch / "answer.json", scratch / "output.txt"
     order.write_bytes(config_to_json(config))
-    command = [sys.executable, "-m", "tandem.coordinator.own_code", str(order), str(answer), *kinds]
+    command = [sys.executable, "-m", "tandem.coordinator.run.own_code", str(order), str(answer), *kinds]
     with output.open("wb") as out:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
     deadline_s = config.cluster.deadlines.join_s

@@ -14,7 +14,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import msgspec
 
 from tandem.common import batch, messages
-from tandem.coordinator.replies import rule_of
+from tandem.coordinator.run.replies import rule_of
 
 LINKS: dict[str, UnionType | type[messages.Message]] = {
     "Coordinator to any process": messages.Admission,

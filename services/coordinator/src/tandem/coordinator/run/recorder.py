@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from tandem.common.config import Config, config_to_json, fingerprint
 from tandem.common.messages import SampleScored
 from tandem.common.telemetry import MetricWriters
-from tandem.coordinator.checkpoints import CheckpointFolder, CheckpointRecord
-from tandem.coordinator.health import Health
-from tandem.coordinator.journal import Journal, RefitRecord, StepRecord
-from tandem.coordinator.ledger import RefitLedger, StepLedger
-from tandem.coordinator.members import Registry
-from tandem.coordinator.progress import Progress
-from tandem.coordinator.resuming import refuse_other_weights
+from tandem.coordinator.run.checkpoints import CheckpointFolder, CheckpointRecord
+from tandem.coordinator.run.health import Health
+from tandem.coordinator.run.journal import Journal, RefitRecord, StepRecord
+from tandem.coordinator.run.members import Registry
+from tandem.coordinator.run.metrics import RefitMetrics, StepMetrics
+from tandem.coordinator.run.progress import Progress
+from tandem.coordinator.run.resuming import refuse_other_weights
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import CommitStep, DiscardSamples, RecordRefit
 
@@ -81,13 +81,13 @@ class Recorder:
         folder = self._checkpoints.publish(record, fingerprint(self._config))
         self._journal.record_checkpoint(step, str(folder))
 
-    def commit(self, action: CommitStep, ledger: StepLedger) -> None:
+    def commit(self, action: CommitStep, step_metrics: StepMetrics) -> None:
         """Write a step to the journal: then it is done. Then write its metrics where people look, and what is wrong."""
-        seconds = ledger.breakdown(action.seconds)
+        seconds = step_metrics.breakdown(action.seconds)
         record = StepRecord(
             step=action.step,
             version=action.version,
-            metrics=dict(ledger.metrics),
+            metrics=dict(step_metrics.metrics),
             seconds=seconds,
         )
         record = self._journal.commit_step(record)
@@ -96,7 +96,7 @@ class Recorder:
         for line in self._health.warnings(record.metrics):
             self.note(line)
 
-    def record_refit(self, action: RecordRefit, ledger: RefitLedger) -> None:
+    def record_refit(self, action: RecordRefit, refit_metrics: RefitMetrics) -> None:
         """Write to the journal that a version has reached engines, and is attested.
 
         Raises `DamagedCheckpoint` if it is not what it was before the run was resumed.
@@ -109,8 +109,8 @@ class Recorder:
             RefitRecord(
                 version=action.version,
                 engines=action.engines,
-                num_bytes=ledger.num_bytes,
-                seconds={**action.seconds, **ledger.seconds},
+                num_bytes=refit_metrics.num_bytes,
+                seconds={**action.seconds, **refit_metrics.seconds},
                 predicted_s=action.predicted_s,
                 bound_s=action.bound_s,
                 digest=action.digest,

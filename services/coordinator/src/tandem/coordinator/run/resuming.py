@@ -11,8 +11,8 @@ from tandem.common import manifest
 from tandem.common.config import Config, config_from_json, fingerprint, resume_differences
 from tandem.common.errors import CheckpointError, DamagedCheckpoint, nearest
 from tandem.common.manifest import Manifest
-from tandem.coordinator.checkpoints import CheckpointFolder
-from tandem.coordinator.journal import Journal
+from tandem.coordinator.run.checkpoints import CheckpointFolder
+from tandem.coordinator.run.journal import Journal
 from tandem.coordinator.scheduler.events import Finish
 
 _OF_A_RANK = re.compile(r"^rank \d+ ")

@@ -1,0 +1,1 @@
+"""One run: who is in it, what it leaves on disk, and the loop that carries out decisions."""
