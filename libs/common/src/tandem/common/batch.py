@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from tandem.common.columns import RESERVED
 from tandem.common.errors import WireError
 
 Int32s = NDArray[np.int32]
@@ -335,5 +336,4 @@ class BatchTable(Bundle, frozen=True, kw_only=True):
         return np.flatnonzero(self.rank_S == rank)
 
 
-RESERVED = frozenset(BatchTable.__struct_fields__)
-"""Names that no column of the user's can have."""
+assert frozenset(BatchTable.__struct_fields__) == RESERVED, "the names of arrays are known without numpy"

@@ -60,3 +60,22 @@ BUILT_IN = {
 def read_where(column: Column, is_read: Callable[[Config, int], bool]) -> Column:
     """Return the column as one that is read only so."""
     return msgspec.structs.replace(column, is_read=is_read)
+
+
+RESERVED = frozenset(
+    {
+        "advantages_S",
+        "columns",
+        "command_S",
+        "group_S",
+        "lengths_S",
+        "num_counted_S",
+        "prompt_S",
+        "prompt_lengths_S",
+        "rank_S",
+        "rewards_S",
+        "sample_S",
+        "source_S",
+    }
+)
+"""Arrays of every `tandem.common.batch.BatchTable`, whose names no column of the user's can have."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tandem.common.columns import BUILT_IN
+from tandem.common.columns import BUILT_IN, RESERVED
 from tandem.common.config.checks.rule import Rule, check_dotted_path
 from tandem.common.config.problem import Invalid, shown
 from tandem.common.config.schema import Config, LossColumn
@@ -52,8 +52,6 @@ def the_loss_is_named(config: Config) -> None:
 
 def columns_have_a_source(config: Config) -> None:
     """What is built in comes from one place; engines, the coordinator and scores are those of rollouts."""
-    from tandem.common.batch import RESERVED  # numpy has threads, and the coordinator forks before it has any
-
     loss, key = config.loss_fn, "loss_fn.columns"
     if loss.columns and loss.class_path is None:
         raise Invalid(key, f"{', '.join(loss.columns)}, but loss_fn.class names no class that reads them")
