@@ -91,10 +91,12 @@ def test_an_epoch_has_every_pair_and_validation_those_held_out() -> None:
     running = make_algorithm(config, tokenizer)
     assert running.num_steps == 8
     used = [
-        parts(tokenizer, running.batch(step, "train")[0], row)[0] for step in range(1, 9) for row in range(0, 16, 2)
+        parts(tokenizer, running.batch(step, "train")[0].tokens, row)[0]
+        for step in range(1, 9)
+        for row in range(0, 16, 2)
     ]
     assert len(set(used)) == 64
-    held_out = {parts(tokenizer, running.batch(1, "validate")[0], row)[0] for row in range(40)}
+    held_out = {parts(tokenizer, running.batch(1, "validate")[0].tokens, row)[0] for row in range(40)}
     assert len(held_out) == 20
     assert not held_out & set(used)
 

@@ -333,7 +333,3 @@ class BatchTable(Bundle, frozen=True, kw_only=True):
     def rows_of(self, rank: int) -> Int64s:
         """Return the sequences of a data-parallel rank."""
         return np.flatnonzero(self.rank_S == rank)
-
-
-RESERVED = frozenset(BatchTable.__struct_fields__)
-"""Names that no column of the user's can have."""
