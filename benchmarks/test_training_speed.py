@@ -155,7 +155,7 @@ class Backend(Way):
         )
         rows = range(NUM_SEQUENCES)
         read = self.config.declaration.columns_of(self.config, 1)
-        columns = {column: batch.of_tokens(column.name, column.fill) for column in read}
+        columns = {column: batch.of_tokens(column.name) for column in read}
         self.micro_batches = [packing.pad(batch, rows, divisible_by=1, device=self.backend.device, columns=columns)]
         # The first thing that happens to whole gradients.
         if policy.get("megatron_cfg"):

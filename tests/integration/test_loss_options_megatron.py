@@ -18,6 +18,7 @@ import torch
 import transformers
 
 from tandem.common.batch import Float32s
+from tandem.common.columns import PREVIOUS_LOGPROBS, REFERENCE_LOGPROBS
 from tandem.common.config import Config
 from tandem.trainer import step
 from tandem.trainer.backends import make_backend
@@ -260,11 +261,11 @@ def step_each(
         own_T = np.repeat(table.rank_S == backend.data_parallel_rank, table.lengths_S)
         previous_T, reference_T = (each_T[own_T] for each_T in others)
         shares = step._Share(backend, table, share, config)
-        advantages_T = shares.advantages(config, previous_T, reference_T)
-        tokens = step._Tokens(advantages=advantages_T, previous=previous_T, reference=reference_T)
+        columns = shares.columns_with({"policy": previous_T, "reference": reference_T})
+        columns |= {PREVIOUS_LOGPROBS: previous_T, REFERENCE_LOGPROBS: reference_T}
         (rows,) = shares.global_batches
         loss = make_loss(config, shares.counts(rows), backend.device)
-        taken = backend.train_step(shares.micro_batches(rows, tokens), loss)
+        taken = backend.train_step(shares.micro_batches(rows, columns), loss)
         done[name] = (taken.loss, taken.grad_norm)
     return done
 

@@ -57,7 +57,7 @@ def test_one_that_is_wrong_ends_the_run_in_one_line_before_anything_starts() -> 
     text = Path("focal.py").read_text()
     Path("focal.py").write_text(text.replace("token_level=True)", "token_level=True) * batch.advantages_BT"))
     ended = coordinator("up", write_config(own(2.0)))
-    assert ended.returncode == 1
+    assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
     assert line.startswith(
         "error: loss_fn.class focal.Focal returned a tensor of shape [2, 4]: a loss is a scalar tensor"

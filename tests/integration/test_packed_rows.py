@@ -144,7 +144,7 @@ def test_logprobs_and_gradients_are_those_of_padded_rows(rows: Any, tmp_path: Pa
     found = []
     for row_divisible_by in (None, 1):
         model = packed_model(folder)
-        columns = {ADVANTAGES: batch.of_tokens("advantages", 0.0)}
+        columns = {ADVANTAGES: batch.of_tokens("advantages")}
         micro = packing.pad(batch, rows, divisible_by=1, device=CPU, row_divisible_by=row_divisible_by, columns=columns)
         logprobs_BT, entropy_BT, _ = TokenScorer(model, 0.7, linear_head=has_linear_head(model))(micro)
         (logprobs_BT * micro.advantages_BT).sum().div(micro.loss_mask_BT.sum()).backward()

@@ -135,7 +135,7 @@ def test_logprobs_and_gradients_are_those_of_the_samples_one_by_one(tmp_path: Pa
         model = transformers.AutoModelForCausalLM.from_pretrained(folder)
         if prompts is not None:
             assert prepare_to_share(model, 64) is None
-        columns = {ADVANTAGES: batch.of_tokens("advantages", 0.0)}
+        columns = {ADVANTAGES: batch.of_tokens("advantages")}
         micro = packing.pad(batch, range(6), divisible_by=1, device=CPU, prompts=prompts, columns=columns)
         assert (micro.shared_prompts is None) == (prompts is None)
         logprobs_BT, entropy_BT, _ = TokenScorer(model, 0.7, linear_head=has_linear_head(model))(micro)

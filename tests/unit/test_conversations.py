@@ -38,6 +38,7 @@ def sequences(config: Config) -> list[tuple[str, str]]:
     """Prompt and counted text of every sequence of the first batch."""
     tokenizer = character_tokenizer(config)
     batch = make_algorithm(config, tokenizer).batch(1, "train")[0].tokens
+    assert batch is not None
     return [parts(tokenizer, batch, row) for row in range(len(batch.lengths_S))]
 
 
@@ -105,6 +106,7 @@ def test_validation_takes_so_many_batches_or_everything(val_batches: int, count:
     config = data_config("dpo", rejected_template=WRONG)
     config = msgspec.structs.replace(config, dpo=msgspec.structs.replace(config.dpo, val_batches=val_batches))
     batch = make_algorithm(config, character_tokenizer(config)).batch(1, "validate")[0].tokens
+    assert batch is not None
     assert len(batch.lengths_S) == 2 * count
 
 
@@ -119,6 +121,7 @@ def test_several_files_are_validated_on_each_by_itself(val_batches: int, easy: i
     tokenizer = character_tokenizer(config)
     running = make_algorithm(config, tokenizer)
     batch = running.batch(1, "validate")[0].tokens
+    assert batch is not None
     found = [parts(tokenizer, batch, row)[0] for row in range(0, len(batch.lengths_S), 2)]
     assert found == [f"<bos>{i}" for i in (*range(easy), *range(30, 30 + hard))]
     assert running.validation_parts == {"easy": 2 * easy, "hard": 2 * hard}, "sequences"

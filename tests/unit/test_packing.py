@@ -31,7 +31,7 @@ def batch_of(*masks: str) -> TrainingBatch:
 
 def columns_of(batch: TrainingBatch) -> packing.Columns:
     """Return what comes with a batch."""
-    return {column: batch.of_tokens(column.name, column.fill) for column in (GENERATION_LOGPROBS, ADVANTAGES)}
+    return {column: batch.of_tokens(column.name) for column in (GENERATION_LOGPROBS, ADVANTAGES)}
 
 
 def test_padding_goes_right_and_every_field_lands_where_its_token_does() -> None:

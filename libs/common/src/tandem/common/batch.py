@@ -18,7 +18,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.common.columns import RESERVED
 from tandem.common.errors import WireError
 
 Int32s = NDArray[np.int32]
@@ -209,15 +208,11 @@ class TrainingBatch(RaggedArrays, frozen=True, kw_only=True):
         arrays = self.to_frames().items()
         return self.of({name: array[rows if name.endswith("_S") else tokens] for name, array in arrays})
 
-    def of_tokens(self, name: str, fill: float) -> NDArray[Any]:
-        """Return a column's number of each token: its own, or that of its sequence; of one that is not here `fill`."""
+    def of_tokens(self, name: str) -> NDArray[Any]:
+        """Return a column's number of each token: its own, or that of its sequence."""
         arrays = self.to_frames()
-        if f"{name}_T" in arrays:
-            return arrays[f"{name}_T"]
-        of_sequences = arrays.get(f"{name}_S", self.lengths_S[:0])
-        if len(of_sequences) != len(self.lengths_S):
-            of_sequences = np.full(len(self.lengths_S), fill, dtype=np.float32)
-        return np.repeat(of_sequences, self.lengths_S)
+        own = arrays.get(f"{name}_T")
+        return np.repeat(arrays[f"{name}_S"], self.lengths_S) if own is None else own
 
     def table(self) -> BatchTable:
         """Return the table of a batch that nobody generated, as yet assigned to rank 0 alone.
@@ -334,6 +329,3 @@ class BatchTable(Bundle, frozen=True, kw_only=True):
     def rows_of(self, rank: int) -> Int64s:
         """Return the sequences of a data-parallel rank."""
         return np.flatnonzero(self.rank_S == rank)
-
-
-assert frozenset(BatchTable.__struct_fields__) == RESERVED, "the names of arrays are known without numpy"

@@ -57,25 +57,12 @@ BUILT_IN = {
 """By name. ``loss_fn.columns`` may ask for these, and for others of environments and models."""
 
 
+TAKEN = frozenset(
+    {"lengths", "num_counted", "prompt", "prompt_lengths", "rank", "source", "command", "group", "sample"}
+)
+"""What else a batch's table has of each sequence: no column can have such a name."""
+
+
 def read_where(column: Column, is_read: Callable[[Config, int], bool]) -> Column:
     """Return the column as one that is read only so."""
     return msgspec.structs.replace(column, is_read=is_read)
-
-
-RESERVED = frozenset(
-    {
-        "advantages_S",
-        "columns",
-        "command_S",
-        "group_S",
-        "lengths_S",
-        "num_counted_S",
-        "prompt_S",
-        "prompt_lengths_S",
-        "rank_S",
-        "rewards_S",
-        "sample_S",
-        "source_S",
-    }
-)
-"""Arrays of every `tandem.common.batch.BatchTable`, whose names no column of the user's can have."""

@@ -173,8 +173,13 @@ class _Share:
         for model in config.declaration.scored_by(config, num_steps):
             with _timed(seconds, _SCORING[model]):
                 scores[model] = self.logprobs(model, size)
+        return self.columns_with(scores)
+
+    def columns_with(self, scores: Mapping[Source, Float32s]) -> dict[Column, NDArray[Any]]:
+        """Return the same from what models say of the share's tokens."""
+        config, num_steps = self._config, len(self.global_batches)
         columns = {
-            column: scores[column.source] if column.model else self._batch.of_tokens(column.name, column.fill)
+            column: scores[column.source] if column.model else self._batch.of_tokens(column.name)
             for column in config.declaration.columns_of(config, num_steps)
         }
         if config.declaration.finishes_advantages(config):

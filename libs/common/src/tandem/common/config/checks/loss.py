@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tandem.common.columns import BUILT_IN, RESERVED
+from tandem.common.columns import BUILT_IN, TAKEN
 from tandem.common.config.checks.rule import Rule, check_dotted_path
 from tandem.common.config.problem import Invalid, shown
 from tandem.common.config.schema import Config, LossColumn
@@ -63,7 +63,7 @@ def columns_have_a_source(config: Config) -> None:
             names = [each.name for each in BUILT_IN.values() if each.source == column.source]
             which = f"{column.source} has {', '.join(names)}, and no {name}{nearest(name, names)}"
             raise Invalid(f"{key}.{name}.source", which)
-        if known is None and (not name.isidentifier() or f"{name}_S" in RESERVED):
+        if known is None and (not name.isidentifier() or name in TAKEN):
             raise Invalid(key, f"{shown(name)} cannot be the name of a column")
         if column.source not in ("policy", "reference") and not config.declaration.rolls_out:
             raise Invalid(f"{key}.{name}.source", f"{column.source}, but {config.declaration.title} rolls nothing out")
