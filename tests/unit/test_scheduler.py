@@ -26,6 +26,7 @@ from tandem.common.messages import (
     Refit,
     Refitted,
     Reply,
+    SampleScored,
     SamplesMissing,
     SaveCheckpoint,
     TransfersPlanned,
@@ -38,8 +39,10 @@ from tandem.coordinator.scheduler.events import (
     Dispatch,
     DispatchBatch,
     DispatchPrompts,
+    DrawPrompts,
     Erred,
     Finish,
+    GroupSize,
     Interrupted,
     Joined,
     Lost,
@@ -742,3 +745,53 @@ def test_interrupted_while_samples_are_missing_abandons_the_step() -> None:
     assert cluster.commits() == [0]
     (finish,) = (action for action in cluster.done if isinstance(action, Finish))
     assert finish.outcome == "interrupted"
+
+
+# --- stores of samples that are full ---------------------------------------------------------------------------------
+
+
+class Stored(Cluster):
+    """A cluster in which every sample takes ten tokens."""
+
+    def size_of(self, drawn: DrawPrompts, group: int) -> GroupSize:
+        return GroupSize(num_samples=1, num_tokens=10)
+
+    def result(self, group: int, sample: int) -> SampleScored:
+        return msgspec.structs.replace(super().result(group, sample), num_tokens=10)
+
+
+def test_a_full_store_holds_up_new_samples_until_others_are_trained_on() -> None:
+    """Of five groups of ten tokens rollout-0 has three; with an age of one it would begin those of the next step."""
+    cluster = Stored(
+        msgspec.structs.replace(GRPO, max_trajectory_age_steps=1, max_stored_tokens=40, validate_at_start=False)
+    )
+    cluster.join_all()
+    cluster.run_until(Phase.GENERATING)
+    asked = sorted((a.member, a.step, a.groups) for a in cluster.orders if isinstance(a, DispatchPrompts))
+    assert asked == [
+        ("rollout-0", 1, (0, 2, 4)),
+        ("rollout-0", 2, (0,)),
+        ("rollout-1", 1, (1, 3)),
+        ("rollout-1", 2, (1, 3)),
+    ]
+    said = [a.text for a in cluster.done if isinstance(a, Say)]
+    assert said == [
+        "rollout-0 generates no more before samples are trained on: it keeps up to 40 tokens "
+        "(policy.generation.max_stored_tokens)"
+    ]
+    cluster.run_until(Phase.FINISHED)
+    assert cluster.commits() == [1, 2, 3]
+    assert cluster.done[-1] == Finish(outcome="finished")
+
+
+def test_a_step_that_no_store_can_keep_ends_the_run() -> None:
+    cluster = Stored(msgspec.structs.replace(GRPO, max_stored_tokens=29))
+    cluster.join_all()
+    cluster.run_until(Phase.GENERATING)
+    while cluster.pending:
+        cluster.answer_next()
+    finish = only_finish(cluster.give(Ticked(now=cluster.now + 0.1)))
+    assert str(finish.error) == (
+        "rollout-0 failed while generating: it can keep 29 tokens, and a step needs more before it can be trained on: "
+        "raise policy.generation.max_stored_tokens, or have more engines"
+    )

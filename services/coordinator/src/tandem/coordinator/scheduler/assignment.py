@@ -10,15 +10,17 @@ Either way all samples of a group that count come from one engine: a group that 
 
 from __future__ import annotations
 
+import functools
 import heapq
+import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from tandem.coordinator.scheduler.groups import Group
 
 CanGenerate = Callable[[str, Group], bool]
-"""Whether an engine holds weights that are young enough for a group."""
+"""Whether an engine may generate a group, which it then is given: it holds young weights, and can keep the samples."""
 Assigned = dict[str, list[Group]]
 """What each engine is to generate now."""
 
@@ -30,7 +32,7 @@ class Assignment(Protocol):
         """Take groups that have just begun to wait."""
         ...
 
-    def put_back(self, groups: Iterable[Group]) -> None:
+    def put_back(self, groups: Sequence[Group]) -> None:
         """Take groups that wait again; they still say which engine they had."""
         ...
 
@@ -67,16 +69,24 @@ class PinnedAssignment:
             group.engine = engines[i % len(engines)]
         self.put_back(groups)
 
-    def put_back(self, groups: Iterable[Group]) -> None:
+    def put_back(self, groups: Sequence[Group]) -> None:
         """Have groups wait for their engine."""
         for group in groups:
             assert group.engine is not None, "every group has been pinned"
-            self._waiting.setdefault(group.engine, []).append(group)
+            waiting = self._waiting.setdefault(group.engine, [])
+            waiting.insert(sum(map(_goes_first, waiting)) if _goes_first(group) else len(waiting), group)
 
     def choose(self, can_generate: CanGenerate, now: float) -> Assigned:
-        """Give every engine that can generate all that waits for it."""
-        able = [engine for engine, groups in self._waiting.items() if can_generate(engine, groups[0])]
-        return {engine: self._waiting.pop(engine) for engine in able}
+        """Give every engine what waits for it, as far as it can generate that."""
+        assigned: Assigned = {}
+        for engine, groups in [*self._waiting.items()]:
+            able = [*itertools.takewhile(functools.partial(can_generate, engine), groups)]
+            if able:
+                assigned[engine] = able
+                self._waiting[engine] = groups[len(able) :]
+                if not self._waiting[engine]:
+                    del self._waiting[engine]
+        return assigned
 
     def finished(self, engine: str, group: Group, num_samples: int) -> None:
         """Nothing follows from a part of what an engine was given."""
@@ -129,15 +139,16 @@ class BalancedAssignment:
 
     def add(self, groups: Sequence[Group], engines: Sequence[str]) -> None:
         """Have groups wait for whoever has room; every engine gets a new chance."""
-        self._waiting.extend(groups)
+        self.put_back(groups)
         self._idle_since = None
         for engine in engines:
             self._load(engine).is_open = True
             self._update(engine)
 
-    def put_back(self, groups: Iterable[Group]) -> None:
+    def put_back(self, groups: Sequence[Group]) -> None:
         """Have groups wait for whoever has room, after those that wait already."""
-        self._waiting.extend(groups)
+        self._waiting.extendleft(reversed([group for group in groups if _goes_first(group)]))
+        self._waiting.extend(group for group in groups if not _goes_first(group))
 
     def choose(self, can_generate: CanGenerate, now: float) -> Assigned:
         """Give the next group to the engine with room that has the fewest outstanding tokens, until none has room."""
@@ -212,3 +223,8 @@ class BalancedAssignment:
         load = self._loads[engine]
         if self._has_room(load):
             heapq.heappush(self._least, (load.num_tokens, load.place, engine))
+
+
+def _goes_first(group: Group) -> bool:
+    """Tell whether no other group may hold one up: a step waits for its validation, and nothing of that is stored."""
+    return group.purpose == "validate"

@@ -97,6 +97,10 @@ class GroupTable:
         """By the command id of a `Generate` that is not answered."""
         self._of_engine: dict[str, dict[Group, None]] = {}
         """In flight or ready, in the order in which they were assigned."""
+        self._stored: dict[str, dict[int, int]] = {}
+        """Tokens that each rollout keeps of each training step; what no longer counts is released with the step."""
+        self._awaited: dict[str, int] = {}
+        """Tokens that each rollout may have to keep of what it is generating."""
 
     def __iter__(self) -> Iterator[Group]:
         return (group for step in self._steps.values() for group in step.groups)
@@ -131,6 +135,7 @@ class GroupTable:
                 self._of_request[request].num_requests += 1
             group.state, group.engine, group.request = GroupState.IN_FLIGHT, engine, request
             group.unfinished = set(range(group.size.num_samples))
+            self._await_tokens(group, group.size.num_samples)
             self._of_engine.setdefault(engine, {})[group] = None
 
     def close_request(self, request: int) -> None:
@@ -152,6 +157,10 @@ class GroupTable:
                 continue
             group.unfinished.discard(sample.sample)
             group.results[sample.sample] = sample
+            self._await_tokens(group, -1)
+            if group.purpose == "train":
+                of_engine = self._stored.setdefault(engine, {})
+                of_engine[group.step] = of_engine.get(group.step, 0) + sample.num_tokens
             news[group] = news.get(group, 0) + 1
             if not group.unfinished:
                 group.state = GroupState.READY
@@ -169,8 +178,17 @@ class GroupTable:
             of_step.num_ready -= group.state is GroupState.READY
             assert group.engine is not None, "only what was assigned is put back"
             del self._of_engine[group.engine][group]
+            self._await_tokens(group, -len(group.unfinished))
             group.state = GroupState.WAITING
             group.unfinished, group.results = set(), {}
+
+    def num_tokens(self, engine: str) -> int:
+        """Return how many tokens a rollout keeps, or may have to, until the steps they are for are done."""
+        return sum(self._stored.get(engine, {}).values()) + self._awaited.get(engine, 0)
+
+    def forget_stored(self, engine: str) -> None:
+        """Note that a rollout is lost, and all that it kept."""
+        self._stored.pop(engine, None)
 
     def take(self, step: int, purpose: Purpose) -> None:
         """Note that a step's groups are trained on, or counted: no engine is asked for them again."""
@@ -191,6 +209,9 @@ class GroupTable:
         of_step = self._steps.pop((step, purpose), None)
         for group in of_step.groups if of_step is not None else []:
             self._forget_engine(group)
+            self._await_tokens(group, -len(group.unfinished))
+        for of_engine in self._stored.values() if purpose == "train" else ():
+            of_engine.pop(step, None)
 
     def clear(self) -> None:
         """Forget all groups but those that are trained on, or counted: the run ends."""
@@ -199,6 +220,11 @@ class GroupTable:
             groups = self._steps[step, purpose].groups
             if not any(group.state is GroupState.TAKEN for group in groups):
                 self.remove(step, purpose)
+
+    def _await_tokens(self, group: Group, num_samples: int) -> None:
+        if group.purpose == "train" and group.engine is not None:
+            awaited = self._awaited.get(group.engine, 0) + num_samples * group.size.num_tokens
+            self._awaited[group.engine] = awaited
 
     def _forget_engine(self, group: Group) -> None:
         if group.engine is not None:

@@ -129,6 +129,8 @@ class Scheduler:
         self._error: ServiceError | None = None
         """Why the run has failed, while it only waits for a checkpoint."""
         self._finish: Finish | None = None
+        self._full: dict[str, None] = {}
+        """Engines whose stores of samples have no room for what waits."""
 
     @property
     def step(self) -> int:
@@ -240,6 +242,7 @@ class Scheduler:
         if member not in self.publication.engines:
             raise ServiceLost(member, self.phase.value, why)
         self._drop_generation(member)
+        self.groups.forget_stored(member)
         return self.publication.take_loss(member, self.phase.value, why)
 
     # --- rules -------------------------------------------------------------------------------------------------------
@@ -397,8 +400,21 @@ class Scheduler:
 
     def _rule_assign(self) -> list[Action]:
         """Have engines generate what waits, as far as they hold weights that are young enough, and have room."""
-        actions: list[Action] = []
-        for engine, groups in self._assignment.choose(self._can_generate, self.requests.now).items():
+        full: dict[str, None] = {}
+        chosen: dict[str, int] = {}
+
+        def can_generate(engine: str, group: Group) -> bool:
+            if not self._can_generate(engine, group):
+                return False
+            if group.purpose == "train" and not self._has_room(engine, group, chosen.get(engine, 0)):
+                full[engine] = None
+                return False
+            chosen[engine] = chosen.get(engine, 0) + group.size.num_samples * group.size.num_tokens
+            return True
+
+        chosen_groups = self._assignment.choose(can_generate, self.requests.now)
+        actions = self._say_who_is_full(full)
+        for engine, groups in chosen_groups.items():
             while groups:
                 first = groups[0]
                 together = [g for g in groups if (g.step, g.purpose) == (first.step, first.purpose)]
@@ -454,6 +470,17 @@ class Scheduler:
         """Tell whether all groups that were drawn are ready, and every version in them is attested."""
         return of_step.is_ready and self.publication.is_settled
 
+    def _is_stuck(self) -> bool:
+        """Tell whether nothing is going on that could make room."""
+        progress, engines = self.progress, self.publication.engines
+        is_trained_on = progress.is_training or progress.is_trained
+        return (
+            not is_trained_on
+            and not self.requests.num_for(Phase.GENERATING)
+            and self.publication.is_settled
+            and len(engines) > 0
+        )
+
     def _is_evaluated(self) -> bool:
         if not self.spec.has_engines:
             return not self.requests.num_for(Phase.VALIDATING)
@@ -478,6 +505,11 @@ class Scheduler:
                 "grpo.dynamic_sampling_max_gen_batches too low",
             )
         return True
+
+    def _has_room(self, engine: str, group: Group, num_chosen: int) -> bool:
+        """Tell whether a rollout can keep the samples of one more group until they are trained on."""
+        most, num_tokens = self.spec.max_stored_tokens, group.size.num_samples * group.size.num_tokens
+        return most is None or self.groups.num_tokens(engine) + num_chosen + num_tokens <= most
 
     def _is_free(self, engine: str) -> bool:
         """Tell whether an engine has nothing in flight, so that its weights may change."""
@@ -511,6 +543,20 @@ class Scheduler:
 
     def _draw(self, purpose: Purpose, step: int, count: int) -> list[Action]:
         return [DrawPrompts(step=step, purpose=purpose, groups=self.groups.draw(step, purpose, count))]
+
+    def _say_who_is_full(self, full: Iterable[str]) -> list[Action]:
+        """Say of each engine once a step that its samples hold up new ones."""
+        now_full = dict.fromkeys(full)
+        new = [engine for engine in now_full if engine not in self._full]
+        self._full = now_full
+        most = self.spec.max_stored_tokens
+        return [
+            Say(
+                text=f"{engine} generates no more before samples are trained on: it keeps up to {most} tokens "
+                "(policy.generation.max_stored_tokens)"
+            )
+            for engine in new
+        ]
 
     def _dispatch_prompts(self, engine: str, groups: Sequence[Group]) -> Action:
         """Ask an engine for groups of one step, beside what it was asked for before."""
@@ -585,7 +631,7 @@ class Scheduler:
             self.requests.close(request.command_id)
             self.groups.close_request(request.command_id)
 
-    def _put_back(self, groups: Iterable[Group]) -> list[Action]:
+    def _put_back(self, groups: Sequence[Group]) -> list[Action]:
         """Have groups wait again; discard what was made of them."""
         numbers: dict[tuple[int, Purpose], list[int]] = {}
         for group in groups:
@@ -636,6 +682,13 @@ class Scheduler:
             if late.phase is Phase.WRITING:
                 self._saving.give_up()
             raise DeadlineExceeded(late.member, late.phase.value, f"no answer within {late.allowed_s:g} s")
+        if self._full and self._is_stuck():
+            raise ServiceError(
+                next(iter(self._full)),
+                Phase.GENERATING.value,
+                f"it can keep {self.spec.max_stored_tokens} tokens, and a step needs more before it can be trained on: "
+                "raise policy.generation.max_stored_tokens, or have more engines",
+            )
         not_replaced = self.publication.overdue()
         if not_replaced is not None:
             raise not_replaced
