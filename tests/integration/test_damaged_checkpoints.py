@@ -14,7 +14,6 @@ import pytest
 from tandem.common.config import Config
 from tandem.common.errors import CheckpointError, ModelError
 from tandem.coordinator.run.checkpoints import CheckpointFolder, CheckpointRecord
-from tandem.trainer import step
 from tandem.trainer.backends import make_backend
 from tandem.trainer.backends.megatron import converted
 from tests.damage import flip_in_tensor, forge, replace, zero_page
@@ -22,7 +21,7 @@ from tests.integration.by_hand import assert_same_results, refits_of, undisturbe
 from tests.integration.harness import coordinator, merged, steps_of, write_config
 from tests.integration.megatron_harness import make_checkpoint
 from tests.integration.test_same_numbers_megatron import config_for
-from tests.integration.trainer_harness import make_batch, make_config, make_model, run_ranks
+from tests.integration.trainer_harness import make_batch, make_config, make_model, run_ranks, train_on
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 
@@ -61,7 +60,7 @@ def train_and_save(rank: int, config: Config, pattern: str, base: Path) -> None:
         patch.setenv("NRL_MEGATRON_CHECKPOINT_DIR", str(base))
         backend = make_backend(config, checkpoint=None)
     for number in (1, 2, 3):
-        step.train(backend, make_batch(8, seed=number), config)
+        train_on(backend, make_batch(8, seed=number), config)
         if number > 1:
             backend.save(Path(pattern.format(step=number))).num_bytes.result()
 
