@@ -32,10 +32,11 @@ def test_log_probabilities_agree(logits_scaling: float, tmp_path: Path) -> None:
         ),
         generation_logprobs_T=np.zeros(sum(len(p) + len(r) for p, r in zip(prompts, responses, strict=True)), "f4"),
         advantages_S=np.ones(3, dtype=np.float32),
+        rewards_S=np.zeros(3, dtype=np.float32),
     )
     expected = [reference_logprobs(model, p, r) for p, r in zip(prompts, responses, strict=True)]
     micro = packing.pad(batch, range(3), divisible_by=1, device=torch.device("cpu"))
-    scored_BT, _ = TokenScorer(model, 1.0, linear_head=has_linear_head(model))(micro)
+    scored_BT, *_ = TokenScorer(model, 1.0, linear_head=has_linear_head(model))(micro)
     for index in range(3):
         scored_T = scored_BT[index][micro.loss_mask_BT[index]].detach().numpy()
         np.testing.assert_allclose(finished[index].logprobs_T, expected[index], rtol=0, atol=1e-5)
