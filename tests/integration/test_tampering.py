@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tandem.common.messages import FromRollout, FromTrainer
@@ -21,16 +20,17 @@ SIX: dict[str, Any] = {
 }
 
 
-def nan_logprob(message: dict[str, Any], arrays: dict[str, Any]) -> None:
-    arrays["generation_logprobs_T"][-1] = np.nan
+def nan_reward(message: dict[str, Any], arrays: dict[str, Any]) -> None:
+    message["samples"][-1]["reward"] = float("nan")
 
 
-def tokens_as_floats(message: dict[str, Any], arrays: dict[str, Any]) -> None:
-    arrays["token_ids_T"] = arrays["token_ids_T"].astype(np.float32)
+def another_version(message: dict[str, Any], arrays: dict[str, Any]) -> None:
+    for sample in message["samples"]:
+        sample["newest_version"] = 100
 
 
-def no_mask(message: dict[str, Any], arrays: dict[str, Any]) -> None:
-    del arrays["loss_mask_T"]
+def too_many_tokens(message: dict[str, Any], arrays: dict[str, Any]) -> None:
+    message["samples"][0]["num_tokens"] = 10**9
 
 
 def negative_response(message: dict[str, Any], arrays: dict[str, Any]) -> None:
@@ -38,9 +38,9 @@ def negative_response(message: dict[str, Any], arrays: dict[str, Any]) -> None:
 
 
 ENGINES: list[tuple[int, Tampering, str]] = [
-    (1, nan_logprob, r"generation_logprobs_T: nan for token \d+, .*"),
-    (2, tokens_as_floats, r"token_ids_T: is float32 .*, must be int32 of one dimension"),
-    (3, no_mask, "loss_mask_T: is missing"),
+    (1, nan_reward, r"samples\[\d+\].reward: Expected `float` .*"),
+    (2, another_version, r"samples\[0\].newest_version: 100, must be .*"),
+    (3, too_many_tokens, r"samples\[0\].num_tokens: 1000000000, must be at most \d+"),
     (4, negative_response, r"samples\[0\].response_length: Expected `int` >= 1"),
 ]
 """In which step each engine's samples are changed, how, and what is said of it."""
