@@ -24,7 +24,7 @@ import pytest
 from measure import Turns
 from processes import TIMEOUT_S, Asked, Plane, Remote, started
 from pytest_benchmark.fixture import BenchmarkFixture
-from test_refit_verify import Trainer
+from refit_trainer import Trainer
 
 from tandem.common.config import build_config, config_to_json
 from tandem.common.config.schema import NewModel

@@ -18,16 +18,15 @@ from typing import Any
 import pytest
 import torch
 from measure import Turns, report
-from processes import VERIFY, Asked, EndpointService, Plane, Remote, clock, config_json, started
+from processes import VERIFY, Asked, Plane, Remote, clock, config_json, started
 from pytest_benchmark.fixture import BenchmarkFixture
+from refit_trainer import Trainer
 
 from tandem.common.config import config_from_json
 from tandem.common.messages import BuildEngine, Generate, Problem, PromptGroup, SamplingParameters
 from tandem.common.service import Member
 from tandem.common.tokenizer import write_new_model
 from tandem.refit import layout
-from tandem.refit.endpoint import Endpoint
-from tandem.trainer.backends.shards import weights_of
 
 NUM_ROUNDS = 7
 NUM_LAYERS = int(os.environ.get("BENCHMARK_LAYERS", "8"))
@@ -44,36 +43,6 @@ MODEL = {  # layers of Qwen3-0.6B
     "head_dim": 128,
     "tie_word_embeddings": True,
 }
-
-
-class Trainer(EndpointService):
-    """A trainer's memory: a model whose parameters are shared, and an endpoint."""
-
-    def __init__(self, member: Member, folder: str) -> None:
-        self._model = _model(folder)
-        weights = weights_of(dict(self._model.named_parameters()))
-        self.layout = weights.layout
-        self.endpoint = Endpoint(member, weights)
-
-    def write(self, version: int) -> None:
-        """Be the optimizer: change every parameter."""
-        with torch.no_grad():
-            for name, parameter in self._model.named_parameters():
-                parameter.normal_(
-                    1.0 if "norm" in name else 0.0, 0.02, generator=torch.Generator().manual_seed(version)
-                )
-
-    def expected(self, prompt_ids: list[int]) -> int:
-        """Return the token that Hugging Face's own model has for most probable after a prompt."""
-        with torch.inference_mode():
-            return int(self._model(torch.tensor([prompt_ids])).logits[0, -1].argmax())
-
-
-def _model(folder: str) -> Any:
-    import transformers
-
-    config = transformers.AutoConfig.from_pretrained(folder)
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
 def make(member: Member, connection: Connection, folder: str) -> tuple[Any, Asked]:

@@ -30,6 +30,7 @@ _LOOKS: dict[str, Callable[[], set[Any]]] = {
 }
 
 leaks.mark_processes()
+pytest.register_assert_rewrite("async_rollouts_cases")  # tests, in a module that is no test module
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,15 +1,21 @@
-"""Checkpoints of models that are as small as every way of cutting them allows."""
+"""Models as small as every way of cutting them allows: their checkpoints, configurations and backends."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file
 
+from tandem.common.config import Config
 from tandem.common.config.schema import NewModel
 from tandem.common.tokenizer import write_new_model
+from tandem.trainer.backend import Backend
+from tandem.trainer.backends import make_backend
+from tests.integration.trainer_harness import ADAMW, make_batch, make_config
 
 _SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -56,6 +62,20 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 
+BATCHES = tuple(make_batch(seed=seed) for seed in range(3))
+OPTIMIZER = {
+    "optimizer": "adam",
+    "lr": ADAMW["lr"],
+    "weight_decay": ADAMW["weight_decay"],
+    "adam_eps": ADAMW["eps"],
+    "use_distributed_optimizer": True,
+}
+TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+CP2 = {"context_parallel_size": 2}
+EP2 = {"expert_model_parallel_size": 2}
+SP, VIRTUAL = {"sequence_parallel": True}, {"virtual_pipeline_model_parallel_size": 2}
+PLAIN = {"optimizer": {"use_distributed_optimizer": False}}
+
 
 def make_checkpoint(folder: Path, model: str, *, seed: int = 0, max_file_size: str = "5GB") -> Path:
     """Write a random model with its tokenizer, 26 tokens, to `folder`, in float32, in files of this size."""
@@ -69,3 +89,24 @@ def make_checkpoint(folder: Path, model: str, *, seed: int = 0, max_file_size: s
                 tensor.add_(torch.randn_like(tensor) * 0.05)  # norms and biases as well
     made.save_pretrained(folder, max_shard_size=max_file_size)
     return folder
+
+
+def tensors_in(checkpoint: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in checkpoint.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def config_for(folder: Path, num_ranks: int, megatron: dict[str, Any], **policy: Any) -> Config:
+    megatron = {"enabled": True, **megatron, "optimizer": OPTIMIZER | megatron.get("optimizer", {})}
+    return make_config(
+        folder,
+        loss={"reference_policy_kl_penalty": 0.1},
+        temperature=0.7,
+        trainers=num_ranks,
+        megatron_cfg=megatron,
+        **policy,
+    )
+
+
+def make(config: Config) -> Backend:
+    os.environ["NRL_MEGATRON_CHECKPOINT_DIR"] = f"{config.policy.model_name}-converted"
+    return make_backend(config, checkpoint=None)

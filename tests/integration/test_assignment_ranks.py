@@ -11,8 +11,7 @@ import pytest
 from tandem.common.assignment import data_parallel_ranks
 from tandem.common.config import Config
 from tandem.trainer.backends import make_backend
-from tests.integration.megatron_harness import make_checkpoint
-from tests.integration.test_same_numbers_megatron import OPTIMIZER
+from tests.integration.megatron_harness import OPTIMIZER, make_checkpoint
 from tests.integration.trainer_harness import make_config, run_ranks
 
 pytestmark = pytest.mark.usefixtures("rank_server")

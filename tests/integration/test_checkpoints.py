@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import pickle
 import re
 import resource
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ from tandem.refit.layout import Box
 from tandem.trainer import checkpoints
 from tandem.trainer.backends.dtensor import DTensorBackend
 from tandem.trainer.box_files import BoxFiles, Part
+from tests.integration.checkpoint_harness import no_pickle
 from tests.integration.trainer_harness import (
     ARCHITECTURES,
     digest_of,
@@ -288,24 +287,6 @@ def save_and_load_without_pickle(rank: int, config: Config, folder: Path) -> Non
         dist.barrier()
         backend.load(folder)
         DTensorBackend(config, checkpoint=folder)
-
-
-@contextmanager
-def no_pickle() -> Iterator[None]:
-    """Fail whatever pickles or unpickles."""
-
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("something is pickled or unpickled")
-
-    names = ("dump", "dumps", "load", "loads", "Pickler", "Unpickler", "_Pickler", "_Unpickler")
-    with pytest.MonkeyPatch.context() as patch:
-        for name in names:
-            patch.setattr(pickle, name, refuse)
-        patch.setattr(torch, "load", refuse)
-        patch.setattr(torch, "save", refuse)
-        patch.setattr(torch.distributed.distributed_c10d, "_unpickler", refuse)
-        patch.setattr(torch.distributed.distributed_c10d, "_pickler", refuse)
-        yield
 
 
 # Rank 0 fails in config.json, of 1 kB, or in the weights, of 67 kB; rank 1 in its optimizer state, of 66 kB.

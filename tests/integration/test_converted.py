@@ -20,8 +20,7 @@ from tandem.refit.adapters.catalogue import from_checkpoint
 from tandem.refit.layout import Box, whole
 from tandem.trainer.backends.megatron import converted
 from tandem.trainer.backends.megatron.converted import ConvertedFolder, convert_once
-from tests.integration.megatron_harness import MODELS, make_checkpoint
-from tests.integration.test_megatron_weights import tensors_in
+from tests.integration.megatron_harness import MODELS, make_checkpoint, tensors_in
 from tests.integration.trainer_harness import CONTEXT, make_config, run_ranks
 
 pytestmark = pytest.mark.usefixtures("rank_server")

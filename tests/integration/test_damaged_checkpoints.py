@@ -19,8 +19,7 @@ from tandem.trainer.backends.megatron import converted
 from tests.damage import flip_in_tensor, forge, replace, zero_page
 from tests.integration.by_hand import assert_same_results, refits_of, undisturbed_run
 from tests.integration.harness import coordinator, merged, steps_of, write_config
-from tests.integration.megatron_harness import make_checkpoint
-from tests.integration.test_same_numbers_megatron import config_for
+from tests.integration.megatron_harness import config_for, make_checkpoint
 from tests.integration.trainer_harness import make_batch, make_config, make_model, run_ranks, train_on
 
 pytestmark = pytest.mark.usefixtures("rank_server")

@@ -29,26 +29,18 @@ from tests.integration.trainer_harness import (
     ADAMW,
     ARCHITECTURES,
     digest_of,
-    evaluate_on,
+    evaluate_rank,
     make_batch,
     make_config,
     make_model,
     run_ranks,
     train_on,
+    train_rank,
 )
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 
 TOLERANCE = 1e-6
-
-
-def train_rank(rank: int, config: Config, batches: Sequence[TrainingBatch], folder: Path | None = None) -> Any:
-    """Train on the batches one after another; return the metrics of each, and save the weights if a folder is given."""
-    backend = DTensorBackend(config, checkpoint=None)
-    results = [train_on(backend, batch, config) for batch in batches]
-    if folder is not None:
-        backend.save(folder).num_bytes.result()
-    return [result.metrics for result in results], digest_of(backend)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -142,14 +134,6 @@ def test_sft_matches_hugging_faces_own_loss(world_size: int, tmp_path: Path) -> 
     assert metrics["num_valid_tokens"] == num_tokens
     for evaluation in run_ranks(world_size, evaluate_rank, config, batch):
         assert evaluation["loss"] == pytest.approx(total.item(), abs=TOLERANCE)
-
-
-def evaluate_rank(rank: int, config: Config, batch: TrainingBatch) -> dict[str, float]:
-    backend = DTensorBackend(config, checkpoint=None)
-    before = digest_of(backend)
-    metrics = evaluate_on(backend, batch, config)
-    assert digest_of(backend) == before
-    return metrics
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])

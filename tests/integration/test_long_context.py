@@ -13,7 +13,7 @@ import transformers
 from tandem.common.batch import TrainingBatch
 from tandem.common.config import Config
 from tandem.trainer import scoring
-from tests.integration import test_same_numbers_megatron as megatron
+from tests.integration import megatron_harness as megatron
 from tests.integration.trainer_harness import VOCABULARY, make_config, make_model, run_ranks, train_on
 
 pytestmark = pytest.mark.usefixtures("rank_server")

@@ -16,9 +16,8 @@ from tandem.common.batch import TrainingBatch
 from tandem.common.config import Config
 from tandem.common.errors import ModelError, TrainingError
 from tandem.trainer.backends.megatron import cpu
-from tests.integration.megatron_harness import make_checkpoint
+from tests.integration.megatron_harness import BATCHES, EP2, PP2, SP, TP2, config_for, make, make_checkpoint
 from tests.integration.reference import plain_numbers, sequences_of
-from tests.integration.test_same_numbers_megatron import BATCHES, EP2, PP2, SP, TP2, config_for, make
 from tests.integration.trainer_harness import ADAMW, digest_of, make_batch, run_ranks, train_on
 
 pytestmark = pytest.mark.usefixtures("rank_server")

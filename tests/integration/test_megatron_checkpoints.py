@@ -17,10 +17,9 @@ import torch.distributed as dist
 
 from tandem.common.config import Config
 from tandem.common.errors import CheckpointError
-from tests.integration.megatron_harness import make_checkpoint
-from tests.integration.test_checkpoints import no_pickle
-from tests.integration.test_megatron_weights import tensors_in
-from tests.integration.test_same_numbers_megatron import (
+from tandem.trainer.backends import make_backend
+from tests.integration.checkpoint_harness import no_pickle
+from tests.integration.megatron_harness import (
     EP2,
     OPTIMIZER,
     PLAIN,
@@ -29,7 +28,8 @@ from tests.integration.test_same_numbers_megatron import (
     TP2,
     VIRTUAL,
     config_for,
-    make_backend,
+    make_checkpoint,
+    tensors_in,
 )
 from tests.integration.trainer_harness import digest_of, make_batch, run_ranks, train_on, train_while_saving
 

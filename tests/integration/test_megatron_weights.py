@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from tandem.common.config import Config
 from tandem.common.errors import ModelError
@@ -20,8 +20,18 @@ from tandem.refit.transports import shm
 from tandem.trainer import checkpoints
 from tandem.trainer.backends.megatron.sources import SafetensorsFolder
 from tandem.trainer.backends.megatron.weights import RankWeights
-from tests.integration.megatron_harness import make_checkpoint
-from tests.integration.test_same_numbers_megatron import EP2, PLAIN, PP2, SP, TP2, VIRTUAL, config_for, make
+from tests.integration.megatron_harness import (
+    EP2,
+    PLAIN,
+    PP2,
+    SP,
+    TP2,
+    VIRTUAL,
+    config_for,
+    make,
+    make_checkpoint,
+    tensors_in,
+)
 from tests.integration.trainer_harness import run_ranks
 
 pytestmark = pytest.mark.usefixtures("rank_server")
@@ -136,10 +146,6 @@ def save(rank: int, config: Config, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoints.save, "__kwdefaults__", {"max_file_bytes": 50_000})
         make(config).save(folder).num_bytes.result()
-
-
-def tensors_in(checkpoint: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in checkpoint.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def assert_holds(layout: Layout, expected: dict[str, torch.Tensor]) -> None:

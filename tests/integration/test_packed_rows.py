@@ -21,17 +21,18 @@ from tandem.trainer.attention import prepare_to_pack
 from tandem.trainer.backends.dtensor import DTensorBackend
 from tandem.trainer.models import TokenScorer, has_linear_head
 from tests.integration.reference import assert_same_steps, assert_same_weights, plain_grpo, trained_weights
-from tests.integration.test_dtensor import evaluate_rank, train_rank
 from tests.integration.trainer_harness import (
     ARCHITECTURES,
     VOCABULARY,
+    evaluate_rank,
     make_batch,
     make_config,
     make_groups,
     make_model,
     run_ranks,
+    train_rank,
 )
-from tests.unit.test_scoring import LargestTensor
+from tests.unit.scoring_harness import LargestTensor
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 

@@ -3,35 +3,29 @@
 from __future__ import annotations
 
 import functools
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tandem.common.config import Config
-from tandem.trainer.backend import Backend
-from tandem.trainer.backends import make_backend
-from tests.integration.megatron_harness import make_checkpoint
+from tests.integration.megatron_harness import (
+    BATCHES,
+    CP2,
+    EP2,
+    PLAIN,
+    PP2,
+    SP,
+    TP2,
+    VIRTUAL,
+    config_for,
+    make,
+    make_checkpoint,
+)
 from tests.integration.reference import Numbers, assert_same_numbers, numbers_of, plain_numbers
-from tests.integration.trainer_harness import ADAMW, make_batch, make_config
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 
 TOLERANCE = 1e-5
-BATCHES = tuple(make_batch(seed=seed) for seed in range(3))
-OPTIMIZER = {
-    "optimizer": "adam",
-    "lr": ADAMW["lr"],
-    "weight_decay": ADAMW["weight_decay"],
-    "adam_eps": ADAMW["eps"],
-    "use_distributed_optimizer": True,
-}
-
-
-def make(config: Config) -> Backend:
-    os.environ["NRL_MEGATRON_CHECKPOINT_DIR"] = f"{config.policy.model_name}-converted"
-    return make_backend(config, checkpoint=None)
 
 
 @pytest.fixture(scope="module")
@@ -46,23 +40,6 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return trained
 
 
-def config_for(folder: Path, num_ranks: int, megatron: dict[str, Any], **policy: Any) -> Config:
-    megatron = {"enabled": True, **megatron, "optimizer": OPTIMIZER | megatron.get("optimizer", {})}
-    return make_config(
-        folder,
-        loss={"reference_policy_kl_penalty": 0.1},
-        temperature=0.7,
-        trainers=num_ranks,
-        megatron_cfg=megatron,
-        **policy,
-    )
-
-
-TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
-CP2 = {"context_parallel_size": 2}
-EP2 = {"expert_model_parallel_size": 2}
-SP, VIRTUAL = {"sequence_parallel": True}, {"virtual_pipeline_model_parallel_size": 2}
-PLAIN = {"optimizer": {"use_distributed_optimizer": False}}
 FULL = {"activation_checkpointing": True}
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
 OVERLAP = {"distributed_data_parallel_config": {"overlap_grad_reduce": True, "bucket_size": 2000}}

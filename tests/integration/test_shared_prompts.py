@@ -22,7 +22,6 @@ from tandem.trainer.attention import prepare_to_share
 from tandem.trainer.backends.dtensor import DTensorBackend
 from tandem.trainer.sharing import Prompts
 from tests.integration.reference import assert_same_steps, assert_same_weights, plain_grpo, trained_weights
-from tests.integration.test_dtensor import train_rank
 from tests.integration.trainer_harness import (
     ARCHITECTURES,
     make_batch,
@@ -31,6 +30,7 @@ from tests.integration.trainer_harness import (
     make_model,
     run_ranks,
     train_on,
+    train_rank,
 )
 
 pytestmark = pytest.mark.usefixtures("rank_server")

@@ -3,48 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from tandem.refit.layout import Layout
 from tandem.refit.planner import Plan, plan
+from tests.integration import hosts_harness
+from tests.integration.hosts_harness import ADDRESSES, ip
 from tests.integration.stream_processes import Remote, fsdp, planned, remotes, save, tensor_parallel
 
+hosts = hosts_harness.hosts
+
 SHAPES = {"embed": (2000, 1500), "down": (1000, 3000), "norm": (1500,)}
-ADDRESSES = {"trainers": "10.98.76.1", "engines": "10.98.76.2"}
 PORT = 29555
 """Of the store, inside a namespace that nobody else is in."""
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
-
-
-@pytest.fixture
-def hosts() -> Iterator[dict[str, str]]:
-    """Return the namespace of each host."""
-    made = {host: f"tandem-{host}-{os.getpid()}" for host in ADDRESSES}
-    cable = {host: f"tdm{host[0]}{os.getpid()}" for host in ADDRESSES}
-    with contextlib.ExitStack() as stack:
-        try:
-            for name in made.values():
-                ip("netns", "add", name)
-                stack.callback(ip, "netns", "del", name)
-            ip("link", "add", cable["trainers"], "type", "veth", "peer", "name", cable["engines"])
-            for host, name in made.items():
-                ip("link", "set", cable[host], "netns", name)
-                ip("-n", name, "link", "set", cable[host], "name", "cable")
-                ip("-n", name, "addr", "add", f"{ADDRESSES[host]}/24", "dev", "cable")
-                ip("-n", name, "link", "set", "cable", "up")
-                ip("-n", name, "link", "set", "lo", "up")
-        except (OSError, subprocess.CalledProcessError) as error:
-            pytest.skip(f"network namespaces cannot be made here: {getattr(error, 'stderr', error)!r}")
-        yield made
 
 
 @contextlib.contextmanager

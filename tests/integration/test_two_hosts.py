@@ -6,48 +6,25 @@ Processes in two network namespaces reach each other over a virtual cable only.
 
 from __future__ import annotations
 
-import contextlib
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration import damaged_rollout, test_transports_hosts
+from tests.integration import damaged_rollout, hosts_harness
 from tests.integration.by_hand import assert_same_results, in_folder, last_weights, refits_of, undisturbed_run
-from tests.integration.harness import BIN, Command, all_gone, coordinator, merged, process_of, write_config
+from tests.integration.harness import Command, all_gone, coordinator, merged, process_of
+from tests.integration.hosts_harness import CONFIG, NUM_STEPS, on_two_hosts
 
-namespaces = test_transports_hosts.hosts
+namespaces = hosts_harness.hosts
+other_host = hosts_harness.other_host
 
-NUM_STEPS = 12
-CONFIG: dict[str, Any] = {
-    # The death of an engine that was started by hand is noticed by its silence; what it leaves stuck, by the deadline.
-    "cluster": {"heartbeat_timeout_s": 6.0, "deadlines": {"refit_s": 20.0}},
-    "grpo": {"max_num_steps": NUM_STEPS, "val_period": NUM_STEPS},
-    "policy": {"train_micro_batch_size": 4},
-    "checkpointing": {"save_period": NUM_STEPS},
-}
 TWO_OF_EACH: dict[str, Any] = {"cluster": {"trainers": 2, "rollouts": 2}}
 TORN_VERSION = 2
-ELSEWHERE = "another-host"
-
-
-@pytest.fixture(scope="module")
-def other_host() -> tuple[str, ...]:
-    """Return the words before a command that run it under another host name."""
-    unshare = shutil.which("unshare") or "unshare"
-    for privileges in ((), ("--user", "--map-root-user")):
-        words = (unshare, *privileges, "--uts", "sh", "-c", f'hostname {ELSEWHERE} && exec "$@"', "sh")
-        with contextlib.suppress(OSError):
-            if not subprocess.run([*words, "true"], capture_output=True, timeout=20, check=False).returncode:
-                return words
-    pytest.skip("UTS namespaces cannot be made here")
 
 
 @pytest.fixture(scope="module")
@@ -60,31 +37,6 @@ def one_host(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def one_host_two_of_each(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run with two trainers and two engines that share memory."""
     return undisturbed_run(tmp_path_factory.mktemp("two"), merged(CONFIG, TWO_OF_EACH))
-
-
-def _command(before: tuple[str, ...], name: str) -> list[str]:
-    """Return the words that start a console command behind others, which start a program and not a name."""
-    return [*before, str(BIN / name)] if before else [name]
-
-
-@contextlib.contextmanager
-def on_two_hosts(
-    over: dict[str, Any], elsewhere: tuple[str, ...], here: tuple[str, ...] = (), damages: Sequence[str] = ()
-) -> Iterator[tuple[Command, list[Command], list[str]]]:
-    """Start a run, and its engines behind the words of `elsewhere`; return both, and how to start another engine.
-
-    `damages` are what happens to each engine; see `tests.integration.damaged_rollout`.
-    """
-    config = merged(CONFIG, over)
-    trainers, engines = (config.get("cluster", {}).get(kind, 1) for kind in ("trainers", "rollouts"))
-    config = merged(config, {"cluster": {"launch": {"trainers": trainers, "refit": True}}})
-    with contextlib.ExitStack() as stack:
-        run = stack.enter_context(Command(*_command(here, "coordinator"), "up", write_config(config)))
-        address = ["--coordinator", run.wait_for(r"listens on (tcp://\S+)")[1]]
-        words = [*_command(elsewhere, "rollout"), *address]
-        harmed = [[*elsewhere, sys.executable, damaged_rollout.__file__, each, *address] for each in damages]
-        starts = [*harmed, *[words] * (engines - len(harmed))]
-        yield run, [stack.enter_context(Command(*start)) for start in starts], words
 
 
 def model_bytes(folder: Path) -> int:
@@ -171,7 +123,7 @@ def test_a_trainer_that_is_killed_is_named_within_seconds(other_host: tuple[str,
 
 def test_a_run_over_a_cable(namespaces: dict[str, str], other_host: tuple[str, ...], one_host: Path) -> None:
     here, there = ((shutil.which("ip") or "ip", "netns", "exec", namespaces[host]) for host in ("trainers", "engines"))
-    over = {"cluster": {"address": f"tcp://{test_transports_hosts.ADDRESSES['trainers']}:*"}}
+    over = {"cluster": {"address": f"tcp://{hosts_harness.ADDRESSES['trainers']}:*"}}
     with on_two_hosts(over, (*there, *other_host), here) as (run, engines, _):
         assert run.wait() == 0, run.output()
         assert [engine.wait() for engine in engines] == [0]

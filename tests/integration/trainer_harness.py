@@ -31,6 +31,7 @@ from tandem.refit.digests.task import combine, digest_layout
 from tandem.refit.program import Verification
 from tandem.trainer import box_files, policy_files, step
 from tandem.trainer.backend import Backend
+from tandem.trainer.backends.dtensor import DTensorBackend
 
 VOCABULARY = 24
 DEADLINE_S = 120.0
@@ -176,6 +177,23 @@ def digest_of(backend: Backend, dtype: str = "float32") -> int:
     pieces, tensors = weights.layout.pieces, weights.layout.tensors
     verification = Verification(np.arange(len(pieces)), (dtype,) * len(tensors))
     return combine(*digest_layout(weights.layout, weights.storages, verification).tolist())
+
+
+def train_rank(rank: int, config: Config, batches: Sequence[TrainingBatch], folder: Path | None = None) -> Any:
+    """Train on the batches one after another; return the metrics of each, and save the weights if a folder is given."""
+    backend = DTensorBackend(config, checkpoint=None)
+    results = [train_on(backend, batch, config) for batch in batches]
+    if folder is not None:
+        backend.save(folder).num_bytes.result()
+    return [result.metrics for result in results], digest_of(backend)
+
+
+def evaluate_rank(rank: int, config: Config, batch: TrainingBatch) -> dict[str, float]:
+    backend = DTensorBackend(config, checkpoint=None)
+    before = digest_of(backend)
+    metrics = evaluate_on(backend, batch, config)
+    assert digest_of(backend) == before
+    return metrics
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tokenizers
 import torch
 import transformers
 from numpy.typing import NDArray
@@ -137,3 +138,14 @@ def reference_logprobs(
     logprobs_TV = (logits_TV / temperature).log_softmax(dim=-1)
     result: NDArray[np.float32] = logprobs_TV.gather(1, sequence[0, len(prompt_ids) :, None]).squeeze(1).numpy()
     return result
+
+
+def write_byte_tokenizer(folder: Path) -> list[str]:
+    """Write a tokenizer whose ids spell single bytes, some of them halves of a character; return the text by id."""
+    from tokenizers import decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:VOCABULARY]
+    tokenizer = tokenizers.Tokenizer(models.BPE({char: index for index, char in enumerate(alphabet)}, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return [tokenizer.decode([index]) for index in range(VOCABULARY)]

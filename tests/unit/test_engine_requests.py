@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tokenizers
 import torch
 from engine_harness import (
     VOCABULARY,
@@ -21,6 +20,7 @@ from engine_harness import (
     request,
     run_all,
     shared_layout,
+    write_byte_tokenizer,
 )
 
 from tandem.common.errors import DataError, ModelError, RefitError
@@ -76,17 +76,6 @@ def test_a_stop_token_at_the_limit_counts_as_stop(model: Any, tmp_path: Path) ->
     assert (made.finish_reason, len(made.token_ids_T)) == ("stop", 1)
     # The next request in the same slot does not inherit them.
     assert run_all(engine, [request(2, PROMPT, seed=0, max_new_tokens=1)])[2].finish_reason == "length"
-
-
-def write_byte_tokenizer(folder: Path) -> list[str]:
-    """Write a tokenizer whose ids spell single bytes, some of them halves of a character; return the text by id."""
-    from tokenizers import decoders, models, pre_tokenizers
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:VOCABULARY]
-    tokenizer = tokenizers.Tokenizer(models.BPE({char: index for index, char in enumerate(alphabet)}, []))
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return [tokenizer.decode([index]) for index in range(VOCABULARY)]
 
 
 def test_stop_string_across_tokens_ends_the_response(model: Any, tmp_path: Path) -> None:

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import reasoning_gym
+from environment_harness import config, problem, said
 from own_environments import Hangs, Length
 
-from tandem.common.config import Config, build_config
+from tandem.common.config import Config
 from tandem.common.errors import ConfigError, RewardError
 from tandem.common.messages import Problem
 from tandem.rollout.environments import Score, Scorer, make_environment
@@ -21,26 +22,8 @@ WAIT_S = 10.0
 RIGHT, WRONG = Score(1.0, True), Score(0.0, False)
 
 
-def config(environment: str, settings: dict[str, Any] | None = None, task: str | None = None) -> Config:
-    source: dict[str, Any] = {"dataset_name": "jsonl", "train_data_path": "train.jsonl"}
-    if task is not None:
-        source = {"dataset_name": "reasoning_gym", "task": task}
-    return build_config(
-        {"grpo": {}, "policy": {"model_name": "model"}, "data": source, "env": {environment: settings or {}}}
-    )
-
-
 def here(name: str, **settings: Any) -> Config:
     return config("mine", {"class": f"own_environments.{name}", **settings})
-
-
-def said(*texts: str) -> list[dict[str, str]]:
-    """Return a conversation after its prompt: the policy begins, and the environment answers in turn."""
-    return [{"role": ("assistant", "user")[index % 2], "content": text} for index, text in enumerate(texts)]
-
-
-def problem(answer: str = "7", name: str = "p1") -> Problem:
-    return Problem(problem_id=name, question="3 + 4", answer=answer, metadata={})
 
 
 # --- the built-in environments ---------------------------------------------------------------------------------------

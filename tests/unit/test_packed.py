@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packing_harness import CPU, batch_of
 
 from tandem.trainer import packing
 from tandem.trainer.packing import EMPTY_ROW
-from tests.unit.test_packing import CPU, batch_of
 
 
 def test_segments_lie_end_to_end_and_each_is_rounded_up() -> None:

@@ -7,26 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packing_harness import CPU, batch_of
 
 from tandem.common.assignment import EMPTY_ROW, assign, global_batches
 from tandem.common.batch import TrainingBatch
 from tandem.common.columns import ADVANTAGES, GENERATION_LOGPROBS, PREVIOUS_LOGPROBS, REFERENCE_LOGPROBS
 from tandem.trainer import packing
-
-CPU = torch.device("cpu")
-
-
-def batch_of(*masks: str) -> TrainingBatch:
-    """One sequence a string: ``.`` is a prompt token, ``x`` one that counts. Token ids number all tokens from 1."""
-    text = "".join(masks)
-    return TrainingBatch(
-        lengths_S=np.array([len(mask) for mask in masks], dtype=np.int32),
-        token_ids_T=np.arange(1, len(text) + 1, dtype=np.int32),
-        loss_mask_T=np.array([token == "x" for token in text]),
-        generation_logprobs_T=-np.arange(1, len(text) + 1, dtype=np.float32),
-        advantages_S=np.arange(len(masks), dtype=np.float32) - 1,
-        rewards_S=np.zeros(len(masks), dtype=np.float32),
-    )
 
 
 def columns_of(batch: TrainingBatch) -> packing.Columns:

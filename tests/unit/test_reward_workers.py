@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from test_environments import config, problem, said
+from environment_harness import config, problem, said
 
 from tandem.common.config import Config, config_to_json
 from tandem.common.errors import ConfigError, RewardError

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from scoring_harness import LargestTensor
 
 from tandem.trainer import scoring
 from tandem.trainer.scoring import TokenScores, score_tokens
@@ -108,20 +105,6 @@ def test_no_token_has_no_score() -> None:
     assert logprobs_K.shape == entropy_K.shape == is_likeliest_K.shape == (0,)
     assert weight_VH.grad is not None
     assert not weight_VH.grad.any()
-
-
-class LargestTensor(TorchDispatchMode):
-    """The number of elements of the largest tensor that any operation made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        self.num_elements = max(self.num_elements, *sizes, 0)
-        return result
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 16])

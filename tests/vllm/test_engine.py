@@ -9,8 +9,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from engine_harness import random_prompts, request, run_all
-from test_engine_requests import write_byte_tokenizer
+from engine_harness import random_prompts, request, run_all, write_byte_tokenizer
 
 from tandem.common.errors import DataError
 from tandem.rollout.engines.sampling import restrict

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollout_harness import Rollout
-from test_async_rollouts import (
+from async_rollouts_cases import (
     MODEL,
     test_a_version_is_taken_between_two_tokens,
     test_nothing_goes_on_with_torn_weights,
@@ -18,6 +17,7 @@ from test_async_rollouts import (
     test_requests_added_later_use_nothing_of_the_weights_before,
     test_samples_are_those_of_the_engine_that_waits,
 )
+from rollout_harness import Rollout
 
 __all__ = [
     "test_a_version_is_taken_between_two_tokens",

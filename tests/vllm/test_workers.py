@@ -22,11 +22,11 @@ from tandem.rollout.engines.vllm.engine import VllmEngine
 from tandem.rollout.engines.vllm.insides import Llm
 from tandem.rollout.engines.vllm.workers import Workers
 from tests import leaks
-from tests.integration import test_two_hosts
+from tests.integration import hosts_harness
 from tests.integration.by_hand import refits_of, undisturbed_run
 from tests.integration.harness import Command, all_gone, merged, process_of, wait_until, write_config
-from tests.integration.test_two_hosts import on_two_hosts
-from tests.vllm.test_run import JUDGE, SEVENS, curve
+from tests.integration.hosts_harness import on_two_hosts
+from tests.vllm.run_harness import JUDGE, SEVENS, curve
 from tests.vllm.vllm_harness import CHANGES, all_parameters, refit, running, tiny_model, train
 
 TWO = {"tensor_parallel_size": 2}
@@ -40,7 +40,7 @@ OF_TWO = merged(
         "cluster": {"heartbeat_timeout_s": 6.0},
     },
 )
-other_host = test_two_hosts.other_host
+other_host = hosts_harness.other_host
 
 
 def load_as_vllm_does(monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, torch.Tensor]]]:

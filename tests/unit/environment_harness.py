@@ -1,0 +1,26 @@
+"""Environments' configurations, problems and conversations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tandem.common.config import Config, build_config
+from tandem.common.messages import Problem
+
+
+def config(environment: str, settings: dict[str, Any] | None = None, task: str | None = None) -> Config:
+    source: dict[str, Any] = {"dataset_name": "jsonl", "train_data_path": "train.jsonl"}
+    if task is not None:
+        source = {"dataset_name": "reasoning_gym", "task": task}
+    return build_config(
+        {"grpo": {}, "policy": {"model_name": "model"}, "data": source, "env": {environment: settings or {}}}
+    )
+
+
+def said(*texts: str) -> list[dict[str, str]]:
+    """Return a conversation after its prompt: the policy begins, and the environment answers in turn."""
+    return [{"role": ("assistant", "user")[index % 2], "content": text} for index, text in enumerate(texts)]
+
+
+def problem(answer: str = "7", name: str = "p1") -> Problem:
+    return Problem(problem_id=name, question="3 + 4", answer=answer, metadata={})
