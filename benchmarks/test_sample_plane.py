@@ -311,10 +311,11 @@ class Cluster:
                 groups.take_results(event.member, event.reply)
         of_step = groups.of_step(self._step, "train")
         assert of_step is not None
-        records = of_step.records()
         times.append(time.process_time())
         made = [
-            batches.order(DispatchBatch(member=rank, step=self._step, purpose="train", **self.command()), records)
+            batches.order(
+                DispatchBatch(member=rank, step=self._step, purpose="train", **self.command()), of_step.records
+            )
             for rank in self.ranks
         ]
         times.append(time.process_time())

@@ -6,7 +6,7 @@ come from a data set, each rank is sent those of its own share.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from numpy.typing import NDArray
@@ -51,15 +51,15 @@ class Batches:
                 pass
 
     def order(
-        self, action: DispatchBatch, records: Sequence[SampleRecord]
+        self, action: DispatchBatch, records: Callable[[], Sequence[SampleRecord]]
     ) -> tuple[Train | Evaluate, dict[str, NDArray[Any]], dict[str, float]]:
         """Return the order for one trainer, its arrays, and the metrics of the samples that the batch is made from.
 
-        `records` are those samples, in order; none where the algorithm is over a data set.
+        `records` returns those samples, in order, none where the algorithm is over a data set. Asked once a batch.
         """
         metrics: dict[str, float] = {}
         if self._made != (action.step, action.purpose):
-            metrics = self._make(action, records)
+            metrics = self._make(action, records())
         common: Mapping[str, Any] = {
             "command_id": action.command_id,
             "deadline_s": action.deadline_s,

@@ -111,7 +111,7 @@ class Loop:
         """Run until the scheduler finishes; return how it did."""
         with signals.heard(self._on_signal):
             while self._finish is None:
-                for event, _ in self._events():
+                for event in self._events():
                     self._keep(event)
                     self._handle(event)
                 self._recorder.show(self._scheduler, self._registry)
@@ -128,26 +128,26 @@ class Loop:
             self._interrupts += 1
         self._asked_at = now
 
-    def _events(self) -> Iterator[tuple[Event, Arrays]]:
+    def _events(self) -> Iterator[Event]:
         """Wait for what happens next, `_POLL_S` at most, and end with a tick."""
-        errors: dict[str, tuple[Erred, Arrays]] = {}
-        for event, arrays in self._registry.receive(_POLL_S):
+        errors: dict[str, Erred] = {}
+        for event, _ in self._registry.receive(_POLL_S):  # no reply has arrays
             if isinstance(event, Erred):
-                errors[event.member] = event, arrays
+                errors[event.member] = event
             else:
-                yield event, arrays
+                yield event
         lost = self._losses(_CAUSE_S if errors else 0.0)
         # Who fails for want of another is heard before that one's death is seen, and is not to blame.
-        yield from ((event, {}) for event in lost if event.member not in errors)
+        yield from (event for event in lost if event.member not in errors)
         yield from errors.values()
-        yield from ((event, {}) for event in lost if event.member in errors)
+        yield from (event for event in lost if event.member in errors)
         now = time.monotonic()
         while self._interrupts:
             self._interrupts -= 1
             self._recorder.note("interrupted: finishing or abandoning the step; press Ctrl-C again to stop at once")
-            yield Interrupted(now=now), {}
+            yield Interrupted(now=now)
         self._resend(now)
-        yield Ticked(now=now), {}
+        yield Ticked(now=now)
 
     def _losses(self, patience_s: float) -> list[Lost]:
         """Return the launched processes that died, of which one may take so long to be seen."""
@@ -246,7 +246,7 @@ class Loop:
 
     def _send_batch(self, action: DispatchBatch) -> None:
         of_step = self._scheduler.groups.of_step(action.step, action.purpose)
-        order, arrays, metrics = self._batches.order(action, [] if of_step is None else of_step.records())
+        order, arrays, metrics = self._batches.order(action, list if of_step is None else of_step.records)
         self._step_metrics.metrics.update(metrics)
         self._send(action.member, order, arrays)
 
