@@ -123,7 +123,9 @@ def _guard(child: int, owner: int, lifeline: int, woken: int) -> None:
         _read(woken)
         code = _reap().codes.get(child)
         if watches:
-            of_owner = {pid: status[1] for pid in descendants(owner) if (status := _status(pid)) is not None}
+            seen = {pid: status[1] for pid in descendants(owner) if (status := _status(pid)) is not None}
+            if os.getppid() == owner:  # an owner that died meanwhile has no descendants any more
+                of_owner = seen
     if code is not None:
         with contextlib.suppress(OSError):
             os.write(lifeline, str(code).encode())

@@ -181,7 +181,8 @@ def _own_code_imported(config: Config, scratch: Path) -> Iterator[Callable[[], N
         return
     order, answer, output = scratch / "order.json", scratch / "answer.json", scratch / "output.txt"
     order.write_bytes(config_to_json(config))
-    command = [sys.executable, "-m", "tandem.coordinator.run.own_code", str(order), str(answer), *kinds]
+    # -B: a check leaves no compiled files beside the user's.
+    command = [sys.executable, "-B", "-m", "tandem.coordinator.run.own_code", str(order), str(answer), *kinds]
     with output.open("wb") as out:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
     deadline_s = config.cluster.deadlines.join_s
