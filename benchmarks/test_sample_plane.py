@@ -145,6 +145,7 @@ def generated(order: Generate) -> Iterator[Frames]:
                 num_tokens=len(group.prompt_ids) + num_made,
                 oldest_version=0,
                 newest_version=0,
+                tokens_by_version=(num_made,),
                 num_turns=1,
                 finish_reason="stop",
                 reward=float(sample % 3),

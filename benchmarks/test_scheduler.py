@@ -61,12 +61,16 @@ NUM_SAMPLES = 4
 MEMORY = MemoryUse(peak=0, held=0)
 
 
-def sample(group: int, number: int) -> SampleScored:
+def sample(group: int, number: int, version: int) -> SampleScored:
     return SampleScored(
         group=group,
         sample=number,
         prompt_length=100,
         response_length=900,
+        num_tokens=1000,
+        oldest_version=version,
+        newest_version=version,
+        tokens_by_version=(900,),
         num_turns=1,
         finish_reason="stop",
         reward=float(number % 2),
@@ -80,7 +84,9 @@ def replies(action: Dispatch | DispatchPrompts | DispatchBatch) -> list[Reply]:
     if isinstance(action, DispatchPrompts):
         command_id, step, purpose = action.command_id, action.step, action.purpose
         finished: list[Reply] = [
-            SamplesFinished(command_id=command_id, step=step, purpose=purpose, samples=(sample(group, number),))
+            SamplesFinished(
+                command_id=command_id, step=step, purpose=purpose, samples=(sample(group, number, step - 1),)
+            )
             for group in action.groups
             for number in range(NUM_SAMPLES)
         ]

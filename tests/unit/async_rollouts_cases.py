@@ -137,8 +137,8 @@ def continued_logprobs(old: Any, new: Any, prompt: list[int], made: list[int], n
 
 @pytest.mark.parametrize("recomputes", [True, False])
 def test_a_version_is_taken_between_two_tokens(start: Start, recomputes: bool) -> None:
-    generation = {**IN_FLIGHT, "recompute_kv_cache_after_weight_updates": recomputes}
-    rollout = start(ScoresAtOnce, generation=generation)
+    async_grpo = {**IN_FLIGHT, "recompute_kv_cache_after_weight_updates": recomputes}
+    rollout = start(ScoresAtOnce, generation={}, async_grpo=async_grpo)
     groups = [rollout.group(number, range(2)) for number in range(3)]  # one more than there are slots
     order = rollout.start(*groups, max_new_tokens=30, ends=False)
     for _ in range(12):
@@ -170,7 +170,7 @@ def test_a_version_is_taken_between_two_tokens(start: Start, recomputes: bool) -
 
 
 def test_requests_added_later_use_nothing_of_the_weights_before(start: Start) -> None:
-    rollout = start(ScoresAtOnce, generation={**IN_FLIGHT, "async_engine": True})
+    rollout = start(ScoresAtOnce, generation={"async_engine": True}, async_grpo=IN_FLIGHT)
     group = rollout.group(12345678901234567, range(2))  # a prompt of more than a block of vLLM's cache
     order = rollout.start(group, max_new_tokens=16, ends=False)
     for _ in range(6):
@@ -193,7 +193,7 @@ def test_requests_added_later_use_nothing_of_the_weights_before(start: Start) ->
 
 @pytest.mark.parametrize(("in_flight", "version"), [(False, 1), (True, 0)], ids=["not in flight", "mended"])
 def test_otherwise_what_was_begun_is_given_up(start: Start, in_flight: bool, version: int) -> None:
-    rollout = start(ScoresAtOnce, generation={"in_flight_weight_updates": in_flight})
+    rollout = start(ScoresAtOnce, generation={}, async_grpo={"in_flight_weight_updates": in_flight})
     group = rollout.group(0, range(3))
     expected = tokens_of(rollout.run(group))
     rollout.start(group, max_new_tokens=30, ends=False)
@@ -206,7 +206,7 @@ def test_otherwise_what_was_begun_is_given_up(start: Start, in_flight: bool, ver
 
 
 def test_nothing_goes_on_with_torn_weights(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    rollout = start(ScoresAtOnce, generation=IN_FLIGHT)
+    rollout = start(ScoresAtOnce, generation={}, async_grpo=IN_FLIGHT)
     group = rollout.group(0, range(3))
     expected = tokens_of(rollout.run(group))
     rollout.start(group, max_new_tokens=30, ends=False)

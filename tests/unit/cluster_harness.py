@@ -152,6 +152,12 @@ def result(group: int, sample: int, reward: float = 0.0, **components: float) ->
     return scored(group, sample, response_length=1 + sample, reward=reward, components=components)
 
 
+def made_with(sample: SampleScored, oldest: int, newest: int) -> SampleScored:
+    """Return a sample that was begun with one version and ended with another."""
+    counts = (*[0] * (newest - oldest), sample.response_length)
+    return msgspec.structs.replace(sample, oldest_version=oldest, newest_version=newest, tokens_by_version=counts)
+
+
 class Cluster:
     """Drives a scheduler with obedient processes; one second passes between an order and its answer."""
 
@@ -165,6 +171,8 @@ class Cluster:
         self.done: list[Action] = []
         self.orders: list[Dispatch | DispatchPrompts | DispatchBatch] = []
         self.adjust: Callable[[Reply], Reply] = lambda reply: reply
+        self.begun_with: dict[int, int] = {}
+        """The weights that the engine held which was given an order to generate."""
 
     def give(self, event: Any) -> list[Action]:
         actions: list[Action] = []
@@ -175,6 +183,8 @@ class Cluster:
                 actions += self.give(drawn)
                 continue
             actions.append(action)
+            if isinstance(action, DispatchPrompts):
+                self.begun_with[action.command_id] = self.plan.publication.engines[action.member].version
             if isinstance(action, Dispatch | DispatchPrompts | DispatchBatch):
                 self.pending.append(action)
                 self.orders.append(action)
@@ -200,7 +210,12 @@ class Cluster:
 
     def send_samples(self, order: DispatchPrompts) -> None:
         """Have an engine finish every sample of an order."""
-        samples = tuple(self.result(group, i) for group in order.groups for i in range(self.num_samples))
+        oldest = self.begun_with[order.command_id]
+        engine = self.plan.publication.engines.get(order.member)
+        newest = engine.version if engine is not None and engine.version >= 0 else oldest
+        samples = tuple(
+            made_with(self.result(group, i), oldest, newest) for group in order.groups for i in range(self.num_samples)
+        )
         reply = SamplesFinished(command_id=order.command_id, step=order.step, purpose=order.purpose, samples=samples)
         self.give(Replied(now=self.now, member=order.member, reply=reply))
 

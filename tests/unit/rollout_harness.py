@@ -88,20 +88,31 @@ class Rollout:
         total: int = 64,
         model: Mapping[str, Any] | None = None,
         generation: Mapping[str, Any] | None = None,
+        async_grpo: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
-        """`environment` is the path of its class; `model` and `generation` are settings beside the usual ones."""
+        """`environment` is the path of its class; `model` and `generation` are settings beside the usual ones.
+
+        With `async_grpo`, settings as well, it generates beside training.
+        """
         write_new_model(folder / "model", NewModel(config={"model_type": "qwen3"}, characters=CHARACTERS))
         self.model = make_model("qwen3", folder / "model", vocab_size=len(CHARACTERS) + 3, **(model or {}))
         self.config = build_config(
             {
-                "grpo": {"max_rollout_turns": turns},
+                "grpo": {
+                    "max_rollout_turns": turns,
+                    "async_grpo": {"enabled": async_grpo is not None, **(async_grpo or {})},
+                },
                 "policy": {
                     "model_name": str(folder / "model"),
                     "max_total_sequence_length": total,
                     "precision": "float32",
                     "tokenizer": {"chat_template": TEMPLATE},
-                    "generation": {"transformers_cfg": {"num_slots": 5}, **(generation or {})},
+                    "generation": {
+                        "transformers_cfg": {"num_slots": 5},
+                        "colocated": {"enabled": async_grpo is None},
+                        **(generation or {}),
+                    },
                 },
                 "data": {"dataset_name": "jsonl", "train_data_path": "train.jsonl"},
                 "env": {"mine": {"class": environment, **settings}},

@@ -39,6 +39,10 @@ def scored(group: int, sample: int, *, prompt_length: int = 1, response_length: 
         "correct": False,
         "response": "",
     }
+    if "tokens_by_version" not in known:
+        versions = usual | known
+        span = versions["newest_version"] - versions["oldest_version"]
+        usual["tokens_by_version"] = (response_length, *[0] * span)
     return SampleScored(
         group=group, sample=sample, prompt_length=prompt_length, response_length=response_length, **usual | known
     )

@@ -103,6 +103,7 @@ def sample(group: int, number: int, made: int, turns: int = 1) -> SampleScored:
         num_tokens=len(PROMPTS[group]) + made + (2 if turns == 2 else 0),
         oldest_version=VERSION,
         newest_version=VERSION,
+        tokens_by_version=(made,),
         num_turns=turns,
         finish_reason="stop",
         reward=0.5,
@@ -339,6 +340,14 @@ SENT: dict[str, tuple[Tampering, str]] = {
     ),
     "version long gone": (say("samples.0.oldest_version", 2), r".*oldest_version: 2, must be one that .* held then: 3"),
     "negative version": (say("samples.0.oldest_version", -1), r"samples\[0\].oldest_version: Expected `int` >= 0"),
+    "other tokens by version": (
+        say("samples.0.tokens_by_version", [3]),
+        r".*tokens_by_version: \(3,\), must be those of the response, 2, by version",
+    ),
+    "more versions than there are": (
+        say("samples.0.tokens_by_version", [1, 1]),
+        r".*tokens_by_version: \(1, 1\), must be those of the response, 2, by version",
+    ),
     "text": (say("samples.0.response", "12"), r"samples\[0\].response: 12, must be empty: only validation has text"),
     "response of -5": (say("samples.0.response_length", -5), r"samples\[0\].response_length: Expected `int` >= 1"),
     "response of 10^9": (say("samples.0.response_length", 10**9), r"samples\[0\].response_length: 1000000000, must .*"),
@@ -532,7 +541,9 @@ def test_what_an_order_to_generate_gives_up_is_not_heard_any_more() -> None:
 
 
 def with_versions(oldest: int, newest: int) -> SamplesFinished:
-    first = msgspec.structs.replace(SAMPLES[0], oldest_version=oldest, newest_version=newest)
+    counts = (*[0] * (newest - oldest), SAMPLES[0].response_length)
+    versions: Any = {"oldest_version": oldest, "newest_version": newest, "tokens_by_version": counts}
+    first = msgspec.structs.replace(SAMPLES[0], **versions)
     return msgspec.structs.replace(FINISHED, samples=(first,))
 
 

@@ -8,7 +8,9 @@ import msgspec
 import pytest
 from cluster_harness import GRPO, Cluster, lose, replace
 
-from tandem.coordinator.scheduler.events import Action, DispatchBatch, DispatchPrompts, Finish
+from tandem.common.messages import Refit
+from tandem.coordinator.scheduler.engines import Status
+from tandem.coordinator.scheduler.events import Action, Dispatch, DispatchBatch, DispatchPrompts, Finish
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.spec import Balance, DynamicSampling
 
@@ -18,16 +20,26 @@ LAST_STEP = 6
 class Aged(Cluster):
     """A cluster that notes how old the weights are that samples are made with, and what goes on at once."""
 
-    def __init__(self, seed: int, age: int, balance: Balance | None, dynamic: DynamicSampling | None = None) -> None:
+    def __init__(
+        self,
+        seed: int,
+        age: int,
+        balance: Balance | None,
+        dynamic: DynamicSampling | None = None,
+        *,
+        in_flight: bool = False,
+    ) -> None:
         self.age = age
         self.random = random.Random(seed)
         self.ages: set[int] = set()
         self.generated_while_training = False
+        self.refitted_in_flight = False
         super().__init__(
             msgspec.structs.replace(
                 GRPO,
                 last_step=LAST_STEP,
                 max_trajectory_age_steps=age,
+                updates_in_flight=in_flight,
                 max_replacements=100,
                 balance=balance,
                 dynamic_sampling=dynamic,
@@ -45,7 +57,21 @@ class Aged(Cluster):
                 assert 0 <= action.step - 1 - version <= self.age, f"step {action.step}, version {version}"
                 self.ages.add(action.step - 1 - version)
                 self.generated_while_training |= self.plan.progress.is_training
+            if isinstance(action, DispatchBatch) and action.purpose == "train":
+                self.check_trained_on(action.step)
+            if isinstance(action, Dispatch) and isinstance(action.order, Refit):
+                self.refitted_in_flight |= self.plan.groups.num_in_flight(action.member) > 0
         return actions
+
+    def check_trained_on(self, step: int) -> None:
+        """Assert that what a step trains on is young enough and proven, and that no engine reads what it changes."""
+        publication, of_step = self.plan.publication, self.plan.groups.of_step(step, "train")
+        assert of_step is not None
+        assert not publication.engines.num_having(Status.REFITTING)
+        for group in of_step.groups:
+            assert step - 1 - self.age <= group.oldest_version <= group.newest_version < step
+            engine = publication.engines[str(group.engine)]
+            assert group.newest_version < engine.version or engine.is_attested
 
     def run(self, *, chance_of_loss: float = 0.0) -> None:
         self.join_all()
@@ -67,12 +93,13 @@ class Aged(Cluster):
 @pytest.mark.parametrize("balance", [None, Balance(width=2, timeout_s=None)])
 @pytest.mark.parametrize("age", [0, 1, 2])
 @pytest.mark.parametrize("chance_of_loss", [0.0, 0.03])
+@pytest.mark.parametrize("in_flight", [False, True])
 def test_every_step_is_done_once_with_samples_that_are_young_enough(
-    age: int, balance: Balance | None, chance_of_loss: float
+    age: int, balance: Balance | None, chance_of_loss: float, in_flight: bool
 ) -> None:
-    ages, overlaps = set(), False
+    ages, overlaps, refitted = set(), False, False
     for seed in range(12):
-        cluster = Aged(seed, age, balance)
+        cluster = Aged(seed, age, balance, in_flight=in_flight)
         cluster.run(chance_of_loss=chance_of_loss)
         assert cluster.commits() == list(range(LAST_STEP + 1))
         assert cluster.done[-1] == Finish(outcome="finished")
@@ -80,6 +107,8 @@ def test_every_step_is_done_once_with_samples_that_are_young_enough(
         assert trained == list(range(1, LAST_STEP + 1))
         ages |= cluster.ages
         overlaps |= cluster.generated_while_training
+        refitted |= cluster.refitted_in_flight
+    assert refitted == (age > 0 and in_flight)
     assert max(ages) <= age
     assert overlaps == (age > 0), "generation waits for training exactly in synchronous runs"
     if age:

@@ -30,6 +30,8 @@ MAX_NAME, MAX_TEXT, MAX_TRACEBACK = 200, 10_000, 200_000
 """Characters; senders cut longer texts off."""
 MAX_COMPONENTS = 100
 """Of a reward."""
+MAX_VERSIONS = 1000
+"""Weight versions that the tokens of one sample are made with."""
 
 Count = Annotated[int, Meta(ge=0, le=2**62)]
 """A number of something, or the number of something."""
@@ -369,6 +371,8 @@ class SampleScored(Message, frozen=True, kw_only=True):
     oldest_version: Count
     newest_version: Count
     """The weight versions that the tokens were made with: from the oldest to this one."""
+    tokens_by_version: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=MAX_VERSIONS)]
+    """Tokens that each of these made, from the oldest to the newest."""
     num_turns: Positive
     """Responses the policy gave: one, unless the environment answers."""
     finish_reason: Literal["stop", "length", "turns"]

@@ -98,6 +98,7 @@ class Conversation:
             num_tokens=self.num_tokens,
             oldest_version=int(made_versions_T.min()),
             newest_version=int(made_versions_T.max()),
+            tokens_by_version=tuple(np.bincount(made_versions_T - made_versions_T.min()).tolist()),
             num_turns=self.num_turns,
             finish_reason=scored if cause == "score" else cause,
             reward=self.reward + score.reward,

@@ -181,11 +181,11 @@ class RolloutService:
 
         Orders are carried out between two steps of the engine: that is the token boundary.
         """
-        engine, generation = self._built(), self._config.policy.generation
+        engine, config = self._built(), self._config
         receives = not order.only or self._member.name in order.only
         # A version that comes again mends an engine: what it made of the first attempt does not count.
         is_newer = engine.version is not None and order.version > engine.version
-        keeps_requests = receives and is_newer and generation.in_flight_weight_updates
+        keeps_requests = receives and is_newer and config.updates_in_flight
         if receives and not keeps_requests:
             self._give_up([*self._generations])
         if receives:
@@ -196,7 +196,7 @@ class RolloutService:
             if engine.version is None:  # torn: the coordinator asks for all of it again
                 self._give_up([*self._generations])
             raise
-        if keeps_requests and generation.recompute_kv_cache_after_weight_updates:
+        if keeps_requests and config.rollout_section.async_grpo.recompute_kv_cache_after_weight_updates:
             engine.recompute_caches()
 
     # --- generation --------------------------------------------------------------------------------------------------

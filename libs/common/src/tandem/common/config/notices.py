@@ -135,6 +135,26 @@ def _rewards(config: Config) -> Iterator[str]:
         yield _vain(f"{key}.reward_weights", estimator.reward_weights, f"{key}.name is {estimator.name}")
 
 
+def _asynchronous(config: Config) -> Iterator[str]:
+    """What was generated with older weights needs a correction; what is not asynchronous needs no updates in flight."""
+    if not config.declaration.rolls_out:
+        return
+    asynchronous, key = config.rollout_section.async_grpo, f"{config.algorithm}.async_grpo"
+    if config.max_trajectory_age_steps:
+        if not config.loss_fn.use_importance_sampling_correction:
+            yield (
+                "loss_fn.use_importance_sampling_correction is false: samples of older weights count as though the "
+                f"newest had made them ({key}.max_trajectory_age_steps: {asynchronous.max_trajectory_age_steps})"
+            )
+        if asynchronous.recompute_kv_cache_after_weight_updates and not asynchronous.in_flight_weight_updates:
+            why = f"{key}.in_flight_weight_updates is false"
+            yield _vain(f"{key}.recompute_kv_cache_after_weight_updates", True, why)
+        return
+    for name in ("in_flight_weight_updates", "recompute_kv_cache_after_weight_updates"):
+        if getattr(asynchronous, name):
+            yield _vain(f"{key}.{name}", True, f"{key}.enabled is false")
+
+
 def _seed(config: Config) -> Iterator[str]:
     """NeMo-RL draws what it holds out of some data sets."""
     if config.data.seed is not None:
@@ -170,6 +190,7 @@ _NOTICES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _megatron,
     _data_parallel,
     _rewards,
+    _asynchronous,
     _seed,
     _puzzle,
     _nodes,

@@ -45,11 +45,8 @@ NOT_SUPPORTED_YET = (Row("policy.generation.vllm_cfg.precision", _PRECISIONS, _v
 NO_EFFECT_YET = (
     Row("logger.monitor_gpus", (False,)),
     Row("data.add_system_prompt", (False,)),
-    Row("policy.generation.in_flight_weight_updates", (False,), _rolls_out),
-    Row("policy.generation.recompute_kv_cache_after_weight_updates", (False,), _rolls_out),
 )
-"""Accepted with a notice: a run without it gives the same result. NeMo-RL's base files switch the first two on; engines
-do the others, but no weights move yet while they generate."""
+"""Accepted with a notice: a run without it gives the same result. NeMo-RL's base files switch these on."""
 
 
 def refusal(config: Config) -> str | None:

@@ -118,7 +118,9 @@ class GrpoAlgorithm:
         """Return the training batch of `step` and the metrics of its samples."""
         assert purpose == "train", "GRPO validates by generating"
         groups = self.prompt_groups(step, "train", sorted({record.scored.group for record in records}))
-        return training_batch(self._config, records, {group.group: group.prompt_ids for group in groups})
+        batch, metrics = training_batch(self._config, records, {group.group: group.prompt_ids for group in groups})
+        ages = age_metrics(step, [record.scored for record in records], self._config.max_trajectory_age_steps)
+        return batch, metrics | ages
 
     def describe(self, samples: Sequence[SampleScored]) -> list[str]:
         """Describe validation samples: what was asked, what came, what it was worth."""
@@ -251,6 +253,27 @@ def sample_metrics(config: Config, samples: Sequence[SampleScored]) -> dict[str,
         "groups_without_spread": float(np.mean(np.array(spreads) == 0)),
         **turn_metrics(config, samples),
         **failure_metrics(samples),
+    }
+
+
+def age_metrics(step: int, samples: Sequence[SampleScored], oldest_age: int) -> dict[str, float]:
+    """Return how old the weights are that a step's samples were made with, where they may be older than the newest.
+
+    The age of a weight version is the number of training steps that it lies behind those that the step begins with. A
+    sample is as old as the weights it was begun with (NeMo-RL's ``avg_trajectory_age``); tokens have ages of their own.
+    """
+    if not oldest_age:
+        return {}
+    ages_S = np.array([step - 1 - sample.oldest_version for sample in samples])
+    num_tokens = np.zeros(oldest_age + 1)
+    for age, sample in zip(ages_S.tolist(), samples, strict=True):
+        for newer, count in enumerate(sample.tokens_by_version):
+            num_tokens[age - newer] += count
+    shares = num_tokens / num_tokens.sum()
+    return {
+        "avg_trajectory_age": float(ages_S.mean()),
+        "max_trajectory_age": float(ages_S.max()),
+        **{f"token_share/age_{age}": float(share) for age, share in enumerate(shares)},
     }
 
 

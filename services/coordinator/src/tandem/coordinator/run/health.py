@@ -19,6 +19,8 @@ LOW_ENTROPY = 0.01
 HIGH_PROBABILITY_ERROR = 1.1
 """`token_mult_prob_error`: how many times likelier or less likely a token is to the trainer than to the engine, in the
 mean. Different kernels make it 1.01 to 1.02 in bfloat16; with much more, samples are another policy's."""
+HIGH_PROBABILITY_ERROR_OF_AGE = 1.5
+"""The same where samples may be of older weights, which alone make it 1.0 to 1.2 at usual learning rates."""
 
 Metrics = Mapping[str, float]
 
@@ -132,10 +134,14 @@ def _of_samples(config: Config) -> Iterator[Condition]:
     precisions = "policy.precision"
     if generation.backend == "vllm":
         precisions += ", policy.generation.vllm_cfg.precision"
+    age = config.max_trajectory_age_steps
+    high = HIGH_PROBABILITY_ERROR_OF_AGE if age else HIGH_PROBABILITY_ERROR
+    of_age = f"{config.algorithm}.async_grpo.max_trajectory_age_steps ({age}), the learning rate, "
     yield Condition(
         metric="token_mult_prob_error",
-        holds=lambda metrics: not metrics["token_mult_prob_error"] <= HIGH_PROBABILITY_ERROR,
+        holds=lambda metrics: not metrics["token_mult_prob_error"] <= high,
         evidence="engine and trainer have disagreed on the probability of tokens, by a factor of "
         "{token_mult_prob_error:.3g} at last (token_mult_prob_error)",
-        look_at=f"{precisions}, and loss_fn.use_importance_sampling_correction if samples are of older weights",
+        look_at=f"{of_age if age else ''}{precisions}, and loss_fn.use_importance_sampling_correction if samples are "
+        "of older weights",
     )

@@ -98,7 +98,7 @@ class Loop:
         self._algorithm = algorithm
         self._batches = batches
         self._recorder = recorder
-        self._step_metrics = StepMetrics()
+        self._step_metrics = self._new_metrics()
         self._refits = RefitMetrics()
         self._sent: dict[int, Sent] = {}
         self._generated: dict[str, list[tuple[int, int]]] = {}
@@ -276,9 +276,13 @@ class Loop:
         for line in self._algorithm.describe(action.validated[: self._recorder.num_examples]):
             self._recorder.note(line)
         self._step_metrics.metrics.update(self._algorithm.validation_metrics(action.validated))
+        self._step_metrics.metrics.update(action.metrics)
         self._release_samples(action.step)
         self._recorder.commit(action, self._step_metrics)
-        self._step_metrics = StepMetrics()
+        self._step_metrics = self._new_metrics()
+
+    def _new_metrics(self) -> StepMetrics:
+        return StepMetrics(is_asynchronous=not self._scheduler.spec.is_synchronous)
 
     def stop(self, reason: str) -> None:
         """End every process: ask, wait, kill."""

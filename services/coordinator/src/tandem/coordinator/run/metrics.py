@@ -13,8 +13,10 @@ Number = TypeVar("Number", int, float)
 class StepMetrics:
     """Metrics and seconds of one step."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_asynchronous: bool = False) -> None:
+        """`is_asynchronous`: whether engines generate while trainers train."""
         self.metrics: dict[str, float] = {}
+        self._is_asynchronous = is_asynchronous
         self._training_seconds: dict[str, float] = {}
         self._rewards_s = 0.0
         self._num_generated_tokens = 0
@@ -63,7 +65,8 @@ class StepMetrics:
             seconds["policy_training"] = training - logprobs
         if self._num_generated_tokens:
             self.metrics["tokens_per_s"] = self._num_generated_tokens / seconds["total"]
-            self.metrics["generation_tokens_per_s"] = self._num_generated_tokens / max(seconds["generation"], 1e-9)
+            if seconds.get("generation") and not self._is_asynchronous:  # else it is the time trainers waited for it
+                self.metrics["generation_tokens_per_s"] = self._num_generated_tokens / seconds["generation"]
         else:
             self._memory.pop("generation_trainer", None)  # there is no generation to wait for
         self.metrics |= {f"memory_{name}_gb": num_bytes / 1e9 for name, num_bytes in self._memory.items()}

@@ -231,7 +231,7 @@ def _samples_finished(asked: _Asked, reply: SamplesFinished) -> None:
 
     Its prompt is as long as the one asked for; what the policy made is within the limits of the order, of
     `policy.max_total_sequence_length` and of `grpo.max_rollout_turns`. The versions are ones that the engine held since
-    it was given the order. There is text for validation alone.
+    it was given the order, and its tokens are counted by them. There is text for validation alone.
     """
     _same(asked, reply, "step", "purpose")
     _check_samples(asked, reply.samples)
@@ -243,6 +243,9 @@ def _samples_finished(asked: _Asked, reply: SamplesFinished) -> None:
                 _fits(False, row, field, sample, f"one that the engine held then: {_some(held)}")
         oldest, newest = sample.oldest_version, sample.newest_version
         _fits(oldest <= newest, row, "oldest_version", sample, "at most the newest, {}", newest)
+        counts = sample.tokens_by_version
+        fits = len(counts) == newest - oldest + 1 and sum(counts) == sample.response_length
+        _fits(fits, row, "tokens_by_version", sample, "those of the response, {}, by version", sample.response_length)
         has_text = bool(sample.response) and reply.purpose == "train"
         _fits(not has_text, row, "response", sample, "empty: only validation has text")
         if (sample.group, sample.sample) not in asked.arrived:  # an order that is sent again is answered again

@@ -56,6 +56,8 @@ def run_spec(
         # Where the two take turns, no engine generates while a trainer steps.
         allow_alias=config.takes_turns and config.refit.alias == "auto",
         is_verified=config.refit.verify != "off",
+        max_trajectory_age_steps=config.max_trajectory_age_steps,
+        updates_in_flight=config.updates_in_flight,
         max_stored_tokens=config.policy.generation.max_stored_tokens,
         max_replacements=config.cluster.max_replacements,
         balance=_balance(config),

@@ -14,7 +14,7 @@ import functools
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 from typing import Protocol
 
 from tandem.coordinator.scheduler.groups import Group
@@ -73,8 +73,7 @@ class PinnedAssignment:
         """Have groups wait for their engine."""
         for group in groups:
             assert group.engine is not None, "every group has been pinned"
-            waiting = self._waiting.setdefault(group.engine, [])
-            waiting.insert(sum(map(_goes_first, waiting)) if _goes_first(group) else len(waiting), group)
+            _queue(self._waiting.setdefault(group.engine, []), group)
 
     def choose(self, can_generate: CanGenerate, now: float) -> Assigned:
         """Give every engine what waits for it, as far as it can generate that."""
@@ -146,9 +145,9 @@ class BalancedAssignment:
             self._update(engine)
 
     def put_back(self, groups: Sequence[Group]) -> None:
-        """Have groups wait for whoever has room, after those that wait already."""
-        self._waiting.extendleft(reversed([group for group in groups if _goes_first(group)]))
-        self._waiting.extend(group for group in groups if not _goes_first(group))
+        """Have groups wait for whoever has room, after those of their step that wait already."""
+        for group in groups:
+            _queue(self._waiting, group)
 
     def choose(self, can_generate: CanGenerate, now: float) -> Assigned:
         """Give the next group to the engine with room that has the fewest outstanding tokens, until none has room."""
@@ -225,6 +224,15 @@ class BalancedAssignment:
             heapq.heappush(self._least, (load.num_tokens, load.place, engine))
 
 
-def _goes_first(group: Group) -> bool:
-    """Tell whether no other group may hold one up: a step waits for its validation, and nothing of that is stored."""
-    return group.purpose == "validate"
+def _queue(waiting: MutableSequence[Group], group: Group) -> None:
+    """Insert a group behind those that are needed no later than it is."""
+    at = len(waiting)
+    while at and _turn(waiting[at - 1]) > _turn(group):
+        at -= 1
+    waiting.insert(at, group)
+
+
+def _turn(group: Group) -> tuple[bool, int]:
+    """Return what groups are sorted by: a step waits for its validation, of which nothing is stored, and then for the
+    step before it."""
+    return group.purpose != "validate", group.step

@@ -196,6 +196,8 @@ class CommitStep(msgspec.Struct, frozen=True, kw_only=True):
     """Wall seconds by phase of this step, and ``total``."""
     validated: tuple[SampleScored, ...] = ()
     """The samples of its validation, in order; none if it had none, or evaluates a batch."""
+    metrics: dict[str, float] = {}
+    """Of an asynchronous run: how long engines and trainers were idle, and what waited to be trained on."""
 
 
 class Say(msgspec.Struct, frozen=True, kw_only=True):

@@ -59,6 +59,16 @@ class Group:
         self.results: dict[int, SampleScored] = {}
         """By the sample's place in the group."""
 
+    @property
+    def oldest_version(self) -> int:
+        """The oldest weights that any of its samples were made with."""
+        return min(sample.oldest_version for sample in self.results.values())
+
+    @property
+    def newest_version(self) -> int:
+        """The newest weights that any of its samples were made with."""
+        return max(sample.newest_version for sample in self.results.values())
+
     def records(self) -> list[SampleRecord]:
         """Return what is known of the samples that are there, in order."""
         assert self.engine is not None, "a result comes from an engine"
@@ -77,6 +87,8 @@ class StepGroups:
         self.num_ready = 0
         self.num_requests = 0
         """`Generate` orders that are not answered."""
+        self.newest_versions: dict[str, int] = {}
+        """The newest weights that each engine has made any of the groups with that are ready."""
 
     @property
     def is_ready(self) -> bool:
@@ -101,6 +113,8 @@ class GroupTable:
         """Tokens that each rollout keeps of each training step; what no longer counts is released with the step."""
         self._awaited: dict[str, int] = {}
         """Tokens that each rollout may have to keep of what it is generating."""
+        self._num_in_flight: dict[Purpose, dict[str, int]] = {"train": {}, "validate": {}}
+        """Groups that each engine is generating; engines that generate none are not there."""
 
     def __iter__(self) -> Iterator[Group]:
         return (group for step in self._steps.values() for group in step.groups)
@@ -136,6 +150,7 @@ class GroupTable:
             group.state, group.engine, group.request = GroupState.IN_FLIGHT, engine, request
             group.unfinished = set(range(group.size.num_samples))
             self._await_tokens(group, group.size.num_samples)
+            self._count_in_flight(group, 1)
             self._of_engine.setdefault(engine, {})[group] = None
 
     def close_request(self, request: int) -> None:
@@ -163,8 +178,10 @@ class GroupTable:
                 of_engine[group.step] = of_engine.get(group.step, 0) + sample.num_tokens
             news[group] = news.get(group, 0) + 1
             if not group.unfinished:
+                self._count_in_flight(group, -1)
                 group.state = GroupState.READY
                 of_step.num_ready += 1
+                self._note_versions(of_step, group)
         return list(news.items())
 
     def of_engine(self, engine: str, *states: GroupState) -> list[Group]:
@@ -173,14 +190,37 @@ class GroupTable:
 
     def put_back(self, groups: Iterable[Group]) -> None:
         """Have groups wait again: what was made of them does not count."""
+        changed: dict[str, None] = {}
         for group in groups:
             of_step = self._steps[group.step, group.purpose]
             of_step.num_ready -= group.state is GroupState.READY
             assert group.engine is not None, "only what was assigned is put back"
             del self._of_engine[group.engine][group]
             self._await_tokens(group, -len(group.unfinished))
+            self._count_in_flight(group, -(group.state is GroupState.IN_FLIGHT))
             group.state = GroupState.WAITING
             group.unfinished, group.results = set(), {}
+            if of_step.newest_versions.pop(group.engine, None) is not None:
+                changed[group.engine] = None
+        for engine in changed:
+            for group in self.of_engine(engine, GroupState.READY):
+                self._note_versions(self._steps[group.step, group.purpose], group)
+
+    def num_in_flight(self, engine: str, *purposes: Purpose) -> int:
+        """Return how many groups an engine is generating, of some purposes or of any."""
+        return sum(self._num_in_flight[purpose].get(engine, 0) for purpose in purposes or self._num_in_flight)
+
+    @property
+    def num_generating(self) -> int:
+        """Engines that are generating."""
+        train, validate = self._num_in_flight["train"], self._num_in_flight["validate"]
+        return len(train) + (len(validate.keys() - train.keys()) if validate else 0)
+
+    def num_ready_after(self, step: int) -> int:
+        """Return how many groups are ready that later steps train on."""
+        return sum(
+            of.num_ready for (of_step, purpose), of in self._steps.items() if of_step > step and purpose == "train"
+        )
 
     def num_tokens(self, engine: str) -> int:
         """Return how many tokens a rollout keeps, or may have to, until the steps they are for are done."""
@@ -226,6 +266,19 @@ class GroupTable:
             awaited = self._awaited.get(group.engine, 0) + num_samples * group.size.num_tokens
             self._awaited[group.engine] = awaited
 
+    def _count_in_flight(self, group: Group, change: int) -> None:
+        assert group.engine is not None, "only what was assigned is in flight"
+        counts = self._num_in_flight[group.purpose]
+        counts[group.engine] = counts.get(group.engine, 0) + change
+        if not counts[group.engine]:
+            del counts[group.engine]
+
+    def _note_versions(self, of_step: StepGroups, group: Group) -> None:
+        newest, engine = of_step.newest_versions, str(group.engine)
+        newest[engine] = max(newest.get(engine, -1), group.newest_version)
+
     def _forget_engine(self, group: Group) -> None:
         if group.engine is not None:
+            if group.state is GroupState.IN_FLIGHT:
+                self._count_in_flight(group, -1)
             self._of_engine.get(group.engine, {}).pop(group, None)

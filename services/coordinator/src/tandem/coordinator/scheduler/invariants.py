@@ -53,8 +53,14 @@ def _validate_engines(scheduler: Scheduler) -> None:
         engine = engines[name]
         assert engine.version <= scheduler.publication.version, f"{name} holds what no trainer has made"
         assert engine.status is Status.HOLDING or not engine.is_attested, f"{name}: attested is what is held"
-        if scheduler.groups.of_engine(name, GroupState.IN_FLIGHT):
-            assert engine.status is Status.HOLDING, f"{name} generates while {engine.status.value}"
+        in_flight = scheduler.groups.of_engine(name, GroupState.IN_FLIGHT)
+        assert scheduler.groups.num_in_flight(name) == len(in_flight), f"{name}: what is in flight is counted"
+        if in_flight:
+            may = {Status.HOLDING, *([Status.REFITTING] if scheduler.spec.updates_in_flight else [])}
+            assert engine.status in may, f"{name} generates while {engine.status.value}"
+        if engine.status is Status.REFITTING:
+            validating = [group for group in in_flight if group.purpose == "validate"]
+            assert not validating, f"{name} validates with weights that change"
         waits = engine.status in (Status.BUILDING, Status.INSTALLING, Status.REFITTING)
         assert waits == bool(engine.awaited), f"{name}, {engine.status.value}, waits for {engine.awaited}"
         assert all(request in scheduler.requests for request in engine.awaited), f"{name} waits for what nobody owes"
@@ -68,7 +74,7 @@ def _validate_step(scheduler: Scheduler) -> None:
     assert all(group.step == scheduler.step for group in taken), "only the step in progress is trained on"
     if progress.is_training:
         waiting = scheduler.requests.num_for(Phase.TRAINING)
-        assert waiting, "somebody trains"
+        assert waiting or scheduler.publication.is_attesting, "somebody trains, or what came before is being proven"
         assert {group.purpose for group in taken} == ({"train"} if scheduler.spec.has_engines else set()), (
             "trained on are the step's groups"
         )

@@ -97,7 +97,7 @@ class Publication:
         self._is_transferred = False
         """Whether every engine that it was begun with holds it, and digests are taken."""
         self._num_behind = 0
-        """Engines that hold an older version; some may be lost meanwhile."""
+        """Engines that hold an older version than what is offered."""
         self._trainers: list[str] = []
         self._connecting: dict[str, set[int]] = {}
         """Requests that must be answered before a mesh is connected again."""
@@ -105,6 +105,8 @@ class Publication:
         """Of each process, by worker shard; of what it holds."""
         self._unattested: set[str] = set()
         """Members whose digests were asked for and have not come."""
+        self._unattested_trainers: set[str] = set()
+        """Those of them whose weights must not change before."""
         self._committing: tuple[str, ...] = ()
         """Engines whose digests the refit service compares."""
         self._record = RefitProgress()
@@ -119,19 +121,44 @@ class Publication:
 
     @property
     def is_settled(self) -> bool:
-        """Whether trainers may step: every engine has what it needs of the version they hold, and that is proven."""
+        """Whether every engine has what it needs of the version that trainers hold, and that is proven."""
         if not len(self.engines):
             return True
         is_read = self._is_transferred and not self.engines.num_having(Status.REFITTING)
-        return is_read and not self._unattested and not self._committing and self._is_everything_attested()
+        return is_read and not self.is_attesting and self._is_everything_attested()
+
+    @property
+    def is_attesting(self) -> bool:
+        """Whether it is yet to be proven that an engine holds what it should."""
+        is_asked = bool(self._unattested or self._committing)
+        return is_asked or self.engines.num_attested != self.engines.num_having(Status.HOLDING)
+
+    @property
+    def may_step(self) -> bool:
+        """Whether trainers may change their weights: nobody needs those of before any more.
+
+        Synchronous training waits until they are proven, too. Else that goes on beside the step.
+        """
+        if self._spec.is_synchronous or not len(self.engines):
+            return self.is_settled
+        is_read = self._is_transferred and not self._num_behind
+        is_read &= not self.engines.num_having(Status.READY, Status.REFITTING)
+        return is_read and not self._unattested_trainers
+
+    def is_proven(self, name: str, version: int) -> bool:
+        """Tell whether what an engine made with a version, and before, was made with what trainers held."""
+        engine = self.engines.get(name)
+        # No engine takes a version before the one that it has is attested.
+        return engine is None or version < engine.version or engine.is_attested
 
     def can_generate(self, engine: str, oldest_version: int, newest_version: int) -> bool:
-        """Tell whether an engine holds weights within these bounds."""
+        """Tell whether an engine holds weights within these bounds, and need not finish what it has to take others."""
         state = self.engines.get(engine)
         return (
             state is not None
             and state.status is Status.HOLDING
             and self._is_transferred_to(state)
+            and (self._spec.updates_in_flight or not self._is_behind(state))
             and oldest_version <= state.version <= newest_version
         )
 
@@ -240,7 +267,7 @@ class Publication:
         for member in dict.fromkeys([*senders, *takers]):
             fields = self._requests.open(member, Phase.REFITTING, self._remaining_s())
             if member in takers:
-                self._num_behind -= self.engines[member].status is Status.HOLDING
+                self._num_behind -= self._is_behind(self.engines[member])
                 self.engines.move(self.engines[member], Status.REFITTING, version=self.version)
                 self.engines[member].awaited = {fields["command_id"]}
             fields["deadline_s"] *= _SHARE_OF_TRANSFER
@@ -286,6 +313,7 @@ class Publication:
             case Attested(digests=digests):
                 self._digests[member] = by_part(member, digests)
                 self._unattested.discard(member)
+                self._unattested_trainers.discard(member)
                 return []
             case VersionCommitted():
                 return self._take_committed(reply)
@@ -329,6 +357,7 @@ class Publication:
             times = f"; it was replaced {most} times before" if most else ""
             raise ServiceLost(name, doing, why + times)
         self._requests.drop(name)
+        self._num_behind -= self._is_behind(engine)
         self._forget_digests(engine)
         if not self._record.seconds:  # what comes is a refit of this engine alone
             self._record = RefitProgress(started_at=self._requests.now, deadline=self._record.deadline)
@@ -385,6 +414,7 @@ class Publication:
             raise CommandFailed(engine.name, doing, why)
         self._record.quarantined[engine.name] = why
         self._requests.drop(engine.name, Phase.REFITTING, Phase.ATTESTING)
+        self._num_behind -= self._is_behind(engine)
         self._forget_digests(engine)
         self.engines.move(engine, Status.CONNECTING, version=-1)
         engine.awaited = set()
@@ -400,8 +430,14 @@ class Publication:
         expected = len(self.engines) if self._spec.is_synchronous else self.engines.num_having(Status.HOLDING)
         return self.engines.num_attested == expected
 
+    def _is_behind(self, engine: Engine) -> bool:
+        """Tell whether an engine can be brought to a newer version than the one it holds."""
+        return self._is_readable and engine.status is Status.HOLDING and engine.version < self.version
+
     def _is_transferred_to(self, engine: Engine) -> bool:
-        """Tell whether an engine may serve tokens: the others that are refitted with it hold the version as well."""
+        """Tell whether an engine may serve tokens; in synchronous training once the others hold the version as well."""
+        if not self._spec.is_synchronous:
+            return True
         return self._is_transferred or engine.version < self.version or not self._is_readable
 
     def _mesh_connected(self, name: str) -> None:
@@ -423,6 +459,7 @@ class Publication:
         if not self._spec.is_verified:
             return []
         self._unattested.update(members)
+        self._unattested_trainers.update(member for member in members if member not in self.engines)
         return [
             Dispatch(
                 member=member,

@@ -90,6 +90,10 @@ class PendingRequests:
         """Expect no more answers from `member`: to any request, or to those for some phases."""
         self._close_all(list(self.of(member, *phases)))
 
+    def drop_all(self, *phases: Phase) -> None:
+        """Expect no more answers to requests for these phases."""
+        self._close_all([request for request in self._by_id.values() if request.phase in phases])
+
     def drop_all_but(self, *phases: Phase) -> None:
         """Expect no more answers, except to requests for these phases."""
         self._close_all([request for request in self._by_id.values() if request.phase not in phases])

@@ -17,8 +17,8 @@ The tables: rollout groups (`groups`), engines (`engines`), pending requests (`r
 | advance | the step in progress is committed | the next one begins |
 | draw | a step is at most `max_trajectory_age_steps` ahead of the one in progress | its groups wait |
 | assign | an engine that holds a version young enough for a waiting group has room | it generates |
-| train | the step's groups are ready, and every version in them is attested | every rank trains |
-| offer | every rank has trained | trainers hold a new version; if samples were missing, these are made again |
+| train | the step's groups are ready, every version in them is attested, nobody reads weights | every rank trains |
+| offer | every rank has trained, and the version before is attested | trainers hold a new version |
 | finish | the last step is committed, and nothing is pending | the run ends |
 
 Synchronous training is an age of zero: nothing is generated for a step before the weights of the one before are
@@ -27,6 +27,7 @@ published. An algorithm over a data set has no engines, and the rules that need 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, assert_never
 
@@ -66,6 +67,7 @@ from tandem.coordinator.scheduler.events import (
     Ticked,
 )
 from tandem.coordinator.scheduler.groups import Group, GroupState, GroupTable, StepGroups
+from tandem.coordinator.scheduler.idleness import Idleness
 from tandem.coordinator.scheduler.membership import Membership
 from tandem.coordinator.scheduler.phases import Phase, Stopwatch
 from tandem.coordinator.scheduler.publication import Publication
@@ -131,6 +133,11 @@ class Scheduler:
         self._finish: Finish | None = None
         self._full: dict[str, None] = {}
         """Engines whose stores of samples have no room for what waits."""
+        self._idleness = Idleness(now)
+        self._num_too_old = 0
+        """Groups that were dropped since the last step was committed, because what made them was too old."""
+        self._num_in_store = 0
+        """Groups that were ready for later steps when the step in progress began to train."""
 
     @property
     def step(self) -> int:
@@ -171,6 +178,7 @@ class Scheduler:
         except ServiceError as error:
             actions = self._fail(error)
         self._watch.enter(self.phase, event.now)
+        self._note_idleness(event.now)
         return actions
 
     # --- events ------------------------------------------------------------------------------------------------------
@@ -204,9 +212,10 @@ class Scheduler:
         if reply.command_id not in self.requests:
             return []  # a repetition, or the answer to an order that was given up
         if isinstance(reply, SamplesFinished):  # a part of an answer
-            for group, num_samples in self.groups.take_results(member, reply):
+            news = self.groups.take_results(member, reply)
+            for group, num_samples in news:
                 self._assignment.finished(member, group, num_samples)
-            return []
+            return self._drop_too_old([group for group, _ in news if group.state is GroupState.READY])
         self.requests.close(reply.command_id)
         self.groups.close_request(reply.command_id)
         if isinstance(reply, SamplesMissing):
@@ -322,6 +331,8 @@ class Scheduler:
             return []
         if progress.missing:
             return self._make_again()
+        if self.publication.is_attesting:  # beside the step
+            return []
         progress.is_training, progress.is_trained = False, True
         if self.spec.has_engines and not self._is_interrupted:
             self.publication.offer(progress.number, has_update=progress.has_update)
@@ -371,6 +382,7 @@ class Scheduler:
             version=self.step,
             seconds=self._watch.read(self.requests.now),
             validated=() if validated is None else tuple(record.scored for record in validated.records()),
+            metrics={} if self.spec.is_synchronous else self._read_metrics(),
         )
         self.groups.remove(self.step, "train")
         self.groups.remove(self.step, "validate")
@@ -428,9 +440,12 @@ class Scheduler:
             return []
         if self.spec.has_engines:
             of_step = self.groups.of_step(self.step, "train")
-            if of_step is None or not self._is_complete(of_step) or self._lacks_groups(of_step):
+            if of_step is None or not self.publication.may_step:
+                return []
+            if not self._is_complete(of_step) or self._lacks_groups(of_step):
                 return []
             self.groups.take(self.step, "train")
+            self._num_in_store = self.groups.num_ready_after(self.step)
         self.progress.is_training = True
         self.progress.num_fetches += 1
         self.publication.withdraw()
@@ -468,7 +483,7 @@ class Scheduler:
 
     def _is_complete(self, of_step: StepGroups) -> bool:
         """Tell whether all groups that were drawn are ready, and every version in them is attested."""
-        return of_step.is_ready and self.publication.is_settled
+        return of_step.is_ready and all(itertools.starmap(self.publication.is_proven, of_step.newest_versions.items()))
 
     def _is_stuck(self) -> bool:
         """Tell whether nothing is going on that could make room."""
@@ -512,15 +527,36 @@ class Scheduler:
         return most is None or self.groups.num_tokens(engine) + num_chosen + num_tokens <= most
 
     def _is_free(self, engine: str) -> bool:
-        """Tell whether an engine has nothing in flight, so that its weights may change."""
-        return not self.groups.of_engine(engine, GroupState.IN_FLIGHT)
+        """Tell whether the weights of an engine may change: it has nothing in flight, or what can go on with others."""
+        fixed: tuple[Purpose, ...] = ("validate",) if self.spec.updates_in_flight else ()
+        return not self.groups.num_in_flight(engine, *fixed)
 
     def _can_generate(self, engine: str, group: Group) -> bool:
         """Tell whether an engine holds weights young enough for a group; to validate, those of the step itself."""
         if group.purpose == "validate":
             return self.publication.can_generate(engine, group.step, group.step)
-        oldest = group.step - 1 - self.spec.max_trajectory_age_steps
-        return self.publication.can_generate(engine, oldest, group.step - 1)
+        return self.publication.can_generate(engine, self._oldest_version(group.step), group.step - 1)
+
+    def _oldest_version(self, step: int) -> int:
+        """Return the oldest weights that samples to train on in a step may be made with."""
+        return step - 1 - self.spec.max_trajectory_age_steps
+
+    def _note_idleness(self, now: float) -> None:
+        num_engines, has_started = len(self.publication.engines), self._has_started
+        busy = self.requests.num_for(Phase.TRAINING, Phase.SAVING)
+        self._idleness.note(
+            now,
+            share_of_engines=has_started * (1 - self.groups.num_generating / max(num_engines, 1)),
+            are_trainers_idle=has_started and not busy,
+        )
+
+    def _read_metrics(self) -> dict[str, float]:
+        num_too_old, self._num_too_old = self._num_too_old, 0
+        return {
+            **self._idleness.read(self.requests.now),
+            "buffer_size": float(self._num_in_store),
+            "groups_too_old": float(num_too_old),
+        }
 
     # --- what rules do -----------------------------------------------------------------------------------------------
 
@@ -598,6 +634,12 @@ class Scheduler:
             *self._put_back([group for group in groups if group.engine in missing]),
         ]
 
+    def _drop_too_old(self, groups: Sequence[Group]) -> list[Action]:
+        """Have groups made again that were begun with weights too old for their step."""
+        old = [g for g in groups if g.purpose == "train" and g.oldest_version < self._oldest_version(g.step)]
+        self._num_too_old += len(old)
+        return self._put_back(old)
+
     def _put_back_suspects(self) -> list[Action]:
         """Discard what engines made that does not count any more."""
         actions: list[Action] = []
@@ -654,6 +696,7 @@ class Scheduler:
         self._is_interrupted = True
         if self.phase in _GENERATION:
             self.requests.drop_all_but(Phase.WRITING)
+        self.requests.drop_all(*_GENERATION)  # also beside training
         self._stop_generating()
         self.progress.is_validated |= self.progress.is_validating
         self.progress.is_validating = False

@@ -68,6 +68,9 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_trajectory_age_steps: int = 0
     """Training steps that the weights a sample was made with may be behind those it is trained on. With 0, generation
     and training wait for each other: synchronous training."""
+    updates_in_flight: bool = False
+    """Whether engines take a version while they generate. Otherwise they first finish what they have, and get no more
+    until they hold it."""
     max_stored_tokens: int | None = None
     """Tokens that a rollout can keep until they are trained on; None for any number."""
     max_replacements: int

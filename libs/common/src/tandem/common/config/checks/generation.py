@@ -57,9 +57,19 @@ def a_prompt_group_fits_the_engine_that_makes_it(config: Config) -> None:
         )
 
 
+def engines_beside_training_have_devices_of_their_own(config: Config) -> None:
+    """What takes turns with training cannot go on beside it."""
+    if config.max_trajectory_age_steps and config.takes_turns:
+        raise Invalid(
+            f"{config.algorithm}.async_grpo.enabled",
+            "true needs policy.generation.colocated.enabled: false: engines generate while trainers train",
+        )
+
+
 RULES: tuple[Rule, ...] = where_it_rolls_out(
     vllm_takes_its_arguments,
     prompts_move_where_engines_are_async,
     experts_are_spread_over_tensor_ranks,
     a_prompt_group_fits_the_engine_that_makes_it,
+    engines_beside_training_have_devices_of_their_own,
 )

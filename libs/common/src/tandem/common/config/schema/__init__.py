@@ -12,7 +12,7 @@ from tandem.common.config.schema.generation import (
     TransformersCfg,
     VllmCfg,
 )
-from tandem.common.config.schema.grpo import AdvEstimator, Grpo, RewardScaling, RewardShaping
+from tandem.common.config.schema.grpo import AdvEstimator, AsyncGrpo, Grpo, RewardScaling, RewardShaping
 from tandem.common.config.schema.loss import LossColumn, LossFn
 from tandem.common.config.schema.megatron import MegatronCfg, MegatronScheduler
 from tandem.common.config.schema.policy import (
@@ -43,6 +43,7 @@ from tandem.common.config.schema.run import (
 
 __all__ = [
     "AdvEstimator",
+    "AsyncGrpo",
     "Checkpointing",
     "Cluster",
     "Colocated",

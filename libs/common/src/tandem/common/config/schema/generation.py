@@ -104,13 +104,6 @@ class Generation(Section, frozen=True, kw_only=True):
     generation_timeout: PositiveFloat | None = None
     """New. Seconds that an engine without work waits for others before it takes over their prompts; null means for
     ever. Needs `async_engine`."""
-    in_flight_weight_updates: bool = False
-    """New. Weights that reach an engine while it generates are taken between two tokens, and its requests go on; every
-    token carries the version that made it. Otherwise the requests are given up. (NeMo-RL has this and the next key
-    under ``grpo.async_grpo``, later than v0.3.)"""
-    recompute_kv_cache_after_weight_updates: bool = False
-    """New. Requests that go on compute the keys and values of all their tokens anew with the new weights. Otherwise
-    they keep those that they have."""
     max_stored_tokens: PositiveInt = 500_000_000
     """New. Tokens of finished samples that one engine's process keeps, at most, until they are trained on: 13 bytes of
     host memory each."""

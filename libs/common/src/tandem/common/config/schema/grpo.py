@@ -58,6 +58,23 @@ class RewardScaling(Section, frozen=True, kw_only=True):
     """The reward at the other end."""
 
 
+class AsyncGrpo(Section, frozen=True, kw_only=True):
+    """Generate for the steps that follow while a step trains, with weights that are a little older."""
+
+    enabled: bool = False
+    """false: training and generation wait for each other. true: needs engines on devices of their own
+    (`policy.generation.colocated.enabled: false`); on a CPU both may share cores."""
+    max_trajectory_age_steps: PositiveInt = 1
+    """Training steps that the weights a sample was begun with may be behind those it is trained on. Engines generate
+    for as many steps ahead."""
+    in_flight_weight_updates: bool = False
+    """true: engines take new weights between two tokens, and their requests go on; every token carries the version
+    that made it. false: an engine begins nothing more until it has finished what it has, and then takes them."""
+    recompute_kv_cache_after_weight_updates: bool = False
+    """With `in_flight_weight_updates`: requests that go on compute the keys and values of all their tokens anew with
+    the new weights. Otherwise they keep those that they have."""
+
+
 class Grpo(Section, frozen=True, kw_only=True):
     """Group relative policy optimisation (Shao et al. 2024, arXiv:2402.03300)."""
 
@@ -87,6 +104,7 @@ class Grpo(Section, frozen=True, kw_only=True):
     """With `use_dynamic_sampling`: generate for this times `num_prompts_per_step` prompts at once."""
     dynamic_sampling_max_gen_batches: PositiveInt = 10
     """With `use_dynamic_sampling`: end with an error if so many of these batches do not make a step."""
+    async_grpo: AsyncGrpo = AsyncGrpo()
     val_period: NonNegativeInt = 10
     """Steps between validations; 0 means never."""
     val_at_start: bool = False

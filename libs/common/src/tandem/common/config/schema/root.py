@@ -76,6 +76,17 @@ class Config(Section, frozen=True, kw_only=True):
         return section
 
     @property
+    def max_trajectory_age_steps(self) -> int:
+        """Training steps that the weights a sample is begun with may be behind; 0 is synchronous training."""
+        asynchronous = self.rollout_section.async_grpo if self.declaration.rolls_out else None
+        return asynchronous.max_trajectory_age_steps if asynchronous is not None and asynchronous.enabled else 0
+
+    @property
+    def updates_in_flight(self) -> bool:
+        """Whether engines take weights while they generate, between two tokens."""
+        return self.max_trajectory_age_steps > 0 and self.rollout_section.async_grpo.in_flight_weight_updates
+
+    @property
     def data_set_section(self) -> Sft | Dpo:
         """The same, of an algorithm over a data set."""
         assert not self.declaration.rolls_out, f"{self.algorithm} rolls out"
