@@ -190,8 +190,12 @@ class Cluster:
                 self.orders.append(action)
             else:
                 self.done.append(action)
+            self.take_note(action)
         validate(self.plan)
         return actions
+
+    def take_note(self, action: Action) -> None:
+        """Hear of each action, once and in turn."""
 
     def size_of(self, drawn: DrawPrompts, group: int) -> GroupSize:
         return GroupSize(num_samples=self.num_samples, num_tokens=1)

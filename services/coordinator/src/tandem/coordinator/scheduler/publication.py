@@ -184,6 +184,8 @@ class Publication:
         self._is_readable = True
         self._is_begun = self._is_transferred = False
         self._num_behind = self.engines.num_having(Status.HOLDING)
+        for name in self.engines:
+            self.engines[name].num_failures = 0
 
     def withdraw(self) -> None:
         """Take note that trainers begin to step: the version can be read no longer."""
@@ -244,8 +246,6 @@ class Publication:
         self._is_begun = True
         self._digests = {}
         self._record = RefitProgress(started_at=now, deadline=now + self._deadlines.refit)
-        for name in takers:
-            self.engines[name].num_failures = 0
         return self._refit(takers, everybody=len(takers) == len(self.engines))
 
     def _may_take(self, name: str, is_free: Callable[[str], bool]) -> bool:

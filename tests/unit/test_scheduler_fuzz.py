@@ -1,0 +1,421 @@
+"""Whole runs against whom everything conspires: any order of answers, losses, torn and wrong weights, interrupts.
+
+What processes do is modelled as far as the scheduler depends on it: they carry out orders one after the other, engines
+hold weights that may be wrong, requests go on with new ones or are given up, a digest is abandoned for the next one.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+from cluster_harness import GRPO, Cluster, answer
+
+from tandem.common.messages import (
+    Attest,
+    Attested,
+    CommitVersion,
+    ConnectMesh,
+    Failed,
+    Generated,
+    PlannedMesh,
+    Refit,
+    Reply,
+    SampleScored,
+    SamplesFinished,
+    SamplesMissing,
+    Trained,
+    TransfersPlanned,
+    VersionCommitted,
+)
+from tandem.coordinator.scheduler.events import (
+    Action,
+    CommitStep,
+    Dispatch,
+    DispatchBatch,
+    DispatchPrompts,
+    DrawPrompts,
+    Erred,
+    Finish,
+    GroupSize,
+    Interrupted,
+    Joined,
+    Lost,
+    RecordRefit,
+    Replied,
+    Ticked,
+)
+from tandem.coordinator.scheduler.phases import Phase
+from tandem.coordinator.scheduler.spec import Balance, Deadlines, DynamicSampling, RunSpec
+from tandem.coordinator.scheduler.transfers import processes_in
+
+LAST_STEP = 6
+NUM_ENGINES = 3
+MESHES = (PlannedMesh(name="the mesh", members=("trainer-0", "rollout-0", "rollout-1")),)
+"""The third engine copies."""
+FOREVER = Deadlines(join=1e9, build=1e9, generate=1e9, train=1e9, evaluate=1e9, refit=1e9, save=1e9)
+BACKGROUND = (Attest, ConnectMesh)
+
+Order = Dispatch | DispatchPrompts | DispatchBatch
+
+
+class Troubles(msgspec.Struct, frozen=True, kw_only=True):
+    """How likely each trouble is, where it can happen."""
+
+    loss: float = 0.0
+    torn: float = 0.0
+    wrong: float = 0.0
+    missing: float = 0.0
+    tick: float = 0.0
+    interrupt: float = 0.0
+
+
+class Weights:
+    """What an engine holds after one refit."""
+
+    def __init__(self, version: int, *, is_wrong: bool) -> None:
+        self.version = version
+        self.is_wrong = is_wrong
+        self.is_proven = False
+
+
+class Job:
+    """A `Generate` that an engine is at."""
+
+    def __init__(self, order: DispatchPrompts, samples: Sequence[tuple[int, int]], begun_with: int) -> None:
+        self.order = order
+        self.samples = list(samples)
+        self.begun_with = begun_with
+        """The place of the weights in the engine's history."""
+
+
+class Harried(Cluster):
+    """A cluster of processes that have troubles."""
+
+    num_samples = 2
+
+    def __init__(self, seed: int, spec: RunSpec, troubles: Troubles) -> None:
+        self.random = random.Random(seed)
+        self.troubles = troubles
+        self.history: dict[str, list[Weights]] = {}
+        """Of each engine process, oldest first."""
+        self.is_torn: set[str] = set()
+        self.absent: list[str] = []
+        self.jobs: dict[int, Job] = {}
+        self.made_with: dict[float, list[Weights]] = {}
+        """The weights that each sample was made with."""
+        self.digests: dict[bytes, Weights] = {}
+        self.failed_at: set[tuple[str, int]] = set()
+        """Engines that had trouble with a version: once only, since the second time is the end of the run."""
+        self.epochs: dict[tuple[str, int], set[str]] = {}
+        """Who has begun to join a mesh."""
+        self.lacking: dict[int, dict[str, str]] = {}
+        """Of each step whose samples are missing, the engines that they are missing at."""
+        self.num_missing: dict[int, int] = {}
+        self.is_interrupted = False
+        super().__init__(spec)
+        self.plan._is_informative = lambda results: results[0].group % 2 == 0
+
+    # --- orders ------------------------------------------------------------------------------------------------------
+
+    def tell(self, event: object) -> None:
+        """Give an event from outside to the scheduler; nobody waits for what no process owes then."""
+        self.give(event)
+        owed = {self.id_of(action) for action in self.pending}
+        assert owed >= set(self.plan.requests._by_id), "nobody owes what is waited for"
+
+    def take_note(self, action: Action) -> None:
+        match action:
+            case DispatchPrompts():
+                self.begin_job(action)
+            case DispatchBatch(purpose="train"):
+                self.forget_pending(action, Attest)
+                if action.member == "trainer-0":
+                    self.check_batch(action.step)
+            case Dispatch(order=Attest()):
+                self.forget_pending(action, Attest)
+            case Dispatch(order=Refit(only=only)) if not only or action.member in only:
+                self.forget_pending(action, Attest)
+            case Dispatch(order=ConnectMesh(mesh=mesh, epoch=epoch)):
+                self.forget_pending(action, ConnectMesh)
+                self.epochs.setdefault((mesh, epoch), set()).add(action.member)
+            case CommitStep(step=step, validated=validated):
+                for sample in validated:
+                    assert all(w.version == step and w.is_proven for w in self.made_with[sample.components["made"]])
+            case _:
+                pass
+
+    def begin_job(self, order: DispatchPrompts) -> None:
+        for command_id in [i for i, job in self.jobs.items() if job.order.member == order.member]:
+            if command_id < order.cancel_before:
+                self.give_up(command_id)
+        history, purpose = self.history[order.member], order.purpose
+        if order.groups:
+            assert order.member not in self.is_torn
+            age = order.step - 1 - history[-1].version
+            if purpose == "validate":
+                assert age == -1, "validated are the step's own weights"
+            else:
+                assert 0 <= age <= self.plan.spec.max_trajectory_age_steps
+        samples = [(group, sample) for group in order.groups for sample in range(self.num_samples)]
+        self.jobs[order.command_id] = Job(order, samples, len(history) - 1)
+
+    def give_up(self, command_id: int) -> None:
+        self.jobs.pop(command_id, None)
+        self.pending = [action for action in self.pending if self.id_of(action) != command_id]
+
+    def forget_pending(self, action: Dispatch | DispatchBatch, kind: type[object]) -> None:
+        """An order takes the place of earlier ones of a kind, which are never answered."""
+        self.pending = [
+            each
+            for each in self.pending
+            if each is action
+            or not (isinstance(each, Dispatch) and each.member == action.member and isinstance(each.order, kind))
+        ]
+
+    def check_batch(self, step: int) -> None:
+        of_step = self.plan.groups.of_step(step, "train")
+        assert of_step is not None
+        spec = self.plan.spec
+        for record in of_step.records():
+            made_with = self.made_with[record.scored.components["made"]]
+            assert all(weights.is_proven and not weights.is_wrong for weights in made_with)
+            oldest, newest = made_with[0].version, made_with[-1].version
+            assert (oldest, newest) == (record.scored.oldest_version, record.scored.newest_version)
+            assert step - 1 - spec.max_trajectory_age_steps <= oldest <= newest < step
+        refitting = [a for a in self.pending if isinstance(a, Dispatch) and isinstance(a.order, Refit)]
+        assert not [a for a in refitting if not a.order.only or a.member in a.order.only], "nobody reads what changes"
+
+    @staticmethod
+    def id_of(action: Order) -> int:
+        return action.order.command_id if isinstance(action, Dispatch) else action.command_id
+
+    def size_of(self, drawn: DrawPrompts, group: int) -> GroupSize:
+        return GroupSize(num_samples=self.num_samples, num_tokens=4)
+
+    # --- what happens next -------------------------------------------------------------------------------------------
+
+    def can_answer(self, action: Order) -> bool:
+        for earlier in self.pending:
+            if earlier is action:
+                break
+            holds_up = isinstance(earlier, DispatchBatch) or (
+                isinstance(earlier, Dispatch) and not isinstance(earlier.order, BACKGROUND)
+            )
+            if holds_up and earlier.member == action.member:
+                return False
+        if isinstance(action, Dispatch) and isinstance(action.order, ConnectMesh):
+            mesh = next(mesh for mesh in MESHES if mesh.name == action.order.mesh)
+            return self.epochs[mesh.name, action.order.epoch] == set(processes_in(mesh))
+        return True
+
+    def go_on(self) -> bool:
+        """Have something happen; return whether anything can."""
+        chance, troubles = self.random.random, self.troubles
+        can = [action for action in self.pending if self.can_answer(action)]
+        engines = [name for name in self.plan.publication.engines if name not in self.absent]
+        self.now += 1.0
+        if self.absent and (not can or chance() < 0.1):
+            name = self.absent.pop(self.random.randrange(len(self.absent)))
+            self.tell(Joined(now=self.now, member=name, kind="rollout"))
+        elif engines and self.plan._has_started and chance() < troubles.loss:
+            self.lose(self.random.choice(engines))
+        elif chance() < troubles.interrupt and not self.is_interrupted:
+            self.is_interrupted = True
+            self.tell(Interrupted(now=self.now))
+        elif chance() < troubles.tick or (not can and self.plan._full):
+            self.tell(Ticked(now=self.now))
+        elif can:
+            self.answer_one(self.random.choice(can))
+        else:
+            return False
+        return True
+
+    def lose(self, name: str) -> None:
+        for command_id in [i for i, job in self.jobs.items() if job.order.member == name]:
+            self.give_up(command_id)
+        self.pending = [action for action in self.pending if action.member != name]
+        for members in self.epochs.values():
+            members.discard(name)
+        self.history[name] = []
+        self.is_torn.discard(name)
+        self.absent.append(name)
+        self.tell(Lost(now=self.now, member=name, why="killed by SIGKILL"))
+
+    def answer_one(self, action: Order) -> None:
+        if isinstance(action, DispatchPrompts):
+            return self.go_on_generating(self.jobs[action.command_id])
+        self.pending.remove(action)
+        reply = self.reply_to(action)
+        if isinstance(reply, Failed):
+            self.tell(Erred(now=self.now, member=action.member, failed=reply))
+        else:
+            self.tell(Replied(now=self.now, member=action.member, reply=reply))
+
+    def reply_to(self, action: Dispatch | DispatchBatch) -> Reply | Failed:
+        reply = answer(action)
+        match action:
+            case DispatchBatch():
+                return self.train(action, reply)
+            case Dispatch(member=member, order=Refit()) if member.startswith("rollout"):
+                return self.refit(member, action.order, reply)
+            case Dispatch(member=member, order=Attest()) if member.startswith("rollout"):
+                digest = f"{member}, {len(self.digests)}".encode()
+                self.digests[digest] = self.history[member][-1]
+                assert isinstance(reply, Attested)
+                return msgspec.structs.replace(reply, digests=(digest,))
+            case Dispatch(order=CommitVersion(digests=digests)):
+                differing = {}
+                for part, digest in digests.items():
+                    if (weights := self.digests.get(digest)) is not None:
+                        assert weights.version == action.order.version
+                        weights.is_proven = not weights.is_wrong
+                        if weights.is_wrong:
+                            differing[part] = "one tensor"
+                assert isinstance(reply, VersionCommitted)
+                return msgspec.structs.replace(reply, differing=differing)
+            case _:
+                return self.adjust(reply)
+
+    def refit(self, member: str, order: Refit, reply: Reply) -> Reply | Failed:
+        if order.only and member not in order.only:
+            return reply
+        history = self.history.setdefault(member, [])
+        is_newer = member not in self.is_torn and bool(history) and order.version > history[-1].version
+        is_torn = self.has_trouble(member, order.version, self.troubles.torn)
+        if is_torn or not (is_newer and self.plan.spec.updates_in_flight):
+            for command_id in [i for i, job in self.jobs.items() if job.order.member == member]:
+                self.give_up(command_id)
+        if is_torn:
+            self.is_torn.add(member)
+            return Failed(command_id=order.command_id, phase="refitting", error="torn", expected=True)
+        self.is_torn.discard(member)
+        is_wrong = self.has_trouble(member, order.version, self.troubles.wrong)
+        history.append(Weights(order.version, is_wrong=is_wrong))
+        return reply
+
+    def has_trouble(self, member: str, version: int, chance: float) -> bool:
+        if (member, version) in self.failed_at or self.random.random() >= chance:
+            return False
+        self.failed_at.add((member, version))
+        return True
+
+    def train(self, action: DispatchBatch, reply: Reply) -> Reply:
+        others = [a for a in self.pending if isinstance(a, DispatchBatch)]
+        if len(others) == self.plan.spec.expected["trainer"] - 1:  # the first rank of all
+            self.lacking.pop(action.step, None)
+            count = self.num_missing.get(action.step, 0)
+            if count < 2 and self.random.random() < self.troubles.missing:
+                self.num_missing[action.step] = count + 1
+                names = self.random.sample(range(NUM_ENGINES), self.random.randint(1, NUM_ENGINES))
+                self.lacking[action.step] = {f"rollout-{i}": "gone" for i in names}
+        if action.step not in self.lacking:
+            assert isinstance(reply, Trained)
+            return reply
+        members = self.lacking[action.step] if action.member == "trainer-0" else {}
+        return SamplesMissing(command_id=action.command_id, step=action.step, members=members)
+
+    def go_on_generating(self, job: Job) -> None:
+        order, history = job.order, self.history[job.order.member]
+        if job.samples:
+            count = self.random.randint(1, len(job.samples))
+            taken = [job.samples.pop(self.random.randrange(len(job.samples))) for _ in range(count)]
+            samples = tuple(self.finished(group, i, history, job.begun_with) for group, i in taken)
+            news = SamplesFinished(
+                command_id=order.command_id, step=order.step, purpose=order.purpose, samples=samples
+            )
+            self.tell(Replied(now=self.now, member=order.member, reply=news))
+        if not job.samples and order.command_id in self.jobs:
+            self.give_up(order.command_id)
+            reply = answer(order)
+            assert isinstance(reply, Generated)
+            self.tell(Replied(now=self.now, member=order.member, reply=reply))
+
+    def finished(self, group: int, number: int, history: list[Weights], begun_with: int) -> SampleScored:
+        made_with = history[self.random.randint(begun_with, len(history) - 1) :]
+        made = float(len(self.made_with))
+        self.made_with[made] = made_with
+        oldest, newest = made_with[0].version, made_with[-1].version
+        return msgspec.structs.replace(
+            self.result(group, number),
+            num_tokens=4,
+            oldest_version=oldest,
+            newest_version=newest,
+            tokens_by_version=(*[1] * (newest - oldest), 1),
+            components={"made": made},
+        )
+
+    # --- the whole run -----------------------------------------------------------------------------------------------
+
+    def run(self) -> Finish:
+        self.join_all()
+        for _ in range(20_000):
+            if self.plan.phase is Phase.FINISHED:
+                finish = self.done[-1]
+                assert isinstance(finish, Finish)
+                return finish
+            if not self.go_on():
+                break
+        raise AssertionError(f"the run stands still in step {self.plan.step}, {self.plan.phase.value}")
+
+    def trained(self) -> list[int]:
+        """Steps that ranks were asked to train, without the times that samples were missing."""
+        asked = [a.step for a in self.orders if isinstance(a, DispatchBatch) and a.member == "trainer-0"]
+        for step, count in self.num_missing.items():
+            for _ in range(count):
+                asked.remove(step)
+        return asked
+
+
+def make(seed: int, *, has_room: bool = True) -> Harried:
+    """A run of which everything is drawn from its number."""
+    draw = random.Random(seed)
+    spec = msgspec.structs.replace(
+        GRPO,
+        expected={"trainer": 2, "rollout": NUM_ENGINES, "refit": 1},
+        last_step=LAST_STEP,
+        max_trajectory_age_steps=draw.choice([0, 1, 1, 2, 3, 4]),
+        updates_in_flight=draw.random() < 0.5,
+        max_replacements=1000,
+        max_stored_tokens=None if has_room else draw.randint(8, 80),
+        balance=draw.choice([None, Balance(width=3, timeout_s=None), Balance(width=4, timeout_s=9.0)]),
+        dynamic_sampling=draw.choice([None, None, DynamicSampling(num_groups=4, max_batches=5)]),
+        validate_at_start=draw.random() < 0.5,
+        save_every=draw.choice([0, 2]),
+        deadlines=FOREVER,
+    )
+    troubles = Troubles(
+        loss=draw.choice([0.0, 0.01, 0.05]),
+        torn=draw.choice([0.0, 0.3]),
+        wrong=draw.choice([0.0, 0.3]),
+        missing=draw.choice([0.0, 0.3]),
+        tick=draw.choice([0.01, 0.1]),
+    )
+    cluster = Harried(seed, spec, troubles)
+    if draw.random() < 0.5:
+        cluster.adjust = with_mesh
+    return cluster
+
+
+def with_mesh(reply: Reply) -> Reply:
+    """Have two of the engines in a mesh."""
+    if not isinstance(reply, TransfersPlanned):
+        return reply
+    return msgspec.structs.replace(reply, meshes=MESHES, senders=("trainer-0", "rollout-0", "rollout-1"))
+
+
+CHUNK = 25
+
+
+@pytest.mark.parametrize("chunk", range(12))
+def test_every_step_is_done_once_with_samples_of_proven_weights(chunk: int) -> None:
+    for seed in range(CHUNK * chunk, CHUNK * (chunk + 1)):
+        cluster = make(seed)
+        assert cluster.run() == Finish(outcome="finished"), f"seed {seed}"
+        first = 0 if cluster.plan.spec.validate_at_start else 1
+        assert cluster.commits() == list(range(first, LAST_STEP + 1)), f"seed {seed}"
+        assert cluster.trained() == list(range(1, LAST_STEP + 1)), f"seed {seed}"
+        recorded = {action.version for action in cluster.done if isinstance(action, RecordRefit)}
+        assert recorded >= set(range(LAST_STEP)), f"seed {seed}"
