@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
-from cluster_harness import GRPO, Cluster, lose, replace
+from cluster_harness import GRPO, Cluster, interrupt, lose, replace
 
-from tandem.common.messages import Refit
+from tandem.common.messages import Attest, CommitVersion, ConnectMesh, Failed, PlannedMesh, Refit, VersionCommitted
 from tandem.coordinator.scheduler.engines import Status
-from tandem.coordinator.scheduler.events import Action, Dispatch, DispatchBatch, DispatchPrompts, Finish
+from tandem.coordinator.scheduler.events import (
+    Action,
+    CommitStep,
+    DiscardSamples,
+    Dispatch,
+    DispatchBatch,
+    DispatchPrompts,
+    Erred,
+    Finish,
+    RecordRefit,
+    Replied,
+    Ticked,
+)
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.spec import Balance, DynamicSampling
 
@@ -130,3 +144,238 @@ def test_dynamic_sampling_draws_more_for_the_step_in_progress(age: int) -> None:
                 for group in a.groups
             }
             assert drawn == set(range(12)), "of each four groups two are informative, and five are needed"
+
+
+# --- one trouble at a time ---------------------------------------------------------------------------------------------
+
+BALANCED = Balance(width=8, timeout_s=None)
+
+
+def begun(age: int = 1, *, in_flight: bool = False, balance: Balance | None = BALANCED, **over: Any) -> Aged:
+    """A run in its first training step; engines generate for the next, and nothing is validated unless asked for."""
+    cluster = Aged(0, age, balance, in_flight=in_flight)
+    quiet: dict[str, Any] = {"validate_every": 0, "validate_at_start": False, "save_every": 0}
+    spec = msgspec.structs.replace(cluster.plan.spec, **quiet | over)
+    cluster.__dict__.update(Cluster(spec).__dict__)
+    cluster.join_all()
+    until(cluster, lambda: cluster.plan.progress.is_training)
+    assert cluster.plan.step == 1
+    return cluster
+
+
+def until(cluster: Cluster, holds: Callable[[], bool], answers: Callable[[Any], bool] = lambda action: True) -> None:
+    """Answer what may be answered, the oldest first, until something holds."""
+    for _ in range(1000):
+        if holds():
+            return
+        at = next(i for i, action in enumerate(cluster.pending) if answers(action))
+        cluster.pending.insert(0, cluster.pending.pop(at))
+        cluster.answer_next()
+    raise AssertionError("it never came to hold")
+
+
+def is_order(action: Any, kind: type[object]) -> bool:
+    return isinstance(action, Dispatch) and isinstance(action.order, kind)
+
+
+def orders_to(cluster: Cluster, member: str, kind: type[object], since: int = 0) -> list[Any]:
+    found = [a for a in cluster.orders[since:] if isinstance(a, Dispatch) and a.member == member]
+    return [a.order for a in found if isinstance(a.order, kind)]
+
+
+def no_generation(action: Any) -> bool:
+    return not isinstance(action, DispatchPrompts)
+
+
+def no_step(action: Any) -> bool:
+    return not isinstance(action, DispatchBatch)
+
+
+def finishes(cluster: Cluster) -> None:
+    cluster.run()
+    assert cluster.done[-1] == Finish(outcome="finished")
+    assert [step for step in cluster.commits() if step] == list(range(1, LAST_STEP + 1))
+
+
+def differ_while_training(cluster: Aged) -> list[Action]:
+    """Have the weights of rollout-1 found wrong during the second step; return what follows from it."""
+    late = lambda action: not is_order(action, Attest) or action.member.startswith("trainer")  # noqa: E731
+    until(cluster, lambda: cluster.plan.step == 2 and cluster.plan.progress.is_training, late)
+    until(cluster, lambda: any(is_order(a, CommitVersion) for a in cluster.pending), no_step)
+    (commit,) = [a for a in cluster.pending if is_order(a, CommitVersion)]
+    cluster.pending.remove(commit)
+    reply = VersionCommitted(
+        command_id=commit.order.command_id, version=1, differing={"rollout-1": "q_proj"}, digest=9
+    )
+    return cluster.give(Replied(now=cluster.now, member="refit-0", reply=reply))
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_an_engine_whose_weights_are_wrong_waits_for_the_end_of_the_step(in_flight: bool) -> None:
+    cluster = begun(in_flight=in_flight)
+    differ_while_training(cluster)
+    since = len(cluster.orders)
+    until(cluster, lambda: not cluster.plan.requests.num_for(Phase.GENERATING), no_step)
+    assert cluster.plan.progress.is_training
+    assert orders_to(cluster, "rollout-1", Refit, since) == [], "the weights that it needs are not there"
+    until(cluster, lambda: bool(orders_to(cluster, "rollout-1", Refit, since)))
+    assert orders_to(cluster, "rollout-1", Refit, since)[0].version == 2
+    finishes(cluster)
+
+
+def test_what_an_engine_with_wrong_weights_generates_is_given_up() -> None:
+    cluster = begun(balance=None)
+    late = lambda action: no_generation(action) or action.member == "rollout-0"  # noqa: E731
+    until(cluster, lambda: cluster.plan.groups.num_in_flight("rollout-1") > 0, late)
+    cluster.plan.publication._quarantine(cluster.plan.publication.engines["rollout-1"], "testing", "wrong")
+    stops, *_ = [a for a in cluster.give(Ticked(now=cluster.now)) if isinstance(a, DispatchPrompts)]
+    assert (stops.member, stops.groups) == ("rollout-1", ())
+    generating = [a.command_id for a in cluster.orders if isinstance(a, DispatchPrompts) and a.groups]
+    assert stops.cancel_before > max(generating)
+    finishes(cluster)
+
+
+def test_trouble_with_a_version_does_not_count_against_the_next() -> None:
+    cluster = begun()
+    for version in (1, 2, 3):
+        until(cluster, lambda v=version: v in {order.version for order in orders_to(cluster, "rollout-1", Refit)})  # type: ignore[misc]
+        (refit,) = [a for a in cluster.pending if is_order(a, Refit) and a.member == "rollout-1"]
+        cluster.pending.remove(refit)
+        failed = Failed(command_id=refit.order.command_id, phase="refitting", error="torn", expected=True)
+        cluster.give(Erred(now=cluster.now, member="rollout-1", failed=failed))
+    finishes(cluster)
+    told = [a for a in cluster.done if isinstance(a, RecordRefit) and a.quarantined]
+    assert [(a.version, a.quarantined) for a in told] == [(v, {"rollout-1": "torn"}) for v in (1, 2, 3)]
+
+
+def test_all_engines_may_be_lost_while_a_step_trains() -> None:
+    cluster = begun()
+    for engine in ("rollout-0", "rollout-1"):
+        lose(cluster, engine)
+    until(cluster, lambda: 1 in cluster.commits())
+    assert cluster.plan.phase is Phase.GENERATING, "the step that trained is done"
+    assert not cluster.pending
+    for engine in ("rollout-0", "rollout-1"):
+        replace(cluster, engine)
+    finishes(cluster)
+
+
+def test_an_engine_lost_before_it_has_finished_what_it_has_holds_nobody_up() -> None:
+    cluster = begun()
+    others = lambda action: no_generation(action) or action.member == "rollout-0"  # noqa: E731
+    until(cluster, lambda: cluster.plan.publication.engines["rollout-0"].version == 1, others)
+    until(cluster, lambda: not cluster.plan.requests.num_for(Phase.REFITTING, Phase.ATTESTING), others)
+    assert cluster.plan.publication.engines["rollout-1"].version == 0
+    assert not cluster.plan.publication.may_step, "rollout-1 is still to read them"
+    lose(cluster, "rollout-1")
+    assert cluster.plan.publication.may_step
+    until(cluster, lambda: 2 in cluster.commits())
+    replace(cluster, "rollout-1")
+    finishes(cluster)
+
+
+def test_an_engine_that_never_finishes_what_it_has_is_named() -> None:
+    cluster = begun()
+    others = lambda action: no_generation(action) or action.member == "rollout-0"  # noqa: E731
+    stands_still = lambda: not any(map(others, cluster.pending))  # noqa: E731
+    until(cluster, stands_still, others)
+    assert cluster.plan.publication.engines["rollout-0"].version == 1
+    asked_at = cluster.now
+    cluster.give(Ticked(now=asked_at + 2 * GRPO.deadlines.generate))  # of this batch, and of the one before
+    finish = cluster.done[-1]
+    assert isinstance(finish, Finish)
+    assert str(finish.error) == "rollout-1 failed while generating: no answer within 60 s"
+
+
+@pytest.mark.parametrize("age", [0, 3])
+def test_each_batch_that_is_asked_for_at_once_has_its_time(age: int) -> None:
+    cluster = begun(age)
+    allowed = {a.step: a.deadline_s for a in cluster.orders if isinstance(a, DispatchPrompts)}
+    assert allowed == {1 + ahead: (1 + ahead) * GRPO.deadlines.generate for ahead in range(age + 1)}
+
+
+def test_validation_comes_before_what_later_steps_need() -> None:
+    cluster = begun(2, validate_every=2, balance=Balance(width=1, timeout_s=None))
+    until(cluster, lambda: cluster.plan.progress.is_validating)
+    since = len(cluster.orders)
+    until(cluster, lambda: 2 in cluster.commits())
+    asked = [a.purpose for a in cluster.orders[since:] if isinstance(a, DispatchPrompts)]
+    num_waiting = 3 - sum(isinstance(a, DispatchPrompts) and a.purpose == "validate" for a in cluster.orders[:since])
+    assert asked[:num_waiting] == ["validate"] * num_waiting
+    assert "train" in asked, "and they get what room is left"
+    finishes(cluster)
+
+
+def test_a_store_that_is_full_while_an_engine_comes_back_ends_no_run() -> None:
+    cluster = begun(balance=None, max_stored_tokens=12)
+    lose(cluster, "rollout-1")
+    until(cluster, lambda: not cluster.pending)
+    assert cluster.plan._full or cluster.plan.groups.num_tokens("rollout-0")
+    cluster.plan._full = {"rollout-0": None}
+    assert cluster.give(Ticked(now=cluster.now)) == []
+    replace(cluster, "rollout-1")
+    finishes(cluster)
+
+
+@pytest.mark.parametrize("what", ["lost", "fails"])
+def test_after_an_interrupt_no_proof_is_waited_for(what: str) -> None:
+    cluster = begun()
+    late = lambda action: not is_order(action, Attest) or action.member.startswith("trainer")  # noqa: E731
+    until(cluster, lambda: cluster.plan.step == 2 and cluster.plan.progress.is_training, late)
+    interrupt(cluster)
+    (attest,) = [a for a in cluster.pending if is_order(a, Attest) and a.member == "rollout-1"]
+    if what == "lost":
+        lose(cluster, "rollout-1")
+    else:
+        cluster.pending.remove(attest)
+        failed = Failed(command_id=attest.order.command_id, phase="attesting", error="no memory", expected=True)
+        cluster.give(Erred(now=cluster.now, member="rollout-1", failed=failed))
+    until(cluster, lambda: cluster.plan.phase is Phase.FINISHED)
+    assert cluster.done[-1] == Finish(outcome="interrupted")
+    assert cluster.commits() == [1, 2]
+
+
+def test_a_proof_is_of_the_process_that_was_asked_for_it() -> None:
+    cluster = begun()
+    is_commit = lambda action: is_order(action, CommitVersion)  # noqa: E731
+    until(cluster, lambda: any(map(is_commit, cluster.pending)))
+    lose(cluster, "rollout-1")
+    replace(cluster, "rollout-1")
+    others = lambda action: not is_commit(action) and no_step(action)  # noqa: E731
+    engine = cluster.plan.publication.engines["rollout-1"]
+    until(cluster, lambda: engine.status is Status.HOLDING, others)
+    until(cluster, lambda: not any(map(is_commit, cluster.pending)), is_commit)
+    assert not engine.is_attested, "it was another process that was found right"
+    finishes(cluster)
+
+
+def test_a_mesh_is_connected_when_nobody_is_in_a_step() -> None:
+    """A step may take longer than a connection has time for."""
+    mesh = PlannedMesh(name="to rollout-1", members=("trainer-0", "rollout-1"))
+    cluster = begun(balance=None)
+    planned = cluster.plan.publication.transfers._planned
+    assert planned is not None
+    cluster.plan.publication.transfers._planned = msgspec.structs.replace(planned, meshes=(mesh,))
+    since = len(cluster.orders)
+    lose(cluster, "rollout-1")
+    replace(cluster, "rollout-1")
+    stands_still = lambda: not any(map(no_step, cluster.pending))  # noqa: E731
+    until(cluster, stands_still, no_step)
+    assert cluster.plan.progress.is_training
+    assert orders_to(cluster, "rollout-1", ConnectMesh, since) == []
+    until(cluster, lambda: len(orders_to(cluster, "rollout-1", ConnectMesh, since)) == 1)
+    finishes(cluster)
+
+
+def test_groups_of_weights_that_are_too_old_are_made_again_and_counted() -> None:
+    cluster = begun(balance=None)
+    until(cluster, lambda: cluster.plan.step == 3)
+    order = next(a for a in cluster.pending if isinstance(a, DispatchPrompts) and a.groups and a.step >= 3)
+    cluster.begun_with[order.command_id] = order.step - 1 - cluster.age - 1
+    finishes(cluster)
+    commits = [a for a in cluster.done if isinstance(a, CommitStep)]
+    assert sum(a.metrics["groups_too_old"] for a in commits) == len(order.groups)
+    again = [a for a in cluster.orders if isinstance(a, DispatchPrompts) and a.step == order.step]
+    assert sorted(g for a in again for g in a.groups) == sorted([*range(5), *order.groups])
+    discarded = [a for a in cluster.done if isinstance(a, DiscardSamples)]
+    assert discarded == [DiscardSamples(step=order.step, purpose="train", groups=order.groups)]

@@ -43,6 +43,7 @@ from tandem.coordinator.scheduler.events import (
     Interrupted,
     Joined,
     Lost,
+    PublishCheckpoint,
     RecordRefit,
     Replied,
     Ticked,
@@ -138,6 +139,7 @@ class Harried(Cluster):
                 self.forget_pending(action, Attest)
             case Dispatch(order=Refit(only=only)) if not only or action.member in only:
                 self.forget_pending(action, Attest)
+                self.check_mesh(action.member, action.order)
             case Dispatch(order=ConnectMesh(mesh=mesh, epoch=epoch)):
                 self.forget_pending(action, ConnectMesh)
                 self.epochs.setdefault((mesh, epoch), set()).add(action.member)
@@ -146,6 +148,16 @@ class Harried(Cluster):
                     assert all(w.version == step and w.is_proven for w in self.made_with[sample.components["made"]])
             case _:
                 pass
+
+    def check_mesh(self, receiver: str, order: Refit) -> None:
+        """Assert that those who pass weights on to a receiver have the same, or receive them with it."""
+        for mesh in self.plan.publication.transfers.plan.meshes:
+            processes = processes_in(mesh)
+            for other in processes if receiver in processes and order.only else ():
+                if other.startswith("rollout") and other not in order.only:
+                    assert other not in self.is_torn
+                    assert self.history[other], f"{other} is gone"
+                    assert self.history[other][-1].version == order.version, f"{other} passes on what is old"
 
     def begin_job(self, order: DispatchPrompts) -> None:
         for command_id in [i for i, job in self.jobs.items() if job.order.member == order.member]:
@@ -406,7 +418,7 @@ def with_mesh(reply: Reply) -> Reply:
     return msgspec.structs.replace(reply, meshes=MESHES, senders=("trainer-0", "rollout-0", "rollout-1"))
 
 
-CHUNK = 25
+CHUNK = 8
 
 
 @pytest.mark.parametrize("chunk", range(12))
@@ -419,3 +431,46 @@ def test_every_step_is_done_once_with_samples_of_proven_weights(chunk: int) -> N
         assert cluster.trained() == list(range(1, LAST_STEP + 1)), f"seed {seed}"
         recorded = {action.version for action in cluster.done if isinstance(action, RecordRefit)}
         assert recorded >= set(range(LAST_STEP)), f"seed {seed}"
+
+
+@pytest.mark.parametrize("chunk", range(4))
+def test_an_interrupt_at_any_moment_ends_the_run_with_what_was_trained_saved(chunk: int) -> None:
+    for seed in range(CHUNK * chunk, CHUNK * (chunk + 1)):
+        cluster = make(seed)
+        cluster.plan.spec = cluster.plan._saving._spec = msgspec.structs.replace(cluster.plan.spec, save_every=2)
+        cluster.troubles = msgspec.structs.replace(cluster.troubles, interrupt=0.005)
+        finish = cluster.run()
+        assert finish == Finish(outcome="interrupted" if cluster.is_interrupted else "finished"), f"seed {seed}"
+        done = cluster.commits()
+        assert done == list(range(done[0] if done else 0, len(done) + (done[0] if done else 0))), f"seed {seed}"
+        assert cluster.trained() == [step for step in done if step], f"seed {seed}"
+        saved = [action.step for action in cluster.done if isinstance(action, PublishCheckpoint)]
+        assert not cluster.trained() or saved[-1] == done[-1], f"seed {seed}"
+
+
+@pytest.mark.parametrize("chunk", range(2))
+def test_stores_that_are_full_hold_nothing_up_for_ever(chunk: int) -> None:
+    outcomes: set[str] = set()
+    for seed in range(CHUNK * chunk, CHUNK * (chunk + 1)):
+        cluster = make(seed, has_room=False)
+        finish = cluster.run()
+        outcomes.add(finish.outcome)
+        assert finish.error is None or "raise policy.generation.max_stored_tokens" in str(finish.error), f"seed {seed}"
+        assert finish.error is not None or cluster.commits()[-1] == LAST_STEP
+    assert outcomes == {"finished", "failed"}
+
+
+@pytest.mark.parametrize("kind", ["trainer-1", "refit-0"])
+def test_who_cannot_be_replaced_ends_the_run_whatever_goes_on(kind: str) -> None:
+    for seed in range(CHUNK):
+        cluster = make(seed)
+        cluster.join_all()
+        for _ in range(cluster.random.randrange(40, 200)):
+            cluster.go_on()
+        phase = cluster.plan.phase
+        actions = cluster.give(Lost(now=cluster.now, member=kind, why="killed by SIGKILL"))
+        while cluster.plan.phase is Phase.WRITING:
+            cluster.go_on()
+        finish = cluster.done[-1]
+        assert isinstance(finish, Finish), f"seed {seed}: {actions}"
+        assert str(finish.error).startswith(f"{kind} failed while {phase.value}"), f"seed {seed}: {finish.error}"

@@ -55,6 +55,8 @@ class RefitProgress:
         self.seconds: dict[str, float] = {}
         self.engines: list[str] = []
         self.quarantined: dict[str, str] = {}
+        self.digest: int | None = None
+        """Of the version, once it is known."""
         self.num_failures_to_send: dict[str, int] = {}
         self._since = started_at
 
@@ -107,8 +109,8 @@ class Publication:
         """Members whose digests were asked for and have not come."""
         self._unattested_trainers: set[str] = set()
         """Those of them whose weights must not change before."""
-        self._committing: tuple[str, ...] = ()
-        """Engines whose digests the refit service compares."""
+        self._committing: list[str] | None = None
+        """Engines whose digests the refit service compares; None while it compares none."""
         self._record = RefitProgress()
 
     # --- what the scheduler asks -------------------------------------------------------------------------------------
@@ -130,7 +132,9 @@ class Publication:
     @property
     def is_attesting(self) -> bool:
         """Whether it is yet to be proven that an engine holds what it should."""
-        is_asked = bool(self._unattested or self._committing)
+        if not len(self.engines):
+            return False
+        is_asked = bool(self._unattested) or self._committing is not None
         return is_asked or self.engines.num_attested != self.engines.num_having(Status.HOLDING)
 
     @property
@@ -211,7 +215,13 @@ class Publication:
         """
         if not len(self.engines):
             return []
-        return [*self._connect_meshes(), *self._publish(is_free), *self._begin_attesting(), *self._commit()]
+        return [
+            *self._connect_meshes(),
+            *self._finish_record(),
+            *self._publish(is_free),
+            *self._begin_attesting(),
+            *self._commit(),
+        ]
 
     def _connect_meshes(self) -> list[Action]:
         """Connect engines anew that have all they need but a mesh, once those that they share it with have, too."""
@@ -221,8 +231,9 @@ class Publication:
             if mesh is None:
                 self.engines.move(self.engines[name], Status.READY)
                 continue
-            others = {self.engines[other].status for other in self._engines_in(mesh)}
-            if mesh.name not in self._connecting and not others & _NOT_TO_BE_CONNECTED:
+            if mesh.name in self._connecting or not self._is_readable:  # who is in a step joins nothing before its end
+                continue
+            if not {self.engines[other].status for other in self._engines_in(mesh)} & _NOT_TO_BE_CONNECTED:
                 orders = self.transfers.order_connect(mesh)
                 self._connecting[mesh.name] = {action.order.command_id for action in orders}
                 actions += orders
@@ -236,7 +247,8 @@ class Publication:
             return []
         if not self._is_begun and self._spec.is_synchronous and self.engines.num_having(*COMING_BACK):
             return []  # nobody could go on without them
-        takers = [name for name in self.engines.having(Status.READY, Status.HOLDING) if self._may_take(name, is_free)]
+        able = [name for name in self.engines.having(Status.READY, Status.HOLDING) if self._may_take(name, is_free)]
+        takers = self._who_get_it_whole(able)
         if not takers:
             return []
         now = self._requests.now
@@ -245,7 +257,9 @@ class Publication:
             return self._refit(takers, everybody=False)
         self._is_begun = True
         self._digests = {}
+        quarantined = self._record.quarantined  # of the version before, and in no record
         self._record = RefitProgress(started_at=now, deadline=now + self._deadlines.refit)
+        self._record.quarantined = quarantined
         return self._refit(takers, everybody=len(takers) == len(self.engines))
 
     def _may_take(self, name: str, is_free: Callable[[str], bool]) -> bool:
@@ -254,6 +268,18 @@ class Publication:
         if engine.status is Status.READY:
             return True
         return engine.version < self.version and engine.is_attested and is_free(name)
+
+    def _who_get_it_whole(self, able: list[str]) -> list[str]:
+        """Leave out engines to which another of their mesh would pass on what is older, or torn, or nothing."""
+        if not self.transfers.plan.meshes:
+            return able
+        takers, chosen = [], set(able)
+        for name in able:
+            mesh = self.transfers.mesh_of(name)
+            others = self._engines_in(mesh) if mesh is not None else []
+            if all(other in chosen or self._holds_newest(self.engines[other]) for other in others):
+                takers.append(name)
+        return takers
 
     def _refit(self, takers: list[str], *, everybody: bool) -> list[Action]:
         """Order engines to receive the version, and others to send what they need for it."""
@@ -288,12 +314,12 @@ class Publication:
 
     def _commit(self) -> list[Action]:
         """Have the engines attested whose digests are all here, unless others are still computing theirs."""
-        if not self._is_transferred or self._unattested or self._committing:
+        if not self._is_transferred or self._unattested or self._committing is not None:
             return []
         if self.engines.num_attested == self.engines.num_having(Status.HOLDING):
             return []
         waiting = [name for name in self.engines.having(Status.HOLDING) if not self.engines[name].is_attested]
-        self._committing = tuple(waiting)
+        self._committing = waiting
         self._record.attested(self._requests.now)
         known = [self._digests[name] for name in [*self._trainers, *waiting]] if self._spec.is_verified else []
         order = CommitVersion(
@@ -316,7 +342,8 @@ class Publication:
                 self._unattested_trainers.discard(member)
                 return []
             case VersionCommitted():
-                return self._take_committed(reply)
+                self._take_committed(reply)
+                return []
             case _:
                 pass
         for mesh, awaited in self._connecting.items():
@@ -391,19 +418,17 @@ class Publication:
             case other:
                 raise AssertionError(f"{engine.name} is {other.value} and waits for no answer")
 
-    def _take_committed(self, reply: VersionCommitted) -> list[Action]:
-        committed, self._committing = self._committing, ()
-        for name in committed:
-            engine = self.engines.get(name)
-            if engine is None or engine.status is not Status.HOLDING:
-                continue  # lost meanwhile
+    def _take_committed(self, reply: VersionCommitted) -> None:
+        committed, self._committing = self._committing or [], None
+        for engine in [self.engines[name] for name in committed if name in self.engines]:
+            name = engine.name
             if name in reply.differing:
                 what = f"it does not hold version {reply.version}: {reply.differing[name]}"
                 self._quarantine(engine, Phase.ATTESTING.value, what)
             else:
                 self.engines.attest(engine, is_attested=True)
                 self._record.engines.append(name)
-        return [self._finish_record(reply.digest)] if len(self.engines) and self._is_everything_attested() else []
+        self._record.digest = reply.digest
 
     # --- one engine --------------------------------------------------------------------------------------------------
 
@@ -423,6 +448,8 @@ class Publication:
         """Forget what an engine held: neither its digests count, nor what it made."""
         self._digests.pop(engine.name, None)
         self._unattested.discard(engine.name)
+        if self._committing is not None and engine.name in self._committing:
+            self._committing.remove(engine.name)
         self.suspects.append(engine.name)
 
     def _is_everything_attested(self) -> bool:
@@ -433,6 +460,9 @@ class Publication:
     def _is_behind(self, engine: Engine) -> bool:
         """Tell whether an engine can be brought to a newer version than the one it holds."""
         return self._is_readable and engine.status is Status.HOLDING and engine.version < self.version
+
+    def _holds_newest(self, engine: Engine) -> bool:
+        return engine.status is Status.HOLDING and engine.version == self.version
 
     def _is_transferred_to(self, engine: Engine) -> bool:
         """Tell whether an engine may serve tokens; in synchronous training once the others hold the version as well."""
@@ -468,19 +498,25 @@ class Publication:
             for member in members
         ]
 
-    def _finish_record(self, digest: int) -> RecordRefit:
+    def _finish_record(self) -> list[Action]:
+        """Have it recorded that the version is where it should be, and proven, once digests were compared for it."""
+        digest = self._record.digest
+        if digest is None or self.is_attesting or not self._is_everything_attested():
+            return []
         now = self._requests.now
         done, self._record = self._record, RefitProgress(started_at=now, deadline=self._record.deadline)
         done.committed(now)
-        return RecordRefit(
-            version=self.version,
-            engines=tuple(sorted(done.engines)),
-            seconds=done.seconds,
-            digest=digest,
-            predicted_s=self.transfers.plan.predicted_s,
-            bound_s=self.transfers.plan.bound_s,
-            quarantined=done.quarantined,
-        )
+        return [
+            RecordRefit(
+                version=self.version,
+                engines=tuple(sorted(set(done.engines))),
+                seconds=done.seconds,
+                digest=digest,
+                predicted_s=self.transfers.plan.predicted_s,
+                bound_s=self.transfers.plan.bound_s,
+                quarantined=done.quarantined,
+            )
+        ]
 
     def _await(self, engine: Engine, actions: list[Action]) -> list[Action]:
         """Have an engine wait for the answers to these orders."""

@@ -47,6 +47,7 @@ from tandem.common.messages import (
     Trained,
 )
 from tandem.coordinator.scheduler.assignment import Assignment, BalancedAssignment, PinnedAssignment
+from tandem.coordinator.scheduler.engines import Status
 from tandem.coordinator.scheduler.events import (
     Action,
     CommitStep,
@@ -231,7 +232,7 @@ class Scheduler:
         request = self.requests.close(failed.command_id)
         if request is None:
             return
-        is_engine = member in self.publication.engines
+        is_engine = self._membership.kind(member) == "rollout"
         if request.phase is Phase.REFITTING or (request.phase is Phase.ATTESTING and is_engine):
             self.publication.take_failure(member, failed, request.phase)
             return
@@ -493,7 +494,7 @@ class Scheduler:
             not is_trained_on
             and not self.requests.num_for(Phase.GENERATING)
             and self.publication.is_settled
-            and len(engines) > 0
+            and engines.num_having(Status.HOLDING) == len(engines) > 0
         )
 
     def _is_evaluated(self) -> bool:
@@ -597,7 +598,9 @@ class Scheduler:
     def _dispatch_prompts(self, engine: str, groups: Sequence[Group]) -> Action:
         """Ask an engine for groups of one step, beside what it was asked for before."""
         step, purpose = groups[0].step, groups[0].purpose
-        fields = self._open(engine, Phase.GENERATING if purpose == "train" else Phase.VALIDATING)
+        # An engine may be at the batches of the steps before, and validation comes after all that it has begun.
+        num_ahead = step - self.step if purpose == "train" else self.spec.max_trajectory_age_steps
+        fields = self._open(engine, Phase.GENERATING if purpose == "train" else Phase.VALIDATING, 1 + num_ahead)
         oldest = next(self.requests.of(engine, *_GENERATION))
         self.groups.assign(groups, engine, fields["command_id"])
         return DispatchPrompts(
@@ -645,8 +648,10 @@ class Scheduler:
         actions: list[Action] = []
         while self.publication.suspects:
             engine = self.publication.suspects.pop(0)
-            self._drop_generation(engine)
             groups = self.groups.of_engine(engine, GroupState.IN_FLIGHT, GroupState.READY)
+            if self.groups.num_in_flight(engine) and self.publication.engines[engine].status is not Status.ABSENT:
+                actions.append(self._stop_engine(engine))
+            self._drop_generation(engine)
             self._assignment.withdraw(engine)
             actions += self._put_back(groups)
         return actions
@@ -656,16 +661,23 @@ class Scheduler:
         stops: list[Action] = []
         moved: list[Group] = []
         for engine in self._assignment.overstayed(self.requests.now):
-            groups = self.groups.of_engine(engine, GroupState.IN_FLIGHT)
+            moved += self.groups.of_engine(engine, GroupState.IN_FLIGHT)
+            stops.append(self._stop_engine(engine))
             self._drop_generation(engine)
-            fields = self.requests.notice(self.spec.deadlines.generate)
-            cancel = fields["command_id"]
-            step, purpose = groups[0].step, groups[0].purpose
-            stops.append(
-                DispatchPrompts(member=engine, step=step, purpose=purpose, groups=(), cancel_before=cancel, **fields)
-            )
-            moved += groups
         return [*stops, *self._put_back(moved)]
+
+    def _stop_engine(self, engine: str) -> Action:
+        """Have an engine give up what it generates."""
+        group = self.groups.of_engine(engine, GroupState.IN_FLIGHT)[0]
+        fields = self.requests.notice(self.spec.deadlines.generate)
+        return DispatchPrompts(
+            member=engine,
+            step=group.step,
+            purpose=group.purpose,
+            groups=(),
+            cancel_before=fields["command_id"],
+            **fields,
+        )
 
     def _drop_generation(self, engine: str) -> None:
         """Wait no longer for what an engine was asked to generate."""
@@ -752,7 +764,7 @@ class Scheduler:
         self._finish = Finish(outcome=outcome, error=error)
         return [self._finish]
 
-    def _open(self, member: str, phase: Phase) -> CommandFields:
+    def _open(self, member: str, phase: Phase, num_batches: int = 1) -> CommandFields:
         deadlines = self.spec.deadlines
         allowed: dict[Phase, float] = {
             Phase.BUILDING: deadlines.build,
@@ -760,7 +772,7 @@ class Scheduler:
             Phase.TRAINING: deadlines.train,
             Phase.VALIDATING: deadlines.generate if self.spec.has_engines else deadlines.evaluate,
         }
-        return self.requests.open(member, phase, allowed[phase])
+        return self.requests.open(member, phase, num_batches * allowed[phase])
 
 
 def _make_assignment(spec: RunSpec) -> Assignment:

@@ -109,7 +109,7 @@ class Deadlines(Section, frozen=True, kw_only=True):
     build_s: PositiveFloat = 300.0
     """New. For models and engines to be built."""
     generate_s: PositiveFloat = 600.0
-    """New. For one rollout batch."""
+    """New. For one rollout batch; where engines generate for several steps at once, each of them has as long."""
     train_s: PositiveFloat = 600.0
     """New. For one training step."""
     refit_s: PositiveFloat = 60.0
