@@ -335,9 +335,7 @@ class Harried(Cluster):
             count = self.random.randint(1, len(job.samples))
             taken = [job.samples.pop(self.random.randrange(len(job.samples))) for _ in range(count)]
             samples = tuple(self.finished(group, i, history, job.begun_with) for group, i in taken)
-            news = SamplesFinished(
-                command_id=order.command_id, step=order.step, purpose=order.purpose, samples=samples
-            )
+            news = SamplesFinished(command_id=order.command_id, step=order.step, purpose=order.purpose, samples=samples)
             self.tell(Replied(now=self.now, member=order.member, reply=news))
         if not job.samples and order.command_id in self.jobs:
             self.give_up(order.command_id)

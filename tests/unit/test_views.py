@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from cluster_harness import GRPO, Cluster
 from rich.console import Console
 
 from tandem.common.config import build_config
@@ -17,9 +18,10 @@ from tandem.coordinator.inspect.report import format_summary, write_report
 from tandem.coordinator.run.journal import Journal, StepRecord
 from tandem.coordinator.run.members import Member, Registry
 from tandem.coordinator.run.metrics import StepMetrics
-from tandem.coordinator.run.progress import Progress, sparkline, step_line
+from tandem.coordinator.run.progress import Progress, ahead_line, sparkline, step_line
 from tandem.coordinator.run.spec import run_spec
 from tandem.coordinator.scheduler import Scheduler
+from tandem.coordinator.scheduler.events import DispatchPrompts
 
 SETTINGS: dict[str, Any] = {
     "grpo": {},
@@ -107,6 +109,29 @@ def test_on_a_terminal_the_display_shows_curves_and_health() -> None:
     assert "node7" in text
     assert "3 s ago" in text
     assert "\x1b[?25h" in out.getvalue(), "the cursor is given back"
+    assert "ahead" not in text, "it waits for training"
+
+
+def test_an_asynchronous_run_shows_what_is_generated_ahead_and_with_what() -> None:
+    quiet: dict[str, Any] = {"validate_every": 0, "validate_at_start": False, "save_every": 0}
+    cluster = Cluster(msgspec.structs.replace(GRPO, max_trajectory_age_steps=1, **quiet))
+    cluster.join_all()
+    while cluster.plan.step < 2:
+        slow = [o for o in cluster.pending if isinstance(o, DispatchPrompts) and (o.member, o.step) == ("rollout-1", 2)]
+        cluster.pending = [order for order in cluster.pending if order not in slow]
+        cluster.answer_next()
+    assert ahead_line(cluster.plan) == (
+        "groups: 3 ready, 5 being generated, 2 waiting; newest weights: version 1; "
+        "engines: version 1 on 1, version 0 on 1"
+    )
+    progress = Progress(build_config(SETTINGS), cluster.plan.spec, [], Console(file=io.StringIO(), width=150))
+    registry = Registry.__new__(Registry)
+    registry.members = {}
+    page = Console(width=150, record=True, file=io.StringIO())
+    page.print(progress.render(cluster.plan, registry, 100.0))
+    assert f"ahead {ahead_line(cluster.plan)}" in page.export_text()
+    record = StepRecord(step=2, version=2, metrics={"reward": 0.5, "avg_trajectory_age": 0.75}, seconds={"total": 1.0})
+    assert step_line(record, 8).startswith("step 2/8  reward 0.500  mean age 0.750  1.00 s")
 
 
 def test_a_report_has_the_curves_and_the_breakdown() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from rich.console import Console, Group, RenderableType
@@ -16,6 +17,8 @@ from tandem.common.config import Config
 from tandem.coordinator.run.journal import StepRecord
 from tandem.coordinator.run.members import Registry
 from tandem.coordinator.scheduler import Scheduler
+from tandem.coordinator.scheduler.engines import Status
+from tandem.coordinator.scheduler.groups import GroupState
 from tandem.coordinator.scheduler.spec import RunSpec
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -47,7 +50,7 @@ def step_line(record: StepRecord, last_step: int) -> str:
     """Describe a step that is done in one line."""
     metrics, seconds = record.metrics, record.seconds
     parts = [f"step {record.step}/{last_step}"]
-    for name, label in (*_curves_of(metrics), ("kl", "kl")):
+    for name, label in (*_curves_of(metrics), ("kl", "kl"), ("avg_trajectory_age", "mean age")):
         if name in metrics and not (name == "kl" and metrics[name] == 0.0):
             parts.append(f"{label} {metrics[name]:.3f}")
     if "val_loss" in metrics:
@@ -56,6 +59,18 @@ def step_line(record: StepRecord, last_step: int) -> str:
         parts.append(f"{metrics['tokens_per_s']:,.0f} tokens/s")
     parts.append(f"{seconds.get('total', 0.0):.2f} s ({shares(seconds)})")
     return "  ".join(parts)
+
+
+def ahead_line(scheduler: Scheduler) -> str:
+    """Say what is generated beside training, and how old the weights are that engines do it with."""
+    states = Counter(group.state for group in scheduler.groups if group.purpose == "train")
+    engines, newest = scheduler.publication.engines, scheduler.publication.version
+    held = Counter(engines[name].version for name in engines.having(Status.HOLDING))
+    on = ", ".join(f"version {version} on {held[version]}" for version in sorted(held, reverse=True))
+    return (
+        f"groups: {states[GroupState.READY]} ready, {states[GroupState.IN_FLIGHT]} being generated, "
+        f"{states[GroupState.WAITING]} waiting; newest weights: version {newest}; engines: {on or 'none holds any'}"
+    )
 
 
 def _curves_of(metrics: Mapping[str, float]) -> tuple[tuple[str, str], ...]:
@@ -119,6 +134,7 @@ class Progress:
             Text(
                 f"{self._title}   step {scheduler.step}/{self._spec.last_step}: {scheduler.phase.value}", style="bold"
             ),
+            *([] if self._spec.is_synchronous else [Text(f"{'ahead':>18} {ahead_line(scheduler)}")]),
             *self._curves(),
             *self._last_step(),
             _health(registry, now),
