@@ -2,7 +2,8 @@
 
 Where the working directory has a file ``hold_POINT``, a process waits at that point, and says so with ``at_POINT``,
 until the file is gone. ``sent.jsonl`` has a line for each sample that a rollout finished, ``trained.jsonl`` one for
-each training step, and ``trained_N.npz`` what step N was trained on and the weights that its loss gave to tokens.
+each training step, and ``trained_N.npz`` what step N was trained on and the weights that its loss gave to tokens;
+``step_0`` is the policy that the run began with.
 """
 
 from __future__ import annotations
@@ -71,6 +72,8 @@ def _trainer(arguments: Sequence[str]) -> int:
     def training(*args: Any) -> Any:
         started = time.monotonic()
         _hold("train")
+        if seen["step"] == 1:
+            args[0].save(Path("step_0")).num_bytes.result()  # what no checkpoint has
         result = train(*args)
         time.sleep(max(0.0, PACE_S - (time.monotonic() - started)))
         _note("trained", step=seen["step"], began=started, ended=time.monotonic())

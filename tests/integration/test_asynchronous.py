@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import re
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -18,6 +20,7 @@ from tests import leaks
 from tests.integration import consoles, held_processes
 from tests.integration.by_hand import MEGATRON_TP2, in_folder, refits_of
 from tests.integration.harness import (
+    BIN,
     Command,
     all_gone,
     coordinator,
@@ -38,7 +41,7 @@ class Talks:
 
     def step(self, problem, conversation):
         said = [message["content"] for message in conversation if message["role"] == "assistant"]
-        time.sleep(0.1)
+        time.sleep(0.05)
         reward = 0.1 * sum(character.isdigit() for character in said[-1])
         if len(said) == 3:
             return Score(reward, correct=reward > 0.2)
@@ -48,18 +51,22 @@ ASYNCHRONOUS: dict[str, Any] = {
     "grpo": {
         "max_num_steps": 8,
         "val_period": 3,
-        "max_rollout_turns": 3,
         "async_grpo": {"enabled": True, "max_trajectory_age_steps": 1},
     },
     "loss_fn": {"use_importance_sampling_correction": True},
     "policy": {
-        "max_total_sequence_length": 64,
-        "generation": {"max_new_tokens": 8, "colocated": {"enabled": False}},
+        "generation": {"colocated": {"enabled": False}},
         "optimizer": {"kwargs": {"lr": 1.0e-2}},
     },
-    "env": {"talks": {"class": "talking.Talks", "num_workers": 8}},
     "cluster": {"rollouts": 2},
 }
+TALKING: dict[str, Any] = {
+    "grpo": {"max_rollout_turns": 3},
+    "policy": {"max_total_sequence_length": 64, "generation": {"max_new_tokens": 8}},
+    "env": {"talks": {"class": "talking.Talks", "num_workers": 3}},
+    "cluster": {"launch": {"refit": True}},
+}
+"""Requests take long enough to meet new weights; trainer and rollouts are started by the test."""
 IN_FLIGHT: dict[str, Any] = {
     "grpo": {
         "use_dynamic_sampling": True,
@@ -73,17 +80,20 @@ IN_FLIGHT: dict[str, Any] = {
     "policy": {"generation": {"async_engine": True, "transformers_cfg": {"num_slots": 8}}},
     "checkpointing": {"save_period": 1, "keep_top_k": None},
 }
-BY_HAND = {"cluster": {"launch": {"refit": True}}}
-
-
-@pytest.fixture(autouse=True)
-def talking() -> None:
-    Path("talking.py").write_text(TALKS)
 
 
 @contextlib.contextmanager
 def held_run(*arguments: str | Path) -> Iterator[Command]:
     """Start a run whose trainer and two rollouts are of `held_processes`."""
+    Path("talking.py").write_text(TALKS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path.cwd()))
+        with _started(*arguments) as run:
+            yield run
+
+
+@contextlib.contextmanager
+def _started(*arguments: str | Path) -> Iterator[Command]:
     with Command("coordinator", "up", *arguments) as run, contextlib.ExitStack() as started:
         address = run.wait_for(r"listens on (tcp://\S+)")[1]
         for kind in ("trainer", "rollout", "rollout"):
@@ -101,12 +111,8 @@ def held_run(*arguments: str | Path) -> Iterator[Command]:
 def in_flight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run with engines that take weights while they generate, and all that can be on."""
     folder = tmp_path_factory.mktemp("in_flight")
-    with in_folder(folder):
-        Path("talking.py").write_text(TALKS)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PYTHONPATH", str(folder))
-            with held_run(write_config(merged(merged(ASYNCHRONOUS, IN_FLIGHT), BY_HAND))) as run:
-                assert run.wait() == 0, run.output()
+    with in_folder(folder), held_run(write_config(merged(merged(ASYNCHRONOUS, IN_FLIGHT), TALKING))) as run:
+        assert run.wait() == 0, run.output()
     return folder
 
 
@@ -149,7 +155,9 @@ def test_a_token_has_the_probability_that_the_weights_of_its_version_give_it(in_
 
     from tests.integration.reference import logprobs_of
 
-    folders = {0: in_flight / "model"} | {v: in_flight / f"run/checkpoints/step_{v}/policy" for v in range(1, 9)}
+    folders = {v: in_flight / f"run/checkpoints/step_{v}/policy" for v in range(1, 8)} | {
+        0: in_flight / "step_0/policy"
+    }
     models = {v: transformers.AutoModelForCausalLM.from_pretrained(path) for v, path in folders.items()}
     num_mixed = 0
     for step in range(1, 9):
@@ -195,34 +203,55 @@ def test_an_engine_that_is_killed_is_replaced_and_the_run_does_every_step(over: 
     assert leaks.segments_left(before) == set()
 
 
-@pytest.mark.parametrize("kind", ["trainer", "refit", "coordinator"])
-def test_kill_9_of_who_cannot_be_replaced_ends_the_run_and_it_goes_on_from_its_checkpoint(kind: str) -> None:
-    before, over = leaks.segments(), {"checkpointing": {"save_period": 2}}
+def test_kill_9_of_who_cannot_be_replaced_ends_the_run_and_it_goes_on_from_its_checkpoint() -> None:
+    before, over = leaks.segments(), {"grpo": {"max_num_steps": 1000}, "checkpointing": {"save_period": 2}}
     config = write_config(merged(ASYNCHRONOUS, over))
-    with Command("coordinator", "up", config) as run:
-        run.wait_for("step 4/8")
-        children = run.children()
-        time.sleep(random.Random(kind).uniform(0.0, 0.5))
-        killed_at = time.monotonic()
-        if kind == "coordinator":
-            run.signal(signal.SIGKILL)
-            run.wait()
-        else:
-            process_of(run, kind).kill()
-            assert run.wait() == 1
-            assert re.search(rf"error: {kind}-0 failed while .*: killed by SIGKILL", run.output()), run.output()
-        assert all_gone(children, 5.0) == []
-        assert time.monotonic() - killed_at < 10.0
-    assert leaks.segments_left(before) == set()
-    resumed = coordinator("up", config, "--resume")
+    done = 0
+    for kind in ("trainer", "refit", "coordinator"):
+        with Command("coordinator", "up", config, *(["--resume"] if done else [])) as run:
+            run.wait_for(f"step {done + 4}/1000")
+            children = run.children()
+            time.sleep(random.Random(kind).uniform(0.0, 0.5))
+            killed_at = time.monotonic()
+            if kind == "coordinator":
+                run.signal(signal.SIGKILL)
+                run.wait()
+            else:
+                process_of(run, kind).kill()
+                assert run.wait() == 1
+                assert re.search(rf"error: {kind}-0 failed while .*: killed by SIGKILL", run.output()), run.output()
+            assert all_gone(children, 5.0) == []
+            assert time.monotonic() - killed_at < 10.0
+        assert leaks.segments_left(before) == set()
+        done = steps_of()[-1].step
+        assert [step.step for step in steps_of()] == list(range(1, done + 1))
+    resumed = coordinator("up", config, "--resume", f"grpo.max_num_steps={done + 1}")
     assert resumed.returncode == 0, resumed.stderr
-    assert [step.step for step in steps_of()] == list(range(1, 9))
+    assert [step.step for step in steps_of()] == list(range(1, done + 2))
+
+
+def test_all_processes_are_asked_to_end_while_engines_generate_beside_a_step() -> None:
+    before, setsid = leaks.segments(), shutil.which("setsid")
+    assert setsid is not None
+    config = write_config(
+        merged(ASYNCHRONOUS, {"grpo": {"max_num_steps": 1000}, "checkpointing": {"save_period": 1000}})
+    )
+    with Command(setsid, BIN / "coordinator", "up", config) as run:
+        run.wait_for("step 3/1000")
+        children = run.children()
+        os.killpg(run.process.pid, signal.SIGTERM)
+        assert run.wait() == 130, run.output()
+        assert all_gone(children, 5.0) == []
+    done = steps_of()[-1].step
+    assert Path(f"run/checkpoints/step_{done}").exists(), run.output()
+    assert leaks.segments_left(before) == set()
 
 
 def test_an_interrupt_in_any_phase_saves_and_the_run_goes_on_from_there() -> None:
     before = leaks.segments()
-    in_flight = {"grpo": {"async_grpo": {"in_flight_weight_updates": True}}, "checkpointing": {"save_period": 4}}
-    config = write_config(merged(merged(ASYNCHRONOUS, in_flight), BY_HAND))
+    grpo = {"max_num_steps": 12, "async_grpo": {"in_flight_weight_updates": True}}
+    in_flight = {"grpo": grpo, "checkpointing": {"save_period": 4}}
+    config = write_config(merged(merged(ASYNCHRONOUS, in_flight), TALKING))
     done = 0
     for point in ("train", "refit", "validate", "save"):
         hold_file(point).touch()
@@ -238,9 +267,8 @@ def test_an_interrupt_in_any_phase_saves_and_the_run_goes_on_from_there() -> Non
         steps = [step.step for step in steps_of()]
         assert steps == list(range(1, len(steps) + 1)), point
         assert Path(f"run/checkpoints/step_{steps[-1]}").exists(), point
-        assert len(steps) > done or point != "train"
         done = len(steps)
         assert leaks.segments_left(before) == set()
-    ended = coordinator("up", config, "--resume", "cluster.launch=all")
-    assert ended.returncode == 0, ended.stderr
-    assert [step.step for step in steps_of()] == list(range(1, 9))
+    with held_run(config, "--resume") as run:
+        assert run.wait() == 0, run.output()
+    assert [step.step for step in steps_of()] == list(range(1, 13))
