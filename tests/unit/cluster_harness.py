@@ -33,6 +33,7 @@ from tandem.common.messages import (
     Reply,
     SampleScored,
     SamplesFinished,
+    SamplesRecorded,
     SaveCheckpoint,
     Trained,
     TrainerBuilt,
@@ -46,6 +47,7 @@ from tandem.coordinator.scheduler.events import (
     Dispatch,
     DispatchBatch,
     DispatchPrompts,
+    DispatchRecord,
     DrawPrompts,
     Finish,
     GroupSize,
@@ -80,30 +82,14 @@ MEMORY = MemoryUse(peak=2, held=1)
 SFT = msgspec.structs.replace(GRPO, has_engines=False, expected={"trainer": 1}, validate_at_start=False)
 
 
-def answer(action: Dispatch | DispatchPrompts | DispatchBatch) -> Reply:
+Sent = Dispatch | DispatchPrompts | DispatchBatch | DispatchRecord
+"""Actions that a process answers."""
+
+
+def answer(action: Sent) -> Reply:
     """Return the reply of a process that does what it is told."""
-    if isinstance(action, DispatchPrompts):
-        return Generated(
-            command_id=action.command_id,
-            step=action.step,
-            purpose=action.purpose,
-            num_samples=1,
-            num_tokens=1,
-            seconds={},
-            memory=MEMORY,
-        )
-    if isinstance(action, DispatchBatch):
-        if action.purpose == "validate":
-            return Evaluated(command_id=action.command_id, step=action.step, metrics={})
-        return Trained(
-            command_id=action.command_id,
-            step=action.step,
-            version=action.step,
-            metrics={},
-            seconds={},
-            has_update=action.member == "trainer-0",
-            memory=MEMORY,
-        )
+    if not isinstance(action, Dispatch):
+        return answer_work(action)
     command_id = action.order.command_id
     match action.order:
         case OpenRendezvous():
@@ -140,6 +126,35 @@ def answer(action: Dispatch | DispatchPrompts | DispatchBatch) -> Reply:
             return answer_saving(action.order)
 
 
+def answer_work(action: DispatchPrompts | DispatchBatch | DispatchRecord) -> Reply:
+    """Return the last reply of a process that generates, trains, evaluates or records."""
+    if isinstance(action, DispatchRecord):
+        return SamplesRecorded(
+            command_id=action.command_id, step=action.step, num_samples=1, num_bytes=100, num_missing=0
+        )
+    if isinstance(action, DispatchPrompts):
+        return Generated(
+            command_id=action.command_id,
+            step=action.step,
+            purpose=action.purpose,
+            num_samples=1,
+            num_tokens=1,
+            seconds={},
+            memory=MEMORY,
+        )
+    if action.purpose == "validate":
+        return Evaluated(command_id=action.command_id, step=action.step, metrics={})
+    return Trained(
+        command_id=action.command_id,
+        step=action.step,
+        version=action.step,
+        metrics={},
+        seconds={},
+        has_update=action.member == "trainer-0",
+        memory=MEMORY,
+    )
+
+
 def answer_saving(order: SaveCheckpoint | AwaitCheckpoint) -> Reply:
     """Return the reply of a trainer that saves."""
     if isinstance(order, SaveCheckpoint):
@@ -167,9 +182,9 @@ class Cluster:
     def __init__(self, spec: RunSpec) -> None:
         self.plan = Scheduler(spec, now=0.0)
         self.now = 0.0
-        self.pending: list[Dispatch | DispatchPrompts | DispatchBatch] = []
+        self.pending: list[Sent] = []
         self.done: list[Action] = []
-        self.orders: list[Dispatch | DispatchPrompts | DispatchBatch] = []
+        self.orders: list[Sent] = []
         self.adjust: Callable[[Reply], Reply] = lambda reply: reply
         self.begun_with: dict[int, int] = {}
         """The weights that the engine held which was given an order to generate."""
@@ -185,7 +200,7 @@ class Cluster:
             actions.append(action)
             if isinstance(action, DispatchPrompts):
                 self.begun_with[action.command_id] = self.plan.publication.engines[action.member].version
-            if isinstance(action, Dispatch | DispatchPrompts | DispatchBatch):
+            if isinstance(action, Sent):
                 self.pending.append(action)
                 self.orders.append(action)
             else:
@@ -245,6 +260,8 @@ def kinds(cluster: Cluster) -> list[str]:
     for action in cluster.orders:
         if isinstance(action, Dispatch):
             names.append(type(action.order).__name__)
+        elif isinstance(action, DispatchRecord):
+            names.append(f"{type(action).__name__}:{action.step}")
         else:
             names.append(f"{type(action).__name__}:{action.purpose}:{action.step}")
     compressed: list[str] = []

@@ -35,11 +35,11 @@ from tandem.common.messages import (
     SampleScored,
     SamplesFinished,
 )
+from tandem.common.sample_store import SampleStore
 from tandem.common.tokenizer import load_tokenizer, write_new_model
 from tandem.coordinator.run.replies import Limits, Replies
 from tandem.refit import layout, program
 from tandem.refit.planner import plan
-from tandem.rollout.sample_store import SampleStore
 from tandem.rollout.service import RolloutService
 
 CHARACTERS = "0123456789au: \n"
@@ -72,7 +72,7 @@ class Member:
         assert self.replies.take(self.name, message, arrays or {})  # type: ignore[arg-type]
         self.sent.append((message, arrays or {}))
 
-    def fail(self, command_id: int, error: BaseException) -> None:
+    def fail(self, command_id: int, error: BaseException, *, aside: str = "") -> None:
         self.errors.append(error)
 
 

@@ -15,24 +15,21 @@ import pyarrow.parquet as pq
 import pytest
 from samples_harness import RUN_ID, recorded, sample_of, scored
 
-from tandem.common import sample_record
 from tandem.common.batch import SampleArrays
 from tandem.common.errors import SamplesError
 from tandem.common.messages import SampleScored
+from tandem.common.sample_files import SHARD, STREAM, UNFINISHED, files, shard_path, unfinished_path
 from tandem.common.sample_record import (
     SCHEMA,
     RecordedSample,
     UnfinishedFile,
-    files,
     keys_of,
     read_shard,
     read_step,
     read_unfinished,
     samples_of,
-    shard_path,
     steps,
     table_of,
-    unfinished_path,
     write_shard,
 )
 
@@ -196,8 +193,8 @@ def test_only_files_of_the_record_are_taken_for_such(tmp_path: Path) -> None:
     for name in ("step-x.rollout-0.parquet", "notes.parquet", ".step-00000012.rollout-0.parquet.ab", "step-1.parquet"):
         (tmp_path / name).write_bytes(b"")
     UnfinishedFile(unfinished_path(tmp_path, 3, "rollout-1"), RUN_ID).close()
-    assert [(file.step, file.rollout) for file in files(tmp_path)] == [(12, "rollout-0")]
-    unfinished = files(tmp_path / sample_record.UNFINISHED, ".arrows")
+    assert [(file.step, file.rollout) for file in files(tmp_path, SHARD)] == [(12, "rollout-0")]
+    unfinished = files(tmp_path / UNFINISHED, STREAM)
     assert [(file.step, file.rollout) for file in unfinished] == [(3, "rollout-1")]
 
 

@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 import secrets
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -28,15 +27,11 @@ import pyarrow.parquet as pq
 from tandem.common.batch import SampleArrays
 from tandem.common.errors import SamplesError
 from tandem.common.messages import SampleKey, SampleScored
+from tandem.common.sample_files import SHARD, files, shard_path
 
-FOLDER = "samples"
-"""Of the record within the run folder."""
-UNFINISHED = "unfinished"
-"""Of what is not trained on yet, within the folder of the record."""
 FORMAT = 1
 """Counts up when the meaning of a column changes."""
 _RUN_ID, _FORMAT = b"tandem.run_id", b"tandem.format"
-_NAME = re.compile(r"step-(?P<step>\d{8,})\.(?P<rollout>[^.]+)(\.[0-9a-f]+)?\.(parquet|arrows)")
 
 SCHEMA = pa.schema(
     [
@@ -106,37 +101,9 @@ class RecordedSample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Unix time at which its last reward was there."""
 
 
-class RecordFile(NamedTuple):
-    """What the name of a file of the record says."""
-
-    path: Path
-    step: int
-    rollout: str
-
-
-def files(folder: Path, suffix: str = ".parquet") -> list[RecordFile]:
-    """Return the shards in a folder, or its unfinished files (``.arrows``), by name."""
-    found = []
-    for path in sorted(folder.glob(f"step-*{suffix}")):
-        named = _NAME.fullmatch(path.name)
-        if named is not None:
-            found.append(RecordFile(path, int(named["step"]), named["rollout"]))
-    return found
-
-
-def shard_path(folder: Path, step: int, rollout: str) -> Path:
-    """Return where the shard of a rollout's samples of a step lies."""
-    return folder / f"step-{step:08d}.{rollout}.parquet"
-
-
-def unfinished_path(folder: Path, step: int, rollout: str) -> Path:
-    """Return the path of a new unfinished file in the folder of the record."""
-    return folder / UNFINISHED / f"step-{step:08d}.{rollout}.{secrets.token_hex(4)}.arrows"
-
-
 def steps(folder: Path) -> list[int]:
     """Return the steps that have shards, in order."""
-    return sorted({file.step for file in files(folder)})
+    return sorted({file.step for file in files(folder, SHARD)})
 
 
 def read_step(folder: Path, step: int, run_id: str | None = None) -> list[RecordedSample]:
@@ -145,7 +112,7 @@ def read_step(folder: Path, step: int, run_id: str | None = None) -> list[Record
     Raises `SamplesError`, which names the file, for a shard that is damaged, is no shard, or is of a run other than
     `run_id`, where that is given.
     """
-    shards = [file.path for file in files(folder) if file.step == step]
+    shards = [file.path for file in files(folder, SHARD) if file.step == step]
     samples = [sample for path in shards for sample in samples_of(read_shard(path, run_id))]
     return sorted(samples, key=lambda sample: (sample.scored.group, sample.scored.sample))
 

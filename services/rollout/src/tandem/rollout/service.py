@@ -2,7 +2,7 @@
 
 It consumes `Generate` orders and weight versions, and produces samples as they finish. What is known of one, such as
 its reward, goes to the coordinator; its arrays (token ids, the log-probabilities of the distribution each was drawn
-from, the weight version that made it) stay here for trainers to fetch (`tandem.rollout.sample_store`). An environment
+from, the weight version that made it) stay here for trainers to fetch (`tandem.common.sample_store`). An environment
 may answer a response, and then the sample goes on (`tandem.rollout.conversation`). Between two steps of the engine it
 looks for orders; it waits only for environments, each of whose answers has a deadline of its own. Where training takes
 turns with generation on the same devices, the engine sleeps from the end of a `Generate` to what it is asked for next.
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Literal, assert_never
+from typing import TYPE_CHECKING, Literal, assert_never
 
 import msgspec
 
@@ -32,15 +32,19 @@ from tandem.common.messages import (
     Generate,
     Generated,
     InstallProgram,
+    PromptGroup,
     Purpose,
+    RecordSamples,
     Refit,
     ReleaseSamples,
+    RestoreSamples,
     RolloutOrder,
     SampleScored,
     SamplesFinished,
 )
 from tandem.common.model_sizes import vocabulary_size
 from tandem.common.network import address_towards
+from tandem.common.sample_store import SampleStore
 from tandem.common.service import Member
 from tandem.common.threads import limit_threads
 from tandem.common.tokenizer import Tokenizer, load_tokenizer
@@ -50,7 +54,9 @@ from tandem.refit.endpoint import Endpoint
 from tandem.rollout.conversation import Conversation
 from tandem.rollout.engine import Completion, Engine
 from tandem.rollout.environments import Score, Scorer, Turn, Unscored
-from tandem.rollout.sample_store import SampleStore
+
+if TYPE_CHECKING:
+    from tandem.rollout.sample_recorder import SampleRecorder
 
 _REWARD_POLL_S = 0.001
 _UNSCORED = Score(0.0, correct=False)
@@ -64,6 +70,7 @@ class Generation:
 
     def __init__(self, order: Generate, first_number: int) -> None:
         self.order = order
+        self.started_at = time.time()
         samples = [(group, sample) for group in order.groups for sample in range(len(group.seeds))]
         self.conversations = {
             number: Conversation(group, sample) for number, (group, sample) in enumerate(samples, first_number)
@@ -85,6 +92,8 @@ class RolloutService:
         self._endpoint: Endpoint | None = None
         self._scorer: Scorer | None = None
         self._store: SampleStore | None = None
+        self._recorder: SampleRecorder | None = None
+        """None where no record of samples is kept."""
         self._tokenizer: Tokenizer | None = None
         self._is_async = member.config.policy.generation.is_async
         self._generations: dict[int, Generation] = {}
@@ -113,6 +122,9 @@ class RolloutService:
                 self._start(order)
             case ReleaseSamples():
                 self._samples().release(order.command_ids)
+            case RecordSamples() | RestoreSamples():
+                assert self._recorder is not None, "asked only where BuildEngine named a folder"
+                self._recorder.order(order)
             case other:
                 assert_never(other)
 
@@ -134,6 +146,8 @@ class RolloutService:
 
     def close(self) -> None:
         """Release the engine and the environments."""
+        if self._recorder is not None:
+            self._recorder.close()
         if self._scorer is not None:
             self._scorer.close()
         if self._store is not None:
@@ -157,8 +171,17 @@ class RolloutService:
         # After the engine: processes that it forks must not hold the socket.
         max_tokens = self._config.policy.generation.max_stored_tokens
         self._store = SampleStore(address_towards(self._member.coordinator), self._member.run_id, max_tokens)
+        if order.samples_folder:
+            self._recorder = self._make_recorder(Path(order.samples_folder), self._store, self._tokenizer)
         reply = EngineBuilt(command_id=order.command_id, layouts=layouts, samples_address=self._store.address)
         self._member.reply(order.command_id, reply)
+
+    def _make_recorder(self, folder: Path, store: SampleStore, tokenizer: Tokenizer) -> SampleRecorder:
+        # Arrow has threads from its import on, and services are forked by a process that must have none.
+        from tandem.rollout.sample_recorder import SampleRecorder
+
+        tokenizer.encode("")  # it settles how it encodes at the first call; from then on two threads can read it
+        return SampleRecorder(folder, self._member, store, tokenizer, self._vocabulary)
 
     def _built(self) -> Engine:
         assert self._engine is not None, "the coordinator orders BuildEngine first"
@@ -281,7 +304,7 @@ class RolloutService:
 
     def _answer(self, results: list[tuple[int, Score | Turn | Unscored]]) -> None:
         """Say which samples have ended; let the others go on."""
-        finished: dict[int, list[tuple[SampleScored, SampleArrays]]] = {}
+        finished: dict[int, list[tuple[PromptGroup, SampleScored, SampleArrays]]] = {}
         for number, result in results:
             self._awaited.discard(number)
             generation = self._generation_of[number]
@@ -297,20 +320,26 @@ class RolloutService:
                     sample = conversation.finish(_UNSCORED, "score", ended)
                 case _:
                     sample = conversation.finish(_UNSCORED, ended)
-            finished.setdefault(generation.order.command_id, []).append(sample)
+            finished.setdefault(generation.order.command_id, []).append((conversation.group, *sample))
             del generation.conversations[number], self._generation_of[number]
         for command_id, samples in finished.items():
             order = self._generations[command_id].order
             if order.purpose == "train":
-                for scored, arrays in samples:
+                for _, scored, arrays in samples:
                     self._samples().put((command_id, scored.group, scored.sample), arrays)
+                self._record(self._generations[command_id], samples)
             message = SamplesFinished(
                 command_id=command_id,
                 step=order.step,
                 purpose=order.purpose,
-                samples=tuple(_as_sent(scored, order.purpose) for scored, _ in samples),
+                samples=tuple(_as_sent(scored, order.purpose) for _, scored, _ in samples),
             )
             self._member.reply(command_id, message)
+
+    def _record(self, generation: Generation, samples: list[tuple[PromptGroup, SampleScored, SampleArrays]]) -> None:
+        if self._recorder is not None:
+            order = generation.order
+            self._recorder.add(order.step, order.command_id, generation.started_at, samples)
 
     def _go_on(self, conversation: Conversation, turn: Turn) -> Literal["length", "turns"] | Unscored | None:
         """Add what the environment said, if another response may follow; else return what ends the sample."""

@@ -37,6 +37,7 @@ from tandem.coordinator.run.batches import Batches
 from tandem.coordinator.run.launch import LocalProcesses
 from tandem.coordinator.run.members import Registry
 from tandem.coordinator.run.metrics import RefitMetrics, StepMetrics
+from tandem.coordinator.run.record_orders import RecordOrders
 from tandem.coordinator.run.recorder import Recorder
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import (
@@ -46,6 +47,7 @@ from tandem.coordinator.scheduler.events import (
     Dispatch,
     DispatchBatch,
     DispatchPrompts,
+    DispatchRecord,
     DrawPrompts,
     Erred,
     Event,
@@ -58,6 +60,7 @@ from tandem.coordinator.scheduler.events import (
     Replace,
     Replied,
     Say,
+    StepRecorded,
     Ticked,
 )
 
@@ -98,6 +101,7 @@ class Loop:
         self._algorithm = algorithm
         self._batches = batches
         self._recorder = recorder
+        self._record_orders = RecordOrders()
         self._step_metrics = self._new_metrics()
         self._refits = RefitMetrics()
         self._sent: dict[int, Sent] = {}
@@ -198,6 +202,11 @@ class Loop:
                 self._send_prompts(action)
             case DispatchBatch():
                 self._send_batch(action)
+            case DispatchRecord():
+                self._send(action.member, self._record_orders.order(action), None)
+            case StepRecorded():
+                self._record_orders.forget(action.step)
+                self._recorder.take_recorded(action)
             case DiscardSamples():
                 self._recorder.record_discarded(action)
             case Replace(member=member, why=why):
@@ -248,6 +257,8 @@ class Loop:
         of_step = self._scheduler.groups.of_step(action.step, action.purpose)
         order, arrays, metrics = self._batches.order(action, list if of_step is None else of_step.records)
         self._step_metrics.metrics.update(metrics)
+        if metrics and action.purpose == "train" and self._scheduler.spec.samples_folder and of_step is not None:
+            self._record_orders.keep(action.step, of_step.records(), self._batches.advantages())
         self._send(action.member, order, arrays)
 
     def _release_samples(self, step: int) -> None:

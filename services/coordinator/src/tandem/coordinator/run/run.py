@@ -35,6 +35,7 @@ from tandem.coordinator.run.progress import Progress
 from tandem.coordinator.run.recorder import Recorder
 from tandem.coordinator.run.replies import Limits, Replies
 from tandem.coordinator.run.resuming import Resuming
+from tandem.coordinator.run.sample_folder import SampleFolder
 from tandem.coordinator.run.spec import KINDS, expected_processes, launched_processes, run_spec
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import Finish
@@ -187,6 +188,7 @@ def _run(
     if start.first_step > algorithm.num_steps:
         say(f"nothing to do: {journal.folder} has all of its {algorithm.num_steps} steps")
         return Finish(outcome="finished")
+    samples = SampleFolder(config.logger)
     spec = run_spec(
         config,
         first_step=start.first_step,
@@ -194,6 +196,7 @@ def _run(
         num_validation=algorithm.num_validation,
         resume_from=start.resume_from,
         checkpoint_folder=checkpoints.temporary_pattern,
+        samples_folder=str(samples.path),
     )
     with contextlib.ExitStack() as stack:
         processes = LocalProcesses(hub.address, Path(config.logger.log_dir) / "logs", fork_server)
@@ -205,7 +208,7 @@ def _run(
             folder = journal.folder / config.logger.tensorboard.log_dir
             writers.add(TensorBoardWriter(folder, start.first_step))
         stack.callback(progress.close)
-        recorder = Recorder(config, journal, checkpoints, writers, progress)
+        recorder = Recorder(config, journal, checkpoints, samples, writers, progress)
         say(_who_runs_where(config, hub.address))
         scheduler = Scheduler(spec, time.monotonic(), is_informative=partial(has_spread, config.grpo))
         loop = Loop(scheduler, registry, processes, algorithm, Batches(config, algorithm), recorder)

@@ -151,6 +151,25 @@ class DispatchBatch(msgspec.Struct, frozen=True, kw_only=True):
     purpose: Purpose
 
 
+class DispatchRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Have this rollout record what `step` had of a rollout, itself or another, as a `RecordSamples`."""
+
+    member: str
+    command_id: int
+    deadline_s: float
+    step: int
+    rollout: str
+
+
+class StepRecorded(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that `step` trained on is in the record, but for what was said to be missing."""
+
+    step: int
+    rollouts: tuple[str, ...]
+    """Whose parts are written; not those that were given up."""
+    num_bytes: int
+
+
 class DiscardSamples(msgspec.Struct, frozen=True, kw_only=True):
     """Forget the samples of these groups: the engine that made them is lost, or did not hold the version it should."""
 
@@ -218,6 +237,8 @@ Action = (
     | DrawPrompts
     | DispatchPrompts
     | DispatchBatch
+    | DispatchRecord
+    | StepRecorded
     | DiscardSamples
     | Replace
     | RecordRefit

@@ -13,6 +13,8 @@ The tables: rollout groups (`groups`), engines (`engines`), pending requests (`r
 | publish | trainers hold a version that an engine lacks, and it may take it | refit it, attest it, record |
 | validate | a step has trained, it is due, and engines hold the new version | groups, or a batch, to evaluate |
 | save | it is due, and no checkpoint is being written | copy; write beside what follows |
+| record | a step has trained | rollouts write its samples to the record, beside what follows |
+| keep | a checkpoint is written, and the record has its steps | it gets its name |
 | commit | trained, validated, copied | the step is in the journal |
 | advance | the step in progress is committed | the next one begins |
 | draw | a step is at most `max_trajectory_age_steps` ahead of the one in progress | its groups wait |
@@ -36,6 +38,7 @@ from tandem.common.messages import (
     BuildEngine,
     BuildTrainer,
     CheckpointSaved,
+    EngineBuilt,
     Failed,
     OpenRendezvous,
     Purpose,
@@ -44,6 +47,7 @@ from tandem.common.messages import (
     SampleScored,
     SamplesFinished,
     SamplesMissing,
+    SamplesRecorded,
     Trained,
 )
 from tandem.coordinator.scheduler.assignment import Assignment, BalancedAssignment, PinnedAssignment
@@ -71,6 +75,7 @@ from tandem.coordinator.scheduler.idleness import Idleness
 from tandem.coordinator.scheduler.membership import Membership
 from tandem.coordinator.scheduler.phases import Phase, Stopwatch
 from tandem.coordinator.scheduler.publication import Publication
+from tandem.coordinator.scheduler.recording import Recording
 from tandem.coordinator.scheduler.requests import CommandFields, PendingRequests
 from tandem.coordinator.scheduler.saving import Saving
 from tandem.coordinator.scheduler.spec import RunSpec
@@ -118,6 +123,7 @@ class Scheduler:
         self._membership = Membership(spec.expected)
         self._assignment = _make_assignment(spec)
         self._saving = Saving(spec, self.requests)
+        self._recording = Recording(spec, self.requests)
         self._watch = Stopwatch(now)
         self._stage: Phase | None = Phase.JOINING
         """How far everything is set up; None once it is."""
@@ -192,8 +198,7 @@ class Scheduler:
             case Replied(member=member, reply=reply):
                 return self._apply_reply(member, reply)
             case Erred(member=member, failed=failed):
-                self._apply_failure(member, failed)
-                return []
+                return self._apply_failure(member, failed)
             case Lost(member=member, why=why):
                 return self._apply_loss(member, why)
             case PromptsDrawn(step=step, purpose=purpose, sizes=sizes):
@@ -201,8 +206,8 @@ class Scheduler:
                 self._assignment.add(groups, self.publication.engines.names())
                 return []
             case Ticked():
-                self._check_deadlines()
-                return self._move_from_slow_engines()
+                given_up = self._check_deadlines()
+                return [*given_up, *self._move_from_slow_engines()]
             case Interrupted():
                 return self._interrupt()
             case other:
@@ -223,24 +228,32 @@ class Scheduler:
         if isinstance(reply, Trained):
             self.progress.has_update |= reply.has_update
         if isinstance(reply, CheckpointSaved):
-            return self._saving.take_written(member)
+            self._saving.take_written(member)
+            return []
+        if isinstance(reply, SamplesRecorded):
+            return self._recording.take_recorded(reply)
+        if isinstance(reply, EngineBuilt):
+            self._recording.take_built(member)
         actions = self.publication.take_reply(member, reply)
         return self._build_trainers(reply) if isinstance(reply, RendezvousOpened) else actions
 
-    def _apply_failure(self, member: str, failed: Failed) -> None:
+    def _apply_failure(self, member: str, failed: Failed) -> list[Action]:
         request = self.requests.close(failed.command_id)
         if request is None:
-            return
+            return []
+        if request.phase is Phase.RECORDING:
+            return self._recording.take_failure(failed.command_id, failed.error)
         is_engine = member in self.publication.engines
         if request.phase is Phase.REFITTING or (request.phase is Phase.ATTESTING and is_engine):
             self.publication.take_failure(member, failed, request.phase)
-            return
+            return []
         if request.phase is Phase.WRITING:
             self._saving.give_up()
         raise CommandFailed(member, failed.phase, failed.account)
 
     def _apply_loss(self, member: str, why: str) -> list[Action]:
         """Replace an engine that is lost; the run cannot go on without any other process."""
+        self._recording.take_loss(member)
         if self._saving.is_awaited_from(member):
             self._saving.give_up()
         elif self._error is not None:
@@ -261,14 +274,15 @@ class Scheduler:
         if self._finish is not None:
             return []
         if self._error is not None:
-            return self._rule_finish()
+            return self._rule_keep() or self._rule_finish()
         if self._stage is not None:
             return self._rule_set_up()
-        actions = self.publication.run_rules(self._is_free) + self._put_back_suspects()
+        actions = self.publication.run_rules(self._is_free) + self._put_back_suspects() + self._recording.run_rule()
         for rule in (
             self._rule_start,
             self._rule_offer,
             self._rule_validate,
+            self._rule_keep,
             self._rule_save,
             self._rule_commit,
             self._rule_advance,
@@ -290,10 +304,11 @@ class Scheduler:
         trainers, engines = self._membership.all("trainer"), self._membership.all("rollout")
         match stage:
             case Phase.JOINING:
-                self._stage = Phase.BUILDING
+                stage = self._stage = Phase.BUILDING
+                folder = self.spec.samples_folder
                 meet = OpenRendezvous(**self._open("trainer-0", Phase.BUILDING))
                 built = [
-                    Dispatch(member=engine, order=BuildEngine(**self._open(engine, Phase.BUILDING)))
+                    Dispatch(member=engine, order=BuildEngine(samples_folder=folder, **self._open(engine, stage)))
                     for engine in engines
                 ]
                 return [Dispatch(member="trainer-0", order=meet), *built]
@@ -334,6 +349,9 @@ class Scheduler:
         if self.publication.is_attesting:  # beside the step
             return []
         progress.is_training, progress.is_trained = False, True
+        of_step = self.groups.of_step(progress.number, "train")
+        if of_step is not None:
+            self._recording.begin(progress.number, sorted({str(group.engine) for group in of_step.groups}))
         if self.spec.has_engines and not self._is_interrupted:
             self.publication.offer(progress.number, has_update=progress.has_update)
         return self._run_rules()
@@ -370,6 +388,13 @@ class Scheduler:
             return []
         self._saved = self.step
         return self._saving.copy(self.step, self._membership.all("trainer"))
+
+    def _rule_keep(self) -> list[Action]:
+        """Publish the checkpoint that is written, once the record has all steps that it is made of."""
+        step = self._saving.whole
+        if step is None or (self._error is None and self._recording.is_pending(step)):
+            return []
+        return self._saving.publish()
 
     def _rule_commit(self) -> list[Action]:
         """Have the step written to the journal: now it is done."""
@@ -456,7 +481,8 @@ class Scheduler:
         if self._error is not None:
             return [] if self._saving.is_out else self._end("failed", self._error)
         is_over = self._has_started and self.progress.is_committed and (self._is_interrupted or self._is_last())
-        if not is_over or len(self.requests) or not self.publication.is_settled:
+        is_recorded = not self._recording.is_pending(self.step)
+        if not is_over or not is_recorded or len(self.requests) or not self.publication.is_settled:
             return []
         return self._end("interrupted" if self._is_interrupted else "finished")
 
@@ -695,7 +721,7 @@ class Scheduler:
             return self._end("interrupted")
         self._is_interrupted = True
         if self.phase in _GENERATION:
-            self.requests.drop_all_but(Phase.WRITING)
+            self.requests.drop_all_but(Phase.WRITING, Phase.RECORDING)
         self.requests.drop_all(*_GENERATION)  # also beside training
         self._stop_generating()
         self.progress.is_validated |= self.progress.is_validating
@@ -714,13 +740,16 @@ class Scheduler:
         self._assignment.clear()
         self.publication.stop()
 
-    def _check_deadlines(self) -> None:
-        """Raise `DeadlineExceeded` for the first request, or process, that is late."""
+    def _check_deadlines(self) -> list[Action]:
+        """Give up what is late and not needed. Raise `DeadlineExceeded` for the first other request, or process."""
         allowed_s = self.spec.deadlines.join
         if self._stage is Phase.JOINING and self._watch.in_phase(self.requests.now) > allowed_s:
             what = f"{self._membership.missing()} did not join within {allowed_s:g} s"
             raise DeadlineExceeded("coordinator", "waiting for processes to join", what)
-        late = self.requests.overdue()
+        given_up = self._recording.give_up_late()
+        while (late := self.requests.overdue()) is not None and late.phase is Phase.RECORDING:
+            self.requests.close(late.command_id)
+            given_up += self._recording.take_failure(late.command_id, f"no answer within {late.allowed_s:g} s")
         if late is not None:
             if late.phase is Phase.WRITING:
                 self._saving.give_up()
@@ -735,6 +764,7 @@ class Scheduler:
         not_replaced = self.publication.overdue()
         if not_replaced is not None:
             raise not_replaced
+        return given_up
 
     def _fail(self, error: ServiceError) -> list[Action]:
         """End the run, at once unless a checkpoint is being written that can still be whole."""

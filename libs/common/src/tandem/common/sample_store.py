@@ -1,8 +1,9 @@
 """The store of samples that trainers have yet to fetch, and the thread that gives them out.
 
-The service puts samples in as they finish and takes them out when they are released; trainer ranks ask for them over a
-ROUTER socket of the store's own. Its thread consumes `FetchSamples` and produces `SamplesFetched`, or `SamplesGone` for
-what is not here; it waits for nothing but the next request, a moment at a time, and ends when the store is closed.
+Who has samples puts them in and takes them out when they are released: a rollout those that it makes, and the
+coordinator those of a record that is trained on again. Trainer ranks ask for them over a ROUTER socket of the store's
+own. Its thread consumes `FetchSamples` and produces `SamplesFetched`, or `SamplesGone` for what is not here; it waits
+for nothing but the next request, a moment at a time, and ends when the store is closed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _POLL_S = 0.2
 
 
 class SampleStore:
-    """The finished samples of one rollout. One thread puts and releases; any number of processes fetch."""
+    """The finished samples of one process. One thread puts and releases; any number of processes fetch."""
 
     def __init__(self, host: str, run_id: str, max_tokens: int) -> None:
         """Listen on a port of `host`, for trainers of this run; keep at most `max_tokens`."""
