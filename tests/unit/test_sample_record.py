@@ -57,6 +57,7 @@ FULL = scored(
     num_tokens=7,
     oldest_version=2,
     newest_version=3,
+    tokens_by_version=(1, 2),
     num_turns=4,
     finish_reason="turns",
     reward=0.1 + 0.2,

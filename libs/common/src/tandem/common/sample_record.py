@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,7 @@ SCHEMA = pa.schema(
         ("num_tokens", pa.int64()),
         ("oldest_version", pa.int64()),
         ("newest_version", pa.int64()),
+        ("tokens_by_version", pa.list_(pa.int64())),
         ("rollout", pa.string()),
         ("command_id", pa.int64()),
         ("started_at", pa.float64()),
@@ -69,6 +70,8 @@ SCHEMA = pa.schema(
 )
 """The columns of every file; ``docs/samples.md`` says what is in them."""
 _SCORED = SampleScored.__struct_fields__
+_FROM_ARROW: dict[str, Callable[[Any], Any]] = {"components": dict, "tokens_by_version": tuple}
+"""What makes a field of what Arrow has in its column, where that is not the same."""
 _ARRAYS = {name.removesuffix("_T"): name for name in SampleArrays.__struct_fields__ if name.endswith("_T")}
 """The field of `SampleArrays` that a column has."""
 _FIELDS = {"reference_answer": "answer"}
@@ -210,7 +213,7 @@ def samples_of(table: pa.Table) -> list[RecordedSample]:
             step=row["step"],
             rollout=row["rollout"],
             command_id=row["command_id"],
-            scored=SampleScored(**{name: row[name] for name in _SCORED} | {"components": dict(row["components"])}),
+            scored=SampleScored(**{name: _FROM_ARROW.get(name, _as_it_is)(row[name]) for name in _SCORED}),
             arrays=SampleArrays(
                 lengths_S=np.array([len(row["token_ids"])], dtype=np.int32),
                 **{field: row[column] for column, field in _ARRAYS.items()},
@@ -250,6 +253,10 @@ def _values(table: pa.Table, column: str) -> Sequence[Any]:
         for offsets, numbers in [(chunk.offsets.to_numpy(), chunk.values.to_numpy(zero_copy_only=False))]
         for start, end in itertools.pairwise(offsets)
     ]
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
 
 
 def _whole_batches(stream: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:

@@ -26,6 +26,7 @@ from tandem.common.messages import (
     Order,
     Refitted,
     ReleaseSamples,
+    RestoreSamples,
     SamplesFinished,
     Shutdown,
     Trained,
@@ -49,6 +50,7 @@ from tandem.coordinator.scheduler.events import (
     DispatchPrompts,
     DispatchRecord,
     DrawPrompts,
+    DropKept,
     Erred,
     Event,
     Finish,
@@ -202,11 +204,8 @@ class Loop:
                 self._send_prompts(action)
             case DispatchBatch():
                 self._send_batch(action)
-            case DispatchRecord():
-                self._send(action.member, self._record_orders.order(action), None)
-            case StepRecorded():
-                self._record_orders.forget(action.step)
-                self._recorder.take_recorded(action)
+            case DispatchRecord() | StepRecorded() | DropKept():
+                self._keep_record(action)
             case DiscardSamples():
                 self._recorder.record_discarded(action)
             case Replace(member=member, why=why):
@@ -226,6 +225,8 @@ class Loop:
                 assert_never(other)
 
     def _send(self, member: str, order: Order, arrays: Arrays | None) -> None:
+        if isinstance(order, RestoreSamples) or (isinstance(order, Generate) and order.purpose == "train"):
+            self._generated.setdefault(member, []).append((order.command_id, order.step))
         frames = encode(order, arrays)
         resend_at = time.monotonic() + _RESEND_AFTER * order.deadline_s
         self._sent[order.command_id] = Sent(member, frames, resend_at)
@@ -249,8 +250,6 @@ class Loop:
             sampling=self._algorithm.sampling(action.purpose),
             groups=self._algorithm.prompt_groups(action.step, action.purpose, action.groups),
         )
-        if action.purpose == "train":
-            self._generated.setdefault(action.member, []).append((action.command_id, action.step))
         self._send(action.member, order, None)
 
     def _send_batch(self, action: DispatchBatch) -> None:
@@ -260,6 +259,17 @@ class Loop:
         if metrics and action.purpose == "train" and self._scheduler.spec.samples_folder and of_step is not None:
             self._record_orders.keep(action.step, of_step.records(), self._batches.advantages())
         self._send(action.member, order, arrays)
+
+    def _keep_record(self, action: DispatchRecord | StepRecorded | DropKept) -> None:
+        """Carry out what concerns the record of samples."""
+        match action:
+            case DispatchRecord():
+                self._send(action.member, self._record_orders.order(action), None)
+            case StepRecorded():
+                self._record_orders.forget(action.step)
+                self._recorder.take_recorded(action)
+            case DropKept():
+                self._recorder.drop_kept(action)
 
     def _release_samples(self, step: int) -> None:
         """Have rollouts forget the samples of a step that is done, and of those before."""

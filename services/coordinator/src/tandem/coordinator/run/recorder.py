@@ -16,7 +16,7 @@ from tandem.coordinator.run.progress import Progress
 from tandem.coordinator.run.resuming import refuse_other_weights
 from tandem.coordinator.run.sample_folder import SampleFolder
 from tandem.coordinator.scheduler import Scheduler
-from tandem.coordinator.scheduler.events import CommitStep, DiscardSamples, RecordRefit, StepRecorded
+from tandem.coordinator.scheduler.events import CommitStep, DiscardSamples, DropKept, RecordRefit, StepRecorded
 
 
 class Recorder:
@@ -71,6 +71,14 @@ class Recorder:
     def take_recorded(self, action: StepRecorded) -> None:
         """Keep the record of samples as small as it may be."""
         self._samples.take_recorded(action.step, action.rollouts, action.num_bytes)
+
+    def drop_kept(self, action: DropKept) -> None:
+        """Note that groups are generated again that were kept from before the run was resumed."""
+        self._samples.drop_from(action.version)
+        self.note(
+            f"{action.num_groups} groups that had been generated are generated again: a group of step {action.version} "
+            "is, so that its weights may differ"
+        )
 
     def publish_checkpoint(self, step: int) -> None:
         """Give a written checkpoint of a step that is done its final name.

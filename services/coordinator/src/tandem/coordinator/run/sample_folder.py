@@ -12,11 +12,26 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import msgspec
+
 from tandem.common.config.schema import Logger
 from tandem.common.sample_files import FOLDER, UNFINISHED, RecordFile, files, shard_path
 
 _ASIDE = "before-resume-"
 """Of a folder of what had been there when the run was resumed, within that of the record; a number follows."""
+_LIMITS = "limits.json"
+
+
+class KeptLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What counts of the files that were put aside together."""
+
+    newest_proven: int | None
+    """The newest weights that engines were proven to hold, where that is looked at: what was made with newer ones
+    counts only if a step was trained on it."""
+    quarantined: dict[str, tuple[int, ...]] = {}
+    """Versions that an engine was found not to hold at first; likewise."""
+    below: int | None = None
+    """Nothing counts that was made with this version, or later ones: the run has others of that number."""
 
 
 class SampleFolder:
@@ -48,18 +63,26 @@ class SampleFolder:
         if old:
             self._delete_leftovers(old)
 
-    def put_aside_after(self, step: int) -> Path | None:
-        """Move all that is there of the steps after `step` to a folder of its own; None if there is nothing."""
+    def put_aside_after(self, step: int, limits: KeptLimits) -> None:
+        """Move all that is there of the steps after `step` to a folder of its own. Raises `OSError`."""
         later = [file for file in [*files(self.path), *files(self.path / UNFINISHED)] if file.step > step]
         if not later:
-            return None
+            return
         newest = max((_number(path) for path in self.aside()), default=0)
         aside = self.path / f"{_ASIDE}{newest + 1}"
         aside.mkdir()
+        write_limits(aside, limits)
         for file in later:
             file.path.rename(aside / file.path.name)
             self._shards.pop(file.step, None)
-        return aside
+
+    def drop_from(self, version: int) -> None:
+        """Note that nothing that was put aside counts which was made with this version of the weights or later ones."""
+        for aside in self.aside():
+            with contextlib.suppress(OSError):
+                limits = read_limits(aside)
+                below = version if limits.below is None else min(limits.below, version)
+                write_limits(aside, msgspec.structs.replace(limits, below=below))
 
     def aside(self) -> list[Path]:
         """Return the folders of what was put aside, the newest first."""
@@ -81,6 +104,26 @@ class SampleFolder:
             for file in files(folder):
                 if file.step in steps:
                     _delete(file.path)
+        for aside in self.aside():
+            if not files(aside):
+                _delete(aside / _LIMITS)
+                with contextlib.suppress(OSError):
+                    aside.rmdir()
+
+
+def read_limits(aside: Path) -> KeptLimits:
+    """Return what counts of what was put aside. Raises `OSError`."""
+    try:
+        return msgspec.json.decode((aside / _LIMITS).read_bytes(), type=KeptLimits)
+    except msgspec.MsgspecError as error:
+        raise OSError(None, f"{aside / _LIMITS}: {error}") from error
+
+
+def write_limits(aside: Path, limits: KeptLimits) -> None:
+    """Write what counts of what was put aside, whole or not at all. Raises `OSError`."""
+    temporary = aside / f".{_LIMITS}"
+    temporary.write_bytes(msgspec.json.encode(limits))
+    temporary.rename(aside / _LIMITS)
 
 
 def _number(aside: Path) -> int:

@@ -21,6 +21,7 @@ from tandem.common.messages import (
     Purpose,
     Refit,
     Reply,
+    RestoreSamples,
     SampleScored,
     SaveCheckpoint,
     ServiceKind,
@@ -109,6 +110,7 @@ PlainOrder = (
     | Refit
     | Attest
     | CommitVersion
+    | RestoreSamples
 )
 """Orders that need nothing but what the scheduler knows."""
 
@@ -168,6 +170,14 @@ class StepRecorded(msgspec.Struct, frozen=True, kw_only=True):
     rollouts: tuple[str, ...]
     """Whose parts are written; not those that were given up."""
     num_bytes: int
+
+
+class DropKept(msgspec.Struct, frozen=True, kw_only=True):
+    """Of what had been generated before the run was resumed, nothing made with this version or a later one counts."""
+
+    version: int
+    num_groups: int
+    """That were to be trained on, and are not."""
 
 
 class DiscardSamples(msgspec.Struct, frozen=True, kw_only=True):
@@ -239,6 +249,7 @@ Action = (
     | DispatchBatch
     | DispatchRecord
     | StepRecorded
+    | DropKept
     | DiscardSamples
     | Replace
     | RecordRefit

@@ -14,11 +14,11 @@ The tables: rollout groups (`groups`), engines (`engines`), pending requests (`r
 | validate | a step has trained, it is due, and engines hold the new version | groups, or a batch, to evaluate |
 | save | it is due, and no checkpoint is being written | copy; write beside what follows |
 | record | a step has trained | rollouts write its samples to the record, beside what follows |
-| keep | a checkpoint is written, and the record has its steps | it gets its name |
+| publish it | a checkpoint is written, and the record has its steps | it gets its name |
 | commit | trained, validated, copied | the step is in the journal |
 | advance | the step in progress is committed | the next one begins |
 | draw | a step is at most `max_trajectory_age_steps` ahead of the one in progress | its groups wait |
-| assign | an engine that holds a version young enough for a waiting group has room | it generates |
+| assign | an engine that holds a version young enough for a waiting group has room | it generates, or restores |
 | train | the step's groups are ready, every version in them is attested, nobody reads weights | every rank trains |
 | offer | every rank has trained, and the version before is attested | trainers hold a new version |
 | finish | the last step is committed, and nothing is pending | the run ends |
@@ -30,7 +30,7 @@ published. An algorithm over a data set has no engines, and the rules that need 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, assert_never
 
 from tandem.common.errors import CommandFailed, DeadlineExceeded, SamplingExhausted, ServiceError, ServiceLost
@@ -44,6 +44,7 @@ from tandem.common.messages import (
     Purpose,
     RendezvousOpened,
     Reply,
+    RestoreSamples,
     SampleScored,
     SamplesFinished,
     SamplesMissing,
@@ -59,6 +60,7 @@ from tandem.coordinator.scheduler.events import (
     DispatchBatch,
     DispatchPrompts,
     DrawPrompts,
+    DropKept,
     Erred,
     Event,
     Finish,
@@ -72,6 +74,7 @@ from tandem.coordinator.scheduler.events import (
 )
 from tandem.coordinator.scheduler.groups import Group, GroupState, GroupTable, StepGroups
 from tandem.coordinator.scheduler.idleness import Idleness
+from tandem.coordinator.scheduler.kept import KeptGroup, KeptGroups, Place
 from tandem.coordinator.scheduler.membership import Membership
 from tandem.coordinator.scheduler.phases import Phase, Stopwatch
 from tandem.coordinator.scheduler.publication import Publication
@@ -112,8 +115,17 @@ class StepProgress:
 class Scheduler:
     """Decides who generates what for whom, when to train, and when weights move."""
 
-    def __init__(self, spec: RunSpec, now: float, is_informative: IsInformative = bool) -> None:
-        """`is_informative` says whether a group is worth training on, where the run samples dynamically."""
+    def __init__(
+        self,
+        spec: RunSpec,
+        now: float,
+        is_informative: IsInformative = bool,
+        kept: Mapping[Place, KeptGroup] = {},
+    ) -> None:
+        """`is_informative` says whether a group is worth training on, where the run samples dynamically.
+
+        `kept` are groups that were generated before the run was resumed.
+        """
         self.spec = spec
         self.requests = PendingRequests(now)
         self.groups = GroupTable()
@@ -124,6 +136,7 @@ class Scheduler:
         self._assignment = _make_assignment(spec)
         self._saving = Saving(spec, self.requests)
         self._recording = Recording(spec, self.requests)
+        self._kept = KeptGroups(kept)
         self._watch = Stopwatch(now)
         self._stage: Phase | None = Phase.JOINING
         """How far everything is set up; None once it is."""
@@ -243,6 +256,8 @@ class Scheduler:
             return []
         if request.phase is Phase.RECORDING:
             return self._recording.take_failure(failed.command_id, failed.error)
+        if self._kept.is_restored(failed.command_id):
+            return self._make_instead(member, failed)
         is_engine = member in self.publication.engines
         if request.phase is Phase.REFITTING or (request.phase is Phase.ATTESTING and is_engine):
             self.publication.take_failure(member, failed, request.phase)
@@ -274,7 +289,7 @@ class Scheduler:
         if self._finish is not None:
             return []
         if self._error is not None:
-            return self._rule_keep() or self._rule_finish()
+            return self._rule_publish() or self._rule_finish()
         if self._stage is not None:
             return self._rule_set_up()
         actions = self.publication.run_rules(self._is_free) + self._put_back_suspects() + self._recording.run_rule()
@@ -282,7 +297,7 @@ class Scheduler:
             self._rule_start,
             self._rule_offer,
             self._rule_validate,
-            self._rule_keep,
+            self._rule_publish,
             self._rule_save,
             self._rule_commit,
             self._rule_advance,
@@ -389,7 +404,7 @@ class Scheduler:
         self._saved = self.step
         return self._saving.copy(self.step, self._membership.all("trainer"))
 
-    def _rule_keep(self) -> list[Action]:
+    def _rule_publish(self) -> list[Action]:
         """Publish the checkpoint that is written, once the record has all steps that it is made of."""
         step = self._saving.whole
         if step is None or (self._error is None and self._recording.is_pending(step)):
@@ -411,6 +426,7 @@ class Scheduler:
         )
         self.groups.remove(self.step, "train")
         self.groups.remove(self.step, "validate")
+        self._kept.forget(self.step)
         return [commit]
 
     def _rule_advance(self) -> list[Action]:
@@ -451,13 +467,14 @@ class Scheduler:
 
         chosen_groups = self._assignment.choose(can_generate, self.requests.now)
         actions = self._say_who_is_full(full)
+        dropped = self._drop_kept([group for groups in chosen_groups.values() for group in groups])
         for engine, groups in chosen_groups.items():
             while groups:
                 first = groups[0]
                 together = [g for g in groups if (g.step, g.purpose) == (first.step, first.purpose)]
                 groups = [g for g in groups if g not in together]
-                actions.append(self._dispatch_prompts(engine, together))
-        return actions
+                actions += self._dispatch_groups(engine, together)
+        return [*dropped, *actions]
 
     def _rule_train(self) -> list[Action]:
         """Train on the step's groups."""
@@ -619,6 +636,52 @@ class Scheduler:
             )
             for engine in new
         ]
+
+    def _drop_kept(self, groups: Sequence[Group]) -> list[Action]:
+        """Drop what was made before the run was resumed with weights that come of groups made now, which may differ."""
+        made = [group.step for group in groups if group.purpose == "train" and not self._kept.has(group)]
+        dropped = self._kept.drop_from(min(made)) if made else set()
+        if not dropped:
+            return []
+        restored = [
+            group
+            for group in self.groups
+            if (group.step, group.number) in dropped
+            and group.state in (GroupState.IN_FLIGHT, GroupState.READY)
+            and self._kept.is_restored(group.request)
+        ]
+        return [DropKept(version=min(made), num_groups=len(dropped)), *self._take_back(restored)]
+
+    def _make_instead(self, member: str, failed: Failed) -> list[Action]:
+        """Have groups generated that could not be taken from disk."""
+        self.groups.close_request(failed.command_id)
+        groups = self.groups.of_engine(member, GroupState.IN_FLIGHT)
+        lost = [group for group in groups if group.request == failed.command_id]
+        self._kept.lose(lost)
+        return [Say(text=f"{failed.error}; they are generated again"), *self._take_back(lost)]
+
+    def _take_back(self, restored: Sequence[Group]) -> list[Action]:
+        """Have groups wait again that were to come from disk, or did."""
+        for group in restored:
+            self._assignment.finished(str(group.engine), group, len(group.unfinished))
+        return self._put_back(restored)
+
+    def _dispatch_groups(self, engine: str, groups: Sequence[Group]) -> list[Action]:
+        """Have an engine generate groups of one step, and take those that were before from disk."""
+        kept = [group for group in groups if self._kept.has(group)]
+        made = [group for group in groups if not self._kept.has(group)]
+        actions = [self._dispatch_prompts(engine, made)] if made else []
+        if kept:
+            fields = self._open(engine, Phase.GENERATING)
+            order = RestoreSamples(
+                step=kept[0].step,
+                files=self._kept.files(kept, fields["command_id"]),
+                num_samples=kept[0].size.num_samples,
+                **fields,
+            )
+            self.groups.assign(kept, engine, order.command_id)
+            actions.append(Dispatch(member=engine, order=order))
+        return actions
 
     def _dispatch_prompts(self, engine: str, groups: Sequence[Group]) -> Action:
         """Ask an engine for groups of one step, beside what it was asked for before."""
