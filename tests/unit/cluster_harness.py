@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -31,6 +31,7 @@ from tandem.common.messages import (
     Refitted,
     RendezvousOpened,
     Reply,
+    RestoreSamples,
     SampleScored,
     SamplesFinished,
     SamplesRecorded,
@@ -58,6 +59,7 @@ from tandem.coordinator.scheduler.events import (
     Replied,
 )
 from tandem.coordinator.scheduler.invariants import validate
+from tandem.coordinator.scheduler.kept import KeptGroup, Place
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.spec import Deadlines, RunSpec
 
@@ -122,8 +124,8 @@ def answer(action: Sent) -> Reply:
             return Attested(command_id=command_id, version=version, digests=digests, seconds=0.0)
         case CommitVersion(version=version):
             return VersionCommitted(command_id=command_id, version=version, differing={}, digest=9)
-        case SaveCheckpoint() | AwaitCheckpoint():
-            return answer_saving(action.order)
+        case SaveCheckpoint() | AwaitCheckpoint() | RestoreSamples():
+            return answer_from_disk(action.order)
 
 
 def answer_work(action: DispatchPrompts | DispatchBatch | DispatchRecord) -> Reply:
@@ -155,8 +157,18 @@ def answer_work(action: DispatchPrompts | DispatchBatch | DispatchRecord) -> Rep
     )
 
 
-def answer_saving(order: SaveCheckpoint | AwaitCheckpoint) -> Reply:
-    """Return the reply of a trainer that saves."""
+def answer_from_disk(order: SaveCheckpoint | AwaitCheckpoint | RestoreSamples) -> Reply:
+    """Return the reply of a trainer that saves, or the last one of a rollout that reads."""
+    if isinstance(order, RestoreSamples):
+        return Generated(
+            command_id=order.command_id,
+            step=order.step,
+            purpose="train",
+            num_samples=1,
+            num_tokens=0,
+            seconds={},
+            memory=MEMORY,
+        )
     if isinstance(order, SaveCheckpoint):
         return CheckpointCopied(command_id=order.command_id, why_waited="")
     return CheckpointSaved(command_id=order.command_id, num_bytes=1)
@@ -179,8 +191,9 @@ class Cluster:
     num_samples = 1
     """Of each group."""
 
-    def __init__(self, spec: RunSpec) -> None:
-        self.plan = Scheduler(spec, now=0.0)
+    def __init__(self, spec: RunSpec, kept: Mapping[Place, KeptGroup] = {}) -> None:
+        self.plan = Scheduler(spec, now=0.0, kept=kept)
+        self.kept = kept
         self.now = 0.0
         self.pending: list[Sent] = []
         self.done: list[Action] = []
@@ -221,6 +234,8 @@ class Cluster:
         self.now += 1.0
         if isinstance(action, DispatchPrompts):
             self.send_samples(action)
+        if isinstance(action, Dispatch) and isinstance(action.order, RestoreSamples):
+            self.send_kept(action.member, action.order)
         self.give(Replied(now=self.now, member=action.member, reply=self.adjust(answer(action))))
 
     def send_samples(self, order: DispatchPrompts) -> None:
@@ -233,6 +248,17 @@ class Cluster:
         )
         reply = SamplesFinished(command_id=order.command_id, step=order.step, purpose=order.purpose, samples=samples)
         self.give(Replied(now=self.now, member=order.member, reply=reply))
+
+    def send_kept(self, member: str, order: RestoreSamples) -> None:
+        """Have a rollout find every sample of an order on disk."""
+        newest = {number: self.kept[order.step, number].newest_version for number in numbers_of(order)}
+        samples = tuple(
+            made_with(self.result(group, i), version, version)
+            for group, version in newest.items()
+            for i in range(self.num_samples)
+        )
+        reply = SamplesFinished(command_id=order.command_id, step=order.step, purpose="train", samples=samples)
+        self.give(Replied(now=self.now, member=member, reply=reply))
 
     def result(self, group: int, sample: int) -> SampleScored:
         return result(group, sample)
@@ -252,6 +278,11 @@ class Cluster:
 
     def commits(self) -> list[int]:
         return [action.step for action in self.done if isinstance(action, CommitStep)]
+
+
+def numbers_of(order: RestoreSamples) -> list[int]:
+    """Return the groups that an order is for."""
+    return sorted(number for keys in order.files.values() for _, number in keys)
 
 
 def kinds(cluster: Cluster) -> list[str]:

@@ -150,12 +150,14 @@ class SampleRecorder:
     def _record(self, order: RecordSamples) -> None:
         """Make the shard of a step. Raises `SamplesError` for what cannot be read, and `OSError`."""
         self._newest = max(self._newest, order.step)
+        own = self._files[order.step].path if order.step in self._files else None
         self._close(order.step)
         of_rollout = [
             file.path
             for file in files(self._folder / UNFINISHED, STREAM)
             if (file.step, file.rollout) == (order.step, order.rollout)
         ]
+        of_rollout.sort(key=lambda path: path != own)  # others are of processes of that name that are gone
         shard = shard_path(self._folder, order.step, order.rollout)
         tables = [read_unfinished(path, self._member.run_id) for path in of_rollout]
         if shard.exists():  # the order has come before
