@@ -15,7 +15,7 @@ from tests.integration.by_hand import assert_same_results, undisturbed_run
 from tests.integration.harness import Command, coordinator, deterministic, merged, steps_of, wait_until, write_config
 from tests.integration.record_harness import TWO, assert_recorded, record_of
 
-LONG = merged(TWO, {"grpo": {"max_num_steps": 9}, "checkpointing": {"save_period": 4, "keep_top_k": None}})
+LONG = merged(TWO, {"grpo": {"max_num_steps": 11}, "checkpointing": {"save_period": 5, "keep_top_k": None}})
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_a_killed_run_does_again_what_it_did_without_generating(undisturbed: Pat
     config = write_config(LONG)
     done = kill_after(config, 7)
     last, since = done[-1].step, time.time()
-    assert 7 <= last < 9
+    assert 7 <= last < 10
     before = record_of()
     resumed = coordinator("up", config, "--resume")
     assert resumed.returncode == 0, resumed.stderr
@@ -56,7 +56,7 @@ def test_a_killed_run_does_again_what_it_did_without_generating(undisturbed: Pat
     assert_same_results("run", undisturbed)
     record = assert_recorded("run", config)
     for step in steps_of():
-        if 4 < step.step <= last:
+        if 5 < step.step <= last:
             assert_not_generated(step, since, record[step.step])
             if step.step in before:
                 assert tokens_of(record[step.step]) == tokens_of(before[step.step])
@@ -75,32 +75,32 @@ def test_a_run_that_is_killed_twice_and_resumed_with_fewer_rollouts_is_the_same(
     assert_same_results("run", undisturbed)
     record = assert_recorded("run", config)
     for step in steps_of():
-        if 4 < step.step <= done[-1].step:
+        if 5 < step.step <= done[-1].step:
             assert_not_generated(step, since, record[step.step])
 
 
 def test_a_step_whose_samples_are_damaged_is_generated_again(undisturbed: Path) -> None:
     config = write_config(LONG)
-    kill_after(config, 7)
-    shard = Path("run/samples/step-00000006.rollout-1.parquet")
+    kill_after(config, 8)
+    shard = Path("run/samples/step-00000007.rollout-1.parquet")
     shard.write_bytes(shard.read_bytes()[:-100])
     since = time.time()
     resumed = coordinator("up", config, "--resume")
     assert resumed.returncode == 0, resumed.stderr
-    assert "step-00000006.rollout-1.parquet cannot be read as a record of samples" in resumed.stdout
-    assert "generated again: a group of step 6 is, so that its weights may differ" in resumed.stdout
+    assert "step-00000007.rollout-1.parquet cannot be read as a record of samples" in resumed.stdout
+    assert "generated again: a group of step 7 is, so that its weights may differ" in resumed.stdout
     assert_same_results("run", undisturbed)
     record = assert_recorded("run", config)
-    assert_not_generated(steps_of()[4], since, record[5])
-    assert {row.finished_at > since for row in record[6]} == {True, False}
-    assert min(row.finished_at for row in record[7]) > since
+    assert_not_generated(steps_of()[5], since, record[6])
+    assert {row.finished_at > since for row in record[7]} == {True, False}
+    assert min(row.finished_at for row in record[8]) > since
 
 
 def test_samples_of_another_run_are_never_used(undisturbed: Path) -> None:
     config = write_config(LONG)
-    kill_after(config, 6)
+    kill_after(config, 7)
     for file in files(Path("run/samples")):
-        if file.step > 4:
+        if file.step > 5:
             file.path.write_bytes((undisturbed / "samples" / file.path.name).read_bytes())
     resumed = coordinator("up", config, "--resume")
     assert resumed.returncode == 0, resumed.stderr
@@ -123,7 +123,7 @@ def test_a_restarted_run_begins_without_what_was_recorded() -> None:
 def test_an_asynchronous_run_that_is_killed_trains_on_the_same_again(in_flight: bool) -> None:
     asynchronous = {
         "grpo": {
-            "max_num_steps": 9,
+            "max_num_steps": 11,
             "async_grpo": {"enabled": True, "max_trajectory_age_steps": 2, "in_flight_weight_updates": in_flight},
         },
         "policy": {"generation": {"colocated": {"enabled": False}, "async_engine": True}},
@@ -136,12 +136,11 @@ def test_an_asynchronous_run_that_is_killed_trains_on_the_same_again(in_flight: 
     assert resumed.returncode == 0, resumed.stderr
     record = assert_recorded("run", config)
     again = steps_of()
-    assert [step.step for step in again] == [*range(1, 10)]
+    assert [step.step for step in again] == [*range(1, 12)]
     for step in again:
-        if 4 < step.step <= max(done):
+        if 5 < step.step <= max(done):
             first, second = deterministic(done[step.step].metrics), deterministic(step.metrics)
             timed = {name for name in first | second if "idle" in name or name in ("buffer_size", "groups_too_old")}
             for name in first.keys() - timed:
                 assert first[name] == second[name], f"step {step.step}, {name}"
             assert_not_generated(step, since, record[step.step])
-    assert max(row.finished_at for row in record[9]) > since, "what was not there was generated"

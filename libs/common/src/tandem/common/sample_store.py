@@ -9,7 +9,7 @@ for nothing but the next request, a moment at a time, and ends when the store is
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from tandem.common.batch import SampleArrays
 from tandem.common.errors import SamplesError, WireError
@@ -31,6 +31,7 @@ class SampleStore:
         """By the order to generate, then by group and place in it."""
         self._num_tokens = 0
         self._lock = threading.Lock()
+        self._await_record: Callable[[], object] = lambda: None
         self._codec: Codec[FetchSamples] = Codec(FetchSamples)
         self._hub = Hub(f"tcp://{host}:*", max_bytes=_MAX_REQUEST_BYTES)
         self.address = self._hub.address
@@ -43,6 +44,10 @@ class SampleStore:
     def num_tokens(self) -> int:
         """Tokens of all samples that are here."""
         return self._num_tokens
+
+    def give_after(self, await_record: Callable[[], object]) -> None:
+        """Call `await_record` before any samples are given out: it returns when those that are here are on disk."""
+        self._await_record = await_record
 
     def put(self, key: SampleKey, arrays: SampleArrays) -> None:
         """Keep one sample; one that is here already, because its order was repeated, stays.
@@ -106,6 +111,7 @@ class SampleStore:
         if not request.keys:
             raise SamplesError("it was asked for nothing")
         samples = self._taken(request.keys)
+        self._await_record()
         num_tokens = sum(len(arrays.token_ids_T) for arrays in samples)
         if len(samples) > 1 and num_tokens > MAX_TOKENS_FETCHED:
             raise SamplesError(f"it was asked for {num_tokens} tokens at once, {MAX_TOKENS_FETCHED} are the most")

@@ -5,8 +5,9 @@ waits. The thread consumes both in the order in which they came. It writes sampl
 step. For `RecordSamples` it makes a shard of what a step trained on, and for `RestoreSamples` it puts what an earlier
 process had written into the store. It waits for nothing but the disk, and ends when the recorder is closed.
 
-A disk that is full, or a folder that cannot be written, never stops generation: that samples are not recorded is said
-once, and how many of a step are missing with each shard.
+What trainers fetch is on disk before (`flush`), so that what was trained on is there whoever is killed. A disk that is
+full, slow or cannot be written never stops that: that samples are not recorded is said once, and how many of a step are
+missing with each shard.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ from tandem.common.tokenizer import Tokenizer
 
 _MOST_WAITING = 10_000
 """Times that samples have finished which may wait for the disk; those that come meanwhile are not recorded."""
+_FLUSH_S = 2.0
+"""How long trainers wait at most for what still waits to be on disk."""
 _CLOSE_S = 3.0
 """How long what still waits may take when the service ends."""
 
@@ -80,6 +83,10 @@ class SampleRecorder:
         self._newest = -1
         """The newest step whose shard was asked for: what finishes for it, or one before, is trained on by nobody."""
         self._has_complained = False
+        self._num_added = 0
+        self._num_written = 0
+        """Of what was added: all of it before is on disk, or is not going to be."""
+        self._has_written = threading.Condition()
         self._thread = threading.Thread(target=self._write, name="record of samples", daemon=True)
         self._thread.start()
 
@@ -94,11 +101,19 @@ class SampleRecorder:
         if self._queue.qsize() > _MOST_WAITING:
             self._complain("the disk is slower than samples finish")
         else:
+            self._num_added += 1
             self._queue.put(_Finished(step, command_id, started_at, time.time(), samples))
 
     def order(self, order: RecordSamples | RestoreSamples) -> None:
         """Have an order carried out after all that was added before; it is answered from another thread."""
         self._queue.put(order)
+
+    def flush(self) -> None:
+        """Wait until all is on disk that was added, for a moment at most; from any thread."""
+        num_added = self._num_added
+        with self._has_written:
+            if not self._has_written.wait_for(lambda: self._num_written >= num_added, _FLUSH_S):
+                self._complain("the disk is slower than samples are trained on")
 
     def close(self) -> None:
         """Write what still waits, and end the thread."""
@@ -112,6 +127,9 @@ class SampleRecorder:
             match item:
                 case _Finished():
                     self._append(item.step, (self._recorded(item, *sample) for sample in item.samples))
+                    with self._has_written:
+                        self._num_written += 1
+                        self._has_written.notify_all()
                 case RecordSamples() | RestoreSamples():
                     self._carry_out(item)
                 case other:

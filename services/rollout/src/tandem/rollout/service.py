@@ -188,7 +188,9 @@ class RolloutService:
         from tandem.rollout.sample_recorder import SampleRecorder
 
         tokenizer.encode("")  # it settles how it encodes at the first call; from then on two threads can read it
-        return SampleRecorder(folder, self._member, store, tokenizer, self._vocabulary)
+        recorder = SampleRecorder(folder, self._member, store, tokenizer, self._vocabulary)
+        store.give_after(recorder.flush)
+        return recorder
 
     def _built(self) -> Engine:
         assert self._engine is not None, "the coordinator orders BuildEngine first"

@@ -1,4 +1,4 @@
-"""Find what a resumed run had generated for the steps to come, so that it is not generated again.
+"""What a resumed run had generated for the steps to come, found, so that it is not generated again.
 
 What lies in the folder of the record for these steps is put aside first (`tandem.coordinator.run.sample_folder`), so
 that the record itself speaks of nothing but what the run stands by. Of that, groups count that are there as a whole, of

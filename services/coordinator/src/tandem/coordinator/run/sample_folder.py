@@ -64,7 +64,11 @@ class SampleFolder:
             self._delete_leftovers(old)
 
     def put_aside_after(self, step: int, limits: KeptLimits) -> None:
-        """Move all that is there of the steps after `step` to a folder of its own. Raises `OSError`."""
+        """Move all that is there of the steps after `step` to a folder of its own. Raises `OSError`.
+
+        What was to become part of the record of earlier steps, which are not going to be trained on again, is deleted.
+        """
+        self._delete_leftovers({file.step for file in self._all() if file.step <= step})
         later = [file for file in [*files(self.path), *files(self.path / UNFINISHED)] if file.step > step]
         if not later:
             return

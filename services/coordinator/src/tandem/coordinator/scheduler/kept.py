@@ -1,4 +1,4 @@
-"""The table of kept groups: what had been generated when the run was interrupted, for steps that are to come.
+"""The table of kept groups: what had been generated for the steps to come when the run was interrupted.
 
 A kept group is trained on again as it is, without generating it, as long as the weights that made it are those that the
 run has. They are while every step since the checkpoint trains on what it had trained on before. Once a group of a step

@@ -1,4 +1,4 @@
-"""Recording: which samples of steps that have trained are on their way to the record, a part for each rollout.
+"""Recording: the samples of trained steps on their way to the record, a part for each rollout.
 
 A part is best written by the rollout whose samples they are. They are on disk since they finished, so that any other
 can do it where that one is lost. The run waits for it with two things only: a checkpoint is not published before the
