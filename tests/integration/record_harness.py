@@ -54,5 +54,5 @@ def assert_recorded(run: str | Path, config: Path) -> dict[int, list[RecordedSam
             assert (row.arrays.generation_logprobs_T[made_T] < 0).any()
             assert row.started_at < row.finished_at <= step.committed_at
     leftover = [path for path in (Path(run) / FOLDER).rglob("*") if path.is_file() and path.suffix != SHARD]
-    assert leftover == [], "nothing else is left behind"
+    assert leftover == [], f"nothing else is left behind: {leftover}"
     return record

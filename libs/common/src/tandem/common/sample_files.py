@@ -42,6 +42,16 @@ def shard_path(folder: Path, step: int, rollout: str) -> Path:
     return folder / f"step-{step:08d}.{rollout}{SHARD}"
 
 
+def temporary_path(shard: Path) -> Path:
+    """Return a path for a shard that has no name yet, since it is not whole."""
+    return shard.with_name(f".{shard.name}.{secrets.token_hex(4)}")
+
+
+def unnamed(folder: Path) -> list[Path]:
+    """Return the shards in a folder that have no name yet."""
+    return [path for path in folder.glob(".step-*") if _NAME.fullmatch(path.name[1:].rpartition(".")[0])]
+
+
 def unfinished_path(folder: Path, step: int, rollout: str) -> Path:
     """Return the path of a new unfinished file in the folder of the record."""
     return folder / UNFINISHED / f"step-{step:08d}.{rollout}.{secrets.token_hex(4)}{STREAM}"

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import secrets
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ import pyarrow.parquet as pq
 from tandem.common.batch import SampleArrays
 from tandem.common.errors import SamplesError
 from tandem.common.messages import SampleKey, SampleScored
-from tandem.common.sample_files import SHARD, files, shard_path
+from tandem.common.sample_files import SHARD, files, shard_path, temporary_path
 
 FORMAT = 1
 """Counts up when the meaning of a column changes."""
@@ -136,7 +135,7 @@ def write_shard(folder: Path, run_id: str, step: int, rollout: str, table: pa.Ta
     The file has its name once it is whole, on disk. Raises `OSError`.
     """
     path = shard_path(folder, step, rollout)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    temporary = temporary_path(path)
     try:
         with temporary.open("wb") as file:
             pq.write_table(

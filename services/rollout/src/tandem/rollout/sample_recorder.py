@@ -1,9 +1,10 @@
-"""The recorder of finished samples, and the thread that writes them to the record (`tandem.common.sample_record`).
+"""The recorder of finished samples, and the thread that writes them to the record.
 
-The service says which samples have finished (`add`) and hands on orders that concern the record (`order`); neither
-waits. The thread consumes both in the order in which they came. It writes samples to the unfinished file of their
-step. For `RecordSamples` it makes a shard of what a step trained on, and for `RestoreSamples` it puts what an earlier
-process had written into the store. It waits for nothing but the disk, and ends when the recorder is closed.
+The record is `tandem.common.sample_record`. The service says which samples have finished (`add`) and hands on orders
+that concern the record (`order`); neither waits. The thread consumes both in the order in which they came. It writes
+samples to the unfinished file of their step. For `RecordSamples` it makes a shard of what a step trained on, and for
+`RestoreSamples` it puts what an earlier process had written into the store. It waits for nothing but the disk, and ends
+when the recorder is closed.
 
 What trainers fetch is on disk before (`flush`), so that what was trained on is there whoever is killed. A disk that is
 full, slow or cannot be written never stops that: that samples are not recorded is said once, and how many of a step are

@@ -59,10 +59,14 @@ class KeptSamples:
     def find(self, algorithm: RunningAlgorithm, first_step: int) -> dict[Place, KeptGroup]:
         """Return the groups that need not be generated, from `first_step` on; say how many there are."""
         found: dict[Place, KeptGroup] = {}
+        lost: set[int] = set()
         for aside in self._folder.aside():
-            for group in self._groups(aside):
+            # What an older folder has of a step is not what the later weights come from, if a newer one had it as well.
+            lost_before = frozenset(lost)
+            for group in self._groups(aside, lost):
                 place = group.step, group.number
                 is_wanted = first_step <= group.step <= algorithm.num_steps and place not in found
+                is_wanted = is_wanted and group.step not in lost_before
                 if is_wanted and self._is_still_asked(algorithm, group):
                     found[place] = group.kept
         if found:
@@ -77,8 +81,11 @@ class KeptSamples:
         (asked,) = algorithm.prompt_groups(group.step, "train", [group.number])
         return asked.problem.problem_id == group.problem_id and group.oldest_version >= oldest
 
-    def _groups(self, aside: Path) -> Iterator[_Found]:
-        """Yield the groups that count of what was put aside together; what was trained on first, then the newest."""
+    def _groups(self, aside: Path, lost: set[int]) -> Iterator[_Found]:
+        """Yield the groups that count of what was put aside together; what was trained on first, then the newest.
+
+        Adds the steps to `lost` of which a file cannot be read.
+        """
         try:
             limits = read_limits(aside)
         except OSError as error:
@@ -91,6 +98,7 @@ class KeptSamples:
                 groups = [*self._read(file.path, file.step, None if is_shard else limits)]
             except SamplesError as error:
                 self._say(f"{error}; its samples are generated again")
+                lost.add(file.step)
                 continue
             found += [(is_shard, group) for group in groups]
         found.sort(key=lambda item: (item[0], item[1].kept.command_id), reverse=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from tandem.common.config.schema import Logger
-from tandem.common.sample_files import FOLDER, UNFINISHED, RecordFile, files, shard_path
+from tandem.common.sample_files import FOLDER, UNFINISHED, RecordFile, files, shard_path, unnamed
 
 _ASIDE = "before-resume-"
 """Of a folder of what had been there when the run was resumed, within that of the record; a number follows."""
@@ -66,8 +66,11 @@ class SampleFolder:
     def put_aside_after(self, step: int, limits: KeptLimits) -> None:
         """Move all that is there of the steps after `step` to a folder of its own. Raises `OSError`.
 
-        What was to become part of the record of earlier steps, which are not going to be trained on again, is deleted.
+        What was to become part of the record of earlier steps, which are not going to be trained on again, is deleted,
+        and so are shards that were being written when the run was killed.
         """
+        for path in unnamed(self.path):
+            _delete(path)
         self._delete_leftovers({file.step for file in self._all() if file.step <= step})
         later = [file for file in [*files(self.path), *files(self.path / UNFINISHED)] if file.step > step]
         if not later:
