@@ -26,7 +26,7 @@ from tandem.common.messages import (
     Trained,
     TrainerBuilt,
 )
-from tandem.rollout.sample_store import SampleStore
+from tandem.common.sample_store import SampleStore
 from tandem.trainer.service import TrainerService
 from tests.integration.trainer_harness import CONTEXT, DEADLINE_S, digest_of, make_config, make_groups, make_model
 

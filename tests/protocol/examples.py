@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -45,6 +46,8 @@ def example(kind: Any) -> Any:
     if get_origin(kind) is tuple:
         *kinds, last = get_args(kind)
         return tuple(map(example, kinds * 2 if last is ... else [*kinds, last]))
+    if get_origin(kind) in (Union, UnionType):
+        return example(get_args(kind)[0])
     if get_origin(kind) is dict:
         return {"key": example(get_args(kind)[1])}
     return _VALUES.get(kind, "anything")

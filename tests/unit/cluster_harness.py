@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -31,8 +31,10 @@ from tandem.common.messages import (
     Refitted,
     RendezvousOpened,
     Reply,
+    RestoreSamples,
     SampleScored,
     SamplesFinished,
+    SamplesRecorded,
     SaveCheckpoint,
     Trained,
     TrainerBuilt,
@@ -46,6 +48,7 @@ from tandem.coordinator.scheduler.events import (
     Dispatch,
     DispatchBatch,
     DispatchPrompts,
+    DispatchRecord,
     DrawPrompts,
     Finish,
     GroupSize,
@@ -56,6 +59,7 @@ from tandem.coordinator.scheduler.events import (
     Replied,
 )
 from tandem.coordinator.scheduler.invariants import validate
+from tandem.coordinator.scheduler.kept import KeptGroup, Place
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.spec import Deadlines, RunSpec
 
@@ -80,30 +84,14 @@ MEMORY = MemoryUse(peak=2, held=1)
 SFT = msgspec.structs.replace(GRPO, has_engines=False, expected={"trainer": 1}, validate_at_start=False)
 
 
-def answer(action: Dispatch | DispatchPrompts | DispatchBatch) -> Reply:
+Sent = Dispatch | DispatchPrompts | DispatchBatch | DispatchRecord
+"""Actions that a process answers."""
+
+
+def answer(action: Sent) -> Reply:
     """Return the reply of a process that does what it is told."""
-    if isinstance(action, DispatchPrompts):
-        return Generated(
-            command_id=action.command_id,
-            step=action.step,
-            purpose=action.purpose,
-            num_samples=1,
-            num_tokens=1,
-            seconds={},
-            memory=MEMORY,
-        )
-    if isinstance(action, DispatchBatch):
-        if action.purpose == "validate":
-            return Evaluated(command_id=action.command_id, step=action.step, metrics={})
-        return Trained(
-            command_id=action.command_id,
-            step=action.step,
-            version=action.step,
-            metrics={},
-            seconds={},
-            has_update=action.member == "trainer-0",
-            memory=MEMORY,
-        )
+    if not isinstance(action, Dispatch):
+        return answer_work(action)
     command_id = action.order.command_id
     match action.order:
         case OpenRendezvous():
@@ -136,12 +124,51 @@ def answer(action: Dispatch | DispatchPrompts | DispatchBatch) -> Reply:
             return Attested(command_id=command_id, version=version, digests=digests, seconds=0.0)
         case CommitVersion(version=version):
             return VersionCommitted(command_id=command_id, version=version, differing={}, digest=9)
-        case SaveCheckpoint() | AwaitCheckpoint():
-            return answer_saving(action.order)
+        case SaveCheckpoint() | AwaitCheckpoint() | RestoreSamples():
+            return answer_from_disk(action.order)
 
 
-def answer_saving(order: SaveCheckpoint | AwaitCheckpoint) -> Reply:
-    """Return the reply of a trainer that saves."""
+def answer_work(action: DispatchPrompts | DispatchBatch | DispatchRecord) -> Reply:
+    """Return the last reply of a process that generates, trains, evaluates or records."""
+    if isinstance(action, DispatchRecord):
+        return SamplesRecorded(
+            command_id=action.command_id, step=action.step, num_samples=1, num_bytes=100, num_missing=0
+        )
+    if isinstance(action, DispatchPrompts):
+        return Generated(
+            command_id=action.command_id,
+            step=action.step,
+            purpose=action.purpose,
+            num_samples=1,
+            num_tokens=1,
+            seconds={},
+            memory=MEMORY,
+        )
+    if action.purpose == "validate":
+        return Evaluated(command_id=action.command_id, step=action.step, metrics={})
+    return Trained(
+        command_id=action.command_id,
+        step=action.step,
+        version=action.step,
+        metrics={},
+        seconds={},
+        has_update=action.member == "trainer-0",
+        memory=MEMORY,
+    )
+
+
+def answer_from_disk(order: SaveCheckpoint | AwaitCheckpoint | RestoreSamples) -> Reply:
+    """Return the reply of a trainer that saves, or the last one of a rollout that reads."""
+    if isinstance(order, RestoreSamples):
+        return Generated(
+            command_id=order.command_id,
+            step=order.step,
+            purpose="train",
+            num_samples=1,
+            num_tokens=0,
+            seconds={},
+            memory=MEMORY,
+        )
     if isinstance(order, SaveCheckpoint):
         return CheckpointCopied(command_id=order.command_id, why_waited="")
     return CheckpointSaved(command_id=order.command_id, num_bytes=1)
@@ -164,12 +191,13 @@ class Cluster:
     num_samples = 1
     """Of each group."""
 
-    def __init__(self, spec: RunSpec) -> None:
-        self.plan = Scheduler(spec, now=0.0)
+    def __init__(self, spec: RunSpec, kept: Mapping[Place, KeptGroup] = {}) -> None:
+        self.plan = Scheduler(spec, now=0.0, kept=kept)
+        self.kept = kept
         self.now = 0.0
-        self.pending: list[Dispatch | DispatchPrompts | DispatchBatch] = []
+        self.pending: list[Sent] = []
         self.done: list[Action] = []
-        self.orders: list[Dispatch | DispatchPrompts | DispatchBatch] = []
+        self.orders: list[Sent] = []
         self.adjust: Callable[[Reply], Reply] = lambda reply: reply
         self.begun_with: dict[int, int] = {}
         """The weights that the engine held which was given an order to generate."""
@@ -185,7 +213,7 @@ class Cluster:
             actions.append(action)
             if isinstance(action, DispatchPrompts):
                 self.begun_with[action.command_id] = self.plan.publication.engines[action.member].version
-            if isinstance(action, Dispatch | DispatchPrompts | DispatchBatch):
+            if isinstance(action, Sent):
                 self.pending.append(action)
                 self.orders.append(action)
             else:
@@ -210,6 +238,8 @@ class Cluster:
         self.now += 1.0
         if isinstance(action, DispatchPrompts):
             self.send_samples(action)
+        if isinstance(action, Dispatch) and isinstance(action.order, RestoreSamples):
+            self.send_kept(action.member, action.order)
         self.give(Replied(now=self.now, member=action.member, reply=self.adjust(answer(action))))
 
     def send_samples(self, order: DispatchPrompts) -> None:
@@ -222,6 +252,17 @@ class Cluster:
         )
         reply = SamplesFinished(command_id=order.command_id, step=order.step, purpose=order.purpose, samples=samples)
         self.give(Replied(now=self.now, member=order.member, reply=reply))
+
+    def send_kept(self, member: str, order: RestoreSamples) -> None:
+        """Have a rollout find every sample of an order on disk."""
+        newest = {number: self.kept[order.step, number].newest_version for number in numbers_of(order)}
+        samples = tuple(
+            made_with(self.result(group, i), version, version)
+            for group, version in newest.items()
+            for i in range(self.num_samples)
+        )
+        reply = SamplesFinished(command_id=order.command_id, step=order.step, purpose="train", samples=samples)
+        self.give(Replied(now=self.now, member=member, reply=reply))
 
     def result(self, group: int, sample: int) -> SampleScored:
         return result(group, sample)
@@ -243,12 +284,19 @@ class Cluster:
         return [action.step for action in self.done if isinstance(action, CommitStep)]
 
 
+def numbers_of(order: RestoreSamples) -> list[int]:
+    """Return the groups that an order is for."""
+    return sorted(number for keys in order.files.values() for _, number in keys)
+
+
 def kinds(cluster: Cluster) -> list[str]:
     """Name every order in turn, with the number of processes that got it."""
     names: list[str] = []
     for action in cluster.orders:
         if isinstance(action, Dispatch):
             names.append(type(action.order).__name__)
+        elif isinstance(action, DispatchRecord):
+            names.append(f"{type(action).__name__}:{action.step}")
         else:
             names.append(f"{type(action).__name__}:{action.purpose}:{action.step}")
     compressed: list[str] = []

@@ -28,18 +28,22 @@ from tandem.common.messages import (
     Problem,
     PromptGroup,
     Purpose,
+    RecordedGroup,
+    RecordSamples,
     Refit,
     Refitted,
     ReleaseSamples,
+    RestoreSamples,
     RolloutOrder,
     SampleScored,
     SamplesFinished,
+    SamplesRecorded,
 )
+from tandem.common.sample_store import SampleStore
 from tandem.common.tokenizer import load_tokenizer, write_new_model
 from tandem.coordinator.run.replies import Limits, Replies
 from tandem.refit import layout, program
 from tandem.refit.planner import plan
-from tandem.rollout.sample_store import SampleStore
 from tandem.rollout.service import RolloutService
 
 CHARACTERS = "0123456789au: \n"
@@ -72,7 +76,7 @@ class Member:
         assert self.replies.take(self.name, message, arrays or {})  # type: ignore[arg-type]
         self.sent.append((message, arrays or {}))
 
-    def fail(self, command_id: int, error: BaseException) -> None:
+    def fail(self, command_id: int, error: BaseException, *, aside: str = "") -> None:
         self.errors.append(error)
 
 
@@ -89,6 +93,7 @@ class Rollout:
         model: Mapping[str, Any] | None = None,
         generation: Mapping[str, Any] | None = None,
         async_grpo: Mapping[str, Any] | None = None,
+        samples_folder: Path | None = None,
         **settings: Any,
     ) -> None:
         """`environment` is the path of its class; `model` and `generation` are settings beside the usual ones.
@@ -122,7 +127,8 @@ class Rollout:
         self.tokenizer = load_tokenizer(self.config)
         self.member = Member(self.config)
         self.service = RolloutService(self.member)  # type: ignore[arg-type]
-        self.order(BuildEngine(command_id=1, deadline_s=WAIT_S))
+        samples = "" if samples_folder is None else str(samples_folder)
+        self.order(BuildEngine(command_id=1, deadline_s=WAIT_S, samples_folder=samples))
         built, _ = self.member.sent.pop()
         assert isinstance(built, EngineBuilt)
         self.samples_address = built.samples_address
@@ -193,6 +199,32 @@ class Rollout:
                     assert (sample.group, sample.sample) not in samples
                     samples[sample.group, sample.sample] = (sample, arrays.take([row]))
         return samples
+
+    def record(self, rollout: str, *groups: RecordedGroup, step: int = 1) -> SamplesRecorded:
+        """Have what a step had of a rollout recorded."""
+        order = RecordSamples(
+            command_id=next(self._command_ids), deadline_s=WAIT_S, step=step, rollout=rollout, groups=groups
+        )
+        (recorded,) = self.answers(order, SamplesRecorded)
+        assert isinstance(recorded, SamplesRecorded)
+        return recorded
+
+    def restore(self, files: dict[str, tuple[tuple[int, int], ...]], num_samples: int, step: int = 1) -> list[Message]:
+        """Have groups taken from disk; return the answers."""
+        order = RestoreSamples(
+            command_id=next(self._command_ids), deadline_s=WAIT_S, step=step, files=files, num_samples=num_samples
+        )
+        return self.answers(order, Generated)
+
+    def answers(self, order: RecordSamples | RestoreSamples, last: type[Message]) -> list[Message]:
+        """Give an order about the record; return the answers, up to the last one or a failure."""
+        self.member.sent.clear()
+        self.order(order)
+        deadline = time.monotonic() + WAIT_S
+        while not any(isinstance(message, last) for message, _ in self.member.sent) and not self.member.errors:
+            self.service.work()
+            assert time.monotonic() < deadline
+        return [message for message, _ in self.member.sent]
 
     def fetch(self, message: SamplesFinished) -> SampleArrays:
         """Return the arrays of samples as a trainer gets them."""

@@ -19,6 +19,7 @@ from tandem.common.messages import (
     SamplesFinished,
     SamplesGone,
 )
+from tandem.common.sample_record import RecordedSample
 from tandem.common.wire import Callers, Codec, Frames, encode
 from tandem.coordinator.scheduler.events import GroupSize
 from tandem.coordinator.scheduler.groups import GroupTable, SampleRecord
@@ -58,6 +59,22 @@ def sample_of(length: int, *, prompt_length: int = 2, first_token: int = 0) -> S
         generation_logprobs_T=np.where(made_T, -np.arange(length) / 8, 0).astype(np.float32),
         versions_T=np.where(made_T, 3, -1).astype(np.int32),
     )
+
+
+def recorded(known: SampleScored, arrays: SampleArrays, **more: Any) -> RecordedSample:
+    """A row of the record of samples."""
+    usual: dict[str, Any] = {
+        "step": 12,
+        "rollout": "rollout-0",
+        "command_id": 3,
+        "problem_id": f"problem-{known.group}",
+        "question": "2+2=",
+        "answer": "4",
+        "prompt": "<s>2+2=",
+        "started_at": 1e9,
+        "finished_at": 1e9 + 1.5,
+    }
+    return RecordedSample(scored=known, arrays=arrays, **usual | more)
 
 
 def ask(address: str, frames: Frames, wait_s: float = WAIT_S) -> Any:

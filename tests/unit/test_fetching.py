@@ -20,8 +20,8 @@ from tandem.common.assignment import NO_PROMPT
 from tandem.common.batch import BatchTable, SampleArrays
 from tandem.common.errors import WireError
 from tandem.common.messages import FetchSamples, Goodbye, SamplesFetched
+from tandem.common.sample_store import SampleStore
 from tandem.common.wire import Codec, Frames, Hub, encode
-from tandem.rollout.sample_store import SampleStore
 from tandem.trainer import fetching
 from tandem.trainer.fetching import SampleFetcher
 

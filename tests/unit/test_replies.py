@@ -371,7 +371,10 @@ SENT: dict[str, tuple[Tampering, str]] = {
     "another step": (say("step", 5), "step: 5, must be 4, as in the order"),
     "another purpose": (say("purpose", "validate"), "purpose: validate, must be train, as in the order"),
     "nobody's order": (say("command_id", 99), "command_id: 99, must be of an order"),
-    "another order": (say("command_id", 14), "command_id: 14, must be of a Generate, not of a InstallProgram"),
+    "another order": (
+        say("command_id", 14),
+        "command_id: 14, must be of a Generate or a RestoreSamples, not of a InstallProgram",
+    ),
 }
 """How samples are tampered with, and what is then said of them."""
 

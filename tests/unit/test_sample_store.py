@@ -14,8 +14,8 @@ from samples_harness import RUN_ID, ask, fetch, sample_of
 from tandem.common.batch import SampleArrays
 from tandem.common.errors import SamplesError
 from tandem.common.messages import MAX_TOKENS_FETCHED, FetchSamples
+from tandem.common.sample_store import SampleStore
 from tandem.common.wire import encode
-from tandem.rollout.sample_store import SampleStore
 
 
 @pytest.fixture

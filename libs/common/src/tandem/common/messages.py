@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 """Raised whenever a message changes shape; both ends of a link must hold the same number."""
 
 ServiceKind = Literal["trainer", "rollout", "refit"]
@@ -295,6 +295,9 @@ class CheckpointSaved(Message, frozen=True, kw_only=True, tag=True):
 class BuildEngine(Command, frozen=True, kw_only=True, tag=True):
     """Build the generation engine, with no weights of its own, and the environments."""
 
+    samples_folder: str = ""
+    """Folder of the record of samples, which finished ones are written to; empty where there is none."""
+
 
 class EngineBuilt(Message, frozen=True, kw_only=True, tag=True):
     """The engine wants weights."""
@@ -419,6 +422,51 @@ class ReleaseSamples(Command, frozen=True, kw_only=True, tag=True):
 
     command_ids: tuple[Count, ...]
     """The `Generate` orders that they were made for."""
+
+
+class RecordedGroup(Message, frozen=True, kw_only=True):
+    """A group that a step has generated, as the record has it."""
+
+    command_id: Count
+    """Of the order that its samples were made for."""
+    group: Count
+    advantages: tuple[Finite | None, ...]
+    """Of its samples, in order; null where a sample was not trained on."""
+
+
+class RecordSamples(Command, frozen=True, kw_only=True, tag=True):
+    """Write to the record what a step, which has trained, had of one rollout; it is on disk since it finished.
+
+    What else of that rollout's was written for the step is no part of it. Sent again, it is carried out again.
+    """
+
+    step: Count
+    rollout: Name
+    """Whose samples: the receiver's own, unless that rollout is lost."""
+    groups: Annotated[tuple[RecordedGroup, ...], Meta(min_length=1)]
+
+
+class SamplesRecorded(Message, frozen=True, kw_only=True, tag=True):
+    """The samples are in the record."""
+
+    command_id: Count
+    step: Count
+    num_samples: Count
+    num_bytes: Count
+    """Of the shard."""
+    num_missing: Count
+    """Samples that were never written, as where the disk was full."""
+
+
+class RestoreSamples(Command, frozen=True, kw_only=True, tag=True):
+    """Take groups that were generated before the run was resumed from disk; the answers are those to a `Generate`."""
+
+    step: Count
+    files: Annotated[dict[Text, tuple[tuple[Count, Count], ...]], Meta(min_length=1)]
+    """Of each file, by its path within the folder of the record: the order that a group was made for then, and its
+    number."""
+    num_samples: Positive
+    """Of each group."""
 
 
 # --- the sample plane: trainer to rollout and back --------------------------------------------------------------------
@@ -609,7 +657,7 @@ PlaneOrder = InstallProgram | ConnectMesh | Refit | Attest
 PlaneReply = ProgramInstalled | MeshConnected | Refitted | Attested
 
 TrainerOrder = OpenRendezvous | BuildTrainer | PlaneOrder | Train | Evaluate | SaveCheckpoint | AwaitCheckpoint
-RolloutOrder = BuildEngine | PlaneOrder | Generate | ReleaseSamples
+RolloutOrder = BuildEngine | PlaneOrder | Generate | RestoreSamples | RecordSamples | ReleaseSamples
 RefitOrder = PlanTransfers | CommitVersion
 Order = TrainerOrder | RolloutOrder | RefitOrder
 
@@ -623,7 +671,7 @@ TrainerReply = (
     | CheckpointCopied
     | CheckpointSaved
 )
-RolloutReply = EngineBuilt | PlaneReply | SamplesFinished | Generated
+RolloutReply = EngineBuilt | PlaneReply | SamplesFinished | Generated | SamplesRecorded
 RefitReply = TransfersPlanned | VersionCommitted
 Reply = TrainerReply | RolloutReply | RefitReply
 

@@ -52,11 +52,11 @@ def conform(value: Any, wanted: Type, key: str) -> Any:
         case UnionType():
             return _union(value, wanted, key)
         case LiteralType():
-            if value not in wanted.values or isinstance(value, bool):
+            if not _is_choice(value, wanted):
                 choices = sorted(str(choice) for choice in wanted.values)
                 listed = ", ".join(choices)
                 raise Invalid(key, f"{shown(value)} is not one of {listed}{nearest(str(value), choices)}")
-            return value
+            return "off" if value is False else value
         case VarTupleType():
             if not isinstance(value, list):
                 raise _mismatch(value, wanted, key)
@@ -156,13 +156,20 @@ def _union(value: Any, wanted: UnionType, key: str) -> Any:
     members = [member for member in wanted.types if not isinstance(member, NoneType)]
     if len(members) == 1 and value is not None:
         return conform(value, members[0], key)
-    for member in members:
+    for member in sorted(members, key=lambda member: not isinstance(member, LiteralType)):
         kinds = (isinstance(member, StructType), isinstance(member, VarTupleType))
         if kinds == (isinstance(value, dict), isinstance(value, list)) and value is not None:
-            if isinstance(member, LiteralType) and value not in member.values:
-                break
+            if isinstance(member, LiteralType) and not _is_choice(value, member):
+                continue
+            if isinstance(member, FloatType) and isinstance(value, str) and not NUMBER.fullmatch(value):
+                continue
             return conform(value, member, key)
     raise _mismatch(value, wanted, key)
+
+
+def _is_choice(value: Any, wanted: LiteralType) -> bool:
+    """Tell whether a value is one of the choices; ``off`` is what YAML 1.1 reads as false."""
+    return "off" in wanted.values if value is False else value in wanted.values and not isinstance(value, bool)
 
 
 def _scalar(value: Any, wanted: Type, key: str) -> Any:

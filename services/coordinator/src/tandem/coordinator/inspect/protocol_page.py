@@ -33,6 +33,7 @@ _PARTS = (
     messages.Problem,
     messages.SamplingParameters,
     messages.SampleScored,
+    messages.RecordedGroup,
     messages.PlannedMesh,
     messages.MemoryUse,
 )

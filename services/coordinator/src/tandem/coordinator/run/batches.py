@@ -16,6 +16,7 @@ from tandem.common.batch import BatchTable, GivenTokens, TrainingBatch
 from tandem.common.config import Config
 from tandem.common.messages import EngineBuilt, Evaluate, Reply, SamplesMissing, Train, TrainerBuilt
 from tandem.coordinator.algorithms.running import RunningAlgorithm
+from tandem.coordinator.run.record_orders import Place
 from tandem.coordinator.scheduler.events import DispatchBatch
 from tandem.coordinator.scheduler.groups import SampleRecord
 
@@ -72,6 +73,12 @@ class Batches:
         if action.purpose == "train":
             return Train(**common), arrays, metrics
         return Evaluate(**common, parts=self._algorithm.validation_parts), arrays, metrics
+
+    def advantages(self) -> dict[Place, float]:
+        """Return the advantages of the samples in the batch that was made last."""
+        rollouts, table = sorted(self._sources), self._table
+        places = (table[name].tolist() for name in ("source_S", "command_S", "group_S", "sample_S", "advantages_S"))
+        return {(rollouts[source], *place): advantage for source, *place, advantage in zip(*places, strict=True)}
 
     def _make(self, action: DispatchBatch, records: Sequence[SampleRecord]) -> dict[str, float]:
         batch, metrics = self._algorithm.batch(action.step, action.purpose, records)

@@ -26,6 +26,7 @@ from tandem.common.messages import (
     Order,
     Refitted,
     ReleaseSamples,
+    RestoreSamples,
     SamplesFinished,
     Shutdown,
     Trained,
@@ -37,6 +38,7 @@ from tandem.coordinator.run.batches import Batches
 from tandem.coordinator.run.launch import LocalProcesses
 from tandem.coordinator.run.members import Registry
 from tandem.coordinator.run.metrics import RefitMetrics, StepMetrics
+from tandem.coordinator.run.record_orders import RecordOrders
 from tandem.coordinator.run.recorder import Recorder
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import (
@@ -46,7 +48,9 @@ from tandem.coordinator.scheduler.events import (
     Dispatch,
     DispatchBatch,
     DispatchPrompts,
+    DispatchRecord,
     DrawPrompts,
+    DropKept,
     Erred,
     Event,
     Finish,
@@ -58,6 +62,7 @@ from tandem.coordinator.scheduler.events import (
     Replace,
     Replied,
     Say,
+    StepRecorded,
     Ticked,
 )
 
@@ -98,6 +103,7 @@ class Loop:
         self._algorithm = algorithm
         self._batches = batches
         self._recorder = recorder
+        self._record_orders = RecordOrders()
         self._step_metrics = self._new_metrics()
         self._refits = RefitMetrics()
         self._sent: dict[int, Sent] = {}
@@ -198,6 +204,8 @@ class Loop:
                 self._send_prompts(action)
             case DispatchBatch():
                 self._send_batch(action)
+            case DispatchRecord() | StepRecorded() | DropKept():
+                self._keep_record(action)
             case DiscardSamples():
                 self._recorder.record_discarded(action)
             case Replace(member=member, why=why):
@@ -217,6 +225,8 @@ class Loop:
                 assert_never(other)
 
     def _send(self, member: str, order: Order, arrays: Arrays | None) -> None:
+        if isinstance(order, RestoreSamples) or (isinstance(order, Generate) and order.purpose == "train"):
+            self._generated.setdefault(member, []).append((order.command_id, order.step))
         frames = encode(order, arrays)
         resend_at = time.monotonic() + _RESEND_AFTER * order.deadline_s
         self._sent[order.command_id] = Sent(member, frames, resend_at)
@@ -240,15 +250,26 @@ class Loop:
             sampling=self._algorithm.sampling(action.purpose),
             groups=self._algorithm.prompt_groups(action.step, action.purpose, action.groups),
         )
-        if action.purpose == "train":
-            self._generated.setdefault(action.member, []).append((action.command_id, action.step))
         self._send(action.member, order, None)
 
     def _send_batch(self, action: DispatchBatch) -> None:
         of_step = self._scheduler.groups.of_step(action.step, action.purpose)
         order, arrays, metrics = self._batches.order(action, list if of_step is None else of_step.records)
         self._step_metrics.metrics.update(metrics)
+        if metrics and action.purpose == "train" and self._scheduler.spec.samples_folder and of_step is not None:
+            self._record_orders.keep(action.step, of_step.records(), self._batches.advantages())
         self._send(action.member, order, arrays)
+
+    def _keep_record(self, action: DispatchRecord | StepRecorded | DropKept) -> None:
+        """Carry out what concerns the record of samples."""
+        match action:
+            case DispatchRecord():
+                self._send(action.member, self._record_orders.order(action), None)
+            case StepRecorded():
+                self._record_orders.forget(action.step)
+                self._recorder.take_recorded(action)
+            case DropKept():
+                self._recorder.drop_kept(action)
 
     def _release_samples(self, step: int) -> None:
         """Have rollouts forget the samples of a step that is done, and of those before."""

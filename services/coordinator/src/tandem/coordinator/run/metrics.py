@@ -35,6 +35,8 @@ class StepMetrics:
 
     def generated(self, reply: Generated) -> None:
         """Note that an engine finished its prompts; only training samples count in the breakdown."""
+        if not reply.num_tokens:  # they come from disk
+            return
         self._note_memory("generation", "training", "engine", reply.memory)
         if reply.purpose == "train":
             self._num_generated_tokens += reply.num_tokens

@@ -14,8 +14,9 @@ from tandem.coordinator.run.members import Registry
 from tandem.coordinator.run.metrics import RefitMetrics, StepMetrics
 from tandem.coordinator.run.progress import Progress
 from tandem.coordinator.run.resuming import refuse_other_weights
+from tandem.coordinator.run.sample_folder import SampleFolder
 from tandem.coordinator.scheduler import Scheduler
-from tandem.coordinator.scheduler.events import CommitStep, DiscardSamples, RecordRefit
+from tandem.coordinator.scheduler.events import CommitStep, DiscardSamples, DropKept, RecordRefit, StepRecorded
 
 
 class Recorder:
@@ -26,9 +27,11 @@ class Recorder:
         config: Config,
         journal: Journal,
         checkpoints: CheckpointFolder,
+        samples: SampleFolder,
         writers: MetricWriters,
         progress: Progress,
     ) -> None:
+        self._samples = samples
         self._config = config
         self._journal = journal
         self._checkpoints = checkpoints
@@ -64,6 +67,18 @@ class Recorder:
     def show(self, scheduler: Scheduler, registry: Registry) -> None:
         """Bring the live display up to date."""
         self._progress.show(scheduler, registry)
+
+    def take_recorded(self, action: StepRecorded) -> None:
+        """Keep the record of samples as small as it may be."""
+        self._samples.take_recorded(action.step, action.rollouts, action.num_bytes)
+
+    def drop_kept(self, action: DropKept) -> None:
+        """Note that groups are generated again that were kept from before the run was resumed."""
+        self._samples.drop_from(action.version)
+        self.note(
+            f"{action.num_groups} groups that had been generated are generated again: a group of step {action.version} "
+            "is, so that its weights may differ"
+        )
 
     def publish_checkpoint(self, step: int) -> None:
         """Give a written checkpoint of a step that is done its final name.

@@ -43,13 +43,16 @@ from tandem.common.messages import (
     Order,
     PlanTransfers,
     ProgramInstalled,
+    RecordSamples,
     Refit,
     Refitted,
     RendezvousOpened,
     Reply,
+    RestoreSamples,
     SampleScored,
     SamplesFinished,
     SamplesMissing,
+    SamplesRecorded,
     SaveCheckpoint,
     Train,
     Trained,
@@ -176,12 +179,12 @@ class Replies:
             return False
         _must(asked.name == name, "command_id", reply.command_id, f"of an order to {name}, not to {asked.name}")
         if not isinstance(reply, Failed):
-            rule = RULES[type(reply)]
-            kind = type(asked.order)
-            fits = kind is rule.order
-            _must(fits, "command_id", reply.command_id, f"of a {rule.order.__name__}, not of a {kind.__name__}")
-            if rule.check is not None:
-                rule.check(asked, reply)
+            rules, kind = RULES[type(reply)], type(asked.order)
+            names = " or a ".join(rule.order.__name__ for rule in rules)
+            found = [rule for rule in rules if rule.order is kind]
+            _must(bool(found), "command_id", reply.command_id, f"of a {names}, not of a {kind.__name__}")
+            if found[0].check is not None:
+                found[0].check(asked, reply)
         for array in arrays:
             raise WireError(f"{array[:_SHOWN]}: arrays came with a message that has none")
         if isinstance(reply, SamplesFinished):
@@ -262,6 +265,55 @@ def _generated(asked: _Asked, reply: Generated) -> None:
     _must(reply.num_tokens == asked.num_tokens, "num_tokens", reply.num_tokens, f"{asked.num_tokens}, as were sent")
 
 
+def _samples_restored(asked: _Asked, reply: SamplesFinished) -> None:
+    """`step` is that of the order, and each sample is of a group that was asked for, once in a message.
+
+    There are no more of a group than it has; none is longer than `policy.max_total_sequence_length`, and there is no
+    text.
+    """
+    _same(asked, reply, "step")
+    _must(reply.purpose == "train", "purpose", reply.purpose, "train")
+    groups = {group for keys in asked.order.files.values() for _, group in keys}
+    seen: set[tuple[int, int]] = set()
+    for row, sample in enumerate(reply.samples):
+        _fits(sample.group in groups, row, "group", sample, "one that was asked for")
+        _fits(sample.sample < asked.order.num_samples, row, "sample", sample, "below {}", asked.order.num_samples)
+        _fits((sample.group, sample.sample) not in seen, row, "sample", sample, "one that is not there twice")
+        _fits(
+            sample.num_tokens <= asked.limits.max_tokens,
+            row,
+            "num_tokens",
+            sample,
+            "at most {}",
+            asked.limits.max_tokens,
+        )
+        made = sample.prompt_length + sample.response_length
+        _fits(made <= sample.num_tokens, row, "num_tokens", sample, "at least {}", made)
+        _fits(sample.oldest_version <= sample.newest_version, row, "oldest_version", sample, "at most the newest")
+        _fits(not sample.response, row, "response", sample, "empty: only validation has text")
+        seen.add((sample.group, sample.sample))
+    asked.arrived |= seen
+
+
+def _all_restored(asked: _Asked, reply: Generated) -> None:
+    """`step` is that of the order. Every sample was sent; there are `num_samples`, and no token was made for them."""
+    _same(asked, reply, "step")
+    _must(reply.purpose == "train", "purpose", reply.purpose, "train")
+    wanted = asked.order.num_samples * sum(map(len, asked.order.files.values()))
+    _must(len(asked.arrived) == wanted, "command_id", reply.command_id, f"of an order whose {wanted} samples were sent")
+    _must(reply.num_samples == wanted, "num_samples", reply.num_samples, f"{wanted}, as asked for")
+    _must(reply.num_tokens == 0, "num_tokens", reply.num_tokens, "0: none was made")
+
+
+def _samples_recorded(asked: _Asked, reply: SamplesRecorded) -> None:
+    """`step` is that of the order. What was written and what is missing are all that was asked for."""
+    _same(asked, reply, "step")
+    wanted = sum(len(group.advantages) for group in asked.order.groups)
+    _must(reply.num_missing <= wanted, "num_missing", reply.num_missing, f"at most {wanted}, as asked for")
+    rest = wanted - reply.num_missing
+    _must(reply.num_samples == rest, "num_samples", reply.num_samples, f"{rest}, as asked for but for those missing")
+
+
 def _mesh_connected(asked: _Asked, reply: MeshConnected) -> None:
     """`mesh` is that of the order."""
     _same(asked, reply, "mesh")
@@ -311,33 +363,34 @@ def _version_committed(asked: _Asked, reply: VersionCommitted) -> None:
     _known("differing", reply.differing, {name for name in engines if not name.startswith("trainer-")})
 
 
-RULES: Mapping[type[Message], _Rule] = {
-    RendezvousOpened: _Rule(OpenRendezvous, None),
-    TrainerBuilt: _Rule(BuildTrainer, _trainer_built),
-    Trained: _Rule(Train, _trained),
-    SamplesMissing: _Rule(Train, _samples_missing),
-    Evaluated: _Rule(Evaluate, _evaluated),
-    CheckpointCopied: _Rule(SaveCheckpoint, None),
-    CheckpointSaved: _Rule(AwaitCheckpoint, None),
-    EngineBuilt: _Rule(BuildEngine, _engine_built),
-    SamplesFinished: _Rule(Generate, _samples_finished),
-    Generated: _Rule(Generate, _generated),
-    ProgramInstalled: _Rule(InstallProgram, None),
-    MeshConnected: _Rule(ConnectMesh, _mesh_connected),
-    Refitted: _Rule(Refit, _refitted),
-    Attested: _Rule(Attest, _attested),
-    TransfersPlanned: _Rule(PlanTransfers, _transfers_planned),
-    VersionCommitted: _Rule(CommitVersion, _version_committed),
+RULES: Mapping[type[Message], tuple[_Rule, ...]] = {
+    RendezvousOpened: (_Rule(OpenRendezvous, None),),
+    TrainerBuilt: (_Rule(BuildTrainer, _trainer_built),),
+    Trained: (_Rule(Train, _trained),),
+    SamplesMissing: (_Rule(Train, _samples_missing),),
+    Evaluated: (_Rule(Evaluate, _evaluated),),
+    CheckpointCopied: (_Rule(SaveCheckpoint, None),),
+    CheckpointSaved: (_Rule(AwaitCheckpoint, None),),
+    EngineBuilt: (_Rule(BuildEngine, _engine_built),),
+    SamplesFinished: (_Rule(Generate, _samples_finished), _Rule(RestoreSamples, _samples_restored)),
+    Generated: (_Rule(Generate, _generated), _Rule(RestoreSamples, _all_restored)),
+    SamplesRecorded: (_Rule(RecordSamples, _samples_recorded),),
+    ProgramInstalled: (_Rule(InstallProgram, None),),
+    MeshConnected: (_Rule(ConnectMesh, _mesh_connected),),
+    Refitted: (_Rule(Refit, _refitted),),
+    Attested: (_Rule(Attest, _attested),),
+    TransfersPlanned: (_Rule(PlanTransfers, _transfers_planned),),
+    VersionCommitted: (_Rule(CommitVersion, _version_committed),),
 }
 
 
 def rule_of(message: type[Message]) -> str:
     """Return what there is to say of a message as an answer, for the protocol's page; nothing if it is none."""
-    if message not in RULES:
-        return ""
-    order, check = RULES[message]
-    said = check.__doc__ if check is not None else ""
-    return f"Answers `{order.__name__}`. {said or ''}"
+    said = [
+        f"Answers `{order.__name__}`. {(check.__doc__ if check is not None else '') or ''}"
+        for order, check in RULES.get(message, ())
+    ]
+    return " ".join(said)
 
 
 # --- what rules are made of ------------------------------------------------------------------------------------------

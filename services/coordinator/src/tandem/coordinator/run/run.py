@@ -26,6 +26,7 @@ from tandem.coordinator.run.checkpoints import CheckpointFolder
 from tandem.coordinator.run.fork_server import ForkServer
 from tandem.coordinator.run.journal import Journal, read_journal
 from tandem.coordinator.run.journal_file import JOURNAL_NAME, new_run_id, refuse_journal
+from tandem.coordinator.run.kept_samples import KeptSamples, limits_of
 from tandem.coordinator.run.launch import LocalProcesses
 from tandem.coordinator.run.loop import Loop
 from tandem.coordinator.run.members import Pulse, Registry
@@ -35,9 +36,11 @@ from tandem.coordinator.run.progress import Progress
 from tandem.coordinator.run.recorder import Recorder
 from tandem.coordinator.run.replies import Limits, Replies
 from tandem.coordinator.run.resuming import Resuming
+from tandem.coordinator.run.sample_folder import KeptLimits, SampleFolder
 from tandem.coordinator.run.spec import KINDS, expected_processes, launched_processes, run_spec
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import Finish
+from tandem.coordinator.scheduler.kept import KeptGroup, Place
 
 
 def run(
@@ -181,12 +184,15 @@ def _run(
     if config.checkpointing.enabled:
         checkpoints.prepare()
     resuming = Resuming(config, journal, checkpoints, say)
+    limits = limits_of(config, journal)
     start = resuming.start(from_step)
     if start.first_step > 1:
         say(f"resuming at step {start.first_step} from {start.resume_from}")
     if start.first_step > algorithm.num_steps:
         say(f"nothing to do: {journal.folder} has all of its {algorithm.num_steps} steps")
         return Finish(outcome="finished")
+    samples = SampleFolder(config.logger)
+    kept = _put_aside(config, samples, start.first_step, limits, journal.run_id, algorithm, say)
     spec = run_spec(
         config,
         first_step=start.first_step,
@@ -194,6 +200,7 @@ def _run(
         num_validation=algorithm.num_validation,
         resume_from=start.resume_from,
         checkpoint_folder=checkpoints.temporary_pattern,
+        samples_folder=str(samples.path),
     )
     with contextlib.ExitStack() as stack:
         processes = LocalProcesses(hub.address, Path(config.logger.log_dir) / "logs", fork_server)
@@ -205,9 +212,9 @@ def _run(
             folder = journal.folder / config.logger.tensorboard.log_dir
             writers.add(TensorBoardWriter(folder, start.first_step))
         stack.callback(progress.close)
-        recorder = Recorder(config, journal, checkpoints, writers, progress)
+        recorder = Recorder(config, journal, checkpoints, samples, writers, progress)
         say(_who_runs_where(config, hub.address))
-        scheduler = Scheduler(spec, time.monotonic(), is_informative=partial(has_spread, config.grpo))
+        scheduler = Scheduler(spec, time.monotonic(), is_informative=partial(has_spread, config.grpo), kept=kept)
         loop = Loop(scheduler, registry, processes, algorithm, Batches(config, algorithm), recorder)
         outcome = "failed"
         try:
@@ -222,6 +229,26 @@ def _run(
         if damage is not None:
             raise resuming.with_way_out(damage, start.first_step - 1)
         return finish
+
+
+def _put_aside(
+    config: Config,
+    samples: SampleFolder,
+    first_step: int,
+    limits: KeptLimits,
+    run_id: str,
+    algorithm: RunningAlgorithm,
+    say: Callable[[str], None],
+) -> dict[Place, KeptGroup]:
+    """Take what is recorded of the steps that are to come out of the record; return what need not be generated."""
+    try:
+        samples.put_aside_after(first_step - 1, limits)
+    except OSError as error:
+        say(f"what had been generated is generated again: cannot use {samples.path}: {error.strerror}")
+        return {}
+    if config.logger.samples == "off" or not config.declaration.rolls_out:
+        return {}
+    return KeptSamples(config, samples, run_id, say).find(algorithm, first_step)
 
 
 def _launch(config: Config, processes: LocalProcesses, registry: Registry) -> None:

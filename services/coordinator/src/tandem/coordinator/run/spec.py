@@ -36,7 +36,14 @@ def launched_processes(config: Config) -> dict[ServiceKind, int]:
 
 
 def run_spec(
-    config: Config, *, first_step: int, last_step: int, num_validation: int, resume_from: str, checkpoint_folder: str
+    config: Config,
+    *,
+    first_step: int,
+    last_step: int,
+    num_validation: int,
+    resume_from: str,
+    checkpoint_folder: str,
+    samples_folder: str = "",
 ) -> RunSpec:
     """Describe the run to the scheduler."""
     section = config.algorithm_section
@@ -53,6 +60,7 @@ def run_spec(
         save_every=config.checkpointing.save_period if config.checkpointing.enabled else 0,
         resume_from=resume_from,
         checkpoint_folder=checkpoint_folder,
+        samples_folder=samples_folder if config.logger.samples != "off" else "",
         # Where the two take turns, no engine generates while a trainer steps.
         allow_alias=config.takes_turns and config.refit.alias == "auto",
         is_verified=config.refit.verify != "off",

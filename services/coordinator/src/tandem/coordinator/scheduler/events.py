@@ -21,6 +21,7 @@ from tandem.common.messages import (
     Purpose,
     Refit,
     Reply,
+    RestoreSamples,
     SampleScored,
     SaveCheckpoint,
     ServiceKind,
@@ -109,6 +110,7 @@ PlainOrder = (
     | Refit
     | Attest
     | CommitVersion
+    | RestoreSamples
 )
 """Orders that need nothing but what the scheduler knows."""
 
@@ -149,6 +151,33 @@ class DispatchBatch(msgspec.Struct, frozen=True, kw_only=True):
     deadline_s: float
     step: int
     purpose: Purpose
+
+
+class DispatchRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Have this rollout record what `step` had of a rollout, itself or another, as a `RecordSamples`."""
+
+    member: str
+    command_id: int
+    deadline_s: float
+    step: int
+    rollout: str
+
+
+class StepRecorded(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that `step` trained on is in the record, but for what was said to be missing."""
+
+    step: int
+    rollouts: tuple[str, ...]
+    """Whose parts are written; not those that were given up."""
+    num_bytes: int
+
+
+class DropKept(msgspec.Struct, frozen=True, kw_only=True):
+    """Of what had been generated before the run was resumed, nothing made with this version or a later one counts."""
+
+    version: int
+    num_groups: int
+    """That were to be trained on, and are not."""
 
 
 class DiscardSamples(msgspec.Struct, frozen=True, kw_only=True):
@@ -218,6 +247,9 @@ Action = (
     | DrawPrompts
     | DispatchPrompts
     | DispatchBatch
+    | DispatchRecord
+    | StepRecorded
+    | DropKept
     | DiscardSamples
     | Replace
     | RecordRefit

@@ -23,6 +23,7 @@ class Phase(enum.Enum):
     VALIDATING = "validating"
     SAVING = "saving a checkpoint"
     WRITING = "writing a checkpoint"
+    RECORDING = "recording samples"
     FINISHED = "finished"
 
 

@@ -400,7 +400,8 @@ class Publication:
         """Begin to bring a new process to where the others are."""
         engine = self.engines[name]
         self.engines.move(engine, Status.BUILDING)
-        order = BuildEngine(**self._requests.open(name, Phase.BUILDING, self._deadlines.build))
+        fields = self._requests.open(name, Phase.BUILDING, self._deadlines.build)
+        order = BuildEngine(samples_folder=self._spec.samples_folder, **fields)
         return self._await(engine, [Dispatch(member=name, order=order)])
 
     def _go_on(self, engine: Engine) -> list[Action]:

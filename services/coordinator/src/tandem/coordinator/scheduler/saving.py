@@ -59,11 +59,18 @@ class Saving:
             for rank in trainers
         ]
 
-    def take_written(self, member: str) -> list[Action]:
+    def take_written(self, member: str) -> None:
         """Take note that a trainer's part is on disk; with the last part, the checkpoint is whole."""
         self._awaited.discard(member)
-        if self._written is None or self._awaited:
-            return []
+
+    @property
+    def whole(self) -> int | None:
+        """The step whose checkpoint is whole and can be published; None if there is none."""
+        return None if self._awaited else self._written
+
+    def publish(self) -> list[Action]:
+        """Have the checkpoint that is whole get its final name."""
+        assert self._written is not None, "asked when it is whole"
         publish = PublishCheckpoint(step=self._written)
         self._written = None
         return [publish]

@@ -13,10 +13,12 @@ The tables: rollout groups (`groups`), engines (`engines`), pending requests (`r
 | publish | trainers hold a version that an engine lacks, and it may take it | refit it, attest it, record |
 | validate | a step has trained, it is due, and engines hold the new version | groups, or a batch, to evaluate |
 | save | it is due, and no checkpoint is being written | copy; write beside what follows |
+| record | a step has trained | rollouts write its samples to the record, beside what follows |
+| publish it | a checkpoint is written, and the record has its steps | it gets its name |
 | commit | trained, validated, copied | the step is in the journal |
 | advance | the step in progress is committed | the next one begins |
 | draw | a step is at most `max_trajectory_age_steps` ahead of the one in progress | its groups wait |
-| assign | an engine that holds a version young enough for a waiting group has room | it generates |
+| assign | an engine that holds a version young enough for a waiting group has room | it generates, or restores |
 | train | the step's groups are ready, every version in them is attested, nobody reads weights | every rank trains |
 | offer | every rank has trained, and the version before is attested | trainers hold a new version |
 | finish | the last step is committed, and nothing is pending | the run ends |
@@ -28,7 +30,7 @@ published. An algorithm over a data set has no engines, and the rules that need 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, assert_never
 
 from tandem.common.errors import CommandFailed, DeadlineExceeded, SamplingExhausted, ServiceError, ServiceLost
@@ -36,14 +38,17 @@ from tandem.common.messages import (
     BuildEngine,
     BuildTrainer,
     CheckpointSaved,
+    EngineBuilt,
     Failed,
     OpenRendezvous,
     Purpose,
     RendezvousOpened,
     Reply,
+    RestoreSamples,
     SampleScored,
     SamplesFinished,
     SamplesMissing,
+    SamplesRecorded,
     Trained,
 )
 from tandem.coordinator.scheduler.assignment import Assignment, BalancedAssignment, PinnedAssignment
@@ -56,6 +61,7 @@ from tandem.coordinator.scheduler.events import (
     DispatchBatch,
     DispatchPrompts,
     DrawPrompts,
+    DropKept,
     Erred,
     Event,
     Finish,
@@ -69,9 +75,11 @@ from tandem.coordinator.scheduler.events import (
 )
 from tandem.coordinator.scheduler.groups import Group, GroupState, GroupTable, StepGroups
 from tandem.coordinator.scheduler.idleness import Idleness
+from tandem.coordinator.scheduler.kept import KeptGroup, KeptGroups, Place
 from tandem.coordinator.scheduler.membership import Membership
 from tandem.coordinator.scheduler.phases import Phase, Stopwatch
 from tandem.coordinator.scheduler.publication import Publication
+from tandem.coordinator.scheduler.recording import Recording
 from tandem.coordinator.scheduler.requests import CommandFields, PendingRequests
 from tandem.coordinator.scheduler.saving import Saving
 from tandem.coordinator.scheduler.spec import RunSpec
@@ -108,8 +116,17 @@ class StepProgress:
 class Scheduler:
     """Decides who generates what for whom, when to train, and when weights move."""
 
-    def __init__(self, spec: RunSpec, now: float, is_informative: IsInformative = bool) -> None:
-        """`is_informative` says whether a group is worth training on, where the run samples dynamically."""
+    def __init__(
+        self,
+        spec: RunSpec,
+        now: float,
+        is_informative: IsInformative = bool,
+        kept: Mapping[Place, KeptGroup] = {},
+    ) -> None:
+        """`is_informative` says whether a group is worth training on, where the run samples dynamically.
+
+        `kept` are groups that were generated before the run was resumed.
+        """
         self.spec = spec
         self.requests = PendingRequests(now)
         self.groups = GroupTable()
@@ -119,6 +136,8 @@ class Scheduler:
         self._membership = Membership(spec.expected)
         self._assignment = _make_assignment(spec)
         self._saving = Saving(spec, self.requests)
+        self._recording = Recording(spec, self.requests)
+        self._kept = KeptGroups(kept)
         self._watch = Stopwatch(now)
         self._stage: Phase | None = Phase.JOINING
         """How far everything is set up; None once it is."""
@@ -193,8 +212,7 @@ class Scheduler:
             case Replied(member=member, reply=reply):
                 return self._apply_reply(member, reply)
             case Erred(member=member, failed=failed):
-                self._apply_failure(member, failed)
-                return []
+                return self._apply_failure(member, failed)
             case Lost(member=member, why=why):
                 return self._apply_loss(member, why)
             case PromptsDrawn(step=step, purpose=purpose, sizes=sizes):
@@ -202,8 +220,8 @@ class Scheduler:
                 self._assignment.add(groups, self.publication.engines.names())
                 return []
             case Ticked():
-                self._check_deadlines()
-                return self._move_from_slow_engines()
+                given_up = self._check_deadlines()
+                return [*given_up, *self._move_from_slow_engines()]
             case Interrupted():
                 return self._interrupt()
             case other:
@@ -224,24 +242,34 @@ class Scheduler:
         if isinstance(reply, Trained):
             self.progress.has_update |= reply.has_update
         if isinstance(reply, CheckpointSaved):
-            return self._saving.take_written(member)
+            self._saving.take_written(member)
+            return []
+        if isinstance(reply, SamplesRecorded):
+            return self._recording.take_recorded(reply)
+        if isinstance(reply, EngineBuilt):
+            self._recording.take_built(member)
         actions = self.publication.take_reply(member, reply)
         return self._build_trainers(reply) if isinstance(reply, RendezvousOpened) else actions
 
-    def _apply_failure(self, member: str, failed: Failed) -> None:
+    def _apply_failure(self, member: str, failed: Failed) -> list[Action]:
         request = self.requests.close(failed.command_id)
         if request is None:
-            return
+            return []
+        if request.phase is Phase.RECORDING:
+            return self._recording.take_failure(failed.command_id, failed.error)
+        if self._kept.is_restored(failed.command_id):
+            return self._make_instead(member, failed)
         is_engine = self._membership.kind(member) == "rollout"
         if request.phase is Phase.REFITTING or (request.phase is Phase.ATTESTING and is_engine):
             self.publication.take_failure(member, failed, request.phase)
-            return
+            return []
         if request.phase is Phase.WRITING:
             self._saving.give_up()
         raise CommandFailed(member, failed.phase, failed.account)
 
     def _apply_loss(self, member: str, why: str) -> list[Action]:
         """Replace an engine that is lost; the run cannot go on without any other process."""
+        self._recording.take_loss(member)
         if self._saving.is_awaited_from(member):
             self._saving.give_up()
         elif self._error is not None:
@@ -262,14 +290,15 @@ class Scheduler:
         if self._finish is not None:
             return []
         if self._error is not None:
-            return self._rule_finish()
+            return self._rule_publish() or self._rule_finish()
         if self._stage is not None:
             return self._rule_set_up()
-        actions = self.publication.run_rules(self._is_free) + self._put_back_suspects()
+        actions = self.publication.run_rules(self._is_free) + self._put_back_suspects() + self._recording.run_rule()
         for rule in (
             self._rule_start,
             self._rule_offer,
             self._rule_validate,
+            self._rule_publish,
             self._rule_save,
             self._rule_commit,
             self._rule_advance,
@@ -291,10 +320,11 @@ class Scheduler:
         trainers, engines = self._membership.all("trainer"), self._membership.all("rollout")
         match stage:
             case Phase.JOINING:
-                self._stage = Phase.BUILDING
+                stage = self._stage = Phase.BUILDING
+                folder = self.spec.samples_folder
                 meet = OpenRendezvous(**self._open("trainer-0", Phase.BUILDING))
                 built = [
-                    Dispatch(member=engine, order=BuildEngine(**self._open(engine, Phase.BUILDING)))
+                    Dispatch(member=engine, order=BuildEngine(samples_folder=folder, **self._open(engine, stage)))
                     for engine in engines
                 ]
                 return [Dispatch(member="trainer-0", order=meet), *built]
@@ -335,6 +365,9 @@ class Scheduler:
         if self.publication.is_attesting:  # beside the step
             return []
         progress.is_training, progress.is_trained = False, True
+        of_step = self.groups.of_step(progress.number, "train")
+        if of_step is not None:
+            self._recording.begin(progress.number, sorted({str(group.engine) for group in of_step.groups}))
         if self.spec.has_engines and not self._is_interrupted:
             self.publication.offer(progress.number, has_update=progress.has_update)
         return self._run_rules()
@@ -372,6 +405,13 @@ class Scheduler:
         self._saved = self.step
         return self._saving.copy(self.step, self._membership.all("trainer"))
 
+    def _rule_publish(self) -> list[Action]:
+        """Publish the checkpoint that is written, once the record has all steps that it is made of."""
+        step = self._saving.whole
+        if step is None or (self._error is None and self._recording.is_pending(step)):
+            return []
+        return self._saving.publish()
+
     def _rule_commit(self) -> list[Action]:
         """Have the step written to the journal: now it is done."""
         if self.progress.is_committed or not self._may_commit() or self._must_save() or self._saving.is_copied:
@@ -387,6 +427,7 @@ class Scheduler:
         )
         self.groups.remove(self.step, "train")
         self.groups.remove(self.step, "validate")
+        self._kept.forget(self.step)
         return [commit]
 
     def _rule_advance(self) -> list[Action]:
@@ -427,13 +468,14 @@ class Scheduler:
 
         chosen_groups = self._assignment.choose(can_generate, self.requests.now)
         actions = self._say_who_is_full(full)
+        dropped = self._drop_kept([group for groups in chosen_groups.values() for group in groups])
         for engine, groups in chosen_groups.items():
             while groups:
                 first = groups[0]
                 together = [g for g in groups if (g.step, g.purpose) == (first.step, first.purpose)]
                 groups = [g for g in groups if g not in together]
-                actions.append(self._dispatch_prompts(engine, together))
-        return actions
+                actions += self._dispatch_groups(engine, together)
+        return [*dropped, *actions]
 
     def _rule_train(self) -> list[Action]:
         """Train on the step's groups."""
@@ -457,7 +499,8 @@ class Scheduler:
         if self._error is not None:
             return [] if self._saving.is_out else self._end("failed", self._error)
         is_over = self._has_started and self.progress.is_committed and (self._is_interrupted or self._is_last())
-        if not is_over or len(self.requests) or not self.publication.is_settled:
+        is_recorded = not self._recording.is_pending(self.step)
+        if not is_over or not is_recorded or len(self.requests) or not self.publication.is_settled:
             return []
         return self._end("interrupted" if self._is_interrupted else "finished")
 
@@ -595,6 +638,52 @@ class Scheduler:
             for engine in new
         ]
 
+    def _drop_kept(self, groups: Sequence[Group]) -> list[Action]:
+        """Drop what was made before the run was resumed with weights that come of groups made now, which may differ."""
+        made = [group.step for group in groups if group.purpose == "train" and not self._kept.has(group)]
+        dropped = self._kept.drop_from(min(made)) if made else set()
+        if not dropped:
+            return []
+        restored = [
+            group
+            for group in self.groups
+            if (group.step, group.number) in dropped
+            and group.state in (GroupState.IN_FLIGHT, GroupState.READY)
+            and self._kept.is_restored(group.request)
+        ]
+        return [DropKept(version=min(made), num_groups=len(dropped)), *self._take_back(restored)]
+
+    def _make_instead(self, member: str, failed: Failed) -> list[Action]:
+        """Have groups generated that could not be taken from disk."""
+        self.groups.close_request(failed.command_id)
+        groups = self.groups.of_engine(member, GroupState.IN_FLIGHT)
+        lost = [group for group in groups if group.request == failed.command_id]
+        self._kept.lose(lost)
+        return [Say(text=f"{failed.error}; they are generated again"), *self._take_back(lost)]
+
+    def _take_back(self, restored: Sequence[Group]) -> list[Action]:
+        """Have groups wait again that were to come from disk, or did."""
+        for group in restored:
+            self._assignment.finished(str(group.engine), group, len(group.unfinished))
+        return self._put_back(restored)
+
+    def _dispatch_groups(self, engine: str, groups: Sequence[Group]) -> list[Action]:
+        """Have an engine generate groups of one step, and take those that were before from disk."""
+        kept = [group for group in groups if self._kept.has(group)]
+        made = [group for group in groups if not self._kept.has(group)]
+        actions = [self._dispatch_prompts(engine, made)] if made else []
+        if kept:
+            fields = self._open(engine, Phase.GENERATING)
+            order = RestoreSamples(
+                step=kept[0].step,
+                files=self._kept.files(kept, fields["command_id"]),
+                num_samples=kept[0].size.num_samples,
+                **fields,
+            )
+            self.groups.assign(kept, engine, order.command_id)
+            actions.append(Dispatch(member=engine, order=order))
+        return actions
+
     def _dispatch_prompts(self, engine: str, groups: Sequence[Group]) -> Action:
         """Ask an engine for groups of one step, beside what it was asked for before."""
         step, purpose = groups[0].step, groups[0].purpose
@@ -707,7 +796,7 @@ class Scheduler:
             return self._end("interrupted")
         self._is_interrupted = True
         if self.phase in _GENERATION:
-            self.requests.drop_all_but(Phase.WRITING)
+            self.requests.drop_all_but(Phase.WRITING, Phase.RECORDING)
         self.requests.drop_all(*_GENERATION)  # also beside training
         self._stop_generating()
         self.progress.is_validated |= self.progress.is_validating
@@ -726,13 +815,16 @@ class Scheduler:
         self._assignment.clear()
         self.publication.stop()
 
-    def _check_deadlines(self) -> None:
-        """Raise `DeadlineExceeded` for the first request, or process, that is late."""
+    def _check_deadlines(self) -> list[Action]:
+        """Give up what is late and not needed. Raise `DeadlineExceeded` for the first other request, or process."""
         allowed_s = self.spec.deadlines.join
         if self._stage is Phase.JOINING and self._watch.in_phase(self.requests.now) > allowed_s:
             what = f"{self._membership.missing()} did not join within {allowed_s:g} s"
             raise DeadlineExceeded("coordinator", "waiting for processes to join", what)
-        late = self.requests.overdue()
+        given_up = self._recording.give_up_late()
+        while (late := self.requests.overdue()) is not None and late.phase is Phase.RECORDING:
+            self.requests.close(late.command_id)
+            given_up += self._recording.take_failure(late.command_id, f"no answer within {late.allowed_s:g} s")
         if late is not None:
             if late.phase is Phase.WRITING:
                 self._saving.give_up()
@@ -747,6 +839,7 @@ class Scheduler:
         not_replaced = self.publication.overdue()
         if not_replaced is not None:
             raise not_replaced
+        return given_up
 
     def _fail(self, error: ServiceError) -> list[Action]:
         """End the run, at once unless a checkpoint is being written that can still be whole."""

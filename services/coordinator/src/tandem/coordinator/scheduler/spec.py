@@ -62,6 +62,8 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Checkpoint folder to restore; empty for none."""
     checkpoint_folder: str
     """Folder a checkpoint is written to before it gets its final name; ``{step}`` stands for the step."""
+    samples_folder: str = ""
+    """Folder of the record of samples; empty where none is kept."""
     allow_alias: bool
     is_verified: bool
     """Whether each version is attested by digests before its samples are trained on."""

@@ -84,6 +84,9 @@ class Logger(Section, frozen=True, kw_only=True):
     """Log the use of GPUs. Accepted everywhere, because NeMo-RL's base files say true; nothing is collected yet."""
     num_val_samples_to_print: NonNegativeInt = 0
     """Validation samples printed each time."""
+    samples: Literal["all", "off"] | PositiveFloat = 10.0
+    """New. The record of the samples that were trained on, in `logger.log_dir`/samples: all, off, or how many gigabytes
+    (10^9 bytes) are kept at most; then the oldest steps are deleted."""
     wandb: Wandb = Wandb()
     mlflow: Mlflow = Mlflow()
     tensorboard: Tensorboard = Tensorboard()

@@ -1,14 +1,15 @@
 """The store of samples that trainers have yet to fetch, and the thread that gives them out.
 
-The service puts samples in as they finish and takes them out when they are released; trainer ranks ask for them over a
-ROUTER socket of the store's own. Its thread consumes `FetchSamples` and produces `SamplesFetched`, or `SamplesGone` for
-what is not here; it waits for nothing but the next request, a moment at a time, and ends when the store is closed.
+Who has samples puts them in and takes them out when they are released: a rollout those that it makes, and the
+coordinator those of a record that is trained on again. Trainer ranks ask for them over a ROUTER socket of the store's
+own. Its thread consumes `FetchSamples` and produces `SamplesFetched`, or `SamplesGone` for what is not here; it waits
+for nothing but the next request, a moment at a time, and ends when the store is closed.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from tandem.common.batch import SampleArrays
 from tandem.common.errors import SamplesError, WireError
@@ -20,7 +21,7 @@ _POLL_S = 0.2
 
 
 class SampleStore:
-    """The finished samples of one rollout. One thread puts and releases; any number of processes fetch."""
+    """The finished samples of one process. One thread puts and releases; any number of processes fetch."""
 
     def __init__(self, host: str, run_id: str, max_tokens: int) -> None:
         """Listen on a port of `host`, for trainers of this run; keep at most `max_tokens`."""
@@ -30,6 +31,7 @@ class SampleStore:
         """By the order to generate, then by group and place in it."""
         self._num_tokens = 0
         self._lock = threading.Lock()
+        self._await_record: Callable[[], object] = lambda: None
         self._codec: Codec[FetchSamples] = Codec(FetchSamples)
         self._hub = Hub(f"tcp://{host}:*", max_bytes=_MAX_REQUEST_BYTES)
         self.address = self._hub.address
@@ -42,6 +44,10 @@ class SampleStore:
     def num_tokens(self) -> int:
         """Tokens of all samples that are here."""
         return self._num_tokens
+
+    def give_after(self, await_record: Callable[[], object]) -> None:
+        """Call `await_record` before any samples are given out: it returns when those that are here are on disk."""
+        self._await_record = await_record
 
     def put(self, key: SampleKey, arrays: SampleArrays) -> None:
         """Keep one sample; one that is here already, because its order was repeated, stays.
@@ -105,6 +111,7 @@ class SampleStore:
         if not request.keys:
             raise SamplesError("it was asked for nothing")
         samples = self._taken(request.keys)
+        self._await_record()
         num_tokens = sum(len(arrays.token_ids_T) for arrays in samples)
         if len(samples) > 1 and num_tokens > MAX_TOKENS_FETCHED:
             raise SamplesError(f"it was asked for {num_tokens} tokens at once, {MAX_TOKENS_FETCHED} are the most")

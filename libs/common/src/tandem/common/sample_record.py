@@ -1,0 +1,292 @@
+"""The record of samples: what a run trained on, as files that pandas reads.
+
+    RUN/samples/step-00000012.rollout-0.parquet                      a shard: all that a step trained on of one rollout
+    RUN/samples/unfinished/step-00000012.rollout-0.3f9a.arrows       what finished of a step that is not trained on yet
+
+A row is a sample. A shard gets its name when it is whole, and its pages have checksums. An unfinished file is an Arrow
+stream that only grows: however its writer ended, all that it had written as a whole can be read. Each file says in its
+metadata which run it is of, and nothing of another run is ever read as this one's.
+
+No torch here: the coordinator reads the record by itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tandem.common.batch import SampleArrays
+from tandem.common.errors import SamplesError
+from tandem.common.messages import SampleKey, SampleScored
+from tandem.common.sample_files import SHARD, files, shard_path, temporary_path
+
+FORMAT = 1
+"""Counts up when the meaning of a column changes."""
+_RUN_ID, _FORMAT = b"tandem.run_id", b"tandem.format"
+
+SCHEMA = pa.schema(
+    [
+        ("step", pa.int64()),
+        ("group", pa.int64()),
+        ("sample", pa.int64()),
+        ("problem_id", pa.string()),
+        ("question", pa.string()),
+        ("reference_answer", pa.string()),
+        ("prompt", pa.string()),
+        ("response", pa.string()),
+        ("reward", pa.float64()),
+        ("components", pa.map_(pa.string(), pa.float64())),
+        ("correct", pa.bool_()),
+        ("advantage", pa.float32()),
+        ("finish_reason", pa.string()),
+        ("num_turns", pa.int64()),
+        ("failure", pa.string()),
+        ("timed_out", pa.bool_()),
+        ("dropped", pa.bool_()),
+        ("prompt_length", pa.int64()),
+        ("response_length", pa.int64()),
+        ("num_tokens", pa.int64()),
+        ("oldest_version", pa.int64()),
+        ("newest_version", pa.int64()),
+        ("tokens_by_version", pa.list_(pa.int64())),
+        ("rollout", pa.string()),
+        ("command_id", pa.int64()),
+        ("started_at", pa.float64()),
+        ("finished_at", pa.float64()),
+        ("token_ids", pa.list_(pa.int32())),
+        ("loss_mask", pa.list_(pa.bool_())),
+        ("generation_logprobs", pa.list_(pa.float32())),
+        ("versions", pa.list_(pa.int32())),
+    ]
+)
+"""The columns of every file; ``docs/samples.md`` says what is in them."""
+_SCORED = SampleScored.__struct_fields__
+_FROM_ARROW: dict[str, Callable[[Any], Any]] = {"components": dict, "tokens_by_version": tuple}
+"""What makes a field of what Arrow has in its column, where that is not the same."""
+_ARRAYS = {name.removesuffix("_T"): name for name in SampleArrays.__struct_fields__ if name.endswith("_T")}
+"""The field of `SampleArrays` that a column has."""
+_FIELDS = {"reference_answer": "answer"}
+"""The field of a column that is called otherwise."""
+
+
+class RecordedSample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """All that there is to know of one finished sample, from which its step can be trained on again."""
+
+    step: int
+    rollout: str
+    """That made it."""
+    command_id: int
+    """Of the order that it was made for."""
+    scored: SampleScored
+    """With the text of the response."""
+    arrays: SampleArrays
+    """Of this one sequence."""
+    advantage: float | None = None
+    """None where the sample was not trained on, as when dynamic sampling filters its group out."""
+    problem_id: str
+    question: str
+    answer: str
+    """The reference answer; empty where there is none."""
+    prompt: str
+    """As the model saw it: decoded from its tokens, special ones included."""
+    started_at: float
+    """Unix time at which the rollout was asked for it."""
+    finished_at: float
+    """Unix time at which its last reward was there."""
+
+
+def steps(folder: Path) -> list[int]:
+    """Return the steps that have shards, in order."""
+    return sorted({file.step for file in files(folder, SHARD)})
+
+
+def read_step(folder: Path, step: int, run_id: str | None = None) -> list[RecordedSample]:
+    """Return the samples of a step, in the order of groups and samples; none if it has no shard.
+
+    Raises `SamplesError`, which names the file, for a shard that is damaged, is no shard, or is of a run other than
+    `run_id`, where that is given.
+    """
+    shards = [file.path for file in files(folder, SHARD) if file.step == step]
+    samples = [sample for path in shards for sample in samples_of(read_shard(path, run_id))]
+    return sorted(samples, key=lambda sample: (sample.scored.group, sample.scored.sample))
+
+
+def read_shard(path: Path, run_id: str | None = None, columns: Sequence[str] | None = None) -> pa.Table:
+    """Return a shard's table, or some columns of it. Raises `SamplesError`, as `read_step` does."""
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            _check(path, file.schema_arrow, run_id)
+            return file.read(columns=columns)
+    except (OSError, pa.ArrowException) as error:
+        raise SamplesError(f"{path} cannot be read as a record of samples: {_line(error)}") from error
+
+
+def write_shard(folder: Path, run_id: str, step: int, rollout: str, table: pa.Table) -> int:
+    """Write a rollout's samples of a step, in the place of any shard that it had; return the number of bytes.
+
+    The file has its name once it is whole, on disk. Raises `OSError`.
+    """
+    path = shard_path(folder, step, rollout)
+    temporary = temporary_path(path)
+    try:
+        with temporary.open("wb") as file:
+            pq.write_table(
+                table.replace_schema_metadata(_metadata(run_id)), file, compression="zstd", write_page_checksum=True
+            )
+            file.flush()
+            os.fsync(file.fileno())
+        num_bytes = temporary.stat().st_size
+        temporary.rename(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return num_bytes
+
+
+class UnfinishedFile:
+    """An unfinished file as its one writer sees it. Every method raises `OSError`; then it is good for nothing more."""
+
+    def __init__(self, path: Path, run_id: str) -> None:
+        """Begin the file."""
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("xb", buffering=0)  # what is written is the kernel's at once: a kill takes nothing back
+        self._write(SCHEMA.with_metadata(_metadata(run_id)).serialize())
+
+    def append(self, samples: Sequence[RecordedSample]) -> None:
+        """Write samples, all of one step."""
+        for batch in table_of(samples).to_batches():
+            self._write(batch.serialize())
+
+    def close(self) -> None:
+        """Write no more."""
+        self._file.close()
+
+    def _write(self, message: pa.Buffer) -> None:
+        rest = memoryview(message)
+        while rest:
+            rest = rest[self._file.write(rest) or 0 :]
+
+
+def read_unfinished(path: Path, run_id: str | None = None) -> pa.Table:
+    """Return what was written to an unfinished file, without what was cut off at its end.
+
+    Raises `SamplesError` if it does not begin as such a file does, or is of a run other than `run_id`.
+    """
+    try:
+        if not path.stat().st_size:  # its writer ended, or its disk was full, before it had begun
+            return SCHEMA.empty_table()
+        with pa.OSFile(str(path)) as file:  # not mapped: elsewhere, it may be deleted meanwhile
+            stream = pa.ipc.open_stream(file)
+            _check(path, stream.schema, run_id)
+            return pa.Table.from_batches(_whole_batches(stream), stream.schema)
+    except (OSError, pa.ArrowException) as error:
+        raise SamplesError(f"{path} cannot be read as a record of samples: {_line(error)}") from error
+
+
+def table_of(samples: Sequence[RecordedSample]) -> pa.Table:
+    """Return samples as a table."""
+    arrays = SampleArrays.concatenate([sample.arrays for sample in samples])
+    offsets = pa.array(arrays.offsets(), pa.int32())
+    columns = [
+        pa.ListArray.from_arrays(offsets, pa.array(getattr(arrays, _ARRAYS[field.name])), type=field.type)
+        if field.name in _ARRAYS
+        else pa.array([_value(sample, field.name) for sample in samples], field.type)
+        for field in SCHEMA
+    ]
+    return pa.Table.from_arrays(columns, schema=SCHEMA)
+
+
+def samples_of(table: pa.Table) -> list[RecordedSample]:
+    """Return the samples of a table, in its order."""
+    columns = {name: _values(table, name) for name in SCHEMA.names}
+    return [
+        RecordedSample(
+            step=row["step"],
+            rollout=row["rollout"],
+            command_id=row["command_id"],
+            scored=SampleScored(**{name: _FROM_ARROW.get(name, _as_it_is)(row[name]) for name in _SCORED}),
+            arrays=SampleArrays(
+                lengths_S=np.array([len(row["token_ids"])], dtype=np.int32),
+                **{field: row[column] for column, field in _ARRAYS.items()},
+            ),
+            advantage=row["advantage"],
+            problem_id=row["problem_id"],
+            question=row["question"],
+            answer=row["reference_answer"],
+            prompt=row["prompt"],
+            started_at=row["started_at"],
+            finished_at=row["finished_at"],
+        )
+        for row in (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
+    ]
+
+
+def keys_of(table: pa.Table) -> list[SampleKey]:
+    """Return the key of each row: the order that the sample was made for, its group, and its place there."""
+    return [*zip(*(table[name].to_pylist() for name in ("command_id", "group", "sample")), strict=True)]
+
+
+def _value(sample: RecordedSample, column: str) -> Any:
+    """Return what a sample has in a column that is no array."""
+    value = getattr(sample.scored if column in _SCORED else sample, _FIELDS.get(column, column))
+    # Half of a character that is written as two, as an environment may say it, is no UTF-8.
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
+
+
+def _values(table: pa.Table, column: str) -> Sequence[Any]:
+    """Return a column row by row; arrays are views of all of it laid end to end."""
+    if column not in _ARRAYS:
+        return list(table[column].to_pylist())
+    chunks: list[pa.ListArray] = table[column].chunks
+    return [
+        numbers[start:end]
+        for chunk in chunks
+        for offsets, numbers in [(chunk.offsets.to_numpy(), chunk.values.to_numpy(zero_copy_only=False))]
+        for start, end in itertools.pairwise(offsets)
+    ]
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _whole_batches(stream: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
+    """Yield batches up to the first that is not there as a whole."""
+    while True:
+        try:
+            yield stream.read_next_batch()
+        except (StopIteration, OSError, pa.ArrowInvalid):
+            return
+
+
+def _metadata(run_id: str) -> dict[bytes, bytes]:
+    return {_RUN_ID: run_id.encode(), _FORMAT: str(FORMAT).encode()}
+
+
+def _check(path: Path, schema: pa.Schema, run_id: str | None) -> None:
+    """Raise `SamplesError` unless a file is part of a record of samples, and of this run."""
+    metadata = schema.metadata or {}
+    if _RUN_ID not in metadata or _FORMAT not in metadata:
+        raise SamplesError(f"{path} is no record of samples")
+    if metadata[_FORMAT] != str(FORMAT).encode() or not schema.equals(SCHEMA):
+        said = metadata[_FORMAT].decode(errors="replace")
+        raise SamplesError(
+            f"{path} has format {said} of the record of samples, this release reads format {FORMAT}: use the release "
+            "that wrote it"
+        )
+    found = metadata[_RUN_ID].decode(errors="replace")
+    if run_id is not None and found != run_id:
+        raise SamplesError(f"{path} is of the run {found}, not {run_id}")
+
+
+def _line(error: Exception) -> str:
+    """Return what a reader complains of, on one line."""
+    return getattr(error, "strerror", None) or str(error).split("\n")[0]

@@ -1,0 +1,48 @@
+"""Make the orders that have the samples of a step recorded, from what its batch was made of; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tandem.common.messages import RecordedGroup, RecordSamples
+from tandem.coordinator.scheduler.events import DispatchRecord
+from tandem.coordinator.scheduler.groups import SampleRecord
+
+Place = tuple[str, int, int, int]
+"""Of a sample: its rollout, the order that it was made for, its group, and its place there."""
+
+
+class RecordOrders:
+    """What steps were trained on, until that is recorded."""
+
+    def __init__(self) -> None:
+        self._groups: dict[tuple[int, str], tuple[RecordedGroup, ...]] = {}
+        """By step and rollout."""
+
+    def keep(self, step: int, records: Sequence[SampleRecord], advantages: Mapping[Place, float]) -> None:
+        """Take note of what a step is trained on: all samples that it had, and the advantages of those in its batch."""
+        self.forget(step)
+        found: dict[str, dict[tuple[int, int], list[float | None]]] = {}
+        for record in records:
+            scored = record.scored
+            of_group = found.setdefault(record.rollout, {}).setdefault((record.command_id, scored.group), [])
+            of_group.append(advantages.get((record.rollout, record.command_id, scored.group, scored.sample)))
+        for rollout, groups in found.items():
+            self._groups[step, rollout] = tuple(
+                RecordedGroup(command_id=command_id, group=group, advantages=tuple(of_group))
+                for (command_id, group), of_group in groups.items()
+            )
+
+    def order(self, action: DispatchRecord) -> RecordSamples:
+        """Return the order for what a step had of a rollout."""
+        return RecordSamples(
+            command_id=action.command_id,
+            deadline_s=action.deadline_s,
+            step=action.step,
+            rollout=action.rollout,
+            groups=self._groups[action.step, action.rollout],
+        )
+
+    def forget(self, step: int) -> None:
+        """Forget a step that is recorded."""
+        self._groups = {key: groups for key, groups in self._groups.items() if key[0] != step}

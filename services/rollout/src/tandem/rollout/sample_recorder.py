@@ -1,0 +1,292 @@
+"""The recorder of finished samples, and the thread that writes them to the record.
+
+The record is `tandem.common.sample_record`. The service says which samples have finished (`add`) and hands on orders
+that concern the record (`order`); neither waits. The thread consumes both in the order in which they came. It writes
+samples to the unfinished file of their step. For `RecordSamples` it makes a shard of what a step trained on, and for
+`RestoreSamples` it puts what an earlier process had written into the store. It waits for nothing but the disk, and ends
+when the recorder is closed.
+
+What trainers fetch is on disk before (`flush`), so that what was trained on is there whoever is killed. A disk that is
+full, slow or cannot be written never stops that: that samples are not recorded is said once, and how many of a step are
+missing with each shard.
+"""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple, assert_never
+
+import msgspec
+import pyarrow as pa
+
+from tandem.common.batch import SampleArrays
+from tandem.common.errors import SamplesError, WireError
+from tandem.common.messages import (
+    Generated,
+    MemoryUse,
+    PromptGroup,
+    RecordSamples,
+    RestoreSamples,
+    SampleScored,
+    SamplesFinished,
+    SamplesRecorded,
+)
+from tandem.common.sample_files import SHARD, STREAM, UNFINISHED, files, shard_path, unfinished_path
+from tandem.common.sample_record import (
+    RecordedSample,
+    UnfinishedFile,
+    keys_of,
+    read_shard,
+    read_unfinished,
+    samples_of,
+    write_shard,
+)
+from tandem.common.sample_store import SampleStore
+from tandem.common.service import Member
+from tandem.common.tokenizer import Tokenizer
+
+_MOST_WAITING = 10_000
+"""Times that samples have finished which may wait for the disk; those that come meanwhile are not recorded."""
+_FLUSH_S = 2.0
+"""How long trainers wait at most for what still waits to be on disk."""
+_CLOSE_S = 3.0
+"""How long what still waits may take when the service ends."""
+
+
+class _Finished(NamedTuple):
+    """Samples that have finished together, of one order."""
+
+    step: int
+    command_id: int
+    started_at: float
+    finished_at: float
+    samples: Sequence[tuple[PromptGroup, SampleScored, SampleArrays]]
+
+
+class SampleRecorder:
+    """The record of one rollout's samples."""
+
+    def __init__(self, folder: Path, member: Member, store: SampleStore, tokenizer: Tokenizer, vocabulary: int) -> None:
+        """`folder` is that of the record; it is made when the first sample is written."""
+        self._folder = folder
+        self._member = member
+        self._store = store
+        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
+        self._queue: queue.SimpleQueue[_Finished | RecordSamples | RestoreSamples | None] = queue.SimpleQueue()
+        self._files: dict[int, UnfinishedFile] = {}
+        """That this process writes to, by step."""
+        self._newest = -1
+        """The newest step whose shard was asked for: what finishes for it, or one before, is trained on by nobody."""
+        self._has_complained = False
+        self._num_added = 0
+        self._num_written = 0
+        """Of what was added: all of it before is on disk, or is not going to be."""
+        self._has_written = threading.Condition()
+        self._thread = threading.Thread(target=self._write, name="record of samples", daemon=True)
+        self._thread.start()
+
+    def add(
+        self,
+        step: int,
+        command_id: int,
+        started_at: float,
+        samples: Sequence[tuple[PromptGroup, SampleScored, SampleArrays]],
+    ) -> None:
+        """Have samples written that have finished now; what is known of them has the text of the response."""
+        if self._queue.qsize() > _MOST_WAITING:
+            self._complain("the disk is slower than samples finish")
+        else:
+            self._num_added += 1
+            self._queue.put(_Finished(step, command_id, started_at, time.time(), samples))
+
+    def order(self, order: RecordSamples | RestoreSamples) -> None:
+        """Have an order carried out after all that was added before; it is answered from another thread."""
+        self._queue.put(order)
+
+    def flush(self) -> None:
+        """Wait until all is on disk that was added, for a moment at most; from any thread."""
+        num_added = self._num_added
+        with self._has_written:
+            if not self._has_written.wait_for(lambda: self._num_written >= num_added, _FLUSH_S):
+                self._complain("the disk is slower than samples are trained on")
+
+    def close(self) -> None:
+        """Write what still waits, and end the thread."""
+        self._queue.put(None)
+        self._thread.join(_CLOSE_S)
+
+    # --- the thread --------------------------------------------------------------------------------------------------
+
+    def _write(self) -> None:
+        while (item := self._queue.get()) is not None:
+            match item:
+                case _Finished():
+                    self._append(item.step, (self._recorded(item, *sample) for sample in item.samples))
+                    with self._has_written:
+                        self._num_written += 1
+                        self._has_written.notify_all()
+                case RecordSamples() | RestoreSamples():
+                    self._carry_out(item)
+                case other:
+                    assert_never(other)
+        for file in self._files.values():
+            file.close()
+
+    def _carry_out(self, order: RecordSamples | RestoreSamples) -> None:
+        doing = "recording" if isinstance(order, RecordSamples) else "restoring"
+        try:
+            if isinstance(order, RecordSamples):
+                self._record(order)
+            else:
+                self._restore(order)
+        except OSError as error:
+            why = SamplesError(f"cannot write to {self._folder}: {error.strerror}")
+            self._member.fail(order.command_id, why, aside=f"{doing} samples")
+        except Exception as error:
+            self._member.fail(order.command_id, error, aside=f"{doing} samples")
+
+    def _append(self, step: int, samples: Iterable[RecordedSample]) -> None:
+        """Write samples behind those of their step, or say that they cannot be."""
+        if step <= self._newest:
+            return
+        try:
+            if step not in self._files:
+                path = unfinished_path(self._folder, step, self._member.name)
+                self._files[step] = UnfinishedFile(path, self._member.run_id)
+            self._files[step].append([*samples])
+        except OSError as error:
+            self._complain(error.strerror or str(error))
+            self._close(step)  # what is cut off at its end hides all that would follow
+        except Exception as error:
+            self._complain(f"{type(error).__name__}: {error}")
+
+    def _record(self, order: RecordSamples) -> None:
+        """Make the shard of a step. Raises `SamplesError` for what cannot be read, and `OSError`."""
+        self._newest = max(self._newest, order.step)
+        own = self._files[order.step].path if order.step in self._files else None
+        self._close(order.step)
+        of_rollout = [
+            file.path
+            for file in files(self._folder / UNFINISHED, STREAM)
+            if (file.step, file.rollout) == (order.step, order.rollout)
+        ]
+        of_rollout.sort(key=lambda path: path != own)  # others are of processes of that name that are gone
+        shard = shard_path(self._folder, order.step, order.rollout)
+        tables = [read_unfinished(path, self._member.run_id) for path in of_rollout]
+        if shard.exists():  # the order has come before
+            tables.append(read_shard(shard, self._member.run_id))
+        advantages = {
+            (group.command_id, group.group, sample): advantage
+            for group in order.groups
+            for sample, advantage in enumerate(group.advantages)
+        }
+        table = _chosen(tables, advantages)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        num_bytes = write_shard(self._folder, self._member.run_id, order.step, order.rollout, table)
+        for path in of_rollout:
+            path.unlink(missing_ok=True)
+        recorded = SamplesRecorded(
+            command_id=order.command_id,
+            step=order.step,
+            num_samples=table.num_rows,
+            num_bytes=num_bytes,
+            num_missing=len(advantages) - table.num_rows,
+        )
+        self._member.reply(order.command_id, recorded)
+
+    def _restore(self, order: RestoreSamples) -> None:
+        """Put samples into the store as if they had been made for this order. Raises `SamplesError`."""
+        samples = [
+            msgspec.structs.replace(
+                sample, step=order.step, rollout=self._member.name, command_id=order.command_id, advantage=None
+            )
+            for name, groups in order.files.items()
+            for sample in self._kept(name, groups)
+        ]
+        wanted = order.num_samples * sum(map(len, order.files.values()))
+        if len({(sample.scored.group, sample.scored.sample) for sample in samples}) != wanted:
+            raise SamplesError(f"{', '.join(order.files)} in {self._folder} do not have the {wanted} samples any more")
+        for sample in samples:
+            self._store.put((order.command_id, sample.scored.group, sample.scored.sample), sample.arrays)
+        self._append(order.step, samples)
+        finished = SamplesFinished(
+            command_id=order.command_id,
+            step=order.step,
+            purpose="train",
+            samples=tuple(msgspec.structs.replace(sample.scored, response="") for sample in samples),
+        )
+        self._member.reply(order.command_id, finished)
+        generated = Generated(
+            command_id=order.command_id,
+            step=order.step,
+            purpose="train",
+            num_samples=len(samples),
+            num_tokens=0,
+            seconds={},
+            memory=MemoryUse(peak=0, held=0),
+        )
+        self._member.reply(order.command_id, generated)
+
+    def _kept(self, name: str, groups: Sequence[tuple[int, int]]) -> list[RecordedSample]:
+        """Return the samples of some groups in a file of the record. Raises `SamplesError`."""
+        path, wanted = self._folder / name, {*groups}
+        read = read_shard if path.suffix == SHARD else read_unfinished
+        table = read(path, self._member.run_id)
+        rows = [row for row, (command_id, group, _) in enumerate(keys_of(table)) if (command_id, group) in wanted]
+        samples = samples_of(table.take(rows))
+        for sample in samples:
+            try:
+                sample.arrays.check(self._vocabulary)
+            except WireError as error:
+                raise SamplesError(f"{path} has samples of another model: {error}") from error
+        return samples
+
+    def _close(self, step: int) -> None:
+        file = self._files.pop(step, None)
+        if file is not None:
+            file.close()
+
+    def _recorded(
+        self, finished: _Finished, group: PromptGroup, scored: SampleScored, arrays: SampleArrays
+    ) -> RecordedSample:
+        return RecordedSample(
+            step=finished.step,
+            rollout=self._member.name,
+            command_id=finished.command_id,
+            scored=scored,
+            arrays=arrays,
+            problem_id=group.problem.problem_id,
+            question=group.problem.question,
+            answer=group.problem.answer,
+            prompt=self._tokenizer.decode(group.prompt_ids, skip_special_tokens=False),
+            started_at=finished.started_at,
+            finished_at=finished.finished_at,
+        )
+
+    def _complain(self, why: str) -> None:
+        """Say once that not everything is recorded."""
+        if not self._has_complained:
+            self._has_complained = True
+            line = f"{self._member.name}: samples are missing in the record {self._folder}: {why}"
+            print(line, file=sys.stderr, flush=True)
+
+
+def _chosen(tables: Sequence[pa.Table], advantages: dict[tuple[int, int, int], float | None]) -> pa.Table:
+    """Return the rows of these samples, each once, with their advantages. Raises `SamplesError` if there is none."""
+    rows: dict[tuple[int, int, int], int] = {}
+    table = pa.concat_tables(tables) if tables else None
+    for row, key in enumerate(keys_of(table) if table is not None else []):
+        if key in advantages:
+            rows.setdefault(key, row)
+    if table is None or not rows:
+        raise SamplesError(f"none of the {len(advantages)} samples was written when it finished")
+    keys = [key for key in advantages if key in rows]
+    chosen = table.take([rows[key] for key in keys])
+    at = chosen.schema.get_field_index("advantage")
+    return chosen.set_column(at, "advantage", pa.array([advantages[key] for key in keys], pa.float32()))
