@@ -25,11 +25,8 @@ from tandem.coordinator.run.batches import Batches
 from tandem.coordinator.run.checkpoints import CheckpointFolder
 from tandem.coordinator.run.fork_server import ForkServer
 from tandem.coordinator.run.journal import Journal, read_journal
-from tandem.coordinator.run.journal_file import JOURNAL_NAME, new_run_id, refuse_journal
-from tandem.coordinator.run.kept_samples import KeptSamples, limits_of
-
-
 from tandem.coordinator.run.journal_file import CONFIG_NAME, JOURNAL_NAME, RESOLVED_FROM, new_run_id, refuse_journal
+from tandem.coordinator.run.kept_samples import KeptSamples, limits_of
 from tandem.coordinator.run.launch import LocalProcesses
 from tandem.coordinator.run.loop import Loop
 from tandem.coordinator.run.members import Pulse, Registry
