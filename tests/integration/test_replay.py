@@ -176,7 +176,7 @@ def test_other_options_are_an_experiment_with_a_folder_of_its_own(run: str) -> N
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_an_interrupted_replay_is_resumed_by_its_folder(how: signal.Signals, run: str) -> None:
-    with Command("replay", run, "checkpointing.save_period=1") as replay:
+    with Command("coordinator", "replay", run, "checkpointing.save_period=1") as replay:
         replay.wait_for(r"step 2/4")
         replay.signal(how)
         assert replay.wait() == (130 if how is signal.SIGINT else -9)
@@ -191,8 +191,9 @@ def test_an_interrupted_replay_is_resumed_by_its_folder(how: signal.Signals, run
 
 
 def test_a_run_is_replayed_while_it_goes_on() -> None:
-    config = write_config({"grpo": {"max_num_steps": 60, "val_period": 0}, "checkpointing": {"metric_name": "reward"}})
-    with Command("up", config) as original:
+    checkpointing = {"metric_name": "reward", "keep_top_k": None}
+    config = write_config({"grpo": {"max_num_steps": 60, "val_period": 0}, "checkpointing": checkpointing})
+    with Command("coordinator", "up", config) as original:
         original.wait_for(r"step 5/60")
         wait_until(lambda: len(sample_files.files(Path("run/samples"))) >= 4, lambda: "four shards")
         replayed = coordinator("replay", "run", "--to", "4")
