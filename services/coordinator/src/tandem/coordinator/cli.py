@@ -190,7 +190,7 @@ def _run(source: str, config: Config, mode: Mode, from_step: int | None, to_cont
         case "finished":
             from tandem.coordinator.inspect.report import format_summary, write_report
 
-            write_report(folder, folder)
+            write_report(folder, folder, [] if config.replay is None else [Path(config.replay.run)])
             print(format_summary(folder), flush=True)
             if config.replay is not None:
                 from tandem.coordinator.run.comparison import compare

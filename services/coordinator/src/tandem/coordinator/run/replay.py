@@ -25,26 +25,25 @@ from tandem.coordinator.run.resuming import Start, check_checkpoint
 
 _MODEL = "the recorded samples are tokens of the run's own model"
 _DRAWN = "it says what a step draws, and that is recorded"
+_IN_VAIN = "it changes nothing on recorded samples"
+_VALIDATION = ("val_period", "val_at_start", "max_val_samples", "val_batch_size")
 _REFUSED = {
     "algorithm": "the samples were recorded for the run's own algorithm",
     "prerequisite": "the model is there",
-    "replay": "`coordinator replay` says which run is replayed, --from and --to which steps",
+    "replay": "coordinator replay says which run is replayed, --from and --to which steps",
     "policy.model_name": _MODEL,
     "policy.new_model": _MODEL,
     "policy.tokenizer": _MODEL,
     "policy.hf_config_overrides": _MODEL,
-    "policy.generation": "it changes nothing on recorded samples: nothing is generated",
-    "env": "it changes nothing on recorded samples: their rewards are recorded with them",
-    "data": "it changes nothing on recorded samples: no problem is drawn",
-    "refit": "it changes nothing on recorded samples: there are no engines for weights to move to",
-    "cluster.rollouts": "it changes nothing on recorded samples: there are no engines",
-    "cluster.max_replacements": "it changes nothing on recorded samples: there are no engines",
-    "logger.num_val_samples_to_print": "it changes nothing on recorded samples: nothing is validated without engines",
+    "policy.generation": f"{_IN_VAIN}: nothing is generated",
+    "env": f"{_IN_VAIN}: their rewards are recorded with them",
+    "data": f"{_IN_VAIN}: no problem is drawn",
+    "refit": f"{_IN_VAIN}: there are no engines for weights to move to",
+    "cluster.rollouts": f"{_IN_VAIN}: there are no engines",
+    "cluster.max_replacements": f"{_IN_VAIN}: there are no engines",
     "logger.samples": "a replay records no samples: it is made of them",
-    "grpo.val_period": "it changes nothing on recorded samples: nothing is validated without engines",
-    "grpo.val_at_start": "it changes nothing on recorded samples: nothing is validated without engines",
-    "grpo.max_val_samples": "it changes nothing on recorded samples: nothing is validated without engines",
-    "grpo.val_batch_size": "it changes nothing on recorded samples: nothing is validated without engines",
+    "logger.num_val_samples_to_print": f"{_IN_VAIN}: nothing is validated without engines",
+    **{f"grpo.{name}": f"{_IN_VAIN}: nothing is validated without engines" for name in _VALIDATION},
     "grpo.max_num_steps": "--to STEP says where a replay ends",
 }
 """Keys, or whole sections, that a replay cannot change, and why."""
