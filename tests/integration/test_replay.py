@@ -190,6 +190,21 @@ def test_an_interrupted_replay_is_resumed_by_its_folder(how: signal.Signals, run
     assert_equal("run-replay")
 
 
+def test_a_run_that_was_killed_and_resumed_is_replayed_to_the_bit() -> None:
+    config = write_config(merged(ASYNCHRONOUS, {"grpo": {"max_num_steps": 6}}))
+    with Command("coordinator", "up", config) as original:
+        original.wait_for(r"step 3/6")
+        original.signal(signal.SIGKILL)
+        original.wait()
+    resumed = coordinator("up", config, "--resume")
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert "resuming at step 3" in resumed.stdout
+    replayed = coordinator("replay", "run")
+    assert replayed.returncode == 0, replayed.stdout + replayed.stderr
+    assert "weights are equal to the bit to those of step 6 of run" in replayed.stdout
+    assert_equal("run-replay")
+
+
 def test_a_run_is_replayed_while_it_goes_on() -> None:
     checkpointing = {"metric_name": "reward", "keep_top_k": None}
     config = write_config({"grpo": {"max_num_steps": 60, "val_period": 0}, "checkpointing": checkpointing})
