@@ -11,6 +11,7 @@ from tests.integration.harness import coordinator, copy_examples
 
 ROOT = Path(__file__).resolve().parents[2]
 REFIT = (ROOT / "docs" / "refit.md").read_text()
+REPLAY = (ROOT / "docs" / "replay.md").read_text()
 MOST_LINES = 60
 
 
@@ -56,6 +57,19 @@ def test_the_run_of_the_page_has_such_refits() -> None:
     listed = coordinator(*refits[1:])
     assert listed.returncode == 0, listed.stderr
     assert without_times(printed(listed.stdout)) == without_times(says)
+
+
+def test_the_replays_of_the_page_say_what_it_quotes() -> None:
+    """Dots stand for what is left out."""
+    copy_examples()
+    for words, says in quoted(REPLAY):
+        ended = coordinator(*words[1:], timeout_s=200)
+        assert ended.returncode == 0, f"{ended.stdout[-2000:]}{ended.stderr}"
+        if (begin := says.index("...")) == 0:
+            continue
+        lines = printed(ended.stdout)
+        assert lines[:begin] == says[:begin]
+        assert lines[-1:] == says[begin + 1 :]
 
 
 def test_the_adapter_is_the_one_that_is_tested() -> None:

@@ -77,6 +77,11 @@ NEW_KEYS = [
     "cluster.links.network",
     "refit.alias",
     "refit.verify",
+    "replay",
+    "replay.run",
+    "replay.run_id",
+    "replay.from_step",
+    "replay.to_step",
 ]
 """Keys that NeMo-RL v0.3 does not have."""
 

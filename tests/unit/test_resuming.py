@@ -6,73 +6,16 @@ import shutil
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from run_harness import WEIGHTS, Run, make_config
 
 from tandem.common import manifest
-from tandem.common.config import Config, build_config, config_to_json, fingerprint
+from tandem.common.config import config_to_json
 from tandem.common.errors import CheckpointError, DamagedCheckpoint, ServiceError
-from tandem.coordinator.run.checkpoints import CheckpointFolder, CheckpointRecord
-from tandem.coordinator.run.journal import Journal, RefitRecord, StepRecord
-from tandem.coordinator.run.resuming import Resuming, Start, refuse_other_weights
+from tandem.coordinator.run.journal import RefitRecord
+from tandem.coordinator.run.resuming import Start, refuse_other_weights
 from tandem.coordinator.scheduler.events import Finish
-from tests.damage import digests_in, flip_bit, flip_in_tensor, replace
-
-WEIGHTS = "policy/model.safetensors"
-
-
-def make_config(seed: int = 1) -> Config:
-    return build_config(
-        {
-            "grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 2, "seed": seed},
-            "policy": {"model_name": "model", "train_global_batch_size": 4, "train_micro_batch_size": 4},
-            "data": {"dataset_name": "reasoning_gym", "task": "chain_sum"},
-        }
-    )
-
-
-class Run:
-    """A run of six steps that saved every other, without its processes."""
-
-    def __init__(self, folder: str = "run", steps: range = range(2, 7, 2)) -> None:
-        self.config = make_config()
-        self.root = Path(folder) / "checkpoints"
-        self.said: list[str] = []
-        self.journal = Journal.create(Path(folder), config_to_json(self.config), "grpo")
-        self.checkpoints = CheckpointFolder(
-            self.root, keep_top_k=None, higher_is_better=True, run_id=self.journal.run_id
-        )
-        self.checkpoints.prepare()
-        for step in range(1, 7):
-            self.journal.commit_step(StepRecord(step=step, version=step, metrics={}, seconds={}))
-            if step in steps:
-                self.save(step)
-
-    def save(self, step: int) -> None:
-        folder = Path(self.checkpoints.temporary_pattern.format(step=step))
-        (folder / "policy").mkdir(parents=True)
-        random = np.random.default_rng(step)
-        save_file({name: random.normal(size=3000) for name in ("first", "second")}, folder / WEIGHTS)
-        (folder / "policy" / "config.json").write_text(f'{{"rope_theta": {step}}}')
-        files = {WEIGHTS: manifest.describe(folder / WEIGHTS, digests_in(folder / WEIGHTS))}
-        files["policy/config.json"] = manifest.describe(folder / "policy" / "config.json")
-        manifest.write_part(folder, 0, files)
-        record = CheckpointRecord(
-            step=step, version=step, metric_name="", metric=None, config_json=config_to_json(self.config).decode()
-        )
-        self.checkpoints.publish(record, fingerprint(self.config))
-
-    def start(self, from_step: int | None = None) -> Start:
-        return self.resuming().start(from_step)
-
-    def resuming(self) -> Resuming:
-        return Resuming(self.config, self.journal, self.checkpoints, self.said.append)
-
-    def refusal(self, from_step: int | None = None) -> DamagedCheckpoint:
-        with pytest.raises(DamagedCheckpoint) as raised:
-            self.start(from_step)
-        return raised.value
+from tests.damage import flip_bit, flip_in_tensor, replace
 
 
 def test_a_run_goes_on_from_its_newest_checkpoint() -> None:

@@ -747,6 +747,20 @@ def test_interrupted_while_samples_are_missing_abandons_the_step() -> None:
     assert finish.outcome == "interrupted"
 
 
+def test_recorded_samples_that_do_not_come_are_fetched_again_three_times() -> None:
+    cluster = Cluster(msgspec.structs.replace(SFT, expected={"trainer": 2}))
+    cluster.join_all()
+    for _ in range(2):
+        cluster.run_until(Phase.TRAINING)
+        said = Say(text="samples of step 1 are missing and are fetched again: record: nobody answers")
+        assert said in miss(cluster, record="nobody answers")
+    assert cluster.plan.phase is Phase.TRAINING
+    finish = only_finish(miss(cluster, record="nobody answers"))
+    assert str(finish.error) == (
+        "coordinator failed while training step 1: samples are missing: record: nobody answers (3 times in this step)"
+    )
+
+
 # --- stores of samples that are full ---------------------------------------------------------------------------------
 
 

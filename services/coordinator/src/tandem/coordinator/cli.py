@@ -16,7 +16,8 @@ from tandem.common.config import dump_yaml, load_config, notices
 from tandem.common.errors import ConfigError, DamagedCheckpoint, TandemError
 
 if TYPE_CHECKING:
-    from tandem.coordinator.run.prerequisite import Ready
+    from tandem.common.config import Config
+    from tandem.coordinator.run.prerequisite import Mode, Ready
 
 _EXAMPLE = "example: coordinator up examples/arithmetic.yaml grpo.max_num_steps=20"
 _EXIT_FAILED = 1
@@ -37,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return _up(arguments)
             case "check":
                 return _check(arguments)
+            case "replay":
+                return _replay(arguments)
             case "report":
                 return _report(arguments)
             case "refits":
@@ -81,6 +84,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         arguments.overrides += rest
     if arguments.command == "up" and arguments.from_step is not None and not arguments.resume:
         parser.error("--from STEP says where to --resume: give both")
+    if arguments.command == "replay" and arguments.resume and arguments.to_step is not None:
+        parser.error("--to STEP is said when a replay begins: leave it out with --resume")
     return arguments
 
 
@@ -100,6 +105,20 @@ def _parser() -> argparse.ArgumentParser:
         metavar="STEP",
         help="with --resume: go on from the checkpoint of this step, and do later ones again",
     )
+    replay = commands.add_parser("replay", help="train again on the samples that a run recorded, with no engine")
+    replay.add_argument("run", type=Path, metavar="RUN", help="run folder; with --resume that of the replay")
+    replay.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="settings that replace the run's")
+    replay.add_argument(
+        "--from",
+        dest="from_step",
+        type=int,
+        metavar="STEP",
+        help="begin after this step, from the run's checkpoint (default: as early as samples are recorded)",
+    )
+    replay.add_argument(
+        "--to", dest="to_step", type=int, metavar="STEP", help="end with this step (default: the newest recorded)"
+    )
+    replay.add_argument("--resume", action="store_true", help="continue the replay whose run folder RUN is")
     check = commands.add_parser("check", help="find what is wrong with a run before it starts; starts nothing")
     _add_config_arguments(check)
     check.add_argument("--resolved", action="store_true", help="print the whole configuration, every default filled in")
@@ -122,6 +141,28 @@ def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _up(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
+    mode: Mode = "resume" if arguments.resume else "restart" if arguments.restart else "new"
+    words = ["coordinator", "up", arguments.config, *arguments.overrides, "--resume"]
+    return _run(arguments.config, config, mode, arguments.from_step, words)
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from tandem.coordinator.run.replay import begin_replay, continue_replay, describe_start, source_of
+
+    run: Path = arguments.run
+    if arguments.resume:
+        config = continue_replay(run, arguments.overrides)
+        words = ["coordinator", "replay", str(run), *arguments.overrides, "--resume"]
+        return _run(source_of(run), config, "resume", arguments.from_step, words)
+    config = begin_replay(run, arguments.from_step, arguments.to_step, arguments.overrides).config
+    for line in describe_start(config):
+        print(line, flush=True)
+    words = ["coordinator", "replay", config.logger.log_dir, "--resume"]
+    return _run(source_of(run), config, "new", None, words)
+
+
+def _run(source: str, config: Config, mode: Mode, from_step: int | None, to_continue: Sequence[str]) -> int:
+    """Run a configuration, which `source` holds, to its end; `to_continue` is what to type if it is interrupted."""
     for notice in notices(config):
         print(f"note: {notice}", flush=True)
     from tandem.coordinator.run.fork_server import ForkServer
@@ -138,28 +179,29 @@ def _up(arguments: argparse.Namespace) -> int:
         environment = config.policy.megatron_cfg.environment
         with ForkServer(partial(preload, kinds, environment), config.cluster.deadlines.join_s) as fork_server:
             from tandem.coordinator.run.preflight import preflight
-            from tandem.coordinator.run.prerequisite import Mode
             from tandem.coordinator.run.run import run
 
-            mode: Mode = "resume" if arguments.resume else "restart" if arguments.restart else "new"
-            ready = preflight(arguments.config, config, mode)
+            ready = preflight(source, config, mode)
             say = partial(print, flush=True)
-            finish = run(ready, mode, say, fork_server, arguments.from_step)
+            finish = run(ready, mode, say, fork_server, from_step)
     except KeyboardInterrupt:  # before the loop began, which takes it for itself
         finish = Finish(outcome="interrupted")
     match finish.outcome:
         case "finished":
             from tandem.coordinator.inspect.report import format_summary, write_report
 
-            write_report(folder, folder)
+            write_report(folder, folder, [] if config.replay is None else [Path(config.replay.run)])
             print(format_summary(folder), flush=True)
+            if config.replay is not None:
+                from tandem.coordinator.run.comparison import compare
+
+                print(compare(config), flush=True)
             return 0
         case "interrupted":
             if config.prerequisite is None and not (folder / JOURNAL_NAME).exists():
                 print("interrupted before the run had begun", flush=True)
                 return _EXIT_INTERRUPTED
-            words = ["coordinator", "up", arguments.config, *arguments.overrides, "--resume"]
-            print(f"interrupted; continue with: {shlex.join(words)}", flush=True)
+            print(f"interrupted; continue with: {shlex.join(to_continue)}", flush=True)
             return _EXIT_INTERRUPTED
         case "failed":
             print(f"error: {finish.error}", file=sys.stderr)
@@ -168,13 +210,21 @@ def _up(arguments: argparse.Namespace) -> int:
 
 def _way_out(error: DamagedCheckpoint, arguments: argparse.Namespace) -> str:
     """Return what to type after a checkpoint was found damaged."""
-    words = ["coordinator", "up", arguments.config, *arguments.overrides]
+    if arguments.command == "replay" and not arguments.resume:
+        return "choose another with --from"
+    if arguments.command == "replay" and error.whole is None:
+        return "no other checkpoint of the replay is whole: begin a new one"
+    words = ["coordinator", arguments.command, _subject(arguments), *arguments.overrides]
     if error.config_file:
         words = ["coordinator", "up", error.config_file]
     if error.whole is None:
         return f"no other checkpoint is whole: begin anew with {shlex.join([*words, '--restart'])}"
     how = ["--resume", "--from", str(error.whole)]
     return f"the newest that is whole is that of step {error.whole}: {shlex.join([*words, *how])}"
+
+
+def _subject(arguments: argparse.Namespace) -> str:
+    return str(arguments.run) if arguments.command == "replay" else str(arguments.config)
 
 
 def _check(arguments: argparse.Namespace) -> int:

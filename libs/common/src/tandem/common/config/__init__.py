@@ -10,13 +10,16 @@ from tandem.common.config.dump import (
     resume_differences,
     to_plain,
 )
-from tandem.common.config.load import build_config, load_config
+from tandem.common.config.load import Changed, build_config, change_config, changed_keys, load_config
 from tandem.common.config.notices import notices
 from tandem.common.config.schema import Config
 
 __all__ = [
+    "Changed",
     "Config",
     "build_config",
+    "change_config",
+    "changed_keys",
     "config_from_json",
     "config_to_json",
     "dump_yaml",

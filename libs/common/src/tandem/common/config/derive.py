@@ -52,6 +52,28 @@ def fill(tree: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
+def unfill(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return `tree`, which is complete, without the keys that have just the value that `fill` would give them."""
+    tree = _copied(tree)
+
+    def look(key: str) -> Any:
+        return _look(tree, key)
+
+    derived = [rule.key for rule in DERIVED if _same_value(look(rule.key), rule.compute(look))]
+    for key in derived:
+        *parents, last = key.split(".")
+        node = tree
+        for part in parents:
+            node = node[part] if isinstance(node.get(part), dict) else {}
+        node.pop(last, None)
+    return tree
+
+
+def _same_value(one: Any, other: Any) -> bool:
+    """Compare plain values, in which a tuple is as good as a list."""
+    return bool(_copied(list(one) if isinstance(one, tuple) else one) == other)
+
+
 def _copied(node: Any) -> Any:
     if isinstance(node, dict):
         return {key: _copied(value) for key, value in node.items()}

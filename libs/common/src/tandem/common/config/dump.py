@@ -83,16 +83,16 @@ def to_plain(config: Config) -> dict[str, Any]:
 
 def dump_yaml(config: Config) -> str:
     """Return the resolved configuration as YAML that `load_config` reads back."""
-    return OmegaConf.to_yaml(OmegaConf.create(_escaped(to_plain(config))), resolve=False)
+    return OmegaConf.to_yaml(OmegaConf.create(escaped(to_plain(config))), resolve=False)
 
 
-def _escaped(node: Any) -> Any:
+def escaped(node: Any) -> Any:
     """Protect text that merely looks like an interpolation."""
     match node:
         case dict():
-            return {key: _escaped(value) for key, value in node.items()}
+            return {key: escaped(value) for key, value in node.items()}
         case list() | tuple():
-            return [_escaped(value) for value in node]
+            return [escaped(value) for value in node]
         case str():
             # OmegaConf halves the backslashes before an escaped interpolation, and only those.
             return re.sub(r"(\\*)\$\{", lambda match: f"{match[1] * 2}\\${{", node)
@@ -115,7 +115,12 @@ def config_from_json(encoded: bytes) -> Config:
 
 def resume_differences(old: Config, new: Config) -> list[str]:
     """Return the paths of the keys that differ and that a resumed run may not change, in the schema's order."""
-    before, after = _leaves(_fixed(old)), _leaves(_fixed(new))
+    return differing(_fixed(old), _fixed(new))
+
+
+def differing(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Return the paths of the keys that differ between plain configurations, in the schema's order."""
+    before, after = _leaves(old), _leaves(new)
     return [key for key in dict.fromkeys([*before, *after]) if before.get(key, ...) != after.get(key, ...)]
 
 

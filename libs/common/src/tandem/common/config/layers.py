@@ -62,13 +62,19 @@ def read_layers(path: Path, overrides: Sequence[str]) -> Layers:
     merged: Plain = {}
     for layer in layers:
         merged = merge(merged, layer.settings)
+    return overridden(Layers(main=str(path), layers=tuple(layers), merged=merged), overrides)
+
+
+def overridden(settings: Layers, overrides: Sequence[str]) -> Layers:
+    """Return settings with ``key=value`` overrides on top of them. Raises `ConfigError` for what is none."""
+    layers, merged = [*settings.layers], settings.merged
     for override in overrides:
         parts, value = _parse_override(override)
         if parts == ["prerequisite"] and isinstance(value, str):
             value = os.path.abspath(value)
         merged = _updated(merged, parts, value, override)
         layers.append(Layer(source=COMMAND_LINE, settings=_nested(parts, value)))
-    return Layers(main=str(path), layers=tuple(layers), merged=merged)
+    return Layers(main=settings.main, layers=tuple(layers), merged=merged)
 
 
 def merge(base: Plain, over: Plain) -> Plain:

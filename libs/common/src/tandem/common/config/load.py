@@ -15,9 +15,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from tandem.common.config.checks import broken_rules
 from tandem.common.config.conform import config_type, conform
-from tandem.common.config.derive import DERIVED, fill
-from tandem.common.config.layers import Layer, Layers, merge, read_layers
-from tandem.common.config.megatron import fit_megatron
+from tandem.common.config.derive import DERIVED, fill, unfill
+from tandem.common.config.dump import differing, escaped, to_plain
+from tandem.common.config.layers import COMMAND_LINE, Layer, Layers, merge, overridden, read_layers
+from tandem.common.config.megatron import fit_megatron, unfit_megatron
 from tandem.common.config.problem import Invalid
 from tandem.common.config.schema import Config
 from tandem.common.config.unsupported import refusal
@@ -51,6 +52,42 @@ def build_config(settings: Mapping[str, Any], source: str = "configuration") -> 
     """Make a configuration from a mapping as `load_config` makes it from a file; errors begin with `source`."""
     plain = dict(settings)
     return _build(Layers(main=source, layers=(Layer(source=source, settings=plain),), merged=plain), to_run=True)
+
+
+class Changed(msgspec.Struct, frozen=True, kw_only=True):
+    """A configuration that was made from that of an earlier run."""
+
+    config: Config
+    keys: tuple[str, ...]
+    """Those whose values overrides have changed, in the schema's order."""
+
+
+def change_config(
+    earlier: Config, settings: Mapping[str, Any], overrides: Sequence[str], source: str = "configuration"
+) -> Changed:
+    """Change a configuration that is resolved: by `settings`, which are ours, and then by the user's overrides.
+
+    What followed from other keys follows from what they are now. Raises `ConfigError`; what no override says is said to
+    be in `source`.
+    """
+    plain = merge(escaped(_unfilled(earlier)), dict(settings))
+    layers = overridden(Layers(main=source, layers=(Layer(source=source, settings=plain),), merged=plain), overrides)
+    config = _build(layers, to_run=True)
+    return Changed(
+        config=config,
+        keys=tuple(
+            key for key in differing(to_plain(earlier), to_plain(config)) if layers.source_of(key) == COMMAND_LINE
+        ),
+    )
+
+
+def changed_keys(earlier: Config, later: Config) -> list[str]:
+    """Return the keys that differ, without those that follow from others which do."""
+    return differing(_unfilled(earlier), _unfilled(later))
+
+
+def _unfilled(config: Config) -> dict[str, Any]:
+    return unfill(to_plain(unfit_megatron(config)))
 
 
 def _build(layers: Layers, *, to_run: bool) -> Config:

@@ -49,6 +49,16 @@ def fit_megatron(config: Config, *, to_run: bool) -> Config:
     return msgspec.structs.replace(config, policy=msgspec.structs.replace(policy, megatron_cfg=fitted))
 
 
+def unfit_megatron(config: Config) -> Config:
+    """Return the configuration without what `fit_megatron` took from other keys."""
+    policy, megatron = config.policy, config.policy.megatron_cfg
+    if megatron.optimizer.get("clip_grad") != (policy.max_grad_norm or 0.0):
+        return config
+    own = {name: value for name, value in megatron.optimizer.items() if name != "clip_grad"}
+    unfitted = msgspec.structs.replace(megatron, optimizer=own)
+    return msgspec.structs.replace(config, policy=msgspec.structs.replace(policy, megatron_cfg=unfitted))
+
+
 def _fitted(section: str, given: dict[str, Any]) -> dict[str, Any]:
     known, prefix = arguments(section), f"{_KEY}.{section}".rstrip(".")
     fitted, problems = {}, Problems()

@@ -9,8 +9,11 @@ from tandem.coordinator.algorithms.running import RunningAlgorithm
 
 __all__ = ["make_algorithm"]
 
+_RECORDED = "tandem.coordinator.algorithms.recorded.RecordedAlgorithm"
+
 
 def make_algorithm(config: Config, tokenizer: Tokenizer) -> RunningAlgorithm:
     """Load the data of the configured algorithm. Raises `DataError` or `ConfigError` before anything starts."""
-    algorithm: RunningAlgorithm = named(config.declaration.running)(config, tokenizer)
+    running = config.declaration.running if config.replay is None else _RECORDED
+    algorithm: RunningAlgorithm = named(running)(config, tokenizer)
     return algorithm

@@ -118,9 +118,7 @@ class GrpoAlgorithm:
         """Return the training batch of `step` and the metrics of its samples."""
         assert purpose == "train", "GRPO validates by generating"
         groups = self.prompt_groups(step, "train", sorted({record.scored.group for record in records}))
-        batch, metrics = training_batch(self._config, records, {group.group: group.prompt_ids for group in groups})
-        ages = age_metrics(step, [record.scored for record in records], self._config.max_trajectory_age_steps)
-        return batch, metrics | ages
+        return batch_of_step(self._config, step, records, {group.group: group.prompt_ids for group in groups})
 
     def describe(self, samples: Sequence[SampleScored]) -> list[str]:
         """Describe validation samples: what was asked, what came, what it was worth."""
@@ -144,6 +142,14 @@ class GrpoAlgorithm:
             "val_mean_generation_length": float(np.mean([sample.response_length for sample in samples])),
             **{f"val_{name}": value for name, value in others.items()},
         }
+
+
+def batch_of_step(
+    config: Config, step: int, records: Sequence[SampleRecord], prompts: Mapping[int, Hashable]
+) -> tuple[StepBatch, dict[str, float]]:
+    """Return the batch of a step and the metrics of its samples, of their ages too; as `training_batch` does."""
+    batch, metrics = training_batch(config, records, prompts)
+    return batch, metrics | age_metrics(step, [record.scored for record in records], config.max_trajectory_age_steps)
 
 
 def training_batch(

@@ -49,7 +49,7 @@ def explain(config: Config, console: Console) -> None:
         console.width = max(console.width, _WIDTH)
     model = model_shape(config)
     both = None if isinstance(model, str) else sides(config, model)
-    generates = config.declaration.rolls_out
+    generates = config.generates
     explained = predict(config, *both) if both and generates else None
     _print_ranks(config, both, console)
     for line in outline.steps(config):
@@ -127,15 +127,15 @@ def _print_ranks(config: Config, both: tuple[Side, Side] | None, console: Consol
     console.print(f"[bold]{config.policy.model_name}[/]{size}", soft_wrap=True)
     trains, generates = training(config), generation(config)
     console.print(f"  {outline.ranks_of_training(config)}: {words(config, trains)}{_dtypes(both, 0)}")
-    if config.declaration.rolls_out:
+    if config.generates:
         ranks = generates.num_ranks
         console.print(f"  {ranks} engine rank{'s' if ranks > 1 else ''}: {words(config, generates)}{_dtypes(both, 1)}")
     else:
         console.print(f"  no engines: {config.algorithm} generates nothing, and no weights move")
     cluster = config.cluster
-    if config.declaration.rolls_out and not _on_gpus(config):
+    if config.generates and not _on_gpus(config):
         console.print(f"  on the CPUs of {cluster.num_nodes} node{'s' if cluster.num_nodes > 1 else ''}")
-    elif not config.declaration.rolls_out or config.policy.generation.colocated.enabled:
+    elif not config.generates or config.policy.generation.colocated.enabled:
         console.print(f"  on the same GPUs, {cluster.gpus_per_node} a node")
     else:
         console.print(f"  on different GPUs, {cluster.gpus_per_node} a node")

@@ -62,12 +62,12 @@ def summarise(folder: Path) -> RunSummary:
     )
 
 
-def write_report(folder: Path, out: Path) -> RunSummary:
-    """Write ``report.json`` and ``report.png`` of the run in `folder` to `out`."""
+def write_report(folder: Path, out: Path, beside: Sequence[Path] = ()) -> RunSummary:
+    """Write ``report.json`` and ``report.png`` of the run in `folder` to `out`; draw the curves of others beside."""
     summary = summarise(folder)
     out.mkdir(parents=True, exist_ok=True)
     (out / "report.json").write_bytes(msgspec.json.format(msgspec.json.encode(summary)))
-    plot({folder.name: summary}, out / "report.png")
+    plot({folder.name: summary} | {other.name: summarise(other) for other in beside}, out / "report.png")
     return summary
 
 

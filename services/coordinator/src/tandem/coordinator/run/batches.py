@@ -24,13 +24,14 @@ from tandem.coordinator.scheduler.groups import SampleRecord
 class Batches:
     """The orders that send a step's batch to the trainers, made once for all of them."""
 
-    def __init__(self, config: Config, algorithm: RunningAlgorithm) -> None:
+    def __init__(self, config: Config, algorithm: RunningAlgorithm, addresses: Mapping[str, str] = {}) -> None:
+        """`addresses` are of samples that no rollout has, by the name that the algorithm gives their source."""
         self._ranks = data_parallel_ranks(config)
         """Of each trainer, by its index."""
         self._config = config
         self._algorithm = algorithm
         self._shares_prompts = False
-        self._addresses: dict[str, str] = {}
+        self._addresses = dict(addresses)
         """Of the samples of each rollout."""
         self._made: tuple[int, str] | None = None
         """The step and purpose of what follows."""

@@ -18,6 +18,10 @@ from tandem.common.messages import PROTOCOL_VERSION
 
 JOURNAL_NAME = "journal.sqlite"
 LOCK_NAME = "lock"
+CONFIG_NAME = "config.yaml"
+"""Of the run's configuration, resolved, for people."""
+RESOLVED_FROM = "# resolved from "
+"""Begins its first line, which names the file that the run was begun with."""
 SCHEMA_VERSION = 2
 """Raised whenever a table changes; a journal of another version is refused, never guessed at."""
 

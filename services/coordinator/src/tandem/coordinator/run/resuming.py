@@ -12,7 +12,7 @@ from tandem.common.config import Config, config_from_json, fingerprint, resume_d
 from tandem.common.errors import CheckpointError, DamagedCheckpoint, nearest
 from tandem.common.manifest import Manifest
 from tandem.coordinator.run.checkpoints import CheckpointFolder
-from tandem.coordinator.run.journal import Journal
+from tandem.coordinator.run.journal import Journal, JournalReader
 from tandem.coordinator.scheduler.events import Finish
 
 _OF_A_RANK = re.compile(r"^rank \d+ ")
@@ -26,12 +26,22 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     """Checkpoint folder; empty to start from the model."""
 
 
+FROM_THE_MODEL = Start(first_step=1, resume_from="")
+
+
 class Resuming:
     """The checkpoints that a run may go on from."""
 
     def __init__(
-        self, config: Config, journal: Journal, checkpoints: CheckpointFolder, say: Callable[[str], None]
+        self,
+        config: Config,
+        journal: Journal,
+        checkpoints: CheckpointFolder,
+        say: Callable[[str], None],
+        origin: Start = FROM_THE_MODEL,
     ) -> None:
+        """`origin` is where the run begins as long as it has no checkpoint."""
+        self._origin = origin
         self._config = config
         self._journal = journal
         self._checkpoints = checkpoints
@@ -49,7 +59,7 @@ class Resuming:
             raise CheckpointError(f"--from {from_step}: that step has no checkpoint; {self._choices(from_step)}")
         if not self._steps:
             self._journal.forget_after(-1)  # also refits, where no step was done
-            return Start(first_step=1, resume_from="")
+            return self._origin
         step = self._steps[-1] if from_step is None else from_step
         folder = self._checkpoints.folder_of(step)
         try:
@@ -92,34 +102,7 @@ class Resuming:
         return True
 
     def _check(self, step: int) -> Manifest | None:
-        """Look at whose a checkpoint is and at its files, but not at the tensors; return its manifest, if it has one.
-
-        Raises `DamagedCheckpoint`.
-        """
-        folder = self._checkpoints.folder_of(step)
-        found = manifest.read(folder)
-        if found is None:
-            self._checkpoints.read_record(step)
-            return None
-        for what, is_ in (
-            (f"of step {found.step}, not {step}", found.step == step),
-            (f"of the run {found.run_id}, not {self._journal.run_id}", found.run_id == self._journal.run_id),
-            (
-                f"of weight version {found.version}, not {self._journal.step(step).version}",
-                found.version == self._journal.step(step).version,
-            ),
-        ):
-            if not is_:
-                raise DamagedCheckpoint(f"{folder} {manifest.DAMAGED}: what lies there is {what}")
-        manifest.check_files(folder, found.files)
-        if found.configuration != fingerprint(self._config):
-            written = config_from_json(self._checkpoints.read_record(step).config_json.encode())
-            differing = resume_differences(written, self._config)
-            if differing:  # and not only a release that knows other keys
-                raise DamagedCheckpoint(
-                    f"{folder} {manifest.DAMAGED}: what lies there was written with another {', '.join(differing)}"
-                )
-        return found
+        return check_checkpoint(self._config, self._journal, self._checkpoints, step)
 
     def _read_all(self, step: int) -> None:
         folder = self._checkpoints.folder_of(step)
@@ -132,6 +115,39 @@ class Resuming:
             return "none has"
         steps = list(map(str, self._steps))
         return f"these have: {', '.join(steps)}{nearest(str(step), steps)}"
+
+
+def check_checkpoint(
+    config: Config, journal: JournalReader, checkpoints: CheckpointFolder, step: int
+) -> Manifest | None:
+    """Look at whose a run's checkpoint is and at its files, but not at the tensors.
+
+    Returns its manifest, if it has one. Raises `DamagedCheckpoint`.
+    """
+    folder = checkpoints.folder_of(step)
+    found = manifest.read(folder)
+    if found is None:
+        checkpoints.read_record(step)
+        return None
+    for what, is_ in (
+        (f"of step {found.step}, not {step}", found.step == step),
+        (f"of the run {found.run_id}, not {journal.run_id}", found.run_id == journal.run_id),
+        (
+            f"of weight version {found.version}, not {journal.step(step).version}",
+            found.version == journal.step(step).version,
+        ),
+    ):
+        if not is_:
+            raise DamagedCheckpoint(f"{folder} {manifest.DAMAGED}: what lies there is {what}")
+    manifest.check_files(folder, found.files)
+    if found.configuration != fingerprint(config):
+        written = config_from_json(checkpoints.read_record(step).config_json.encode())
+        differing = resume_differences(written, config)
+        if differing:  # and not only a release that knows other keys
+            raise DamagedCheckpoint(
+                f"{folder} {manifest.DAMAGED}: what lies there was written with another {', '.join(differing)}"
+            )
+    return found
 
 
 def refuse_other_weights(

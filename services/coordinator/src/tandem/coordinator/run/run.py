@@ -25,7 +25,7 @@ from tandem.coordinator.run.batches import Batches
 from tandem.coordinator.run.checkpoints import CheckpointFolder
 from tandem.coordinator.run.fork_server import ForkServer
 from tandem.coordinator.run.journal import Journal, read_journal
-from tandem.coordinator.run.journal_file import JOURNAL_NAME, new_run_id, refuse_journal
+from tandem.coordinator.run.journal_file import CONFIG_NAME, JOURNAL_NAME, RESOLVED_FROM, new_run_id, refuse_journal
 from tandem.coordinator.run.kept_samples import KeptSamples, limits_of
 from tandem.coordinator.run.launch import LocalProcesses
 from tandem.coordinator.run.loop import Loop
@@ -35,7 +35,7 @@ from tandem.coordinator.run.prerequisite import Mode, Ready, has_begun, how_to_b
 from tandem.coordinator.run.progress import Progress
 from tandem.coordinator.run.recorder import Recorder
 from tandem.coordinator.run.replies import Limits, Replies
-from tandem.coordinator.run.resuming import Resuming
+from tandem.coordinator.run.resuming import FROM_THE_MODEL, Resuming, Start
 from tandem.coordinator.run.sample_folder import KeptLimits, SampleFolder
 from tandem.coordinator.run.spec import KINDS, expected_processes, launched_processes, run_spec
 from tandem.coordinator.scheduler import Scheduler
@@ -84,7 +84,7 @@ def run(
             writers.add(_wandb(config, run_id))
         if config.logger.mlflow_enabled:
             writers.add(_mlflow(config, run_id))
-        journal = _open_journal(config, mode, run_id)
+        journal = _open_journal(ready, mode, run_id)
         stack.callback(journal.close)
         return _run(config, algorithm, journal, hub, writers, say, fork_server, from_step)
 
@@ -138,7 +138,8 @@ def _mlflow(config: Config, run_id: str) -> MlflowWriter:
     return MlflowWriter(Path(config.logger.log_dir), run)
 
 
-def _open_journal(config: Config, mode: Mode, run_id: str) -> Journal:
+def _open_journal(ready: Ready, mode: Mode, run_id: str) -> Journal:
+    config = ready.config
     folder = Path(config.logger.log_dir)
     if mode != "resume":
         journal = Journal.create(folder, config_to_json(config), config.algorithm, run_id)
@@ -149,7 +150,7 @@ def _open_journal(config: Config, mode: Mode, run_id: str) -> Journal:
             journal.close()
             raise RunFolderError(f"cannot resume {folder}: the configuration differs in {', '.join(differences)}")
         journal.record_config(config_to_json(config))
-    (folder / "config.yaml").write_text(dump_yaml(config))
+    (folder / CONFIG_NAME).write_text(f"{RESOLVED_FROM}{Path(ready.source).absolute()}\n{dump_yaml(config)}")
     (folder / "logs").mkdir(exist_ok=True)
     return journal
 
@@ -183,10 +184,11 @@ def _run(
     )
     if config.checkpointing.enabled:
         checkpoints.prepare()
-    resuming = Resuming(config, journal, checkpoints, say)
+    origin = _origin(config)
+    resuming = Resuming(config, journal, checkpoints, say, origin)
     limits = limits_of(config, journal)
     start = resuming.start(from_step)
-    if start.first_step > 1:
+    if start != origin:
         say(f"resuming at step {start.first_step} from {start.resume_from}")
     if start.first_step > algorithm.num_steps:
         say(f"nothing to do: {journal.folder} has all of its {algorithm.num_steps} steps")
@@ -203,6 +205,7 @@ def _run(
         samples_folder=str(samples.path),
     )
     with contextlib.ExitStack() as stack:
+        addresses = _serve_record(algorithm, hub.address, journal.run_id, start.first_step, stack)
         processes = LocalProcesses(hub.address, Path(config.logger.log_dir) / "logs", fork_server)
         pulse = Pulse(interval_s=config.cluster.heartbeat_interval_s, timeout_s=config.cluster.heartbeat_timeout_s)
         replies = Replies(Limits.of(config))
@@ -215,7 +218,7 @@ def _run(
         recorder = Recorder(config, journal, checkpoints, samples, writers, progress)
         say(_who_runs_where(config, hub.address))
         scheduler = Scheduler(spec, time.monotonic(), is_informative=partial(has_spread, config.grpo), kept=kept)
-        loop = Loop(scheduler, registry, processes, algorithm, Batches(config, algorithm), recorder)
+        loop = Loop(scheduler, registry, processes, algorithm, Batches(config, algorithm, addresses), recorder)
         outcome = "failed"
         try:
             _launch(config, processes, registry)
@@ -246,9 +249,30 @@ def _put_aside(
     except OSError as error:
         say(f"what had been generated is generated again: cannot use {samples.path}: {error.strerror}")
         return {}
-    if config.logger.samples == "off" or not config.declaration.rolls_out:
+    if config.logger.samples == "off" or not config.generates:
         return {}
     return KeptSamples(config, samples, run_id, say).find(algorithm, first_step)
+
+
+def _origin(config: Config) -> Start:
+    """Return where a run begins that has no checkpoint yet."""
+    if config.replay is None:
+        return FROM_THE_MODEL
+    from tandem.coordinator.run.replay import origin_of
+
+    return origin_of(config)
+
+
+def _serve_record(
+    algorithm: RunningAlgorithm, address: str, run_id: str, first_step: int, stack: contextlib.ExitStack
+) -> dict[str, str]:
+    """Have trainers fetch recorded samples where the algorithm is to train on these; return where, by source."""
+    from tandem.coordinator.algorithms.recorded import RecordedAlgorithm
+
+    if not isinstance(algorithm, RecordedAlgorithm):
+        return {}
+    stack.callback(algorithm.close)
+    return algorithm.serve(address, run_id, first_step)
 
 
 def _launch(config: Config, processes: LocalProcesses, registry: Registry) -> None:

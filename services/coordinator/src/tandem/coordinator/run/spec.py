@@ -12,9 +12,9 @@ KINDS: tuple[ServiceKind, ...] = ("refit", "trainer", "rollout")
 
 
 def expected_processes(config: Config) -> dict[ServiceKind, int]:
-    """Return how many processes of each kind make the run complete; only what rolls out needs
-    engines and a weight plane."""
-    if not config.declaration.rolls_out:
+    """Return how many processes of each kind make the run complete; only what generates needs engines and a weight
+    plane."""
+    if not config.generates:
         return {"trainer": config.cluster.trainers}
     return {"refit": 1, "trainer": config.cluster.trainers, "rollout": config.cluster.rollouts}
 
@@ -47,25 +47,26 @@ def run_spec(
 ) -> RunSpec:
     """Describe the run to the scheduler."""
     section = config.algorithm_section
+    validates = config.replay is None  # else there is nobody to generate for it
     deadlines = config.cluster.deadlines
     return RunSpec(
-        has_engines=config.declaration.rolls_out,
+        has_engines=config.generates,
         expected=expected_processes(config),
         first_step=first_step,
         last_step=last_step,
-        num_groups=config.rollout_section.num_prompts_per_step if config.declaration.rolls_out else 0,
+        num_groups=config.rollout_section.num_prompts_per_step if config.generates else 0,
         num_validation_groups=num_validation,
-        validate_every=section.val_period,
-        validate_at_start=section.val_at_start,
+        validate_every=section.val_period if validates else 0,
+        validate_at_start=section.val_at_start and validates,
         save_every=config.checkpointing.save_period if config.checkpointing.enabled else 0,
         resume_from=resume_from,
         checkpoint_folder=checkpoint_folder,
-        samples_folder=samples_folder if config.logger.samples != "off" else "",
+        samples_folder=samples_folder if config.generates and config.logger.samples != "off" else "",
         # Where the two take turns, no engine generates while a trainer steps.
         allow_alias=config.takes_turns and config.refit.alias == "auto",
         is_verified=config.refit.verify != "off",
-        max_trajectory_age_steps=config.max_trajectory_age_steps,
-        updates_in_flight=config.updates_in_flight,
+        max_trajectory_age_steps=config.max_trajectory_age_steps if config.generates else 0,
+        updates_in_flight=config.generates and config.updates_in_flight,
         max_stored_tokens=config.policy.generation.max_stored_tokens,
         max_replacements=config.cluster.max_replacements,
         balance=_balance(config),
@@ -93,7 +94,7 @@ def _balance(config: Config) -> Balance | None:
 
 
 def _dynamic_sampling(config: Config) -> DynamicSampling | None:
-    if not config.declaration.rolls_out or not config.rollout_section.use_dynamic_sampling:
+    if not config.generates or not config.rollout_section.use_dynamic_sampling:
         return None
     section = config.rollout_section
     return DynamicSampling(

@@ -720,6 +720,8 @@ class Scheduler:
         if self._is_interrupted:
             self._abandon_step()
             return self._run_rules()
+        if not self.spec.has_engines:  # they are of a record, and are still there
+            return [Say(text=f"samples of step {self.step} are missing and are fetched again: {why}")]
         groups = self.groups.untake(self.step, "train")
         return [
             Say(text=f"samples of step {self.step} are missing and are made again: {why}"),

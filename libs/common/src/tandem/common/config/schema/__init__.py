@@ -37,6 +37,7 @@ from tandem.common.config.schema.run import (
     Logger,
     Mlflow,
     Refit,
+    Replay,
     Tensorboard,
     Wandb,
 )
@@ -71,6 +72,7 @@ __all__ = [
     "PackingAlgorithm",
     "Policy",
     "Refit",
+    "Replay",
     "RewardScaling",
     "RewardShaping",
     "SchedulerEntry",

@@ -11,7 +11,7 @@ from tandem.common.config.schema.data import Data, Environment
 from tandem.common.config.schema.grpo import Grpo
 from tandem.common.config.schema.loss import LossFn
 from tandem.common.config.schema.policy import Policy
-from tandem.common.config.schema.run import Checkpointing, Cluster, Logger, Refit
+from tandem.common.config.schema.run import Checkpointing, Cluster, Logger, Refit, Replay
 
 
 class Config(Section, frozen=True, kw_only=True):
@@ -34,6 +34,8 @@ class Config(Section, frozen=True, kw_only=True):
     logger: Logger = Logger()
     cluster: Cluster
     refit: Refit = Refit()
+    replay: Replay | None = None
+    """New. Null: the run makes its own samples."""
 
     @property
     def data_parallel_size(self) -> int:
@@ -46,10 +48,15 @@ class Config(Section, frozen=True, kw_only=True):
         return ALGORITHMS[self.algorithm]
 
     @property
+    def generates(self) -> bool:
+        """Whether the run has engines, which make what it trains on, and not the recorded samples of another run."""
+        return self.declaration.rolls_out and self.replay is None
+
+    @property
     def takes_turns(self) -> bool:
         """Whether training and generation share their devices, so that each gives up what only it needs while the other
         works."""
-        return self.declaration.rolls_out and self.policy.generation.colocated.enabled
+        return self.generates and self.policy.generation.colocated.enabled
 
     @property
     def sequences_per_sample(self) -> int:

@@ -31,6 +31,19 @@ class Checkpointing(Section, frozen=True, kw_only=True):
     """Steps between checkpoints; the last step is always saved."""
 
 
+class Replay(Section, frozen=True, kw_only=True):
+    """The run whose recorded samples are trained on again; `coordinator replay` sets this section."""
+
+    run: NonEmptyStr
+    """New. Its run folder; relative to the working directory."""
+    run_id: NonEmptyStr
+    """New. Its name in its journal: no other run's samples are read, should another be in that folder."""
+    from_step: NonNegativeInt
+    """New. The step whose checkpoint training goes on from; 0 is the model that the run started from."""
+    to_step: PositiveInt
+    """New. The last step to train on."""
+
+
 class Wandb(Section, frozen=True, kw_only=True):
     """Weights & Biases."""
 

@@ -1,0 +1,186 @@
+"""Training on the recorded samples of an earlier run: its batches, made again from what was recorded.
+
+`RecordedAlgorithm` makes a step's batch as GRPO does, from rewards and under the configuration of now, and puts the
+tokens into a store of its own, from which trainers fetch them as they do from a rollout's. A thread reads the next step
+meanwhile, so that memory holds two steps: the one that is trained on, and the one after it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Hashable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Never
+from urllib.parse import urlsplit
+
+from tandem.common import sample_files, sample_record
+from tandem.common.config import Config
+from tandem.common.errors import SamplesError
+from tandem.common.messages import Purpose, SampleScored
+from tandem.common.sample_record import RecordedSample
+from tandem.common.sample_store import SampleStore
+from tandem.common.tokenizer import Tokenizer
+from tandem.coordinator.algorithms.grpo import batch_of_step
+from tandem.coordinator.algorithms.rewards import has_spread
+from tandem.coordinator.run.step_batch import StepBatch
+from tandem.coordinator.scheduler.groups import SampleRecord
+
+SOURCE = "record"
+"""What trainers call the store."""
+
+
+class RecordedAlgorithm:
+    """What the loop asks of an algorithm (`tandem.coordinator.algorithms.running.RunningAlgorithm`), from a record."""
+
+    notices: tuple[str, ...] = ()
+
+    def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
+        assert config.replay is not None, "asked only where samples are recorded"
+        self._config = config
+        self._replay = config.replay
+        self._steps = RecordedSteps(config)
+        self._store: SampleStore | None = None
+        self._step = 0
+        """Whose samples the store has."""
+        self._records: list[SampleRecord] = []
+        """Of that step."""
+        self._prompts: dict[int, Hashable] = {}
+        """The tokens of the prompt of each of its groups."""
+
+    def serve(self, coordinator: str, run_id: str, first_step: int) -> dict[str, str]:
+        """Begin to give out samples, to trainers of a run, beside its coordinator; return where, by source."""
+        self._steps.read_ahead(first_step)
+        host = str(urlsplit(coordinator).hostname)
+        self._store = SampleStore(host, run_id, max_tokens=sys.maxsize)
+        return {SOURCE: self._store.address}
+
+    def close(self) -> None:
+        """Give out no more, and read no more."""
+        self._steps.close()
+        if self._store is not None:
+            self._store.close()
+
+    @property
+    def num_validation(self) -> int:
+        """Prompts to generate for validation: none, since there are no engines."""
+        return 0
+
+    @property
+    def validation_parts(self) -> dict[str, int]:
+        """Nothing, likewise."""
+        return {}
+
+    @property
+    def num_steps(self) -> int:
+        """The last step."""
+        return self._replay.to_step
+
+    def sampling(self, purpose: Purpose) -> Never:
+        """Fail: no samples are drawn."""
+        raise AssertionError("nothing is generated")
+
+    def prompt_groups(self, step: int, purpose: Purpose, groups: Sequence[int]) -> Never:
+        """Fail: no samples are drawn."""
+        raise AssertionError("nothing is generated")
+
+    def batch(
+        self, step: int, purpose: Purpose, records: Sequence[SampleRecord] = ()
+    ) -> tuple[StepBatch, dict[str, float]]:
+        """Return the training batch of `step` and the metrics of its samples. Raises `SamplesError`."""
+        assert purpose == "train", "nothing is validated"
+        if step != self._step:
+            self._put(step)
+        return batch_of_step(self._config, step, self._records, self._prompts)
+
+    def describe(self, samples: Sequence[SampleScored]) -> list[str]:
+        """Return nothing: there is no validation."""
+        return []
+
+    def validation_metrics(self, samples: Sequence[SampleScored]) -> dict[str, float]:
+        """Return nothing: there is no validation."""
+        return {}
+
+    def _put(self, step: int) -> None:
+        """Have the store give out the samples of `step`, and those of no other."""
+        assert self._store is not None, "served before anything is trained on"
+        self._store.release([self._step])
+        samples = self._steps.take(step)
+        _refuse_too_few(self._config, step, samples)
+        self._records, self._prompts = [], {}
+        for sample in samples:
+            scored = sample.scored
+            self._store.put((step, scored.group, scored.sample), sample.arrays)
+            self._records.append(SampleRecord(scored, SOURCE, step))
+            self._prompts[scored.group] = sample.arrays.token_ids_T[: scored.prompt_length].tobytes()
+        self._step = step
+
+
+class RecordedSteps:
+    """The samples of one step after another, each read by a thread while the one before is trained on."""
+
+    def __init__(self, config: Config) -> None:
+        assert config.replay is not None, "asked only where samples are recorded"
+        self._config = config
+        self._replay = config.replay
+        self._folder = Path(config.replay.run) / sample_files.FOLDER
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="record")
+        self._ahead: tuple[int, Future[list[RecordedSample]]] | None = None
+
+    def take(self, step: int) -> list[RecordedSample]:
+        """Return the samples of a step, in order, and begin to read the next one's. Raises `SamplesError`."""
+        if self._ahead is None or self._ahead[0] != step:
+            self.read_ahead(step)
+        assert self._ahead is not None, "it is being read"
+        samples = self._ahead[1].result()
+        self._ahead = None
+        if step < self._replay.to_step:
+            self.read_ahead(step + 1)
+        return samples
+
+    def close(self) -> None:
+        """Read no more."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def read_ahead(self, step: int) -> None:
+        """Begin to read the samples of a step."""
+        self._ahead = step, self._thread.submit(self._samples_of, step)
+
+    def _samples_of(self, step: int) -> list[RecordedSample]:
+        samples = sample_record.read_step(self._folder, step, self._replay.run_id)
+        keys = [(sample.scored.group, sample.scored.sample) for sample in samples]
+        if not is_whole(self._config, keys):
+            raise SamplesError(
+                f"the samples of step {step} are not in {self._folder} any more: the run keeps as many as its "
+                "logger.samples says"
+            )
+        return samples
+
+
+def is_whole(config: Config, keys: Sequence[tuple[int, int]]) -> bool:
+    """Tell whether samples, by group and place, are those of whole groups, and enough of them for a step."""
+    grpo = config.rollout_section
+    num_samples = grpo.num_generations_per_prompt
+    num_groups, rest = divmod(len(keys), num_samples)
+    is_enough = (
+        num_groups >= grpo.num_prompts_per_step
+        if grpo.use_dynamic_sampling
+        else (num_groups == grpo.num_prompts_per_step)
+    )
+    return is_enough and not rest and sorted(keys) == [divmod(i, num_samples) for i in range(len(keys))]
+
+
+def _refuse_too_few(config: Config, step: int, samples: Sequence[RecordedSample]) -> None:
+    """Raise `SamplesError` where dynamic sampling finds fewer informative groups than it did with other rewards."""
+    grpo = config.rollout_section
+    if not grpo.use_dynamic_sampling:
+        return
+    groups: dict[int, list[SampleScored]] = {}
+    for sample in samples:
+        groups.setdefault(sample.scored.group, []).append(sample.scored)
+    found = sum(has_spread(grpo, group) for group in groups.values())
+    if found < grpo.num_prompts_per_step:
+        raise SamplesError(
+            f"step {step} needs {grpo.num_prompts_per_step} groups whose rewards differ, and of the {len(groups)} that "
+            f"are recorded, {found} do: grpo.adv_estimator and grpo.reward_scaling say which"
+        )
