@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
+import math
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -129,7 +131,34 @@ def _parser() -> argparse.ArgumentParser:
     refits.add_argument("run", type=Path, metavar="RUN", help="run folder: logger.log_dir of its configuration")
     plan = commands.add_parser("plan", help="explain a run before it starts: ranks, batches, memory, refits")
     _add_config_arguments(plan)
+    rates = plan.add_argument_group(
+        "rates",
+        "of a synchronous step, for what asynchronous ones would take; those that are not given are medians of the run "
+        "in logger.log_dir, if there is one",
+    )
+    above_0, from_1 = _number("above 0", lambda number: number > 0), _number("from 1 on", lambda number: number >= 1)
+    for name, text in (
+        ("generation", "seconds from the first prompt to the last sample"),
+        ("training", "seconds of log-probabilities and optimizer steps"),
+        ("refit", "seconds until engines hold new weights"),
+    ):
+        rates.add_argument(f"--{name}-s", type=above_0, metavar="SECONDS", help=text)
+    text = "the longest response of a step over the mean"
+    rates.add_argument("--longest-over-mean", type=from_1, metavar="RATIO", help=text)
     return parser
+
+
+def _number(which: str, is_valid: Callable[[float], bool]) -> Callable[[str], float]:
+    """Return what reads a finite number from the command line."""
+
+    def read(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            number = float(text)
+            if is_valid(number) and math.isfinite(number):
+                return number
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number {which}")
+
+    return read
 
 
 def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -288,8 +317,10 @@ def _plan(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from tandem.coordinator.inspect.plan import explain
+    from tandem.coordinator.inspect.plan_ages import GivenRates
 
-    explain(load_config(arguments.config, arguments.overrides, to_run=False), Console())
+    given = GivenRates(**{name: getattr(arguments, name) for name in GivenRates.__struct_fields__})
+    explain(load_config(arguments.config, arguments.overrides, to_run=False), Console(), given)
     return 0
 
 

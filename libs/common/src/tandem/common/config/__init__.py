@@ -5,6 +5,7 @@ from __future__ import annotations
 from tandem.common.config.dump import (
     config_from_json,
     config_to_json,
+    differences,
     dump_yaml,
     fingerprint,
     resume_differences,
@@ -22,6 +23,7 @@ __all__ = [
     "changed_keys",
     "config_from_json",
     "config_to_json",
+    "differences",
     "dump_yaml",
     "fingerprint",
     "load_config",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -115,7 +116,12 @@ def config_from_json(encoded: bytes) -> Config:
 
 def resume_differences(old: Config, new: Config) -> list[str]:
     """Return the paths of the keys that differ and that a resumed run may not change, in the schema's order."""
-    return differing(_fixed(old), _fixed(new))
+    return differences(old, new, besides=FREE_ON_RESUME)
+
+
+def differences(old: Config, new: Config, *, besides: Iterable[str]) -> list[str]:
+    """Return the paths of the keys that differ, besides some keys or whole sections, in the schema's order."""
+    return differing(_without(old, besides), _without(new, besides))
 
 
 def differing(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
@@ -126,12 +132,12 @@ def differing(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 def fingerprint(config: Config) -> str:
     """Return a hash that is equal for two configurations exactly where `resume_differences` finds none."""
-    return hashlib.sha256(msgspec.json.encode(_fixed(config), order="deterministic")).hexdigest()
+    return hashlib.sha256(msgspec.json.encode(_without(config, FREE_ON_RESUME), order="deterministic")).hexdigest()
 
 
-def _fixed(config: Config) -> dict[str, Any]:
+def _without(config: Config, keys: Iterable[str]) -> dict[str, Any]:
     plain = to_plain(config)
-    for key in FREE_ON_RESUME:
+    for key in keys:
         *parents, last = key.split(".")
         node = plain
         for part in parents:

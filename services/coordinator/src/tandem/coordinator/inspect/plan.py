@@ -18,6 +18,7 @@ from rich.table import Table
 from tandem.common.config import Config
 from tandem.common.placement import first_gpu_of_engines
 from tandem.coordinator.inspect import plan_summary as outline
+from tandem.coordinator.inspect.plan_ages import NOT_GIVEN, GivenRates, print_ages
 from tandem.coordinator.inspect.plan_layouts import Side, generation, model_shape, sides, training, words
 from tandem.refit.adapters.deployment import Hosts
 from tandem.refit.cost import Cost, bucket_memory, cost
@@ -40,8 +41,9 @@ class Explained(msgspec.Struct, frozen=True):
     """That laying out and planning took."""
 
 
-def explain(config: Config, console: Console) -> None:
-    """Print what a run of `config` is made of, and how weights get from its trainers to its engines.
+def explain(config: Config, console: Console, given: GivenRates = NOT_GIVEN) -> None:
+    """Print what a run of `config` is made of, and how weights get from its trainers to its engines; what
+    asynchronous steps would take follows from rates, `given` or measured before.
 
     Raises `ConfigError`, `ModelError`, or `RefitError` where sizes do not fit the model.
     """
@@ -61,6 +63,8 @@ def explain(config: Config, console: Console) -> None:
         )
     else:
         console.print(f"  {outline.memory(config, both[0])}")
+    if generates:
+        print_ages(config, given, explained.cost.seconds if explained else None, console)
     if explained:
         _print_links(explained.survey, console)
         _print_loads(explained, console)

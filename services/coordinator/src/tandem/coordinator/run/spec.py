@@ -35,6 +35,14 @@ def launched_processes(config: Config) -> dict[ServiceKind, int]:
     return {kind: wanted[kind] for kind in expected}
 
 
+def engine_width(config: Config) -> int:
+    """Return how many samples each engine runs at once."""
+    generation = config.policy.generation
+    if generation.backend == "vllm":
+        return int(generation.vllm_kwargs.get("max_num_seqs") or _VLLM_WIDTH)
+    return generation.transformers_cfg.num_slots
+
+
 def run_spec(
     config: Config,
     *,
@@ -87,10 +95,7 @@ def _balance(config: Config) -> Balance | None:
     generation = config.policy.generation
     if not generation.is_async:
         return None
-    width = generation.transformers_cfg.num_slots
-    if generation.backend == "vllm":
-        width = int(generation.vllm_kwargs.get("max_num_seqs") or _VLLM_WIDTH)
-    return Balance(width=width, timeout_s=generation.generation_timeout)
+    return Balance(width=engine_width(config), timeout_s=generation.generation_timeout)
 
 
 def _dynamic_sampling(config: Config) -> DynamicSampling | None:
