@@ -84,7 +84,7 @@ def print_ages(config: Config, given: GivenRates, predicted_refit_s: float | Non
         return
     if predicted_refit_s is not None:
         known.setdefault("refit_s", predicted_refit_s)
-    rates = Rates(**known, samples_per_place=_samples(config) / (engine_width(config) * config.cluster.rollouts))
+    rates = rates_of(config, known)
     in_flight = config.updates_in_flight or not config.max_trajectory_age_steps
     updates = "weights are updated in flight" if in_flight else "engines finish what they have before each update"
     console.print(f"asynchronous steps by age, predicted; {updates}")
@@ -96,6 +96,11 @@ def print_ages(config: Config, given: GivenRates, predicted_refit_s: float | Non
             "policy.generation.max_stored_tokens",
             soft_wrap=True,
         )
+
+
+def rates_of(config: Config, known: Mapping[str, float]) -> Rates:
+    """Return the rates that are known, with what the sizes of a configuration tell."""
+    return Rates(**known, samples_per_place=_samples(config) / (engine_width(config) * config.cluster.rollouts))
 
 
 def read_rates(config: Config) -> Measured:
