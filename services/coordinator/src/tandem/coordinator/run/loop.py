@@ -143,15 +143,15 @@ class Loop:
             else:
                 yield event
         lost = self._losses(_CAUSE_S if errors else 0.0)
+        now = time.monotonic()
+        while self._interrupts:  # first: who asks all processes to end has also ended what others now fail for want of
+            self._interrupts -= 1
+            self._recorder.note("interrupted: finishing or abandoning the step; press Ctrl-C again to stop at once")
+            yield Interrupted(now=now)
         # Who fails for want of another is heard before that one's death is seen, and is not to blame.
         yield from (event for event in lost if event.member not in errors)
         yield from errors.values()
         yield from (event for event in lost if event.member in errors)
-        now = time.monotonic()
-        while self._interrupts:
-            self._interrupts -= 1
-            self._recorder.note("interrupted: finishing or abandoning the step; press Ctrl-C again to stop at once")
-            yield Interrupted(now=now)
         self._resend(now)
         yield Ticked(now=now)
 
