@@ -51,6 +51,7 @@ def test_what_is_to_come_is_put_aside_and_gone_once_its_steps_are_recorded(tmp_p
     done, coming = begin(folder, 4), begin(folder, 6)
     half = temporary_path(shard_path(folder, 5, "rollout-1"))
     half.write_bytes(b"half")
+    other = temporary_path(shard_path(folder, 9, "rollout-0"))
     samples = SampleFolder(settings(tmp_path))
     samples.put_aside_after(4, LIMITS)
     (aside,) = samples.aside()
@@ -72,7 +73,12 @@ def test_what_is_to_come_is_put_aside_and_gone_once_its_steps_are_recorded(tmp_p
     for step in (5, 6):
         again.take_recorded(step, ["rollout-0"], write(folder, step))
     assert again.aside() == [newest]
+    half = temporary_path(shard_path(folder, 7, "rollout-1"))
+    for path in (half, other):
+        path.write_bytes(b"its writer was killed")
     again.take_recorded(7, ["rollout-0"], write(folder, 7))
+    assert not half.exists()
+    assert other.exists(), "it may be being written"
     assert again.aside() == []
     assert files(folder / UNFINISHED) == []
     assert steps(folder) == [3, 4, 5, 6, 7]

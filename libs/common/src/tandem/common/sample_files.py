@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ UNFINISHED = "unfinished"
 """Of what is not trained on yet, within the folder of the record."""
 SHARD, STREAM = ".parquet", ".arrows"
 """What the names of shards end with, and those of unfinished files."""
-_NAME = re.compile(r"step-(?P<step>\d{8,})\.(?P<rollout>[^.]+)(\.[0-9a-f]+)?\.(parquet|arrows)")
+_NAME = re.compile(r"\.?step-(?P<step>\d{8,})\.(?P<rollout>[^.]+)(\.[0-9a-f]+)?\.(parquet|arrows)(\.[0-9a-f]+)?")
 
 
 class RecordFile(NamedTuple):
@@ -29,8 +30,17 @@ class RecordFile(NamedTuple):
 
 def files(folder: Path, suffix: str = "") -> list[RecordFile]:
     """Return the files of the record in a folder, by name: all, its shards, or its unfinished ones."""
+    return _named(sorted(folder.glob(f"step-*{suffix}")))
+
+
+def half_written(folder: Path) -> list[RecordFile]:
+    """Return the shards of a record that are being written, or were when their writer was killed."""
+    return _named(sorted((folder / UNFINISHED).glob(".step-*")))
+
+
+def _named(paths: Iterable[Path]) -> list[RecordFile]:
     found = []
-    for path in sorted(folder.glob(f"step-*{suffix}")):
+    for path in paths:
         named = _NAME.fullmatch(path.name)
         if named is not None:
             found.append(RecordFile(path, int(named["step"]), named["rollout"]))
@@ -43,13 +53,8 @@ def shard_path(folder: Path, step: int, rollout: str) -> Path:
 
 
 def temporary_path(shard: Path) -> Path:
-    """Return a path for a shard that has no name yet, since it is not whole."""
-    return shard.with_name(f".{shard.name}.{secrets.token_hex(4)}")
-
-
-def unnamed(folder: Path) -> list[Path]:
-    """Return the shards in a folder that have no name yet."""
-    return [path for path in folder.glob(".step-*") if _NAME.fullmatch(path.name[1:].rpartition(".")[0])]
+    """Return where a shard is written before it gets its name."""
+    return shard.parent / UNFINISHED / f".{shard.name}.{secrets.token_hex(4)}"
 
 
 def unfinished_path(folder: Path, step: int, rollout: str) -> Path:

@@ -136,6 +136,7 @@ def write_shard(folder: Path, run_id: str, step: int, rollout: str, table: pa.Ta
     """
     path = shard_path(folder, step, rollout)
     temporary = temporary_path(path)
+    temporary.parent.mkdir(parents=True, exist_ok=True)
     try:
         with temporary.open("wb") as file:
             pq.write_table(

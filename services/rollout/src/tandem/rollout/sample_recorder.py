@@ -187,7 +187,6 @@ class SampleRecorder:
             for sample, advantage in enumerate(group.advantages)
         }
         table = _chosen(tables, advantages)
-        self._folder.mkdir(parents=True, exist_ok=True)
         num_bytes = write_shard(self._folder, self._member.run_id, order.step, order.rollout, table)
         for path in of_rollout:
             path.unlink(missing_ok=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from tandem.common.config.schema import Logger
-from tandem.common.sample_files import FOLDER, UNFINISHED, RecordFile, files, shard_path, unnamed
+from tandem.common.sample_files import FOLDER, UNFINISHED, RecordFile, files, half_written, shard_path
 
 _ASIDE = "before-resume-"
 """Of a folder of what had been there when the run was resumed, within that of the record; a number follows."""
@@ -69,8 +69,8 @@ class SampleFolder:
         What was to become part of the record of earlier steps, which are not going to be trained on again, is deleted,
         and so are shards that were being written when the run was killed.
         """
-        for path in unnamed(self.path):
-            _delete(path)
+        for file in half_written(self.path):
+            _delete(file.path)
         self._delete_leftovers({file.step for file in self._all() if file.step <= step})
         later = [file for file in [*files(self.path), *files(self.path / UNFINISHED)] if file.step > step]
         if not later:
@@ -107,10 +107,10 @@ class SampleFolder:
 
     def _delete_leftovers(self, steps: set[int]) -> None:
         """Delete what is there of these steps beside their shards."""
-        for folder in (self.path / UNFINISHED, *self.aside()):
-            for file in files(folder):
-                if file.step in steps:
-                    _delete(file.path)
+        found = [file for folder in (self.path / UNFINISHED, *self.aside()) for file in files(folder)]
+        for file in [*found, *half_written(self.path)]:
+            if file.step in steps:
+                _delete(file.path)
         for aside in self.aside():
             if not files(aside):
                 _delete(aside / _LIMITS)
