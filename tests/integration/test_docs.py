@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.harness import coordinator, copy_examples
+from tests.integration.harness import coordinator, copy_examples, steps_of
 
 ROOT = Path(__file__).resolve().parents[2]
 REFIT = (ROOT / "docs" / "refit.md").read_text()
 REPLAY = (ROOT / "docs" / "replay.md").read_text()
+ASYNCHRONOUS = (ROOT / "docs" / "asynchronous.md").read_text()
 MOST_LINES = 60
 
 
@@ -76,3 +77,18 @@ def test_the_adapter_is_the_one_that_is_tested() -> None:
     example = (ROOT / "tests" / "unit" / "example_adapter.py").read_text()
     assert re.findall(r"```python\n(.*?)```", REFIT, re.DOTALL) == [example]
     assert len(example.splitlines()) < MOST_LINES
+
+
+def test_the_asynchronous_run_of_the_page_has_its_metrics() -> None:
+    copy_examples()
+    ((up, nothing),) = quoted(ASYNCHRONOUS)
+    assert nothing == []
+    short = ["grpo.max_num_steps=3", "grpo.num_prompts_per_step=16", "policy.train_micro_batch_size=64"]
+    ended = coordinator(*up[1:], *short, timeout_s=200)
+    assert ended.returncode == 0, f"{ended.stdout[-2000:]}{ended.stderr}"
+    table = ASYNCHRONOUS.partition("## Metrics")[2].partition("##")[0]
+    names = {name for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for name in re.findall(r"`(.*?)`", row)}
+    assert len(names) == 11
+    trained = [step.metrics for step in steps_of("results/arithmetic_async")][1:]
+    assert all(names <= metrics.keys() for metrics in trained)
+    assert [metrics["max_trajectory_age"] for metrics in trained] == [0, 1, 1], "an engine begins while a step trains"

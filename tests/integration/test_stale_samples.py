@@ -1,8 +1,8 @@
 """Samples of older weights, trained on by the real loss: the engine's log-probabilities make up for their age.
 
 Nothing here depends on time. Trainer and engine share a process, and a queue has each step train on samples that the
-engine made with the weights of exactly so many steps before, as in an asynchronous run whose engines are as far ahead as
-they may be. Asynchronous runs themselves, with processes, are the business of other tests.
+engine made with the weights of exactly so many steps before, as in an asynchronous run whose engines are as far ahead
+as they may be. Asynchronous runs themselves, with processes, are the business of other tests.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Curve(NamedTuple):
 
 
 def learn(config: Config, seed: int, age: int) -> Curve:
-    """Train on samples of exactly this age, but for the first steps, which have nothing older than what a run begins with.
+    """Train on samples of exactly this age; the first steps have nothing older than what a run begins with.
 
     In an asynchronous run the engine makes, with version v, what step v + 1 + age trains on.
     """

@@ -248,6 +248,27 @@ def test_what_is_in_vain_is_said() -> None:
     assert notices(configure(grpo={"reward_shaping": {**shaping, "max_response_length": None}})) == []
 
 
+ASYNCHRONOUS = {"async_grpo": {"enabled": True, "max_trajectory_age_steps": 4}}
+APART = {"generation": {"colocated": {"enabled": False}}}
+CORRECTION = {"use_importance_sampling_correction": True}
+
+
+def test_samples_of_older_weights_want_a_correction() -> None:
+    assert notices(configure(grpo=ASYNCHRONOUS, **APART)) == [
+        "loss_fn.use_importance_sampling_correction is false: samples of older weights count as though the newest had "
+        "made them (grpo.async_grpo.max_trajectory_age_steps: 4)"
+    ]
+    assert notices(configure(CORRECTION, ASYNCHRONOUS, **APART)) == []
+    assert notices(configure()) == [], "synchronous training has no older weights"
+
+
+def test_engines_generate_beside_training_on_devices_of_their_own() -> None:
+    assert error_of(grpo=ASYNCHRONOUS) == (
+        "async_grpo.enabled: true needs policy.generation.colocated.enabled: false: engines generate while trainers "
+        "train"
+    )
+
+
 def test_the_estimator_takes_what_the_section_says() -> None:
     config = configure(grpo={"normalize_rewards": False, "adv_estimator": {"use_leave_one_out_baseline": False}})
     assert config.grpo.adv_estimator.normalize_rewards is False

@@ -85,7 +85,8 @@ class LossFn(Section, frozen=True, kw_only=True):
     """One ratio a sequence, the geometric mean of its tokens' (GSPO, Zheng et al. 2025, arXiv:2507.18071), and one
     weight a sequence in the importance-sampling correction, the product of its tokens'."""
     use_importance_sampling_correction: bool = False
-    """Weight each token by its probability in training over its probability in generation."""
+    """Weight each token by its probability in training over its probability in generation. Samples of older weights
+    (``grpo.async_grpo``) need it."""
     truncated_importance_sampling_type: TruncationType | None = None
     """What becomes of such weights that are out of bounds: tis clips them (Yao et al. 2025,
     fengyao.notion.site/off-policy-rl), icepop makes them zero (Ling team 2025, arXiv:2510.18855), seq-mask-tis makes
