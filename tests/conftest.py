@@ -16,6 +16,8 @@ _SEGMENT_NAMES = ("torch_", "psm_", "sem.", "mp-", "tandem")
 """What libraries of ours would leave in shared memory: torch, multiprocessing, or Tandem itself."""
 _LONG_FILES = (
     "test_workers.py",
+    "test_asynchronous.py",
+    "test_stale_samples.py",
     "test_deaths.py",
     "test_run.py",
     "test_two_hosts.py",
