@@ -1,7 +1,7 @@
-"""A trainer process whose disk takes as long over a checkpoint as a test wants: a script that tests start.
+"""A trainer process that takes as long over steps and checkpoints as a test wants: a script that tests start.
 
-A checkpoint of step N is not synced while the working directory has a file ``busy_N``. With a file ``no_memory`` there,
-the process believes that its host has none left.
+Step N does not train while the working directory has a file ``training_N``. A checkpoint of step N is not synced while
+it has a file ``busy_N``. With a file ``no_memory`` there, the process believes that its host has none left.
 """
 
 from __future__ import annotations
@@ -12,18 +12,35 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from tandem.common.batch import BatchTable
+from tandem.common.messages import Train
+from tandem.common.wire import Arrays
 from tandem.trainer import checkpoints, cli
+from tandem.trainer.service import TrainerService
 
 NO_MEMORY = Path("no_memory")
 
 _WRITING = re.compile(r"\.writing_step_(\d+)")
 _real_sync = checkpoints.sync
 _real_available = checkpoints.available_bytes
+_real_train = TrainerService._train
 
 
 def busy_file(step: int) -> Path:
     """Return the file that keeps the checkpoint of a step from the disk."""
     return Path(f"busy_{step}")
+
+
+def training_file(step: int) -> Path:
+    """Return the file that keeps a step from training."""
+    return Path(f"training_{step}")
+
+
+def _train(service: TrainerService, order: Train, table: BatchTable, arrays: Arrays) -> None:
+    """Train for real, once nothing keeps the step from it."""
+    while training_file(order.step).exists():
+        time.sleep(0.02)
+    _real_train(service, order, table, arrays)
 
 
 def _sync(paths: Iterable[Path]) -> int:
@@ -42,4 +59,5 @@ def _available() -> int:
 if __name__ == "__main__":
     checkpoints.sync = _sync
     checkpoints.available_bytes = _available
+    TrainerService._train = _train  # type: ignore[method-assign]
     sys.exit(cli.main())

@@ -18,6 +18,7 @@ from tandem.common.messages import (
     CheckpointSaved,
     CommitVersion,
     ConnectMesh,
+    CopyWeights,
     EngineBuilt,
     Evaluated,
     Generated,
@@ -40,6 +41,7 @@ from tandem.common.messages import (
     TrainerBuilt,
     TransfersPlanned,
     VersionCommitted,
+    WeightsCopied,
 )
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import (
@@ -124,6 +126,9 @@ def answer(action: Sent) -> Reply:
             return Attested(command_id=command_id, version=version, digests=digests, seconds=0.0)
         case CommitVersion(version=version):
             return VersionCommitted(command_id=command_id, version=version, differing={}, digest=9)
+        case CopyWeights(version=version, with_digests=with_digests):
+            digests = (f"{action.member} at {version}".encode(),) if with_digests else ()
+            return WeightsCopied(command_id=command_id, version=version, digests=digests)
         case SaveCheckpoint() | AwaitCheckpoint() | RestoreSamples():
             return answer_from_disk(action.order)
 

@@ -10,7 +10,16 @@ import msgspec
 import pytest
 from cluster_harness import GRPO, Cluster, interrupt, lose, replace
 
-from tandem.common.messages import Attest, CommitVersion, ConnectMesh, Failed, PlannedMesh, Refit, VersionCommitted
+from tandem.common.messages import (
+    Attest,
+    CommitVersion,
+    ConnectMesh,
+    CopyWeights,
+    Failed,
+    PlannedMesh,
+    Refit,
+    VersionCommitted,
+)
 from tandem.coordinator.scheduler.engines import Status
 from tandem.coordinator.scheduler.events import (
     Action,
@@ -42,18 +51,24 @@ class Aged(Cluster):
         dynamic: DynamicSampling | None = None,
         *,
         in_flight: bool = False,
+        keeps_copy: bool = False,
     ) -> None:
         self.age = age
         self.random = random.Random(seed)
         self.ages: set[int] = set()
         self.generated_while_training = False
         self.refitted_in_flight = False
+        self.trained_with_one_behind = False
+        self.refitted_while_training = False
+        self.copied: list[int] = []
+        self.committed: set[int] = set()
         super().__init__(
             msgspec.structs.replace(
                 GRPO,
                 last_step=LAST_STEP,
                 max_trajectory_age_steps=age,
                 updates_in_flight=in_flight,
+                keeps_copy=keeps_copy,
                 max_replacements=100,
                 balance=balance,
                 dynamic_sampling=dynamic,
@@ -73,15 +88,51 @@ class Aged(Cluster):
                 self.generated_while_training |= self.plan.progress.is_training
             if isinstance(action, DispatchBatch) and action.purpose == "train":
                 self.check_trained_on(action.step)
-            if isinstance(action, Dispatch) and isinstance(action.order, Refit):
-                self.refitted_in_flight |= self.plan.groups.num_in_flight(action.member) > 0
+            if isinstance(action, Dispatch):
+                self.check_order(action)
         return actions
+
+    def check_order(self, action: Dispatch) -> None:
+        """Assert that engines read what stands still, and that what is to be compared has digests."""
+        publication = self.plan.publication
+        match action.order:
+            case Refit(version=version):
+                self.refitted_in_flight |= self.plan.groups.num_in_flight(action.member) > 0
+                self.refitted_while_training |= self.plan.progress.is_training
+                if self.plan.spec.keeps_copy:
+                    assert self.copied[-1] == version, "engines read the newest copy"
+                    assert not any(isinstance(a, Dispatch) and isinstance(a.order, CopyWeights) for a in self.pending)
+            case CopyWeights(version=version):
+                assert not publication.engines.num_having(Status.REFITTING)
+                assert publication.engines.num_attested == publication.engines.num_having(Status.HOLDING)
+                assert version == self.plan.step
+                if version not in self.copied:
+                    self.copied.append(version)
+            case Attest():
+                assert not (self.plan.spec.keeps_copy and action.member.startswith("trainer")), "it trains"
+            case CommitVersion(version=version, digests=digests):
+                holders = [name for name in digests if name.startswith("rollout")]
+                assert {*digests} == {"trainer-0", "trainer-1", *holders}
+                assert all(digest.endswith(f" at {version}".encode()) for digest in digests.values())
+                assert holders
+                self.committed.add(version)
+            case _:
+                pass
 
     def check_trained_on(self, step: int) -> None:
         """Assert that what a step trains on is young enough and proven, and that no engine reads what it changes."""
         publication, of_step = self.plan.publication, self.plan.groups.of_step(step, "train")
         assert of_step is not None
-        assert not publication.engines.num_having(Status.REFITTING)
+        engines = publication.engines
+        behind = [engines[name].version < publication.version for name in engines.having(Status.HOLDING)]
+        if self.plan.spec.keeps_copy and self.age:
+            assert self.copied[-1] == step - 1
+            assert not self.plan.requests.num_for(Phase.COPYING)
+            self.refitted_while_training |= engines.num_having(Status.REFITTING) > 0
+            self.trained_with_one_behind |= any(behind)
+        else:
+            assert not engines.num_having(Status.REFITTING)
+            assert not any(behind)
         for group in of_step.groups:
             assert step - 1 - self.age <= group.oldest_version <= group.newest_version < step
             engine = publication.engines[str(group.engine)]
@@ -105,15 +156,18 @@ class Aged(Cluster):
 
 
 @pytest.mark.parametrize("balance", [None, Balance(width=2, timeout_s=None)])
-@pytest.mark.parametrize("age", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("age", "keeps_copy"), [(0, False), (1, False), (1, True), (2, False), (2, True), (3, False), (3, True)]
+)
 @pytest.mark.parametrize("chance_of_loss", [0.0, 0.03])
 @pytest.mark.parametrize("in_flight", [False, True])
 def test_every_step_is_done_once_with_samples_that_are_young_enough(
-    age: int, balance: Balance | None, chance_of_loss: float, in_flight: bool
+    age: int, keeps_copy: bool, balance: Balance | None, chance_of_loss: float, in_flight: bool
 ) -> None:
     ages, overlaps, refitted = set(), False, False
+    with_one_behind, while_training = False, False
     for seed in range(12):
-        cluster = Aged(seed, age, balance, in_flight=in_flight)
+        cluster = Aged(seed, age, balance, in_flight=in_flight, keeps_copy=keeps_copy)
         cluster.run(chance_of_loss=chance_of_loss)
         assert cluster.commits() == list(range(LAST_STEP + 1))
         assert cluster.done[-1] == Finish(outcome="finished")
@@ -122,6 +176,13 @@ def test_every_step_is_done_once_with_samples_that_are_young_enough(
         ages |= cluster.ages
         overlaps |= cluster.generated_while_training
         refitted |= cluster.refitted_in_flight
+        with_one_behind |= cluster.trained_with_one_behind
+        while_training |= cluster.refitted_while_training
+        assert cluster.copied == (list(range(LAST_STEP + 1)) if keeps_copy else [])
+        assert max(cluster.committed) == LAST_STEP
+    assert while_training == keeps_copy
+    if age > 1 and not in_flight:
+        assert with_one_behind == keeps_copy
     assert refitted == (age > 0 and in_flight)
     assert max(ages) <= age
     assert overlaps == (age > 0), "generation waits for training exactly in synchronous runs"

@@ -289,6 +289,27 @@ class CheckpointSaved(Message, frozen=True, kw_only=True, tag=True):
     num_bytes: Count
 
 
+class CopyWeights(Command, frozen=True, kw_only=True, tag=True):
+    """Copy the weights, which are those of `version`, to where engines read them from (``refit.keep_copy``).
+
+    No engine reads there meanwhile.
+    """
+
+    version: Count
+    with_digests: bool
+    """Whether to compute digests as well: once weights change there is nothing more to compute them from."""
+
+
+class WeightsCopied(Message, frozen=True, kw_only=True, tag=True):
+    """Engines may read `version` until the next `CopyWeights`, and the weights themselves may change."""
+
+    command_id: Count
+    version: Count
+    digests: tuple[bytes, ...]
+    """Of the weights, not of their copy: engines, which read the copy, are to hold what was trained. As in `Attested`;
+    empty unless asked for."""
+
+
 # --- coordinator to rollout and back ---------------------------------------------------------------------------------
 
 
@@ -656,7 +677,9 @@ PlaneOrder = InstallProgram | ConnectMesh | Refit | Attest
 """What trainers and engines alike do for the weight plane."""
 PlaneReply = ProgramInstalled | MeshConnected | Refitted | Attested
 
-TrainerOrder = OpenRendezvous | BuildTrainer | PlaneOrder | Train | Evaluate | SaveCheckpoint | AwaitCheckpoint
+TrainerOrder = (
+    OpenRendezvous | BuildTrainer | PlaneOrder | Train | Evaluate | SaveCheckpoint | AwaitCheckpoint | CopyWeights
+)
 RolloutOrder = BuildEngine | PlaneOrder | Generate | RestoreSamples | RecordSamples | ReleaseSamples
 RefitOrder = PlanTransfers | CommitVersion
 Order = TrainerOrder | RolloutOrder | RefitOrder
@@ -670,6 +693,7 @@ TrainerReply = (
     | Evaluated
     | CheckpointCopied
     | CheckpointSaved
+    | WeightsCopied
 )
 RolloutReply = EngineBuilt | PlaneReply | SamplesFinished | Generated | SamplesRecorded
 RefitReply = TransfersPlanned | VersionCommitted

@@ -7,6 +7,7 @@ for the other ends of streams, within the order's deadline.
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -136,11 +137,19 @@ class Holder(Protocol):
 
 
 class Weights:
-    """A `Holder` of plain memory, one worker shard: a layout, and the live tensors of the storages that it names."""
+    """A `Holder` of plain memory, one worker shard: a layout, and the live tensors of the storages that it names.
 
-    def __init__(self, layout: Layout, storages: Mapping[str, torch.Tensor]) -> None:
+    Or of a copy of those, in memory that others read while the live tensors change: what is digested is what it is a
+    copy of, so that it shows when the two differ.
+    """
+
+    def __init__(
+        self, layout: Layout, storages: Mapping[str, torch.Tensor], live: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
+        """`live`: what the storages are to be a copy of, by the same names; default: they are none."""
         self.layout = layout
         self.storages = storages
+        self._live = live
         self._program: TransferProgram | None = None
         self._bound: BoundProgram | None = None
         self._digest_list: DigestList | None = None
@@ -154,6 +163,14 @@ class Weights:
     def layouts(self) -> tuple[Layout]:
         """Its layout, as that of the only worker shard."""
         return (self.layout,)
+
+    def refresh(self) -> None:
+        """Copy what the live tensors hold now; returns when all of it is there."""
+        assert self._live is not None, "only a copy can be refreshed"
+        for name, storage in self.storages.items():
+            storage.copy_(self._live[name], non_blocking=True)
+        if any(storage.device.type == "cuda" for storage in self.storages.values()):
+            torch.cuda.synchronize()  # other processes read it, which wait for no stream of this one
 
     def install(self, programs: Sequence[TransferProgram]) -> BoundProgram:
         """Bind a program, in place of the one before it."""
@@ -193,7 +210,7 @@ class Weights:
             raise RefitError("no transfer program is installed")
         task = DigestTask(
             self.layout,
-            {**self.storages, **self._bound.staging},
+            {**(self._live or self.storages), **self._bound.staging},
             self._program.verification,
             sampling=sampling,
             quantisations=self._program.quantisations,
@@ -289,6 +306,12 @@ class Endpoint:
             self._member.fail(order.command_id, error)
         return self._digest is not None or bool(self._joining)
 
+    def digests(self, version: int) -> tuple[bytes, ...]:
+        """Return what an `Attest` is answered with, computed at once. Raises `RefitError`."""
+        digest = self._holder.digest_task(self._sampling(version))
+        digest.advance(math.inf)
+        return tuple(map(comparison.to_bytes, digest.results()))
+
     def abandon_digest(self) -> None:
         """Forget the digest under way: the weights are about to change."""
         self._order = self._digest = None
@@ -348,9 +371,12 @@ class Endpoint:
         self._member.reply(order.command_id, reply)
 
     def _begin_digest(self, order: Attest) -> None:
-        sampling = Sampling(order.version, _SAMPLED_ONE_IN) if self._verify == "sampled" else None
-        self._order, self._digest, self._digest_s = order, self._holder.digest_task(sampling), 0.0
+        self._order, self._digest_s = order, 0.0
+        self._digest = self._holder.digest_task(self._sampling(order.version))
         self._digest_from = time.monotonic() + _PATIENCE * self._digest.num_bytes / _DIGEST_BYTES_PER_S
+
+    def _sampling(self, version: int) -> Sampling | None:
+        return Sampling(version, _SAMPLED_ONE_IN) if self._verify == "sampled" else None
 
     def _report_digest(self, order: Attest, digest: Digesting) -> None:
         wrong = self._holder.misquantised()

@@ -37,6 +37,7 @@ from tandem.common.messages import (
     CheckpointCopied,
     CheckpointSaved,
     ConnectMesh,
+    CopyWeights,
     Evaluate,
     Evaluated,
     InstallProgram,
@@ -49,6 +50,7 @@ from tandem.common.messages import (
     Trained,
     TrainerBuilt,
     TrainerOrder,
+    WeightsCopied,
 )
 from tandem.common.model_sizes import vocabulary_size
 from tandem.common.network import address_towards, is_loopback, loopback_interface
@@ -59,7 +61,7 @@ from tandem.refit import layout
 from tandem.refit.endpoint import Endpoint, Weights
 from tandem.trainer import step
 from tandem.trainer.backend import Backend, Writing
-from tandem.trainer.backends import make_backend
+from tandem.trainer.backends import make_backend, shards
 from tandem.trainer.fetching import SampleFetcher
 from tandem.trainer.losses.own import try_out
 
@@ -103,6 +105,9 @@ class TrainerService:
             case InstallProgram() | ConnectMesh() | Refit() | Attest():
                 assert self._endpoint is not None, "the coordinator orders BuildTrainer first"
                 self._endpoint.handle(order)
+            case CopyWeights():
+                with self._member.phase(f"copying the weights of version {order.version}"):
+                    self._copy(order)
             case SaveCheckpoint():
                 with self._member.phase(f"saving step {order.step}"):
                     self._save(order)
@@ -214,6 +219,8 @@ class TrainerService:
         if self._config.takes_turns:
             self._backend.offload()
         self._weights = self._backend.weights()
+        if self._config.keeps_copy:
+            self._weights = shards.copy_of(self._weights)
         self._endpoint = Endpoint(self._member, self._weights)
         self._version = order.version
         reply = TrainerBuilt(
@@ -223,6 +230,15 @@ class TrainerService:
             shares_prompts=self._backend.shares_prompts,
             layout=layout.encode(self._weights.layout),
         )
+        self._member.reply(order.command_id, reply)
+
+    def _copy(self, order: CopyWeights) -> None:
+        assert self._weights is not None, "the coordinator orders BuildTrainer first"
+        assert self._endpoint is not None, "the coordinator orders BuildTrainer first"
+        assert order.version == self._version, "the coordinator orders a copy of what was trained last"
+        self._weights.refresh()
+        digests = self._endpoint.digests(order.version) if order.with_digests else ()
+        reply = WeightsCopied(command_id=order.command_id, version=order.version, digests=digests)
         self._member.reply(order.command_id, reply)
 
     def _train(self, order: Train, table: BatchTable, arrays: Arrays) -> None:

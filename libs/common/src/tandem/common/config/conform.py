@@ -56,7 +56,7 @@ def conform(value: Any, wanted: Type, key: str) -> Any:
                 choices = sorted(str(choice) for choice in wanted.values)
                 listed = ", ".join(choices)
                 raise Invalid(key, f"{shown(value)} is not one of {listed}{nearest(str(value), choices)}")
-            return "off" if value is False else value
+            return _word(value)
         case VarTupleType():
             if not isinstance(value, list):
                 raise _mismatch(value, wanted, key)
@@ -168,8 +168,13 @@ def _union(value: Any, wanted: UnionType, key: str) -> Any:
 
 
 def _is_choice(value: Any, wanted: LiteralType) -> bool:
-    """Tell whether a value is one of the choices; ``off`` is what YAML 1.1 reads as false."""
-    return "off" in wanted.values if value is False else value in wanted.values and not isinstance(value, bool)
+    """Tell whether a value is one of the choices."""
+    return _word(value) in wanted.values
+
+
+def _word(value: Any) -> Any:
+    """Return a value as it was written: ``on`` and ``off`` are what YAML 1.1 reads as true and false."""
+    return ("on" if value else "off") if isinstance(value, bool) else value
 
 
 def _scalar(value: Any, wanted: Type, key: str) -> Any:

@@ -150,6 +150,8 @@ def _asynchronous(config: Config) -> Iterator[str]:
             why = f"{key}.in_flight_weight_updates is false"
             yield _vain(f"{key}.recompute_kv_cache_after_weight_updates", True, why)
         return
+    if config.refit.keep_copy == "on":
+        yield _vain("refit.keep_copy", "on", f"{key}.enabled is false")
     for name in ("in_flight_weight_updates", "recompute_kv_cache_after_weight_updates"):
         if getattr(asynchronous, name):
             yield _vain(f"{key}.{name}", True, f"{key}.enabled is false")

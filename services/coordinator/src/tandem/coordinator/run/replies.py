@@ -30,6 +30,7 @@ from tandem.common.messages import (
     Command,
     CommitVersion,
     ConnectMesh,
+    CopyWeights,
     EngineBuilt,
     Evaluate,
     Evaluated,
@@ -59,6 +60,7 @@ from tandem.common.messages import (
     TrainerBuilt,
     TransfersPlanned,
     VersionCommitted,
+    WeightsCopied,
 )
 from tandem.common.model_sizes import vocabulary_size
 from tandem.common.wire import Arrays
@@ -332,9 +334,16 @@ def _refitted(asked: _Asked, reply: Refitted) -> None:
 def _attested(asked: _Asked, reply: Attested) -> None:
     """`version` is that of the order. `digests` are of every worker shard, 8 bytes for each tensor of its layout."""
     _same(asked, reply, "version")
-    sizes = tuple(map(len, reply.digests))
-    wanted = tuple(8 * num for num in asked.member.num_tensors)
-    _must(sizes == wanted, "digests", f"{_some(sizes)} bytes", f"{_some(wanted)}: 8 for each tensor of a part's layout")
+    _check_digests(asked, reply.digests)
+
+
+def _weights_copied(asked: _Asked, reply: WeightsCopied) -> None:
+    """`version` is that of the order. `digests` are as in an `Attested` if they were asked for, else there are none."""
+    _same(asked, reply, "version")
+    if asked.order.with_digests:
+        _check_digests(asked, reply.digests)
+    else:
+        _must(not reply.digests, "digests", len(reply.digests), "none, since they were not asked for")
 
 
 def _transfers_planned(asked: _Asked, reply: TransfersPlanned) -> None:
@@ -371,6 +380,7 @@ RULES: Mapping[type[Message], tuple[_Rule, ...]] = {
     Evaluated: (_Rule(Evaluate, _evaluated),),
     CheckpointCopied: (_Rule(SaveCheckpoint, None),),
     CheckpointSaved: (_Rule(AwaitCheckpoint, None),),
+    WeightsCopied: (_Rule(CopyWeights, _weights_copied),),
     EngineBuilt: (_Rule(BuildEngine, _engine_built),),
     SamplesFinished: (_Rule(Generate, _samples_finished), _Rule(RestoreSamples, _samples_restored)),
     Generated: (_Rule(Generate, _generated), _Rule(RestoreSamples, _all_restored)),
@@ -420,6 +430,13 @@ def _check_samples(asked: _Asked, samples: Iterable[SampleScored]) -> None:
         can_end = sample.finish_reason != "turns" or turns == limits.max_turns
         _fits(can_end, row, "finish_reason", sample, "another after {} of {}", turns, limits.max_turns)
         seen.add((sample.group, sample.sample))
+
+
+def _check_digests(asked: _Asked, digests: tuple[bytes, ...]) -> None:
+    """Compare the sizes of digests with the layouts that they are of."""
+    sizes = tuple(map(len, digests))
+    wanted = tuple(8 * num for num in asked.member.num_tensors)
+    _must(sizes == wanted, "digests", f"{_some(sizes)} bytes", f"{_some(wanted)}: 8 for each tensor of a part's layout")
 
 
 def _fits(holds: bool, row: int, field: str, sample: SampleScored, must: str, *values: int) -> None:

@@ -75,6 +75,7 @@ def run_spec(
         is_verified=config.refit.verify != "off",
         max_trajectory_age_steps=config.max_trajectory_age_steps if config.generates else 0,
         updates_in_flight=config.generates and config.updates_in_flight,
+        keeps_copy=config.keeps_copy,
         max_stored_tokens=config.policy.generation.max_stored_tokens,
         max_replacements=config.cluster.max_replacements,
         balance=_balance(config),

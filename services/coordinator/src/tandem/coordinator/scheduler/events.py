@@ -14,6 +14,7 @@ from tandem.common.messages import (
     BuildTrainer,
     CommitVersion,
     ConnectMesh,
+    CopyWeights,
     Failed,
     InstallProgram,
     OpenRendezvous,
@@ -103,6 +104,7 @@ PlainOrder = (
     | BuildTrainer
     | SaveCheckpoint
     | AwaitCheckpoint
+    | CopyWeights
     | BuildEngine
     | PlanTransfers
     | InstallProgram

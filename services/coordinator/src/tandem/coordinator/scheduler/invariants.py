@@ -21,6 +21,8 @@ def validate(scheduler: Scheduler) -> None:
         assert of_step.groups[group.number] is group, "a group stands at its place in the data order"
         ready[id(of_step)] = ready.get(id(of_step), 0) + (group.state in (GroupState.READY, GroupState.TAKEN))
         assert ready[id(of_step)] <= of_step.num_ready
+    if scheduler.requests.num_for(Phase.COPYING):
+        assert not scheduler.publication.engines.num_having(Status.REFITTING), "nobody reads what is being written"
     _validate_engines(scheduler)
     _validate_step(scheduler)
 
@@ -74,7 +76,9 @@ def _validate_step(scheduler: Scheduler) -> None:
     assert all(group.step == scheduler.step for group in taken), "only the step in progress is trained on"
     if progress.is_training:
         waiting = scheduler.requests.num_for(Phase.TRAINING)
-        assert waiting or scheduler.publication.is_attesting, "somebody trains, or what came before is being proven"
+        proves = not scheduler.publication.may_offer
+        assert waiting or proves, "somebody trains, or what came before is being read or proven"
+        assert not scheduler.requests.num_for(Phase.COPYING), "what is being copied does not change"
         assert {group.purpose for group in taken} == ({"train"} if scheduler.spec.has_engines else set()), (
             "trained on are the step's groups"
         )

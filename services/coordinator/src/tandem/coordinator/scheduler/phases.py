@@ -16,6 +16,7 @@ class Phase(enum.Enum):
     PLANNING = "planning transfers"
     INSTALLING = "installing transfer programs"
     CONNECTING = "connecting meshes"
+    COPYING = "copying weights for engines"
     REFITTING = "refitting"
     ATTESTING = "attesting a weight version"
     GENERATING = "generating"

@@ -9,6 +9,10 @@ An engine is quarantined when its part of a refit fails, or when its digests dif
 once more, and if that fails too, so does the run. One that is lost is replaced, and the new process is built, gets its
 transfer program, and is brought to the current version while trainers and other engines go on.
 
+Where trainers keep a copy for engines to read (`RunSpec.keeps_copy`), a version begins with that copy and with the
+digests of what was copied. Trainers go on at once, and the copy is read, by engines that come late too, until the next
+one is ordered: when nobody reads it and all that was read is proven. A version that no engine had time for is skipped.
+
 Engines that pass weights on to each other are in one mesh. Those of them that come back wait for each other before it
 is connected anew and they are refitted together: what is torn is passed on by nobody.
 
@@ -26,14 +30,16 @@ from tandem.common.messages import (
     Attested,
     BuildEngine,
     CommitVersion,
+    CopyWeights,
     Failed,
     PlannedMesh,
     Refit,
     Reply,
     VersionCommitted,
+    WeightsCopied,
 )
 from tandem.coordinator.scheduler.engines import COMING_BACK, Engine, EngineTable, Status
-from tandem.coordinator.scheduler.events import Action, Dispatch, RecordRefit, Replace
+from tandem.coordinator.scheduler.events import Action, Dispatch, RecordRefit, Replace, Say
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.requests import PendingRequests
 from tandem.coordinator.scheduler.spec import RunSpec
@@ -93,7 +99,9 @@ class Publication:
         self._has_update = False
         """Whether it must differ from the version before."""
         self._is_readable = False
-        """Whether trainers hold it still, so that engines can be brought to it."""
+        """Whether trainers hold it still, or their copy, so that engines can be brought to it."""
+        self._uncopied: set[str] = set()
+        """Trainers that have yet to copy it."""
         self._is_begun = False
         """Whether any engine was."""
         self._is_transferred = False
@@ -118,8 +126,15 @@ class Publication:
     @property
     def is_transferring(self) -> bool:
         """Whether the version that trainers hold is on its way to the first engines that get it."""
+        if self._uncopied:
+            return len(self.engines) > 0
         is_on_its_way = self._is_begun or self._spec.is_synchronous
         return self._is_readable and is_on_its_way and not self._is_transferred and len(self.engines) > 0
+
+    @property
+    def holds_up_step(self) -> bool:
+        """Whether the step that has made the version is not over before that has happened."""
+        return self.is_transferring and (bool(self._uncopied) or not self._outlasts_step)
 
     @property
     def is_settled(self) -> bool:
@@ -138,13 +153,20 @@ class Publication:
         return is_asked or self.engines.num_attested != self.engines.num_having(Status.HOLDING)
 
     @property
+    def may_offer(self) -> bool:
+        """Whether nobody reads the version of before, and what was read is proven."""
+        return not self.is_attesting and not self.engines.num_having(Status.REFITTING)
+
+    @property
     def may_step(self) -> bool:
-        """Whether trainers may change their weights: nobody needs those of before any more.
+        """Whether trainers may change their weights: nobody needs those of before any more, or there is a copy.
 
         Synchronous training waits until they are proven, too. Else that goes on beside the step.
         """
         if self._spec.is_synchronous or not len(self.engines):
             return self.is_settled
+        if self._outlasts_step:
+            return self._is_readable
         is_read = self._is_transferred and not self._num_behind
         is_read &= not self.engines.num_having(Status.READY, Status.REFITTING)
         return is_read and not self._unattested_trainers
@@ -176,24 +198,51 @@ class Publication:
 
     # --- what the scheduler says -------------------------------------------------------------------------------------
 
-    def begin(self, trainers: list[str], engines: list[str]) -> None:
+    def begin(self, trainers: list[str], engines: list[str]) -> list[Action]:
         """Enter the processes of the run, whose transfers are planned, installed and connected."""
         self._trainers = trainers
         self.engines.fill(engines)
+        if not self._spec.keeps_copy or self._outlasts_step:
+            return []
+        return [
+            Say(
+                text="refit.keep_copy changes nothing but memory here: trainers send weights to engines themselves, "
+                "and step only then"
+            )
+        ]
 
-    def offer(self, version: int, *, has_update: bool) -> None:
-        """Take note that trainers hold a version, which engines may be brought to until `withdraw`."""
+    def offer(self, version: int, *, has_update: bool) -> list[Action]:
+        """Take note that trainers hold a version, which engines may be brought to until `withdraw`; or have it copied.
+
+        Only when `may_offer`.
+        """
+        is_skipped = self.version >= 0 and not self._is_begun
         self.version = version
-        self._has_update = has_update
-        self._is_readable = True
+        self._has_update = has_update or (is_skipped and self._has_update)
         self._is_begun = self._is_transferred = False
-        self._num_behind = self.engines.num_having(Status.HOLDING)
         for name in self.engines:
             self.engines[name].num_failures = 0
+        self._digests = {}
+        if not self._spec.keeps_copy:
+            self._make_readable()
+            return []
+        self._is_readable = False
+        self._uncopied = {*self._trainers}
+        return [
+            Dispatch(
+                member=rank,
+                order=CopyWeights(
+                    version=version,
+                    with_digests=self._spec.is_verified,
+                    **self._requests.open(rank, Phase.COPYING, self._deadlines.refit),
+                ),
+            )
+            for rank in self._trainers
+        ]
 
     def withdraw(self) -> None:
-        """Take note that trainers begin to step: the version can be read no longer."""
-        self._is_readable = False
+        """Take note that trainers begin to step: the version can be read no longer, unless from a copy."""
+        self._is_readable = self._outlasts_step
 
     def resume(self) -> None:
         """Take note that trainers have not stepped: the version can be read as before `withdraw`."""
@@ -256,7 +305,6 @@ class Publication:
             self._record.deadline = max(self._record.deadline, now + self._deadlines.refit)
             return self._refit(takers, everybody=False)
         self._is_begun = True
-        self._digests = {}
         quarantined = self._record.quarantined  # of the version before, and in no record
         self._record = RefitProgress(started_at=now, deadline=now + self._deadlines.refit)
         self._record.quarantined = quarantined
@@ -310,7 +358,7 @@ class Publication:
         self._is_transferred = True
         self._record.transferred(self._requests.now)
         holders = [name for name in self.engines.having(Status.HOLDING) if self.engines[name].version == self.version]
-        return self._attest([*self._trainers, *holders])
+        return self._attest(holders if self._spec.keeps_copy else [*self._trainers, *holders])
 
     def _commit(self) -> list[Action]:
         """Have the engines attested whose digests are all here, unless others are still computing theirs."""
@@ -340,6 +388,12 @@ class Publication:
                 self._digests[member] = by_part(member, digests)
                 self._unattested.discard(member)
                 self._unattested_trainers.discard(member)
+                return []
+            case WeightsCopied(digests=digests):
+                self._digests[member] = by_part(member, digests)
+                self._uncopied.discard(member)
+                if not self._uncopied:
+                    self._make_readable()
                 return []
             case VersionCommitted():
                 self._take_committed(reply)
@@ -430,6 +484,15 @@ class Publication:
                 self.engines.attest(engine, is_attested=True)
                 self._record.engines.append(name)
         self._record.digest = reply.digest
+
+    @property
+    def _outlasts_step(self) -> bool:
+        """Whether engines can read a version while trainers step: there is a copy, and no trainer has to send it."""
+        return self._spec.keeps_copy and not self.transfers.plan.senders
+
+    def _make_readable(self) -> None:
+        self._is_readable = True
+        self._num_behind = self.engines.num_having(Status.HOLDING)
 
     # --- one engine --------------------------------------------------------------------------------------------------
 

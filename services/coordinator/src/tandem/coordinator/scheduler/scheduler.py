@@ -20,7 +20,7 @@ The tables: rollout groups (`groups`), engines (`engines`), pending requests (`r
 | draw | a step is at most `max_trajectory_age_steps` ahead of the one in progress | its groups wait |
 | assign | an engine that holds a version young enough for a waiting group has room | it generates, or restores |
 | train | the step's groups are ready, every version in them is attested, nobody reads weights | every rank trains |
-| offer | every rank has trained, and the version before is attested | trainers hold a new version |
+| offer | every rank has trained, nobody reads the version before, it is attested | trainers hold, or copy, a new one |
 | finish | the last step is committed, and nothing is pending | the run ends |
 
 Synchronous training is an age of zero: nothing is generated for a step before the weights of the one before are
@@ -341,13 +341,13 @@ class Scheduler:
                 return [*orders] or self._rule_set_up()
             case _:
                 self._stage = None
-                self.publication.begin(trainers, engines)
-                self.publication.offer(self.step, has_update=False)
-                return self._run_rules()
+                actions = self.publication.begin(trainers, engines)
+                actions += self.publication.offer(self.step, has_update=False)
+                return actions + self._run_rules()
 
     def _rule_start(self) -> list[Action]:
         """Begin with the first step: everybody holds the weights to start from, which are validated if asked for."""
-        if self._has_started or self._is_refitting():
+        if self._has_started or self._is_refitting() or self.publication.is_transferring:
             return []
         self._has_started = True
         self._watch.begin_step(self.requests.now)  # what came before was no step
@@ -362,15 +362,16 @@ class Scheduler:
             return []
         if progress.missing:
             return self._make_again()
-        if self.publication.is_attesting:  # beside the step
+        if not self.publication.may_offer:  # which goes on beside the step
             return []
         progress.is_training, progress.is_trained = False, True
         of_step = self.groups.of_step(progress.number, "train")
         if of_step is not None:
             self._recording.begin(progress.number, sorted({str(group.engine) for group in of_step.groups}))
+        actions: list[Action] = []
         if self.spec.has_engines and not self._is_interrupted:
-            self.publication.offer(progress.number, has_update=progress.has_update)
-        return self._run_rules()
+            actions = self.publication.offer(progress.number, has_update=progress.has_update)
+        return actions + self._run_rules()
 
     def _rule_validate(self) -> list[Action]:
         """Validate a step that has trained, once engines hold its weights; see when that is done."""
@@ -510,8 +511,8 @@ class Scheduler:
         return self.step >= self.spec.last_step
 
     def _is_refitting(self) -> bool:
-        """Tell whether engines have yet to get the version that trainers hold."""
-        return self.publication.is_transferring or (self._is_interrupted and self.requests.num_for(Phase.REFITTING) > 0)
+        """Tell whether the step waits for engines to get the version that trainers hold, or for it to be copied."""
+        return self.publication.holds_up_step or (self._is_interrupted and self.requests.num_for(Phase.REFITTING) > 0)
 
     def _may_commit(self) -> bool:
         """Tell whether nothing is left of the step in progress but to save and commit it."""
@@ -587,7 +588,7 @@ class Scheduler:
 
     def _note_idleness(self, now: float) -> None:
         num_engines, has_started = len(self.publication.engines), self._has_started
-        busy = self.requests.num_for(Phase.TRAINING, Phase.SAVING)
+        busy = self.requests.num_for(Phase.TRAINING, Phase.SAVING, Phase.COPYING)
         self._idleness.note(
             now,
             share_of_engines=has_started * (1 - self.groups.num_generating / max(num_engines, 1)),

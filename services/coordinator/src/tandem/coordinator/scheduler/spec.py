@@ -73,6 +73,9 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     updates_in_flight: bool = False
     """Whether engines take a version while they generate. Otherwise they first finish what they have, and get no more
     until they hold it."""
+    keeps_copy: bool = False
+    """Whether engines read a copy of the trainers' weights, so that trainers step as soon as it is made. Not where they
+    have to send weights themselves: then they wait as they would without it."""
     max_stored_tokens: int | None = None
     """Tokens that a rollout can keep until they are trained on; None for any number."""
     max_replacements: int

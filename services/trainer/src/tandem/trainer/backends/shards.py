@@ -7,6 +7,7 @@ import os
 import resource
 from collections.abc import Iterable, Mapping
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -15,11 +16,13 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from tandem.common.errors import ModelError
 from tandem.refit.adapters.huggingface import as_checkpoint
 from tandem.refit.endpoint import Weights, device_name, host_name
-from tandem.refit.layout import Address, Box, LayoutBuilder
+from tandem.refit.layout import Address, Box, LayoutBuilder, Storage
 from tandem.refit.transports import cuda_ipc, shm
 
 _SHARED_MEMORY = "/dev/shm"
 _SPARE_DESCRIPTORS = 256
+_COPY = "the copy of the weights that engines read while trainers step"
+_WITHOUT = " (refit.keep_copy: off needs none)"
 
 
 def box_of(parameter: torch.Tensor) -> Box:
@@ -70,15 +73,48 @@ def share(parameters: Mapping[str, torch.Tensor]) -> None:
     if not locals_:
         return
     storages = {local.untyped_storage().data_ptr(): local.untyped_storage().nbytes() for local in locals_}
-    needed, status = sum(storages.values()), os.statvfs(_SHARED_MEMORY)
-    free = status.f_bavail * status.f_frsize
-    if needed > free:
-        raise ModelError(
-            f"the parameters need {needed / 2**20:.0f} MiB of {_SHARED_MEMORY}, where {free / 2**20:.0f} MiB are free"
-        )
+    _check_shared_memory("the parameters need", sum(storages.values()))
     _allow_open_files(len(storages))
     for local in locals_:
         shm.share(local)
+
+
+def copy_of(weights: Weights) -> Weights:
+    """Return weights of the same layout in other memory, of the same kind, which `Weights.refresh` copies into.
+
+    Raises `ModelError`, which names the key that asks for it, where memory has no room for it.
+    """
+    on_cpu = [storage.nbytes for storage in weights.storages.values() if storage.device.type == "cpu"]
+    _check_shared_memory(f"{_COPY} needs", sum(on_cpu), _WITHOUT)
+    _allow_open_files(2 * len(on_cpu))
+    storages = {name: _allocated_like(storage) for name, storage in weights.storages.items()}
+    described = (
+        Storage(each.name, each.num_bytes, address_of(storages[each.name])) if each.name in storages else each
+        for each in weights.layout.storages
+    )
+    layout = msgspec.structs.replace(weights.layout, storages=tuple(described))
+    return Weights(layout, storages, live=weights.storages)
+
+
+def _allocated_like(storage: torch.Tensor) -> torch.Tensor:
+    """Return as much memory of the same kind, with nothing in it; on the CPU shared at once, not moved there later."""
+    try:
+        if storage.device.type == "cpu":
+            memory = torch.UntypedStorage._new_using_fd_cpu(storage.nbytes)
+            return torch.empty(0, dtype=storage.dtype).set_(memory)
+        return torch.empty_like(storage)
+    except (RuntimeError, torch.OutOfMemoryError) as error:
+        what = f"{_COPY} needs {storage.nbytes / 2**20:.0f} MiB more on {storage.device}{_WITHOUT}"
+        raise ModelError(f"{what}: {str(error).splitlines()[0]}") from error
+
+
+def _check_shared_memory(what: str, num_bytes: int, otherwise: str = "") -> None:
+    """Raise `ModelError` where the machine's shared memory is too small."""
+    status = os.statvfs(_SHARED_MEMORY)
+    free = status.f_bavail * status.f_frsize
+    if num_bytes > free:
+        needed = f"{num_bytes / 2**20:.0f} MiB of {_SHARED_MEMORY}, where {free / 2**20:.0f} MiB are free"
+        raise ModelError(f"{what} {needed}{otherwise}")
 
 
 def weights_of(parameters: Mapping[str, torch.Tensor]) -> Weights:

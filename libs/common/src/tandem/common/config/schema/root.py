@@ -94,6 +94,16 @@ class Config(Section, frozen=True, kw_only=True):
         return self.max_trajectory_age_steps > 0 and self.rollout_section.async_grpo.in_flight_weight_updates
 
     @property
+    def keeps_copy(self) -> bool:
+        """Whether trainers keep a copy of their weights for engines to read while they step."""
+        if not self.generates or not self.max_trajectory_age_steps:
+            return False
+        if self.refit.keep_copy != "auto":
+            return self.refit.keep_copy == "on"
+        # From other nodes trainers have to send, which they do not do while they step.
+        return not self.updates_in_flight and self.cluster.num_nodes == 1
+
+    @property
     def data_set_section(self) -> Sft | Dpo:
         """The same, of an algorithm over a data set."""
         assert not self.declaration.rolls_out, f"{self.algorithm} rolls out"

@@ -190,3 +190,7 @@ class Refit(Section, frozen=True, kw_only=True):
     """New. Whether digests of what engines hold are compared with the trainer's before samples of a version are trained
     on. They are computed beside generation. full: of every element. sampled: of a part that changes from version to
     version. off: not at all."""
+    keep_copy: Literal["auto", "on", "off"] = "auto"
+    """New. Whether every trainer keeps a second copy of its weights, which engines read, so that it can train on at
+    once while some of them still finish samples with older weights (`async_grpo`). It takes as much memory as the
+    weights. auto: where training is asynchronous, engines do not take weights in flight, and all are on one node."""
