@@ -76,6 +76,7 @@ NEW_KEYS = [
     "cluster.links.peer_gpu",
     "cluster.links.network",
     "refit.alias",
+    "refit.keep_copy",
     "refit.verify",
     "replay",
     "replay.run",

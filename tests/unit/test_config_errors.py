@@ -17,7 +17,9 @@ policy: {model_name: model}
 data: {dataset_name: reasoning_gym, task: chain_sum}
 """
 
-TOP = "algorithm, prerequisite, grpo, sft, dpo, loss_fn, policy, data, env, checkpointing, logger, cluster, refit"
+TOP = (
+    "algorithm, prerequisite, grpo, sft, dpo, loss_fn, policy, data, env, checkpointing, logger, cluster, refit, replay"
+)
 FREE = "cannot be used here: expected text, a finite number, a list or a mapping"
 
 

@@ -156,13 +156,15 @@ def _union(value: Any, wanted: UnionType, key: str) -> Any:
     members = [member for member in wanted.types if not isinstance(member, NoneType)]
     if len(members) == 1 and value is not None:
         return conform(value, members[0], key)
+    has_choices = any(isinstance(member, LiteralType) for member in members)
     for member in sorted(members, key=lambda member: not isinstance(member, LiteralType)):
         kinds = (isinstance(member, StructType), isinstance(member, VarTupleType))
         if kinds == (isinstance(value, dict), isinstance(value, list)) and value is not None:
             if isinstance(member, LiteralType) and not _is_choice(value, member):
                 continue
-            if isinstance(member, FloatType) and isinstance(value, str) and not NUMBER.fullmatch(value):
-                continue
+            is_word = isinstance(value, str) and not NUMBER.fullmatch(value)
+            if isinstance(member, FloatType) and is_word and has_choices:
+                continue  # the choices are to be said, too
             return conform(value, member, key)
     raise _mismatch(value, wanted, key)
 
