@@ -90,9 +90,9 @@ def test_trainers_do_not_wait_for_samples_that_the_next_steps_need() -> None:
     config = write_config(merged(ASYNC, over | {"env": {"slow": {"class": "slow.Slow", "timeout_s": 60.0}}}))
     idle_s = {}
     for keep_copy in ("on", "off"):
-        ended = coordinator("up", config, f"refit.keep_copy={keep_copy}", f"logger.log_dir={keep_copy}")
+        ended = coordinator("up", config, f"refit.keep_copy={keep_copy}", f"logger.log_dir=copy_{keep_copy}")
         assert ended.returncode == 0, ended.stdout + ended.stderr
-        idle_s[keep_copy] = sum(step.metrics["trainer_idle_s"] for step in steps_of(keep_copy))
+        idle_s[keep_copy] = sum(step.metrics["trainer_idle_s"] for step in steps_of(f"copy_{keep_copy}"))
     assert idle_s["on"] < 0.8 * idle_s["off"], idle_s
 
 
