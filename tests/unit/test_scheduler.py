@@ -809,3 +809,17 @@ def test_a_step_that_no_store_can_keep_ends_the_run() -> None:
         "rollout-0 failed while generating: it can keep 29 tokens, and a step needs more before it can be trained on: "
         "raise policy.generation.max_stored_tokens, or have more engines"
     )
+
+
+def test_a_run_in_which_nobody_is_asked_for_anything_ends_with_an_error() -> None:
+    cluster = Cluster(GRPO)
+    cluster.join_all()
+    cluster.run_until(Phase.GENERATING)
+    cluster.plan.requests.drop_all_but()  # a mistake in the books: no answer counts any more
+    assert cluster.give_unchecked(Ticked(now=cluster.now + 1)) == []
+    assert cluster.give_unchecked(Ticked(now=cluster.now + 10)) == []
+    (finish,) = cluster.give_unchecked(Ticked(now=cluster.now + 12))
+    assert isinstance(finish, Finish)
+    assert str(finish.error).startswith(
+        "coordinator failed while step 1, generating: nobody is asked for anything, 0 rollout groups wait, and no rule"
+    )

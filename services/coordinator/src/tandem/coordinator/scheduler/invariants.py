@@ -41,6 +41,8 @@ def _validate_group(scheduler: Scheduler, group: Group) -> None:
             assert str(group.engine) in scheduler.publication.engines, f"{where}: there is no {group.engine}"
         case GroupState.READY | GroupState.TAKEN:
             assert set(group.results) == samples, f"{where}: samples are missing"
+    if group.purpose == "validate":
+        assert group.step == scheduler.step, f"{where}: the run is in step {scheduler.step}"
     if group.purpose == "train":
         newest = scheduler.step + scheduler.spec.max_trajectory_age_steps
         assert scheduler.step <= group.step <= newest, f"{where}: the run is in step {scheduler.step}"

@@ -43,6 +43,11 @@ class Recording:
         """Rollouts that can be asked."""
         self._said: set[str] = set()
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a part waits for somebody to write it."""
+        return bool(self._waiting)
+
     def is_pending(self, up_to: int) -> bool:
         """Tell whether a part of a step, or of one before it, is yet to be written."""
         return any(step <= up_to for step in self._num_bytes)

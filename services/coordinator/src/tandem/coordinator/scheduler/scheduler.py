@@ -30,6 +30,7 @@ published. An algorithm over a data set has no engines, and the rules that need 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, assert_never
 
@@ -87,6 +88,8 @@ from tandem.coordinator.scheduler.spec import RunSpec
 IsInformative = Callable[[Sequence[SampleScored]], bool]
 """Whether training can learn something from the results of a group."""
 _GENERATION = (Phase.GENERATING, Phase.VALIDATING)
+_STANDSTILL_S = 10.0
+"""How long nobody may be asked for anything before the run fails."""
 _MAX_FETCHES = 3
 """How often trainers may try to fetch the samples of a step."""
 
@@ -154,6 +157,8 @@ class Scheduler:
         self._full: dict[str, None] = {}
         """Engines whose stores of samples have no room for what waits."""
         self._idleness = Idleness(now)
+        self._still_since = math.inf
+        """Since when nobody has been asked for anything."""
         self._num_too_old = 0
         """Groups that were dropped since the last step was committed, because what made them was too old."""
         self._num_in_store = 0
@@ -376,7 +381,9 @@ class Scheduler:
     def _rule_validate(self) -> list[Action]:
         """Validate a step that has trained, once engines hold its weights; see when that is done."""
         progress = self.progress
-        if not progress.is_trained or progress.is_committed or progress.is_validated or self._is_refitting():
+        if not self._has_started or not progress.is_trained or progress.is_committed or progress.is_validated:
+            return []
+        if self._is_refitting():
             return []
         if not progress.is_validating:
             every, at_start = self.spec.validate_every, progress.number == 0
@@ -842,7 +849,27 @@ class Scheduler:
         not_replaced = self.publication.overdue()
         if not_replaced is not None:
             raise not_replaced
+        self._check_standstill()
         return given_up
+
+    def _check_standstill(self) -> None:
+        """Raise `ServiceError` if nobody has been asked for anything for a while: no event would ever come."""
+        now = self.requests.now
+        is_awaited = (
+            len(self.requests) or self._recording.is_waiting or self.publication.engines.num_having(Status.ABSENT)
+        )
+        if is_awaited or self._stage is not None:
+            self._still_since = math.inf
+            return
+        self._still_since = min(self._still_since, now)
+        if now - self._still_since > _STANDSTILL_S:
+            waiting = sum(group.state is GroupState.WAITING for group in self.groups)
+            raise ServiceError(
+                "coordinator",
+                f"step {self.step}, {self.phase.value}",
+                f"nobody is asked for anything, {waiting} rollout groups wait, and no rule fires: a mistake of "
+                "Tandem's, which the journal in the run folder helps to find; --resume goes on",
+            )
 
     def _fail(self, error: ServiceError) -> list[Action]:
         """End the run, at once unless a checkpoint is being written that can still be whole."""
