@@ -563,9 +563,9 @@ class Publication:
         ]
 
     def _finish_record(self) -> list[Action]:
-        """Have it recorded that the version is where it should be, and proven, once digests were compared for it."""
+        """Have it recorded where the version is and proven, once digests were compared for it and no other is open."""
         digest = self._record.digest
-        if digest is None or self.is_attesting or not self._is_everything_attested():
+        if digest is None or not self._record.engines or self.is_attesting or not self._is_everything_attested():
             return []
         now = self._requests.now
         done, self._record = self._record, RefitProgress(started_at=now, deadline=self._record.deadline)
