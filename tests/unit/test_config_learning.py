@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tandem.common.config import Config, build_config, notices
+from tandem.common.config import Config, build_config, notices, to_plain
 from tandem.common.errors import ConfigError
 
 
@@ -260,6 +260,27 @@ def test_samples_of_older_weights_want_a_correction() -> None:
     ]
     assert notices(configure(CORRECTION, ASYNCHRONOUS, **APART)) == []
     assert notices(configure()) == [], "synchronous training has no older weights"
+
+
+@pytest.mark.parametrize(
+    ("keep_copy", "over", "expected"),
+    [
+        ("auto", {}, True),
+        ("auto", {"in_flight_weight_updates": True}, False),
+        ("auto", {"max_trajectory_age_steps": 1}, False),
+        ("auto", {"enabled": False}, False),
+        ("on", {"in_flight_weight_updates": True}, True),
+        ("on", {"enabled": False}, False),
+        ("off", {}, False),
+    ],
+)
+def test_a_copy_is_kept_where_trainers_would_wait(keep_copy: str, over: dict[str, Any], expected: bool) -> None:
+    asynchronous = {"async_grpo": ASYNCHRONOUS["async_grpo"] | over}
+    known = to_plain(configure(CORRECTION, asynchronous, **APART))
+    config = build_config(known | {"refit": {"keep_copy": keep_copy}})
+    assert config.keeps_copy is expected
+    vain = "refit.keep_copy (on) has no effect: grpo.async_grpo.enabled is false"
+    assert (vain in notices(config)) == (keep_copy == "on" and not expected)
 
 
 def test_engines_generate_beside_training_on_devices_of_their_own() -> None:

@@ -22,6 +22,7 @@ from tandem.common.messages import (
     BuildTrainer,
     CommitVersion,
     ConnectMesh,
+    CopyWeights,
     EngineBuilt,
     Evaluate,
     Evaluated,
@@ -55,6 +56,7 @@ from tandem.common.messages import (
     TrainerBuilt,
     TransfersPlanned,
     VersionCommitted,
+    WeightsCopied,
 )
 from tandem.common.wire import Frames, Hub, encode
 from tandem.coordinator.run.members import Pulse, Registry
@@ -130,6 +132,7 @@ TRAINED = Trained(
 )
 REFITTED = Refitted(command_id=11, version=VERSION, num_bytes={"trainer-0>rollout-0": 40}, seconds=0.1, memory=MEMORY)
 ATTESTED = Attested(command_id=12, version=VERSION, digests=(bytes(16),), seconds=0.1)
+COPIED = WeightsCopied(command_id=25, version=VERSION, digests=(bytes(16),))
 PLANNED = TransfersPlanned(
     command_id=31,
     programs={"trainer-0": b"p", "rollout-0/0": b"q", "rollout-0/1": b"r"},
@@ -171,6 +174,7 @@ EXCHANGES: dict[ServiceKind, list[Exchange]] = {
             Evaluate(**command(24), step=STEP, sources={}, parts={}),
             ((Evaluated(command_id=24, step=STEP, metrics={"loss": 0.25}), {}),),
         ),
+        (CopyWeights(**command(25), version=VERSION, with_digests=True), ((COPIED, {}),)),
     ],
     "refit": [
         (
@@ -432,6 +436,9 @@ SAID: list[tuple[ServiceKind, type[Message], Tampering, str]] = [
     ("trainer", Trained, say("surprise", 5), ".*unknown field `surprise`"),
     ("trainer", Evaluated, say("metrics.loss", NAN), r"metrics\['loss'\]: nan, must be a finite number"),
     ("trainer", Evaluated, say("step", 0), "step: 0, must be 4, as in the order"),
+    ("trainer", WeightsCopied, say("digests.0", bytes(8)), "digests: 8 bytes, must be 16: 8 for each tensor .*"),
+    ("trainer", WeightsCopied, say("digests", []), "digests: .*, must be 16: 8 for each tensor .*"),
+    ("trainer", WeightsCopied, say("version", 2), "version: 2, must be 3, as in the order"),
     ("refit", TransfersPlanned, say("programs.rollout-7", b"p"), "programs: rollout-7, must be one of those in .*"),
     ("refit", TransfersPlanned, say("programs", {"trainer-0": b"p"}), "programs: rollout-0/., must be one .*"),
     ("refit", TransfersPlanned, say("programs.trainer-0", b""), r"programs\[...\]: Expected `bytes` of length >= 1"),

@@ -100,8 +100,9 @@ class Config(Section, frozen=True, kw_only=True):
             return False
         if self.refit.keep_copy != "auto":
             return self.refit.keep_copy == "on"
-        # From other nodes trainers have to send, which they do not do while they step.
-        return not self.updates_in_flight and self.cluster.num_nodes == 1
+        # A step waits for the samples that engines finish with weights one step old anyway; and to other nodes trainers
+        # have to send, which they do not do while they step.
+        return self.max_trajectory_age_steps > 1 and not self.updates_in_flight and self.cluster.num_nodes == 1
 
     @property
     def data_set_section(self) -> Sft | Dpo:

@@ -193,4 +193,5 @@ class Refit(Section, frozen=True, kw_only=True):
     keep_copy: Literal["auto", "on", "off"] = "auto"
     """New. Whether every trainer keeps a second copy of its weights, which engines read, so that it can train on at
     once while some of them still finish samples with older weights (`async_grpo`). It takes as much memory as the
-    weights. auto: where training is asynchronous, engines do not take weights in flight, and all are on one node."""
+    weights. auto: where samples may be more than one step old, engines do not take weights in flight, and all are on
+    one node."""
