@@ -30,18 +30,6 @@ ASYNC: dict[str, Any] = {
     "cluster": {"rollouts": 2},
 }
 BY_HAND = {"cluster": {"launch": {"rollouts": 2, "refit": True}}}
-SLOW_S = 1.0
-SLOW = f"""
-import asyncio
-from tandem.rollout.environments import Score
-
-class Slow:
-    '''Thinks for long about a part of all problems.'''
-
-    async def score(self, problem, response):
-        await asyncio.sleep({SLOW_S} if int(problem.answer) % 3 == 0 else 0.0)
-        return Score(0.1 * sum(character.isdigit() for character in response), correct=False)
-"""
 
 
 def digest_of(checkpoint: Path) -> int:
@@ -82,18 +70,6 @@ def test_what_engines_hold_is_what_was_trained(trainers: dict[str, Any], keep_co
         version = int(checkpoint.name.removeprefix("step_"))
         if version in digests:  # else no engine had time for it
             assert digests[version] == {digest_of(checkpoint)}, f"version {version}"
-
-
-def test_trainers_do_not_wait_for_samples_that_the_next_steps_need() -> None:
-    Path("slow.py").write_text(SLOW)
-    over = {"grpo": {"max_num_steps": 8, "val_period": 0}, "checkpointing": {"enabled": False}}
-    config = write_config(merged(ASYNC, over | {"env": {"slow": {"class": "slow.Slow", "timeout_s": 60.0}}}))
-    idle_s = {}
-    for keep_copy in ("on", "off"):
-        ended = coordinator("up", config, f"refit.keep_copy={keep_copy}", f"logger.log_dir=copy_{keep_copy}")
-        assert ended.returncode == 0, ended.stdout + ended.stderr
-        idle_s[keep_copy] = sum(step.metrics["trainer_idle_s"] for step in steps_of(f"copy_{keep_copy}"))
-    assert idle_s["on"] < 0.8 * idle_s["off"], idle_s
 
 
 def test_an_engine_that_is_killed_while_a_step_trains_has_a_successor_before_it_ends() -> None:

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from tests.integration.by_hand import in_folder
-from tests.integration.harness import Command, coordinator, merged, process_of, write_config
+from tests.integration.harness import Command, coordinator, merged, process_of, steps_of, write_config
 from tests.vllm.run_harness import JUDGE, NUM_STEPS, SEVENS, curve
 
 
@@ -107,3 +107,20 @@ def test_kill_9_of_vllm_changes_nothing_but_the_time_it_takes(learned: dict[str,
     # Every sample was drawn again from its own seed: none is lost, and none counted twice.
     for metric in ("reward", "loss", "mean_generation_length"):
         assert curve("run", metric).tolist() == curve(learned["vllm"], metric)[:5].tolist(), metric
+
+
+def test_what_was_generated_before_a_kill_is_not_generated_again(learned: dict[str, Path]) -> None:
+    Path("judging.py").write_text(JUDGE)
+    config = write_config(
+        merged(SEVENS, {"checkpointing": {"enabled": True, "metric_name": "reward", "save_period": 2}})
+    )
+    arguments = (config, "policy.generation.backend=vllm", "grpo.max_num_steps=6")
+    with Command("coordinator", "up", *arguments) as run:
+        run.wait_for(r"step 5/6")
+        run.process.kill()
+    ended = coordinator("up", *arguments, "--resume", timeout_s=240.0)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    for metric in ("reward", "loss", "mean_generation_length"):
+        assert curve("run", metric).tolist() == curve(learned["vllm"], metric)[:6].tolist(), metric
+    assert "had been generated, and are not generated again" in ended.stdout
+    assert "tokens_per_s" not in steps_of()[4].metrics, "step 5 had been done"
