@@ -21,7 +21,7 @@ _POLL_S = 0.2
 
 
 class SampleStore:
-    """The finished samples of one process. One thread puts and releases; any number of processes fetch."""
+    """The finished samples of one process. Its threads put and release; any number of processes fetch."""
 
     def __init__(self, host: str, run_id: str, max_tokens: int) -> None:
         """Listen on a port of `host`, for trainers of this run; keep at most `max_tokens`."""

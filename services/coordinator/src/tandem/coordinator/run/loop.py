@@ -256,9 +256,9 @@ class Loop:
         of_step = self._scheduler.groups.of_step(action.step, action.purpose)
         order, arrays, metrics = self._batches.order(action, list if of_step is None else of_step.records)
         self._step_metrics.metrics.update(metrics)
+        self._send(action.member, order, arrays)
         if metrics and action.purpose == "train" and self._scheduler.spec.samples_folder and of_step is not None:
             self._record_orders.keep(action.step, of_step.records(), self._batches.advantages())
-        self._send(action.member, order, arrays)
 
     def _keep_record(self, action: DispatchRecord | StepRecorded | DropKept) -> None:
         """Carry out what concerns the record of samples."""
