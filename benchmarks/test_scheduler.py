@@ -111,9 +111,9 @@ def replies(action: Dispatch | DispatchPrompts | DispatchBatch) -> list[Reply]:
         case OpenRendezvous():
             return [RendezvousOpened(command_id=command_id, host="localhost", port=1)]
         case BuildTrainer():
-            return [TrainerBuilt(command_id=command_id, version=0, num_parameters=1, layout=b"")]
+            return [TrainerBuilt(command_id=command_id, version=0, num_parameters=1, shares_prompts=True, layout=b"")]
         case BuildEngine():
-            return [EngineBuilt(command_id=command_id, layouts=(b"",))]
+            return [EngineBuilt(command_id=command_id, layouts=(b"",), samples_address="tcp://localhost:1")]
         case PlanTransfers(sources=sources, destinations=destinations):
             planned = TransfersPlanned(
                 command_id=command_id,
