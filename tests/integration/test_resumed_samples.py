@@ -23,10 +23,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return undisturbed_run(tmp_path_factory.mktemp("undisturbed"), LONG)
 
 
-def kill_after(config: Path, step: int, *arguments: str) -> list[StepRecord]:
-    """Kill a run's coordinator once a step is done; return what it had done."""
+def kill_after(config: Path, step: int, *arguments: str, recorded: str | None = None) -> list[StepRecord]:
+    """Kill a run's coordinator once a step is done, and a shard of the record written; return what it had done."""
     with Command("coordinator", "up", config, *arguments) as run:
         run.wait_for(rf"step {step}/\d+")
+        if recorded is not None:
+            wait_until(Path(recorded).exists, lambda: recorded)
         services = run.children()
         run.signal(signal.SIGKILL)
         run.wait()
@@ -59,7 +61,8 @@ def test_a_killed_run_does_again_what_it_did_without_generating(undisturbed: Pat
         if 5 < step.step <= last:
             assert_not_generated(step, since, record[step.step])
             if step.step in before:
-                assert tokens_of(record[step.step]) == tokens_of(before[step.step])
+                # A kill may come between two rollouts' shards of a step: what was there stays as it was.
+                assert tokens_of(before[step.step]).items() <= tokens_of(record[step.step]).items()
     assert "tokens_per_s" in steps_of()[-1].metrics, "what was not there was generated"
     for step, rows in record_of(undisturbed).items():
         assert tokens_of(record[step]) == tokens_of(rows)
@@ -81,8 +84,8 @@ def test_a_run_that_is_killed_twice_and_resumed_with_fewer_rollouts_is_the_same(
 
 def test_a_step_whose_samples_are_damaged_is_generated_again(undisturbed: Path) -> None:
     config = write_config(LONG)
-    kill_after(config, 8)
     shard = Path("run/samples/step-00000007.rollout-1.parquet")
+    kill_after(config, 8, recorded=str(shard))
     shard.write_bytes(shard.read_bytes()[:-100])
     since = time.time()
     resumed = coordinator("up", config, "--resume")
