@@ -1,0 +1,62 @@
+"""``coordinator check``: find what is wrong with a run before it starts."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from tandem.common.config import dump_yaml, load_config, notices
+from tandem.coordinator.commands.arguments import OK, Commands, add_config
+
+if TYPE_CHECKING:
+    from tandem.coordinator.run.prerequisite import Ready
+
+
+def add(commands: Commands) -> None:
+    """Declare the command."""
+    check = commands.add_parser("check", help="find what is wrong with a run before it starts; starts nothing")
+    add_config(check)
+    check.add_argument("--resolved", action="store_true", help="print the whole configuration, every default filled in")
+    check.set_defaults(carry_out=_check)
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    config = load_config(arguments.config, arguments.overrides)
+    if arguments.resolved:
+        print(dump_yaml(config), end="")
+    for notice in notices(config):
+        print(f"note: {notice}", file=sys.stderr)
+    from tandem.coordinator.run.preflight import preflight
+
+    ready = preflight(arguments.config, config, "new")
+    for note in [*ready.notices, *_earlier(ready)]:
+        print(f"note: {note}", file=sys.stderr)
+    print(_summary(ready))
+    return OK
+
+
+def _earlier(ready: Ready) -> Iterator[str]:
+    """Yield what there is already of a run, and of the one before it."""
+    from tandem.coordinator.run.prerequisite import differences, has_begun, model_differences
+
+    config = ready.config
+    if changed := model_differences(config):
+        yield f"policy.new_model differs from {config.policy.model_name} in {changed}; --restart makes it again"
+    if has_begun(config):
+        yield f"{config.logger.log_dir} already holds a run: go on with it by --resume, or begin anew by --restart"
+    if ready.prerequisite is not None and (changed := differences(ready.prerequisite)):
+        yield f"prerequisite {ready.prerequisite.source} differs from its run in {changed}; --restart makes it again"
+
+
+def _summary(ready: Ready) -> str:
+    """Say on one line what a run will be."""
+    from tandem.coordinator.run.spec import expected_processes
+
+    config, first = ready.config, "" if ready.prerequisite is None else f", after {ready.prerequisite.source}"
+    counts = expected_processes(config).items()
+    processes = ", ".join(f"{count} {kind} process{'es' * (count > 1)}" for kind, count in counts)
+    return (
+        f"OK: {config.algorithm} on {config.policy.model_name}, {ready.algorithm.num_steps} steps, {processes}{first}"
+    )

@@ -1,0 +1,40 @@
+"""``coordinator plan``: explain a run before it starts."""
+
+from __future__ import annotations
+
+import argparse
+
+from tandem.common.config import load_config
+from tandem.coordinator.commands.arguments import OK, Commands, add_config, number
+
+
+def add(commands: Commands) -> None:
+    """Declare the command."""
+    plan = commands.add_parser("plan", help="explain a run before it starts: ranks, batches, memory, refits")
+    add_config(plan)
+    rates = plan.add_argument_group(
+        "rates",
+        "of a synchronous step, for what asynchronous ones would take; those that are not given are medians of the run "
+        "in logger.log_dir, if there is one",
+    )
+    above_0, from_1 = number("above 0", lambda number: number > 0), number("from 1 on", lambda number: number >= 1)
+    for name, text in (
+        ("generation", "seconds from the first prompt to the last sample"),
+        ("training", "seconds of log-probabilities and optimizer steps"),
+        ("refit", "seconds until engines hold new weights"),
+    ):
+        rates.add_argument(f"--{name}-s", type=above_0, metavar="SECONDS", help=text)
+    text = "the longest response of a step over the mean"
+    rates.add_argument("--longest-over-mean", type=from_1, metavar="RATIO", help=text)
+    plan.set_defaults(carry_out=_plan)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from tandem.coordinator.inspect.plan import explain
+    from tandem.coordinator.inspect.plan_ages import GivenRates
+
+    given = GivenRates(**{name: getattr(arguments, name) for name in GivenRates.__struct_fields__})
+    explain(load_config(arguments.config, arguments.overrides, to_run=False), Console(), given)
+    return OK

@@ -1,0 +1,37 @@
+"""``coordinator up``: run a configuration."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from tandem.common.config import load_config
+from tandem.coordinator.commands.arguments import Commands, add_config
+from tandem.coordinator.commands.running import run_to_end
+
+if TYPE_CHECKING:
+    from tandem.coordinator.run.prerequisite import Mode
+
+
+def add(commands: Commands) -> None:
+    """Declare the command."""
+    up = commands.add_parser("up", help="run a configuration: launch, train, tear down")
+    add_config(up)
+    how = up.add_mutually_exclusive_group()
+    how.add_argument("--resume", action="store_true", help="continue the run that is in the run folder")
+    how.add_argument("--restart", action="store_true", help="set an earlier run in the run folder aside and begin anew")
+    up.add_argument(
+        "--from",
+        dest="from_step",
+        type=int,
+        metavar="STEP",
+        help="with --resume: go on from the checkpoint of this step, and do later ones again",
+    )
+    up.set_defaults(carry_out=_up)
+
+
+def _up(arguments: argparse.Namespace) -> int:
+    config = load_config(arguments.config, arguments.overrides)
+    mode: Mode = "resume" if arguments.resume else "restart" if arguments.restart else "new"
+    words = ["coordinator", "up", arguments.config, *arguments.overrides, "--resume"]
+    return run_to_end(arguments.config, config, mode, arguments.from_step, words)
