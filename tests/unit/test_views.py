@@ -14,7 +14,7 @@ from rich.console import Console
 from tandem.common.config import build_config
 from tandem.common.messages import Generated, Hello, MemoryUse, Refitted, Trained
 from tandem.common.telemetry import MetricWriters, TensorBoardWriter
-from tandem.coordinator.inspect.report import format_summary, write_report
+from tandem.coordinator.inspect.report import format_report, write_report
 from tandem.coordinator.run.journal import Journal, StepRecord
 from tandem.coordinator.run.members import Member, Registry
 from tandem.coordinator.run.metrics import StepMetrics
@@ -68,9 +68,9 @@ def test_dpos_lines_have_its_accuracy_and_its_report_the_rewards() -> None:
     with Journal.create(Path("run"), b"{}", "dpo") as journal:
         for step in made:
             journal.commit_step(step)
-    write_report(Path("run"), Path("out"))
+    runs = write_report([Path("run")], Path("out"))
     assert Path("out/report.png").read_bytes()[:4] == b"\x89PNG"
-    assert "val_rewards_chosen_mean  0.250 → 0.250" in format_summary(Path("run"))
+    assert "val_rewards_chosen_mean  0.250 → 0.250" in format_report(runs, Path("out"))
 
 
 def progress_on(console: Console) -> tuple[Progress, Scheduler]:
@@ -138,12 +138,12 @@ def test_a_report_has_the_curves_and_the_breakdown() -> None:
     with Journal.create(Path("run"), b"{}", "grpo") as journal:
         for step in records():
             journal.commit_step(step)
-    summary = write_report(Path("run"), Path("out"))
-    assert summary.curves["val_accuracy"] == [(4, 0.4), (8, 0.8)]
+    runs = write_report([Path("run")], Path("out"))
+    assert runs[0].summary.curves["val_accuracy"] == [(4, 0.4), (8, 0.8)]
     written = msgspec.json.decode(Path("out/report.json").read_bytes())
     assert written["median_seconds"]["policy_training"] == 1.0
     assert Path("out/report.png").read_bytes()[:4] == b"\x89PNG"
-    text = format_summary(Path("run"))
+    text = format_report(runs, Path("out"))
     assert "val_accuracy  0.400 → 0.800" in text
     assert "policy training" in text
     assert "50.0%" in text

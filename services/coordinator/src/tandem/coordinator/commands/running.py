@@ -45,10 +45,11 @@ def run_to_end(source: str, config: Config, mode: Mode, from_step: int | None, t
         finish = Finish(outcome="interrupted")
     match finish.outcome:
         case "finished":
-            from tandem.coordinator.inspect.report import format_summary, write_report
+            from tandem.coordinator.inspect.report import format_report, write_report
 
-            write_report(folder, folder, [] if config.replay is None else [Path(config.replay.run)])
-            print(format_summary(folder), flush=True)
+            beside = [] if config.replay is None else [Path(config.replay.run)]
+            runs = write_report([folder, *beside], folder, is_brief=True)
+            print(format_report(runs[:1], folder), flush=True)
             if config.replay is not None:
                 from tandem.coordinator.run.comparison import compare
 

@@ -23,6 +23,7 @@ from tandem.coordinator.algorithms.rewards import has_spread
 from tandem.coordinator.algorithms.running import RunningAlgorithm
 from tandem.coordinator.run.batches import Batches
 from tandem.coordinator.run.checkpoints import CheckpointFolder
+from tandem.coordinator.run.ending import recorded
 from tandem.coordinator.run.fork_server import ForkServer
 from tandem.coordinator.run.journal import Journal, read_journal
 from tandem.coordinator.run.journal_file import CONFIG_NAME, JOURNAL_NAME, RESOLVED_FROM, new_run_id, refuse_journal
@@ -86,7 +87,7 @@ def run(
             writers.add(_mlflow(config, run_id))
         journal = _open_journal(ready, mode, run_id)
         stack.callback(journal.close)
-        return _run(config, algorithm, journal, hub, writers, say, fork_server, from_step)
+        return recorded(journal, lambda: _run(config, algorithm, journal, hub, writers, say, fork_server, from_step))
 
 
 def _run_prerequisite(
