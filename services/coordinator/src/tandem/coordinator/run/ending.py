@@ -10,8 +10,8 @@ from tandem.common.errors import RunFolderError, TandemError
 from tandem.coordinator.run.journal import Journal
 from tandem.coordinator.scheduler.events import Finish
 
-ENDED = re.compile(r"the run (?P<outcome>finished|was interrupted|failed)(: (?P<why>.*))?", re.DOTALL)
-"""What the line looks like."""
+ENDED = re.compile(r"the run (?P<outcome>finished|was interrupted|failed)( \((?P<kind>\w+)\): (?P<why>.*))?", re.DOTALL)
+"""What the line looks like: a failure has the class of its error, and what that says."""
 _SAID = {"finished": "the run finished", "interrupted": "the run was interrupted", "failed": "the run failed"}
 
 
@@ -27,6 +27,6 @@ def recorded(journal: Journal, carry_out: Callable[[], Finish]) -> Finish:
 
 
 def _record(journal: Journal, finish: Finish, error: TandemError | None) -> None:
-    why = f": {error}" if error is not None else ""
+    why = f" ({type(error).__name__}): {error}" if error is not None else ""
     with contextlib.suppress(RunFolderError):  # of a disk that is full: that is what the run failed of
         journal.record_event("coordinator", f"{_SAID[finish.outcome]}{why}")
