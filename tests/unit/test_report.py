@@ -17,6 +17,7 @@ from tandem.coordinator.inspect.charts import Line, layer_chart, line_chart
 from tandem.coordinator.inspect.figure import draw_panels
 from tandem.coordinator.inspect.panels import panels_of
 from tandem.coordinator.inspect.report import format_report, write_report
+from tandem.coordinator.inspect.report_page import page
 from tandem.coordinator.inspect.side_by_side import configuration_differences, labels, load_runs
 from tandem.coordinator.run.ending import recorded
 from tandem.coordinator.run.journal import Journal, StepRecord
@@ -100,8 +101,7 @@ class Page(HTMLParser):
 
 
 def page_of(*folders: Path) -> tuple[str, Page]:
-    write_report(folders, Path("out"), is_brief=True)
-    text = Path("out/report.html").read_text()
+    text = page(load_runs(folders))
     return text, Page(text)
 
 
@@ -109,15 +109,15 @@ def test_the_page_is_one_file_that_loads_nothing_and_links_to_nothing() -> None:
     folder = write_run("run")
     with Journal.open(folder) as journal:
         journal.record_event("coordinator", f"validation: 'q' -> {MODEL_MADE!r} (reward 0)")
-    text, page = page_of(folder)
-    assert page.titles == [*PANELS]
-    assert page.charts == 8
-    assert not page.tags & {"script", "img", "link", "a", "iframe", "object", "use", "image"}
-    assert not page.attributes.keys() & {"href", "src", "xlink:href", "srcset", "data", "action", "onclick"}
+    text, shown = page_of(folder)
+    assert shown.titles == [*PANELS]
+    assert shown.charts == 8
+    assert not shown.tags & {"script", "img", "link", "a", "iframe", "object", "use", "image"}
+    assert not shown.attributes.keys() & {"href", "src", "xlink:href", "srcset", "data", "action", "onclick"}
     assert "url(" not in text
     assert "@import" not in text
     assert "default-src &" not in text
-    assert "default-src 'none'; style-src 'unsafe-inline'" in page.attributes["content"]
+    assert "default-src 'none'; style-src 'unsafe-inline'" in shown.attributes["content"]
     assert "&lt;script&gt;alert(" in text, "what a model made is text"
     for said in ("What was reached", "finished", "0.55 → 0.8", "Where the time went", "1.000 s (50%)", "5.600"):
         assert said in text, said
@@ -143,14 +143,15 @@ def test_eight_panels_are_drawn() -> None:
 def test_every_algorithm_has_eight_panels_and_those_without_metrics_say_so(
     algorithm: str, metrics: dict[str, float], instead: str, lacks: int
 ) -> None:
-    text, page = page_of(write_run("run", metrics, algorithm))
-    assert len(page.titles) == 8
-    assert instead in page.titles
-    assert page.titles[-2:] == ["seconds by phase", "memory"]
+    text, shown = page_of(write_run("run", metrics, algorithm))
+    assert len(shown.titles) == 8
+    assert instead in shown.titles
+    assert shown.titles[-2:] == ["seconds by phase", "memory"]
     assert text.count('<p class="missing">') == lacks
-    assert page.charts == 8 - lacks
-    draw_panels(load_runs([Path("run")]), Path("eight.png"))
-    assert Path("eight.png").exists()
+    assert shown.charts == 8 - lacks
+    if lacks == 6:
+        draw_panels(load_runs([Path("run")]), Path("eight.png"))
+        assert Path("eight.png").exists()
 
 
 def test_runs_of_two_algorithms_share_panels() -> None:
@@ -170,8 +171,8 @@ def test_runs_are_compared_with_what_differs_between_their_configurations(capsys
     assert "b/run:" in told
     assert "policy.optimizer.kwargs.lr" in told
     text = Path("both/report.html").read_text()
-    page = Page(text)
-    assert page.charts == 8
+    shown = Page(text)
+    assert shown.charts == 8
     assert "How their configurations differ" in text
     assert "<th>policy.optimizer.kwargs.lr</th>" in text
     assert "log_dir" not in text, "it differs between any two"

@@ -1,4 +1,4 @@
-"""The eight panels of a report: which metrics each of them draws, of which algorithm, pure.
+"""The eight panels of a report: which metrics each of them draws, of which algorithm.
 
 A panel has two axes, because a length and a share, or a norm and a share, have no common scale. Its first curve is
 drawn solid, the others dashed; several runs differ in colour.

@@ -1,4 +1,4 @@
-"""Report on runs: ``report.html``, which is one file and loads nothing, ``report.png``, and ``report.json``."""
+"""Report on runs, side by side: as one HTML file, as PNG, and as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A report as one HTML file that loads nothing and links to nothing; whatever a model or a user wrote is escaped."""
+"""A report as one HTML file that loads nothing and links to nothing.
+
+Whatever a model or a user wrote is escaped.
+"""
 
 from __future__ import annotations
 

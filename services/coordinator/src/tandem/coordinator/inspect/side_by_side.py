@@ -1,4 +1,4 @@
-"""Runs side by side: what a report says of them in tables, and in which keys their configurations differ."""
+"""The tables of a report: runs side by side, and in which keys their configurations differ."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from tandem.coordinator.inspect.diagnosis.finding import Certainty, Finding
 FAILURE_SHARES: tuple[tuple[float, Certainty], ...] = ((0.5, "certain"), (0.1, "likely"), (0.02, "possible"))
 """Share of samples that the environment failed on, and how certain it is then that this is what is wrong."""
 _ENVIRONMENT = re.compile(r"environment '")
+_QUOTED = re.compile(r"(environment '[^']*')|'[^']*'|\"[^\"]*\"")
 
 
 def failing_environment(evidence: Evidence) -> Finding | None:
@@ -56,4 +57,4 @@ def failing_environment(evidence: Evidence) -> Finding | None:
 
 def _cause(failure: str) -> str:
     """Return a failure without what differs from sample to sample."""
-    return shortened(re.sub(r"problem '[^']*'|problem \"[^\"]*\"", "problem …", failure), 300)
+    return shortened(_QUOTED.sub(lambda found: found[1] or "…", failure), 300)

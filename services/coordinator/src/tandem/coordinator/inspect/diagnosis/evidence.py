@@ -223,6 +223,7 @@ def _logs(folder: Path) -> dict[str, tuple[str, ...]]:
     for path in sorted((folder / "logs").glob("*.log")):
         with contextlib.suppress(OSError):
             lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
+            lines = [line for line in lines if not line.startswith(f"{path.stem} leaves: ")]
             tails[path.stem] = tuple(lines[-_LOG_LINES:])
     return tails
 

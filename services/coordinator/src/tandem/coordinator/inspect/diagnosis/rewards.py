@@ -43,7 +43,7 @@ def equal_rewards(evidence: Evidence) -> Finding | None:
 
 def _examples(evidence: Evidence) -> list[str]:
     """Return what a model answered in the last step that is recorded."""
-    last = evidence.samples[-1:]
+    last = [row for row in evidence.samples if row.response][-1:]
     return [f"such as, in step {row.step}: {shortened(row.response, 80)!r} (reward {row.reward:g})" for row in last]
 
 
@@ -67,9 +67,9 @@ def groups_without_spread(evidence: Evidence) -> Finding | None:
 
 def one_answer(evidence: Evidence) -> Finding | None:
     """Find one response that is given to whatever is asked."""
-    last = [row for row in evidence.samples if row.step == evidence.samples[-1].step]
-    if not last:
+    if not evidence.samples:
         return None
+    last = [row for row in evidence.samples if row.step == evidence.samples[-1].step]
     ((response, count),) = Counter(row.response for row in last).most_common(1)
     given = [row for row in last if row.response == response]
     problems = {row.problem_id for row in given}
