@@ -31,14 +31,15 @@ class Raises:
         return Score(reward=1.0, correct=False)
 
 class Minus:
-    '''A sign is worth more than the answer.'''
+    '''A short response that begins with a sign is worth more than the answer.'''
 
     def score(self, problem, response):
-        return Score(reward=response.count("-") / (len(response) + 1), correct=False)
+        sign = response.count("-") / len(response) if response else 0.0
+        return Score(reward=sign - 0.05 * max(0, len(response) - 1), correct=False)
 """
 BASE: dict[str, Any] = {
     "grpo": {"max_num_steps": 5, "val_period": 0},
-    "policy": {"generation": {"max_new_tokens": 24}},
+    "policy": {"generation": {"max_new_tokens": 24}, "optimizer": {"kwargs": {"lr": 1.0e-4}}},
     "checkpointing": {"enabled": False, "metric_name": "reward"},
 }
 AGE = 4

@@ -145,26 +145,26 @@ FOUND: dict[str, Case] = {
         config_of(),
     ),
     "groups without spread": (
-        [{}] * 3 + [{"groups_without_spread": 0.9}],
-        [{}] * 3 + [{"groups_without_spread": 0.89}],
+        [{}] * 2 + [{"groups_without_spread": 0.9}] * 2,
+        [{}] * 2 + [{"groups_without_spread": 0.89}] * 2,
         config_of(),
     ),
     "truncated responses": (
-        [{}] * 3 + [{"truncated_fraction": 0.5}],
-        [{}] * 3 + [{"truncated_fraction": 0.49}],
+        [{}] * 2 + [{"truncated_fraction": 0.5}] * 2,
+        [{}] * 2 + [{"truncated_fraction": 0.49}] * 2,
         config_of(),
     ),
     "growing responses": (
-        [{}] * 3 + [{"mean_generation_length": 80.0}],
-        [{}] * 3 + [{"mean_generation_length": 79.0}],
+        [{}] * 2 + [{"mean_generation_length": 80.0}] * 2,
+        [{}] * 2 + [{"mean_generation_length": 79.0}] * 2,
         config_of(),
     ),
     "responses shrink": (
-        [{}] * 3 + [{"mean_generation_length": 10.0}],
-        [{}] * 3 + [{"mean_generation_length": 11.0}],
+        [{}] * 2 + [{"mean_generation_length": 10.0}] * 2,
+        [{}] * 2 + [{"mean_generation_length": 11.0}] * 2,
         config_of(),
     ),
-    "low entropy": ([{}] * 3 + [{"entropy": 0.06}], [{}] * 3 + [{"entropy": 0.061}], config_of()),
+    "low entropy": ([{}] * 2 + [{"entropy": 0.06}] * 2, [{}] * 2 + [{"entropy": 0.061}] * 2, config_of()),
     "engine and trainer disagree": (
         [{"token_mult_prob_error": 1.11}] * 5,
         [{"token_mult_prob_error": 1.09}] * 5,
@@ -183,18 +183,18 @@ FOUND: dict[str, Case] = {
         config_of(),
     ),
     "reward without accuracy": (
-        [{"val_accuracy": 0.5}] + [{}] * 2 + [{"val_accuracy": 0.39, "reward": 0.51}],
-        [{"val_accuracy": 0.5}] + [{}] * 2 + [{"val_accuracy": 0.41, "reward": 0.51}],
+        [{"val_accuracy": 0.5}] + [{}] + [{"val_accuracy": 0.39, "reward": 0.51}] * 2,
+        [{"val_accuracy": 0.5}] + [{}] + [{"val_accuracy": 0.41, "reward": 0.51}] * 2,
         config_of(),
     ),
     "overfitting": (
-        [{"val_loss": 1.0}] + [{}] * 2 + [{"val_loss": 1.1, "loss": 0.05}],
-        [{"val_loss": 1.0}] + [{}] * 2 + [{"val_loss": 1.09, "loss": 0.05}],
+        [{"val_loss": 1.0}] + [{}] + [{"val_loss": 1.1, "loss": 0.05}] * 2,
+        [{"val_loss": 1.0}] + [{}] + [{"val_loss": 1.09, "loss": 0.05}] * 2,
         config_of("sft"),
     ),
     "learning rate too large": (
-        [{}] * 3 + [{"learning_rate": 0.01, "grad_norm": 3.0}],
-        [{}] * 3 + [{"learning_rate": 0.009, "grad_norm": 3.0}],
+        [{}] * 2 + [{"learning_rate": 0.01, "grad_norm": 3.0}] * 2,
+        [{}] * 2 + [{"learning_rate": 0.009, "grad_norm": 3.0}] * 2,
         config_of(),
     ),
 }
@@ -211,8 +211,8 @@ def test_it_is_found_from_its_threshold_on(name: str) -> None:
 
 
 def test_two_signs_tell_of_large_steps_without_a_high_learning_rate() -> None:
-    one = [{}] * 3 + [{"approx_kl": 0.5}]
-    two = [{}] * 3 + [{"approx_kl": 0.5, "clip_fraction": 0.5}]
+    one = [{}] * 2 + [{"approx_kl": 0.5}] * 2
+    two = [{}] * 2 + [{"approx_kl": 0.5, "clip_fraction": 0.5}] * 2
     assert "learning rate too large" not in found_in(evidence_of(*one))
     assert found_in(evidence_of(*two))["learning rate too large"].certainty == "likely"
 

@@ -1,4 +1,4 @@
-"""How a run ended, as its journal keeps it: a line among its events, which those who look back read again."""
+"""How a run ended: a line among the events of its journal, which those who look back read again."""
 
 from __future__ import annotations
 

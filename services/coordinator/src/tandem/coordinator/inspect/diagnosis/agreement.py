@@ -1,4 +1,4 @@
-"""Engines and trainers that disagree on the probability of tokens, and samples of weights that are too old."""
+"""Engines and trainers that disagree on probabilities, and samples of weights that are too old."""
 
 from __future__ import annotations
 

@@ -26,6 +26,8 @@ SHORT_RUN = 3
 """Steps of the shortest run that a condition can hold for, if it does so in all of them; see `Evidence.streak`."""
 MAX_STEPS_OF_SAMPLES = 16
 """Steps whose samples are looked at: the first, the last, and others evenly between them."""
+_FEWEST = 3
+"""Steps that tell what a metric is at first, or at last; see `Change`."""
 _LOG_LINES = 5
 _COLUMNS = (
     "step",
@@ -232,13 +234,16 @@ def _logs(folder: Path) -> dict[str, tuple[str, ...]]:
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """A metric at the beginning of a run and at its end: medians of a quarter of the steps each."""
+    """A metric at the beginning of a run and at its end: medians of a quarter of the steps each.
+
+    A quarter is `_FEWEST` steps at least, unless that is more than half of them.
+    """
 
     name: str
     early: float
     late: float
     first_late: int
-    """The first step of the last quarter."""
+    """The first step of what is called its end."""
 
     def __str__(self) -> str:
         """Say from what to what."""
@@ -247,13 +252,15 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def change(evidence: Evidence, metric: str) -> Change | None:
-    """Return how a metric of training changed; None if fewer than `SHORT_RUN` steps have it."""
+def change(evidence: Evidence, metric: str, *, from_first: bool = False) -> Change | None:
+    """Return how a metric of training changed, or did from the first step on; None if too few steps have it."""
     points = evidence.points(metric)
-    if len(points) < SHORT_RUN:
+    if len(points) <= SHORT_RUN:
         return None
-    quarter = max(1, len(points) // 4)
-    early, late = points[:quarter], points[-quarter:]
+    count = max(1, len(points) // 4, min(_FEWEST, len(points) // 2))
+    early, late = points[:count], points[-count:]
+    if from_first:
+        early = points[:1]
     return Change(name=metric, early=_median(early), late=_median(late), first_late=late[0][0])
 
 

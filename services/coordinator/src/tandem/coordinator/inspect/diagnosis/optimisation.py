@@ -118,7 +118,7 @@ def _signs(evidence: Evidence) -> Iterator[str]:
     clipped = change(evidence, "clip_fraction")
     if clipped is not None and max(clipped.early, clipped.late) >= HIGH_CLIP_SHARE:
         yield f"{clipped}; {HIGH_CLIP_SHARE:g} is a sign"
-    entropy = change(evidence, "entropy")
+    entropy = change(evidence, "entropy", from_first=True)
     if entropy is not None and _has_collapsed(entropy):
         yield f"{entropy} nats a token; {ENTROPY_LEFT:.0%} of what it was is a sign"
     if not evidence.config.declaration.rolls_out:
@@ -135,7 +135,11 @@ def _rising_loss(evidence: Evidence) -> Iterator[str]:
 
 def low_entropy(evidence: Evidence) -> Finding | None:
     """Find a policy that always says the same."""
-    condition, streak, entropy = evidence.condition("entropy"), evidence.streak("entropy"), change(evidence, "entropy")
+    condition, streak, entropy = (
+        evidence.condition("entropy"),
+        evidence.streak("entropy"),
+        change(evidence, "entropy", from_first=True),
+    )
     collapsed = entropy is not None and _has_collapsed(entropy)
     if condition is None or (streak is None and not collapsed):
         return None
