@@ -1,6 +1,7 @@
 """The record of samples: what a run trained on, as files that pandas reads.
 
     RUN/samples/step-00000012.rollout-0.parquet                      a shard: all that a step trained on of one rollout
+    RUN/samples/validation-00000010.rollout-0.parquet                the same of what a step was validated by
     RUN/samples/unfinished/step-00000012.rollout-0.3f9a.arrows       what finished of a step that is not trained on yet
 
 A row is a sample. A shard gets its name when it is whole, and its pages have checksums. An unfinished file is an Arrow
@@ -25,12 +26,14 @@ import pyarrow.parquet as pq
 
 from tandem.common.batch import SampleArrays
 from tandem.common.errors import SamplesError
-from tandem.common.messages import SampleKey, SampleScored
+from tandem.common.messages import Purpose, SampleKey, SampleScored
 from tandem.common.sample_files import SHARD, files, shard_path, temporary_path
 
 FORMAT = 1
 """Counts up when the meaning of a column changes."""
 _RUN_ID, _FORMAT = b"tandem.run_id", b"tandem.format"
+_ROW_GROUP = 128
+"""Samples that are read together: who looks at a few of a big shard reads no other's tokens."""
 
 SCHEMA = pa.schema(
     [
@@ -73,6 +76,8 @@ _FROM_ARROW: dict[str, Callable[[Any], Any]] = {"components": dict, "tokens_by_v
 """What makes a field of what Arrow has in its column, where that is not the same."""
 _ARRAYS = {name.removesuffix("_T"): name for name in SampleArrays.__struct_fields__ if name.endswith("_T")}
 """The field of `SampleArrays` that a column has."""
+WITHOUT_ARRAYS = tuple(name for name in SCHEMA.names if name not in _ARRAYS)
+"""The columns that have no number for each token."""
 _FIELDS = {"reference_answer": "answer"}
 """The field of a column that is called otherwise."""
 
@@ -103,9 +108,9 @@ class RecordedSample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Unix time at which its last reward was there."""
 
 
-def steps(folder: Path) -> list[int]:
+def steps(folder: Path, purpose: Purpose = "train") -> list[int]:
     """Return the steps that have shards, in order."""
-    return sorted({file.step for file in files(folder, SHARD)})
+    return sorted({file.step for file in files(folder, SHARD, purpose)})
 
 
 def read_step(folder: Path, step: int, run_id: str | None = None) -> list[RecordedSample]:
@@ -129,18 +134,51 @@ def read_shard(path: Path, run_id: str | None = None, columns: Sequence[str] | N
         raise SamplesError(f"{path} cannot be read as a record of samples: {_line(error)}") from error
 
 
-def write_shard(folder: Path, run_id: str, step: int, rollout: str, table: pa.Table) -> int:
+def read_rows(
+    path: Path, rows: Sequence[int], run_id: str | None = None, columns: Sequence[str] | None = None
+) -> pa.Table:
+    """Return some rows of a shard, in this order, reading no more of it than the row groups that hold them.
+
+    Raises `SamplesError`, as `read_step` does.
+    """
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            _check(path, file.schema_arrow, run_id)
+            sizes = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
+            wanted, places, first, num_read = {*rows}, dict[int, int](), 0, 0
+            groups = []
+            for number, size in enumerate(sizes):
+                inside = [row for row in range(first, first + size) if row in wanted]
+                if inside:
+                    groups.append(number)
+                    places |= {row: num_read + row - first for row in inside}
+                    num_read += size
+                first += size
+            return file.read_row_groups(groups, columns=columns).take([places[row] for row in rows])
+    except (OSError, pa.ArrowException) as error:
+        raise SamplesError(f"{path} cannot be read as a record of samples: {_line(error)}") from error
+
+
+def write_shard(folder: Path, run_id: str, step: int, rollout: str, table: pa.Table, purpose: Purpose = "train") -> int:
     """Write a rollout's samples of a step, in the place of any shard that it had; return the number of bytes.
 
     The file has its name once it is whole, on disk. Raises `OSError`.
     """
-    path = shard_path(folder, step, rollout)
+    return _write_parquet(shard_path(folder, step, rollout, purpose), run_id, table)
+
+
+def _write_parquet(path: Path, run_id: str, table: pa.Table) -> int:
+    """Write a file that has its name once it is whole, on disk; return the number of bytes. Raises `OSError`."""
     temporary = temporary_path(path)
     temporary.parent.mkdir(parents=True, exist_ok=True)
     try:
         with temporary.open("wb") as file:
             pq.write_table(
-                table.replace_schema_metadata(_metadata(run_id)), file, compression="zstd", write_page_checksum=True
+                table.replace_schema_metadata(_metadata(run_id)),
+                file,
+                compression="zstd",
+                write_page_checksum=True,
+                row_group_size=_ROW_GROUP,
             )
             file.flush()
             os.fsync(file.fileno())
@@ -206,7 +244,7 @@ def table_of(samples: Sequence[RecordedSample]) -> pa.Table:
 
 
 def samples_of(table: pa.Table) -> list[RecordedSample]:
-    """Return the samples of a table, in its order."""
+    """Return the samples of a table, in its order; without arrays' columns in the table their arrays are empty."""
     columns = {name: _values(table, name) for name in SCHEMA.names}
     return [
         RecordedSample(
@@ -246,6 +284,8 @@ def _values(table: pa.Table, column: str) -> Sequence[Any]:
     """Return a column row by row; arrays are views of all of it laid end to end."""
     if column not in _ARRAYS:
         return list(table[column].to_pylist())
+    if column not in table.column_names:
+        return [np.zeros(0, SCHEMA.field(column).type.value_type.to_pandas_dtype())] * table.num_rows
     chunks: list[pa.ListArray] = table[column].chunks
     return [
         numbers[start:end]
