@@ -17,11 +17,14 @@ FOLDER = "samples"
 """Of the record within the run folder."""
 UNFINISHED = "unfinished"
 """Of what is not trained on yet, within the folder of the record."""
+LOGPROBS = "logprobs"
+"""Of the log-probabilities that trainers computed of the samples, within the folder of the record."""
+PURPOSES: tuple[Purpose, ...] = ("train", "validate")
 SHARD, STREAM = ".parquet", ".arrows"
 """What the names of shards end with, and those of unfinished files."""
 _KINDS: Mapping[Purpose, str] = {"train": "step", "validate": "validation"}
 """What the names of files begin with: of the samples that a step trained on, and of those that it was validated by."""
-_PURPOSES = {kind: purpose for purpose, kind in _KINDS.items()}
+_OF_KIND = {kind: purpose for purpose, kind in _KINDS.items()}
 _NAME = re.compile(
     r"\.?(?P<kind>step|validation)-(?P<step>\d{8,})\.(?P<rollout>[^.]+)(\.[0-9a-f]+)?\.(parquet|arrows)(\.[0-9a-f]+)?"
 )
@@ -51,7 +54,7 @@ def _named(paths: Iterable[Path]) -> list[RecordFile]:
     for path in paths:
         named = _NAME.fullmatch(path.name)
         if named is not None:
-            found.append(RecordFile(path, int(named["step"]), named["rollout"], _PURPOSES[named["kind"]]))
+            found.append(RecordFile(path, int(named["step"]), named["rollout"], _OF_KIND[named["kind"]]))
     return found
 
 

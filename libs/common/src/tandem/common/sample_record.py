@@ -113,13 +113,13 @@ def steps(folder: Path, purpose: Purpose = "train") -> list[int]:
     return sorted({file.step for file in files(folder, SHARD, purpose)})
 
 
-def read_step(folder: Path, step: int, run_id: str | None = None) -> list[RecordedSample]:
+def read_step(folder: Path, step: int, run_id: str | None = None, purpose: Purpose = "train") -> list[RecordedSample]:
     """Return the samples of a step, in the order of groups and samples; none if it has no shard.
 
     Raises `SamplesError`, which names the file, for a shard that is damaged, is no shard, or is of a run other than
     `run_id`, where that is given.
     """
-    shards = [file.path for file in files(folder, SHARD) if file.step == step]
+    shards = [file.path for file in files(folder, SHARD, purpose) if file.step == step]
     samples = [sample for path in shards for sample in samples_of(read_shard(path, run_id))]
     return sorted(samples, key=lambda sample: (sample.scored.group, sample.scored.sample))
 
