@@ -2,6 +2,7 @@
 
     RUN/samples/step-00000012.rollout-0.parquet                      a shard: all that a step trained on of one rollout
     RUN/samples/validation-00000010.rollout-0.parquet                the same of what a step was validated by
+    RUN/samples/logprobs/step-00000012.trainer-0.parquet             what the policy in training says of a step's tokens
     RUN/samples/unfinished/step-00000012.rollout-0.3f9a.arrows       what finished of a step that is not trained on yet
 
 A row is a sample. A shard gets its name when it is whole, and its pages have checksums. An unfinished file is an Arrow
@@ -24,10 +25,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tandem.common.batch import SampleArrays
+from tandem.common.batch import Float32s, Int32s, SampleArrays
 from tandem.common.errors import SamplesError
 from tandem.common.messages import Purpose, SampleKey, SampleScored
-from tandem.common.sample_files import SHARD, files, shard_path, temporary_path
+from tandem.common.sample_files import LOGPROBS, SHARD, files, shard_path, temporary_path
 
 FORMAT = 1
 """Counts up when the meaning of a column changes."""
@@ -70,7 +71,11 @@ SCHEMA = pa.schema(
         ("versions", pa.list_(pa.int32())),
     ]
 )
-"""The columns of every file; ``docs/samples.md`` says what is in them."""
+"""The columns of every file of samples; ``docs/samples.md`` says what is in them."""
+_LOGPROBS = pa.schema(
+    [("step", pa.int64()), ("group", pa.int64()), ("sample", pa.int64()), ("logprobs", pa.list_(pa.float32()))]
+)
+"""The columns of every file of log-probabilities: of each token of the sequence, NaN where the trainer has none."""
 _SCORED = SampleScored.__struct_fields__
 _FROM_ARROW: dict[str, Callable[[Any], Any]] = {"components": dict, "tokens_by_version": tuple}
 """What makes a field of what Arrow has in its column, where that is not the same."""
@@ -124,11 +129,13 @@ def read_step(folder: Path, step: int, run_id: str | None = None, purpose: Purpo
     return sorted(samples, key=lambda sample: (sample.scored.group, sample.scored.sample))
 
 
-def read_shard(path: Path, run_id: str | None = None, columns: Sequence[str] | None = None) -> pa.Table:
+def read_shard(
+    path: Path, run_id: str | None = None, columns: Sequence[str] | None = None, schema: pa.Schema = SCHEMA
+) -> pa.Table:
     """Return a shard's table, or some columns of it. Raises `SamplesError`, as `read_step` does."""
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            _check(path, file.schema_arrow, run_id)
+            _check(path, file.schema_arrow, run_id, schema)
             return file.read(columns=columns)
     except (OSError, pa.ArrowException) as error:
         raise SamplesError(f"{path} cannot be read as a record of samples: {_line(error)}") from error
@@ -187,6 +194,42 @@ def _write_parquet(path: Path, run_id: str, table: pa.Table) -> int:
     finally:
         temporary.unlink(missing_ok=True)
     return num_bytes
+
+
+def write_logprobs(
+    folder: Path,
+    run_id: str,
+    step: int,
+    trainer: str,
+    keys: Sequence[tuple[int, int]],
+    lengths_S: Int32s,
+    logprobs_T: Float32s,
+) -> None:
+    """Write what a trainer's policy says of the tokens of its samples, whose groups and places are `keys`.
+
+    Raises `OSError`.
+    """
+    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths_S)]), pa.int32())
+    columns = [
+        pa.array([step] * len(keys), pa.int64()),
+        *(pa.array([key[place] for key in keys], pa.int64()) for place in range(2)),
+        pa.ListArray.from_arrays(offsets, pa.array(logprobs_T, pa.float32()), type=_LOGPROBS.field("logprobs").type),
+    ]
+    table = pa.Table.from_arrays(columns, schema=_LOGPROBS)
+    _write_parquet(shard_path(folder / LOGPROBS, step, trainer), run_id, table)
+
+
+def read_logprobs(folder: Path, step: int, run_id: str | None = None) -> dict[tuple[int, int], Float32s]:
+    """Return what trainers say of the tokens of a step's samples, by group and place; nothing where it is not there.
+
+    Of each token of the sequence, NaN where the trainer has none. Raises `SamplesError`, as `read_step` does.
+    """
+    found: dict[tuple[int, int], Float32s] = {}
+    for path in [file.path for file in files(folder / LOGPROBS, SHARD) if file.step == step]:
+        table = read_shard(path, run_id, schema=_LOGPROBS)
+        keys = zip(table["group"].to_pylist(), table["sample"].to_pylist(), strict=True)
+        found |= zip(keys, _lists(table["logprobs"]), strict=True)
+    return found
 
 
 class UnfinishedFile:
@@ -286,7 +329,12 @@ def _values(table: pa.Table, column: str) -> Sequence[Any]:
         return list(table[column].to_pylist())
     if column not in table.column_names:
         return [np.zeros(0, SCHEMA.field(column).type.value_type.to_pandas_dtype())] * table.num_rows
-    chunks: list[pa.ListArray] = table[column].chunks
+    return _lists(table[column])
+
+
+def _lists(column: pa.ChunkedArray) -> list[Any]:
+    """Return the arrays of a column of lists."""
+    chunks: list[pa.ListArray] = column.chunks
     return [
         numbers[start:end]
         for chunk in chunks
@@ -312,12 +360,12 @@ def _metadata(run_id: str) -> dict[bytes, bytes]:
     return {_RUN_ID: run_id.encode(), _FORMAT: str(FORMAT).encode()}
 
 
-def _check(path: Path, schema: pa.Schema, run_id: str | None) -> None:
+def _check(path: Path, schema: pa.Schema, run_id: str | None, expected: pa.Schema = SCHEMA) -> None:
     """Raise `SamplesError` unless a file is part of a record of samples, and of this run."""
     metadata = schema.metadata or {}
     if _RUN_ID not in metadata or _FORMAT not in metadata:
         raise SamplesError(f"{path} is no record of samples")
-    if metadata[_FORMAT] != str(FORMAT).encode() or not schema.equals(SCHEMA):
+    if metadata[_FORMAT] != str(FORMAT).encode() or not schema.equals(expected):
         said = metadata[_FORMAT].decode(errors="replace")
         raise SamplesError(
             f"{path} has format {said} of the record of samples, this release reads format {FORMAT}: use the release "

@@ -44,7 +44,7 @@ def _samples(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from tandem.common.errors import RunFolderError, SamplesError
-    from tandem.coordinator.inspect.samples import SampleQuery, search
+    from tandem.coordinator.inspect.samples import SampleQuery, search, trainer_logprobs
     from tandem.coordinator.inspect.samples_text import print_samples
     from tandem.coordinator.run.journal import read_journal
     from tandem.coordinator.run.replay import config_of
@@ -72,7 +72,10 @@ def _samples(arguments: argparse.Namespace) -> int:
         name = config.policy.tokenizer.name
         lacking = "responses are shown without special tokens, and several turns as one text"
         print(f"note: the tokenizer is neither in {name} nor in a checkpoint: {lacking}", file=sys.stderr)
-    print_samples(selection, Console(), query.purpose, tokenizer, {} if arguments.tokens else None)
+    logprobs = None
+    if arguments.tokens:
+        logprobs = trainer_logprobs(run, selection.step, run_id) if query.purpose == "train" else {}
+    print_samples(selection, Console(), query.purpose, tokenizer, logprobs)
     return OK
 
 

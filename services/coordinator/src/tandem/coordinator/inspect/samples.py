@@ -15,10 +15,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from tandem.common.batch import Float32s
 from tandem.common.errors import SamplesError
 from tandem.common.messages import Purpose
 from tandem.common.sample_files import FOLDER, SHARD, RecordFile, files
-from tandem.common.sample_record import WITHOUT_ARRAYS, RecordedSample, read_rows, read_shard, samples_of, steps
+from tandem.common.sample_record import (
+    WITHOUT_ARRAYS,
+    RecordedSample,
+    read_logprobs,
+    read_rows,
+    read_shard,
+    samples_of,
+    steps,
+)
 from tandem.coordinator.run.replay import steps_in_words
 
 Order = Literal["group", "worst", "best"]
@@ -74,6 +83,16 @@ def select(run: Path, query: SampleQuery, run_id: str | None = None) -> list[Rec
 def recorded_steps(run: Path, purpose: Purpose = "train") -> list[int]:
     """Return the steps that have recorded samples, in order."""
     return steps(run / FOLDER, purpose)
+
+
+def trainer_logprobs(run: Path, step: int, run_id: str | None = None) -> dict[tuple[int, int], Float32s]:
+    """Return what the policy in training says of each token of a step's samples, by group and place.
+
+    They are log-probabilities of all tokens of the sequence, NaN where the trainer computed none, as in the prompt;
+    from before the step's first optimizer step where a pass of its own computes them, else as the loss had them.
+    Nothing is returned where they are not recorded. Raises `SamplesError` as `search` does.
+    """
+    return read_logprobs(run / FOLDER, step, run_id)
 
 
 def search(run: Path, query: SampleQuery, run_id: str | None = None) -> Selection:
