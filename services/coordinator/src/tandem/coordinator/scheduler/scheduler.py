@@ -192,6 +192,11 @@ class Scheduler:
             return Phase.WRITING if saving.is_out else Phase.ATTESTING
         return Phase.GENERATING
 
+    @property
+    def missing(self) -> str:
+        """The processes that are yet to join, for people; empty once all have."""
+        return self._membership.missing()
+
     def handle(self, event: Event) -> list[Action]:
         """Take one event; return the actions it leads to, in order."""
         self.requests.now = event.now
