@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ from tests.integration.trainer_harness import make_batch, make_config, make_mode
 # --- a run -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_records_what_it_was_validated_by_and_what_its_trainers_say_of_each_token() -> None:
+def test_a_run_records_what_it_was_validated_by_and_what_its_trainers_say_of_each_token(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     more = {
         "grpo": {"max_num_steps": 3, "val_period": 2, "val_at_start": True},
         "logger": {"num_val_samples_to_print": 3},
@@ -63,6 +66,11 @@ def test_a_run_records_what_it_was_validated_by_and_what_its_trainers_say_of_eac
             assert (np.isfinite(values_T) == arrays.loss_mask_T).all(), "of what was trained on, and nothing else"
             gap = np.abs(values_T - arrays.generation_logprobs_T)[arrays.loss_mask_T]
             assert gap.max() < 1e-3, "the same weights in the same precision"
+    page = (Path(__file__).parents[2] / "docs" / "samples.md").read_text()
+    (code,) = (code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "trainer_logprobs" in code)
+    exec(code.replace("12", "3"), {})
+    worst = capsys.readouterr().out.splitlines()
+    assert [float(line.split()[0]) for line in worst] == sorted(row.scored.reward for row in record[3])[:5]
     shown = coordinator("samples", "run", "--validation", "--step", "2", "--limit", "1")
     assert "step 2, group 0, sample 0" in shown.stdout
     assert shown.stdout.endswith("8 validation samples of step 2, 7 of them not shown: --limit says how many are\n")

@@ -6,7 +6,6 @@ import io
 import re
 from pathlib import Path
 
-import msgspec
 import pytest
 from rich.console import Console
 
@@ -60,13 +59,6 @@ def test_a_row_a_refit_and_a_line_a_link() -> None:
         "version 1: rollout-2 was quarantined and refitted: it does not hold version 1: model.norm.weight",
     ]
     assert all(len(line) <= 100 for line in rest)
-
-
-def test_refits_in_place_say_so() -> None:
-    aliased = msgspec.structs.replace(ALIASED, num_bytes={}, quarantined={})
-    _, row, *_, last = printed(aliased)
-    assert row.split()[:4] == ["1", "1", "in", "place"]
-    assert last == "engines read the trainers' memory in place: no bytes were moved"
 
 
 def test_a_run_without_refits_is_said_so(capsys: pytest.CaptureFixture[str]) -> None:
