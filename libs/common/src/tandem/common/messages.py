@@ -182,6 +182,8 @@ class BuildTrainer(Command, frozen=True, kw_only=True, tag=True):
     """Weight version that the weights to start from count as: the number of training steps behind them."""
     checkpoint: str = ""
     """Folder of a Tandem checkpoint to resume from; empty to start from ``policy.model_name``."""
+    samples_folder: str = ""
+    """Folder of the record of samples, beside which log-probabilities are kept; empty where there is none."""
 
 
 class TrainerBuilt(Message, frozen=True, kw_only=True, tag=True):
@@ -456,7 +458,9 @@ class RecordedGroup(Message, frozen=True, kw_only=True):
 
 
 class RecordSamples(Command, frozen=True, kw_only=True, tag=True):
-    """Write to the record what a step, which has trained, had of one rollout; it is on disk since it finished.
+    """Write to the record what a step, which has trained, or was validated, had of one rollout.
+
+    It is on disk since it finished.
 
     What else of that rollout's was written for the step is no part of it. Sent again, it is carried out again.
     """
@@ -464,6 +468,7 @@ class RecordSamples(Command, frozen=True, kw_only=True, tag=True):
     step: Count
     rollout: Name
     """Whose samples: the receiver's own, unless that rollout is lost."""
+    purpose: Purpose = "train"
     groups: Annotated[tuple[RecordedGroup, ...], Meta(min_length=1)]
 
 

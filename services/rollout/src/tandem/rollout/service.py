@@ -340,7 +340,7 @@ class RolloutService:
             if order.purpose == "train":
                 for _, scored, arrays in samples:
                     self._samples().put((command_id, scored.group, scored.sample), arrays)
-                self._record(self._generations[command_id], samples)
+            self._record(self._generations[command_id], samples)
             message = SamplesFinished(
                 command_id=command_id,
                 step=order.step,
@@ -360,7 +360,7 @@ class RolloutService:
     def _record(self, generation: Generation, samples: list[tuple[PromptGroup, SampleScored, SampleArrays]]) -> None:
         if self._recorder is not None:
             order = generation.order
-            self._recorder.add(order.step, order.command_id, generation.started_at, samples)
+            self._recorder.add(order.step, order.purpose, order.command_id, generation.started_at, samples)
 
     def _go_on(self, conversation: Conversation, turn: Turn) -> Literal["length", "turns"] | Unscored | None:
         """Add what the environment said, if another response may follow; else return what ends the sample."""

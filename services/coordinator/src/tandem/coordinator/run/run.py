@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from tandem.common import wire
+from tandem.common.assignment import scoring_trainers
 from tandem.common.config import (
     Config,
     config_from_json,
@@ -194,7 +195,7 @@ def _run(
     if start.first_step > algorithm.num_steps:
         say(f"nothing to do: {journal.folder} has all of its {algorithm.num_steps} steps")
         return Finish(outcome="finished")
-    samples = SampleFolder(config.logger)
+    samples = SampleFolder(config.logger, [f"trainer-{index}" for index in scoring_trainers(config)])
     kept = _put_aside(config, samples, start.first_step, limits, journal.run_id, algorithm, say)
     spec = run_spec(
         config,
