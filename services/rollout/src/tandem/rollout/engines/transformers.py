@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -11,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from tandem.common.errors import ModelError
-from tandem.rollout.engine import Completion, Request
+from tandem.rollout.engine import Completion, Request, Tokens
 from tandem.rollout.engines.attention import KeyValueCache, Prompt, Step
 from tandem.rollout.engines.refitted import RefittedEngine
 from tandem.rollout.engines.sampling import draw, uniforms
@@ -101,6 +102,11 @@ class TransformersEngine(RefittedEngine):
         stopped_R = slots.record(token_R, logprob_R, version)
         finished_F = np.flatnonzero(stopped_R | (slots.num_new_S[:num] >= slots.max_new_S[:num]))
         return self._retire(finished_F, ["stop" if stopped_R[slot] else "length" for slot in finished_F.tolist()])
+
+    def made(self, starts: Mapping[int, int]) -> dict[int, Tokens]:
+        """Return what running requests have made from these tokens on, by id."""
+        numbers = [(slot, sequence.request.request_id) for slot, sequence in enumerate(self._slots.sequences)]
+        return {number: self._slots.made(slot, starts[number]) for slot, number in numbers if number in starts}
 
     def abort(self, request_id: int) -> Completion | None:
         """Stop a request and return what it has made; None if it is not known."""

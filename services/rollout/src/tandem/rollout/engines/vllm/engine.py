@@ -12,7 +12,7 @@ import numpy as np
 from tandem.common.config.schema.generation import VllmCfg
 from tandem.common.errors import ModelError, TandemError
 from tandem.common.vllm_arguments import check_arguments
-from tandem.rollout.engine import Completion, Request
+from tandem.rollout.engine import Completion, Request, Tokens
 from tandem.rollout.engines.refitted import RefittedEngine
 from tandem.rollout.engines.stopping import StopStrings
 from tandem.rollout.engines.vllm import float8, insides
@@ -36,12 +36,20 @@ class _Sequence(msgspec.Struct):
     logprobs: list[float] = []
     versions: list[int] = []
 
+    def made(self, start: int) -> Tokens:
+        return Tokens(
+            token_ids_T=np.array(self.token_ids[start:], np.int32),
+            logprobs_T=np.array(self.logprobs[start:], np.float32),
+            versions_T=np.array(self.versions[start:], np.int32),
+        )
+
     def completion(self, finish_reason: FinishReason) -> Completion:
+        tokens = self.made(0)
         return Completion(
             request_id=self.request.request_id,
-            token_ids_T=np.array(self.token_ids, np.int32),
-            logprobs_T=np.array(self.logprobs, np.float32),
-            versions_T=np.array(self.versions, np.int32),
+            token_ids_T=tokens.token_ids_T,
+            logprobs_T=tokens.logprobs_T,
+            versions_T=tokens.versions_T,
             finish_reason=finish_reason,
         )
 
@@ -137,6 +145,12 @@ class VllmEngine(RefittedEngine):
         for sequence, _ in finished:
             del self._sequences[sequence.request.request_id]
         return [sequence.completion(reason) for sequence, reason in finished]
+
+    def made(self, starts: Mapping[int, int]) -> dict[int, Tokens]:
+        """Return what running requests have made from these tokens on, by id."""
+        return {
+            number: sequence.made(starts[number]) for number, sequence in self._sequences.items() if number in starts
+        }
 
     def abort(self, request_id: int) -> Completion | None:
         """Stop a request and return what it has made; None if it is not known."""
