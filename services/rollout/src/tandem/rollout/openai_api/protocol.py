@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -21,7 +21,6 @@ MAX_BODY_BYTES = 1 << 24
 MAX_CHOICES = 1024
 """Responses that one request may ask for: prompts times ``n``."""
 _MAX_STOPS = 64
-_TWO_63: Final = 1 << 63
 _CHANGES_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
@@ -60,7 +59,7 @@ _CHANGES_NOTHING: Mapping[str, tuple[Any, ...]] = {
 """Fields that are not carried out, with the values, beside null, that are the same as not to give them."""
 
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
-Seed = Annotated[int, Meta(ge=-_TWO_63, lt=_TWO_63)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Positive = Annotated[int, Meta(ge=1, le=2**31)]
 Stop = str | Annotated[list[str], Meta(max_length=_MAX_STOPS)]
 
@@ -290,7 +289,7 @@ def too_long(num_tokens: int, max_length: int) -> Refused:
     return Refused(
         f"the prompt has {num_tokens} tokens and the maximum context length is {max_length} tokens, which leaves no "
         "room for a response",
-        param="messages",
+        param="prompt",
         code="context_length_exceeded",
     )
 
