@@ -203,23 +203,35 @@ def _alphabet(hugging_face: Any) -> frozenset[str] | None:
 
 def load_tokenizer(config: Config, folder: Path | None = None) -> Tokenizer:
     """Load ``policy.tokenizer``, from another `folder` where it is not there yet. Raises `ModelError` if none is."""
-    # AutoTokenizer would import torch; every tokenizer that Tandem can use has the one file that this class reads.
-    from transformers import PreTrainedTokenizerFast
-
     where = config.policy.tokenizer.name
-    failure = f"policy.tokenizer.name: cannot load a tokenizer from {where!r}: "
-    there = folder or Path(where)
-    strange = first_irregular(itertools.chain([there], there.glob("*"), there.glob("additional_chat_templates/*")))
-    if strange is not None:
-        raise ModelError(f"{failure}{strange}, not a file")
     try:
-        hugging_face = PreTrainedTokenizerFast.from_pretrained(folder or where)
-    except Exception as error:  # the library raises whatever its readers raise
-        raise ModelError(f"{failure}{error}".split("\n")[0]) from error
+        hugging_face = _read_tokenizer(folder or Path(where), where)
+    except ModelError as error:
+        raise ModelError(f"policy.tokenizer.name: {error}") from error
     template = config.policy.tokenizer.chat_template
     if template not in (None, "default"):
         hugging_face.chat_template = template
     return Tokenizer(hugging_face, where)
+
+
+def load_model_tokenizer(folder: Path) -> Tokenizer:
+    """Load the tokenizer that lies beside a model's weights. Raises `ModelError` if there is none."""
+    return Tokenizer(_read_tokenizer(folder, str(folder)), str(folder))
+
+
+def _read_tokenizer(folder: Path, where: str) -> Any:
+    # AutoTokenizer would import torch; every tokenizer that Tandem can use has the one file that this class reads.
+    from transformers import PreTrainedTokenizerFast
+
+    failure = f"cannot load a tokenizer from {where!r}: "
+    files = itertools.chain([folder], folder.glob("*"), folder.glob("additional_chat_templates/*"))
+    strange = first_irregular(files)
+    if strange is not None:
+        raise ModelError(f"{failure}{strange}, not a file")
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(str(folder))
+    except Exception as error:  # the library raises whatever its readers raise
+        raise ModelError(f"{failure}{error}".split("\n")[0]) from error
 
 
 def write_new_model(folder: Path, new_model: NewModel) -> None:

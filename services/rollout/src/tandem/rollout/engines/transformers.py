@@ -39,15 +39,17 @@ class TransformersEngine(RefittedEngine):
         max_total_sequence_length: int,
         dtype: Literal["float32", "bfloat16"],
         num_threads: int | None = None,
+        with_weights: bool = False,
     ) -> None:
-        """Build the model of `model_folder` without weights.
+        """Build the model of `model_folder` without weights, or with those in the folder as version 0.
 
         `num_slots` sequences run at once, each of at most `max_total_sequence_length` tokens, prompt included.
         `num_threads` sets the threads of this process (None leaves them). Raises `ModelError`.
         """
         if num_threads is not None:
             torch.set_num_threads(num_threads)
-        self._model = load_skeleton(model_folder, max_total_sequence_length, getattr(torch, dtype))
+        dtype_of = getattr(torch, dtype)
+        self._model = load_skeleton(model_folder, max_total_sequence_length, dtype_of, with_weights=with_weights)
         length_key = "policy.max_total_sequence_length"
         super().__init__(model_folder, weights_of(self._model), max_total_sequence_length, length_key)
         self._cache = KeyValueCache(num_slots, max_total_sequence_length)
@@ -57,6 +59,8 @@ class TransformersEngine(RefittedEngine):
         self._has_stale_keys = False
         """Whether the keys and values of running sequences are to be computed anew."""
         self._probe()
+        if with_weights:
+            self._version = 0
 
     @property
     def num_unfinished(self) -> int:

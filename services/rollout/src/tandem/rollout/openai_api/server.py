@@ -10,6 +10,8 @@ from types import TracebackType
 import uvicorn
 from starlette.types import ASGIApp
 
+from tandem.common.network import url_of
+
 _END_S = 5.0
 """For answers that are on their way when the server ends."""
 
@@ -65,9 +67,3 @@ def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens; port 0 is any that is free. Raises `OSError`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=1024)
-
-
-def url_of(listening: socket.socket) -> str:
-    """Return the address of what listens."""
-    host, port = listening.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
