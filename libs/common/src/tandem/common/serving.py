@@ -41,10 +41,10 @@ class Serving(Section, frozen=True, kw_only=True):
     vllm_cfg: VllmCfg
     vllm_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     """Further arguments of vLLM's engine."""
-    greeting: str
+    greeting: str = "ready"
     """Printed once it answers."""
-    listening: int
-    """Descriptor of the socket, which listens."""
+    listening: int = -1
+    """Descriptor of a socket that listens."""
     launched_by: int = 0
     """Process with which this one ends; zero for none."""
 

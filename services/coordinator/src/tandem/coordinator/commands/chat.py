@@ -42,10 +42,10 @@ def _chat(arguments: argparse.Namespace) -> int:
     from tandem.coordinator.serving.settings import open_port, settings_of
 
     token = secrets.token_hex()
+    serving = settings_of(arguments, token)
     with open_port("127.0.0.1", 0, token) as listening:
-        serving = msgspec.structs.replace(settings_of(arguments, listening, token), launched_by=os.getpid())
         print(f"loading {serving.model_folder}", flush=True)
-        with launched(serving):
+        with launched(msgspec.structs.replace(serving, listening=listening.fileno(), launched_by=os.getpid())):
             return _talk(arguments, url_of(listening), token)
 
 

@@ -67,11 +67,11 @@ def _serve(arguments: argparse.Namespace) -> int:
     from tandem.coordinator.serving.server_process import become
     from tandem.coordinator.serving.settings import open_port, settings_of
 
-    listening = open_port(arguments.host, arguments.port, arguments.token)
-    serving = settings_of(arguments, listening, arguments.token)
-    url = url_of(listening)
-    print(f"loading {serving.model_folder}", flush=True)
-    become(msgspec.structs.replace(serving, greeting=_greeting(serving, url)))
+    serving = settings_of(arguments, arguments.token)
+    with open_port(arguments.host, arguments.port, arguments.token) as listening:
+        print(f"loading {serving.model_folder}", flush=True)
+        greeting = _greeting(serving, url_of(listening))
+        become(msgspec.structs.replace(serving, greeting=greeting, listening=listening.fileno()))
 
 
 def _greeting(serving: Serving, url: str) -> str:

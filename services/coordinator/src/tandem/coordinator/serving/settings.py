@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ipaddress
 import os
 import socket
 import sys
@@ -21,6 +20,7 @@ from tandem.common.config.schema.base import Section
 from tandem.common.config.schema.generation import VllmCfg
 from tandem.common.errors import ConfigError, DamagedCheckpoint, ModelError
 from tandem.common.model_sizes import max_positions_in, vocabulary_in
+from tandem.common.network import is_loopback
 from tandem.common.serving import Serving
 from tandem.common.tokenizer import load_model_tokenizer
 from tandem.common.vllm_arguments import check_arguments
@@ -29,6 +29,7 @@ from tandem.coordinator.serving.found_model import find_model
 
 LONGEST_BY_DEFAULT = 4096
 """Of a sequence, where the model could do more: memory for keys and values is set aside for the whole batch."""
+_LAST_PORT = 65535
 _GPU_SHARE = 0.9
 """Of a GPU's memory for vLLM: nothing is trained beside it."""
 
@@ -40,7 +41,7 @@ class _Given(Section, frozen=True, kw_only=True):
     vllm_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
-def settings_of(arguments: argparse.Namespace, listening: socket.socket, token: str | None) -> Serving:
+def settings_of(arguments: argparse.Namespace, token: str | None) -> Serving:
     """Return how the model in ``arguments.folder`` is served. Raises `TandemError`; nothing has started then."""
     found = find_model(arguments.folder)
     if not any(found.folder.glob("*.safetensors")):
@@ -77,8 +78,6 @@ def settings_of(arguments: argparse.Namespace, listening: socket.socket, token: 
         token=token,
         vllm_cfg=given.vllm_cfg,
         vllm_kwargs=given.vllm_kwargs,
-        greeting="ready",
-        listening=listening.fileno(),
     )
 
 
@@ -87,22 +86,20 @@ def open_port(host: str, port: int, token: str | None) -> socket.socket:
 
     Raises `ConfigError` if it cannot, or if others than this machine could ask without a token.
     """
+    if not 0 <= port <= _LAST_PORT:
+        raise ConfigError(f"--port {port}: it must be from 0 to {_LAST_PORT}; 0 takes any that is free")
     try:
-        *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        address = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"--host {host}: it is no address of this machine: {error}") from error
-    if token is None and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
-        raise ConfigError(
-            f"--host {host}: others can reach it: give a --token that they must have, or --host 127.0.0.1"
-        )
-    family = socket.AF_INET6 if ":" in str(address[0]) else socket.AF_INET
+    if token is None and not is_loopback(address.partition("%")[0]):
+        raise ConfigError(f"--host {host}: others can reach it: give a --token that they must have")
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        return socket.create_server((str(address[0]), port), family=family, backlog=1024)
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(
-            f"--port {port}: cannot listen at {host}: {reason}; --port 0 takes any that is free"
-        ) from error
+        return socket.create_server((address, port), family=family, backlog=1024)
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else error
+        raise ConfigError(f"--port {port}: cannot listen at {host}: {reason}; 0 takes any that is free") from error
 
 
 def _given(overrides: Sequence[str], length: int, precision: str) -> _Given:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers.initialization import no_init_weights
 
 from tandem.common.errors import ModelError
@@ -61,14 +62,17 @@ def _with_weights(model_folder: Path, config: Any, dtype: torch.dtype) -> Any:
             use_safetensors=True,  # the other format is unpickled
             local_files_only=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are not, below
         )
+    except (RuntimeError, SafetensorError) as error:  # what cannot be brought into the model's own form, or be read
+        raise ModelError(f"{model_folder}: {' '.join(str(error).split())}") from error
     finally:
         transformers.utils.logging.set_verbosity(verbosity)
     for what in ("missing_keys", "mismatched_keys"):
-        if names := sorted(map(str, found[what])):
-            raise ModelError(
-                f"{model_folder}: {what.replace('_keys', '')}, of {len(names)} tensors the first: {names[0]}"
-            )
+        names = sorted(key if isinstance(key, str) else str(key[0]) for key in found[what])
+        if names:
+            state = what.removesuffix("_keys")
+            raise ModelError(f"{model_folder}: {names[0]} is {state}, the first of {len(names)} such tensors")
     return model
 
 
