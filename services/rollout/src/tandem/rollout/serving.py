@@ -1,4 +1,4 @@
-"""A server of one model: loads its weights into an engine and answers OpenAI's API until it is asked to end.
+"""A server of one model, which answers OpenAI's API until it is asked to end.
 
 The command line starts it (`tandem.common.serving`). The main thread drives the engine; HTTP has a thread of its own.
 """

@@ -1,4 +1,4 @@
-"""Find the model that a folder holds: as Hugging Face has models, as a checkpoint, or as a run with checkpoints."""
+"""Find the model in a folder: one of Hugging Face's, a checkpoint, or a run with checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decide how a model is served: what the command line says, checked, and what follows from the model's own files."""
+"""Decide how a model is served: by the checked command line and by the model's own files."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""OpenAI's HTTP interface over whatever generates: messages, application, server; no engine is imported here."""
+"""OpenAI's HTTP interface over whatever generates: messages, application, server."""

@@ -1,7 +1,7 @@
-"""The HTTP application: read a request, have it generated, answer whole or as a stream of server-sent events.
+"""The HTTP application: read a request, have it generated, answer whole or as a stream.
 
-It waits for a request's body, for the generator, and for the client to take what was sent, each request under one
-deadline. A client that goes away ends what is generated for it.
+Streams are server-sent events. It waits for a request's body, for the generator, and for the client to take what was
+sent, each request under one deadline. A client that goes away ends what is generated for it.
 """
 
 from __future__ import annotations

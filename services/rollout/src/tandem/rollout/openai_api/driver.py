@@ -1,4 +1,4 @@
-"""Generate for HTTP requests with an engine that one thread drives, while requests join and leave at any time.
+"""Generate for HTTP requests, which join and leave at any time, with an engine of one thread.
 
 Two threads meet here. The one that drives the engine calls `EngineDriver.work` again and again: that takes the requests
 which have come, has the engine make a token for each that runs, and sends what was made to where it is awaited. The

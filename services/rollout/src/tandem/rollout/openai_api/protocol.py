@@ -1,7 +1,8 @@
-"""Requests, answers and stream chunks of OpenAI's API, with vLLM's fields for token ids; all is checked here.
+"""Requests, answers and stream chunks of OpenAI's API, with vLLM's fields for token ids.
 
-A field that is not known is ignored, as OpenAI's own clients expect of servers. One that is known, would change the
-answer and is not carried out is refused, unless it has the value that changes nothing.
+All that comes in is checked here. A field that is not known is ignored, as OpenAI's own clients expect of servers.
+One that is known, would change the answer and is not carried out is refused, unless it has the value that changes
+nothing.
 """
 
 from __future__ import annotations
