@@ -182,7 +182,9 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bits(
         config(), rewards=[gate, right], reward_weights=[1, 2], dataset=ROWS, overrides={"env": SLOW}
     ) as run:
         assert gate.is_held.wait(TIMEOUT_S)
-        assert run.state == "running"
+        assert run.state == tandem.load_run("run").state == "running"
+        with pytest.raises(tandem.RunFolderError, match="another program began this run"):
+            tandem.load_run("run").stop()
         run.stop()
         run.stop()
         assert run.state == "interrupted"

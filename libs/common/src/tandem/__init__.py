@@ -7,10 +7,9 @@ here is imported when it is first used: to import ``tandem``, or a package below
 from __future__ import annotations
 
 import importlib
-from pkgutil import extend_path
 from typing import TYPE_CHECKING, Any
 
-__path__ = extend_path(__path__, __name__)
+__path__ = __import__("pkgutil").extend_path(__path__, __name__)  # as tools know it that read this, and import nothing
 
 if TYPE_CHECKING:
     from tandem.common.config import Config as Config

@@ -1,4 +1,6 @@
-"""The process of a run that a program began: ``python -m tandem.coordinator.api.child LIFELINE ORDER REPORTS OWNER``.
+"""The process of a run that a Python program began.
+
+``python -m tandem.coordinator.api.child LIFELINE ORDER REPORTS OWNER``: descriptors, and the id of the program.
 
     program -- guardian -- coordinator -- services
 
