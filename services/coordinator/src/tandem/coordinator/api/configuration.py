@@ -1,4 +1,4 @@
-"""The configuration of a run that a program begins: what it gave, what its arguments add, and its overrides."""
+"""The configuration of a run that a program begins: what was given, its arguments, its overrides."""
 
 from __future__ import annotations
 

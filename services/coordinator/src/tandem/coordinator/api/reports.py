@@ -1,4 +1,4 @@
-"""What the process of a run is told by the program that began it, and what it tells: orders and reports, as JSON."""
+"""What the process of a run is told by the program that began it, and what it reports, as JSON."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The reward functions of this program, behind a socket that rollouts ask (`tandem.rollout.environments.program`).
+"""The reward functions of this program, behind a socket that rollouts ask.
 
+Their end of it is `tandem.rollout.environments.program`.
 One thread (`RewardServer._serve`) has the socket to itself. It consumes `ScoreResponses`, and what comes of calls; it
 produces `ResponsesScored` as scores are there, and `StillScoring` every second while a rollout waits. It waits for
 nothing but the next of these, a moment at a time, and ends when the server is closed. Functions run in threads of a

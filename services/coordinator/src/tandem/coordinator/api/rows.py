@@ -1,4 +1,4 @@
-"""A data set that a program has in memory, as a file in the run folder, where all processes of the run find it.
+"""A data set that a program has in memory, as a file in the run folder, where the run finds it.
 
 Rows stay as they are, and get two fields more: the prompt and the reference answer as text. The file is named after its
 content, so that a run which is resumed with other rows is told from one that goes on with the same.

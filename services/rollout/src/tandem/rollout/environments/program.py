@@ -1,4 +1,4 @@
-"""The program that began the run, which scores samples with functions of its own: a rollout's connection to it.
+"""A rollout's connection to the program that began the run, whose functions score samples.
 
 One thread (`ProgramPool._run`) has the connection to itself. It consumes jobs, and what the program says; it produces
 an outcome for each job. The program itself gives up what takes too long (`tandem.coordinator.api.reward_server`), and

@@ -1,4 +1,4 @@
-"""Run environments beside generation, in worker processes, in threads, or in the program that began the run.
+"""Run environments beside generation: in worker processes, in threads, or in another program.
 
 What becomes of a sample whose response the environment failed on is decided here (``env.NAME.on_error``), and told: all
 there is to say to the rollout's log, a line to the coordinator.
