@@ -38,6 +38,7 @@ def main() -> None:
         environment = {"PYTHONPATH": sysconfig.get_path("purelib"), "PATH": "/usr/bin:/bin"}
         importable = [name for name in modules if name not in NEEDS or importlib.util.find_spec(NEEDS[name])]
         code = f"import importlib\nfor name in {importable!r}: importlib.import_module(name)\n"
+        code += "import tandem\nassert callable(tandem.train) and tandem.__version__\n"
         code += (
             f"import tandem.common\nassert tandem.common.__file__.startswith({str(site)!r}), tandem.common.__file__\n"
         )

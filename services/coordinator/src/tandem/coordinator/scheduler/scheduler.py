@@ -332,10 +332,13 @@ class Scheduler:
         match stage:
             case Phase.JOINING:
                 stage = self._stage = Phase.BUILDING
-                folder = self.spec.samples_folder
+                folder, server = self.spec.samples_folder, self.spec.reward_server
                 meet = OpenRendezvous(**self._open("trainer-0", Phase.BUILDING))
                 built = [
-                    Dispatch(member=engine, order=BuildEngine(samples_folder=folder, **self._open(engine, stage)))
+                    Dispatch(
+                        member=engine,
+                        order=BuildEngine(samples_folder=folder, reward_server=server, **self._open(engine, stage)),
+                    )
                     for engine in engines
                 ]
                 return [Dispatch(member="trainer-0", order=meet), *built]
