@@ -149,6 +149,16 @@ class RunReader:
         named = [tokenizer.get("name"), policy.get("model_name")]
         return [str(name) for name in named if name] + [f"{folder}/policy" for (folder,) in checkpoints]
 
+    def step_seconds(self, step: int) -> tuple[float, dict[str, float]] | None:
+        """Return when a step was committed, and its seconds by phase; None if it is not done."""
+        query = "SELECT id, committed_at FROM steps WHERE step = ? AND superseded_at IS NULL"
+        with self.journal() as journal:
+            row = journal.execute(query, (step,)).fetchone()
+            if row is None:
+                return None
+            seconds = journal.execute("SELECT phase, seconds FROM seconds WHERE step_id = ?", (row[0],)).fetchall()
+        return row[1], dict(seconds)
+
     def refits(self, limit: int) -> list[Refit]:
         """Return the newest refits of versions that still count, in order."""
         query = "SELECT record FROM refits WHERE superseded_at IS NULL ORDER BY id DESC LIMIT ?"

@@ -23,11 +23,13 @@ from tandem.coordinator.page.reader import RunReader
 from tandem.coordinator.page.security import Guard, error
 from tandem.coordinator.page.series import Curves
 from tandem.coordinator.page.stream import Watch
+from tandem.coordinator.page.timeline import flame, timeline
 
 STATIC = Path(__file__).parent / "static"
 _MOST_POINTS = 10_000
 _MOST_ROWS = 1000
 _MOST_NAMES = 200
+_MOST_STEPS = 200
 
 
 class Run:
@@ -135,6 +137,13 @@ def _live(run: Run, request: Request) -> Any:
     return run.reader.live()
 
 
+def _timeline(run: Run, request: Request) -> Any:
+    num_steps = whole_number(request, "steps", 10, 1, _MOST_STEPS)
+    view = timeline(run.reader.folder, num_steps, maybe_whole_number(request, "to"))
+    step = maybe_whole_number(request, "flame")
+    return view if step is None else msgspec.structs.replace(view, flame=flame(run.reader, step))
+
+
 def _refits(run: Run, request: Request) -> Any:
     return run.reader.refits(whole_number(request, "limit", 200, 1, _MOST_ROWS))
 
@@ -175,6 +184,7 @@ _ANSWERS: tuple[tuple[str, Answer], ...] = (
     ("series", _series),
     ("memory", _memory),
     ("live", _live),
+    ("timeline", _timeline),
     ("refits", _refits),
     ("events", _events),
     ("samples", _samples),

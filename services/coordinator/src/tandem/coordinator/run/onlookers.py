@@ -1,0 +1,65 @@
+"""What the coordinator says for those who look on: ``live.json``, the timeline, and the page that shows them.
+
+It takes no part in the run, and nothing that goes wrong with it stops that.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tandem.common.config import Config
+from tandem.common.messages import Failed, Order, Reply
+from tandem.coordinator.run.journal import StepRecord
+from tandem.coordinator.run.live_file import LiveFile
+from tandem.coordinator.run.members import Registry
+from tandem.coordinator.run.timeline import Timeline
+from tandem.coordinator.scheduler import Scheduler
+from tandem.coordinator.scheduler.events import Event, Outcome
+
+
+class Onlookers:
+    """Is told by the loop what happens."""
+
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        steps: range,
+        history: Sequence[StepRecord],
+        say: Callable[[str], None],
+    ) -> None:
+        """`steps` are those to come, `history` those that a resumed run has done."""
+        self.live = LiveFile(config, folder, steps.stop - 1, history)
+        self._timeline = Timeline(folder, steps.start, say)
+        self._now = 0.0
+        """When the event happened that is dealt with."""
+
+    def sent(self, member: str, order: Order) -> None:
+        """Note that a process was asked for something."""
+        self._timeline.sent(member, order, time.monotonic())
+
+    def answered(self, reply: Reply | Failed, now: float) -> None:
+        """Note that it was carried out, or could not be."""
+        self._timeline.answered(reply, now)
+
+    def handled(self, event: Event, scheduler: Scheduler) -> None:
+        """Note what the run does after an event."""
+        self._now = event.now
+        self._timeline.enter(scheduler.phase, event.now)
+
+    def show(self, scheduler: Scheduler, registry: Registry) -> None:
+        """Bring what they see up to date."""
+        self._timeline.give_up(scheduler.requests.__contains__, time.monotonic())
+        self.live.show(scheduler, registry)
+
+    def commit(self, record: StepRecord) -> None:
+        """Note that a step is done."""
+        self.live.commit(record)
+        self._timeline.commit(record.step, record.seconds.get("total", 0.0), self._now)
+
+    def end(self, outcome: Outcome, error: str = "") -> None:
+        """Say how the run has ended."""
+        self.live.end(outcome, error)
+        self._timeline.close()
