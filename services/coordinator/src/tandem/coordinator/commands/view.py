@@ -24,14 +24,15 @@ def add(commands: Commands) -> None:
 
 
 def _view(arguments: argparse.Namespace) -> int:
-    from tandem.coordinator.page.program import listen, needs_token, serve, url_of
+    from tandem.coordinator.page.address import is_loopback, listen, url_of
+    from tandem.coordinator.page.program import serve
     from tandem.coordinator.page.reader import RunReader
     from tandem.coordinator.page.security import new_token
 
     for run in arguments.runs:
         RunReader(run)
     token = None
-    if needs_token(arguments.host) or arguments.token:
+    if arguments.token or not is_loopback(arguments.host):
         token = arguments.token or new_token()
     with listen(arguments.host, arguments.port) as listener:
         print(f"page: {url_of(listener, token)}", flush=True)

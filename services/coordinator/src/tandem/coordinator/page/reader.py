@@ -122,9 +122,9 @@ class RunReader:
 
     def state(self, live: Live | None) -> State:
         """Return how the run is, of which `live` was said last."""
-        if is_taken(self.folder):
-            return "running"
-        return "ended" if live is None or live.outcome is None else live.outcome
+        if live is not None and live.outcome is not None:
+            return live.outcome
+        return "running" if is_taken(self.folder) else "ended"
 
     def live(self) -> Live | None:
         """Return what the coordinator said last; None once the run has ended."""
@@ -147,7 +147,10 @@ class RunReader:
         policy = msgspec.json.decode(config_json).get("policy", {})
         tokenizer = policy.get("tokenizer") or {}
         named = [tokenizer.get("name"), policy.get("model_name")]
-        return [str(name) for name in named if name] + [f"{folder}/policy" for (folder,) in checkpoints]
+        # Names are relative to where the run was begun, which the page need not be; checkpoints mostly lie in the run.
+        folders = [self.folder / "checkpoints" / Path(folder).name for (folder,) in checkpoints]
+        found = [*named, *(f"{folder}/policy" for (folder,) in checkpoints), *(f / "policy" for f in folders)]
+        return [str(name) for name in found if name]
 
     def step_seconds(self, step: int) -> tuple[float, dict[str, float]] | None:
         """Return when a step was committed, and its seconds by phase; None if it is not done."""

@@ -6,7 +6,6 @@ it were its own: the Host header tells. The token comes once in the address and 
 
 from __future__ import annotations
 
-import ipaddress
 import secrets
 from urllib.parse import urlencode, urlsplit
 
@@ -15,6 +14,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import HTTPConnection
 from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tandem.coordinator.page.address import is_loopback
 
 COOKIE = "tandem_page"
 _METHODS = ("GET", "HEAD")
@@ -28,16 +29,6 @@ _HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-
-
-def is_loopback(host: str) -> bool:
-    """Tell whether a name or an address is this machine's own, unreachable from outside."""
-    if host.rstrip(".").lower() == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def error(status: int, text: str) -> Response:

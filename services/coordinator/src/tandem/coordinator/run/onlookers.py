@@ -6,11 +6,12 @@ It takes no part in the run, and nothing that goes wrong with it stops that.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from tandem.common.config import Config
 from tandem.common.messages import Failed, Order, Reply
+from tandem.coordinator.page.beside import PageProcess
 from tandem.coordinator.run.journal import StepRecord
 from tandem.coordinator.run.live_file import LiveFile
 from tandem.coordinator.run.members import Registry
@@ -28,11 +29,13 @@ class Onlookers:
         folder: Path,
         steps: range,
         history: Sequence[StepRecord],
-        say: Callable[[str], None],
+        page: PageProcess | None,
     ) -> None:
         """`steps` are those to come, `history` those that a resumed run has done."""
+        self._page = page
+        self._news: list[str] = []
         self.live = LiveFile(config, folder, steps.stop - 1, history)
-        self._timeline = Timeline(folder, steps.start, say)
+        self._timeline = Timeline(folder, steps.start, self._news.append)
         self._now = 0.0
         """When the event happened that is dealt with."""
 
@@ -53,6 +56,13 @@ class Onlookers:
         """Bring what they see up to date."""
         self._timeline.give_up(scheduler.requests.__contains__, time.monotonic())
         self.live.show(scheduler, registry)
+
+    def take_news(self) -> list[str]:
+        """Return what has gone wrong with it since this was last asked."""
+        death = "" if self._page is None else self._page.death()
+        news = [*self._news, *([death] if death else [])]
+        self._news.clear()
+        return news
 
     def commit(self, record: StepRecord) -> None:
         """Note that a step is done."""

@@ -74,6 +74,8 @@ class Recorder:
         """Bring the live display up to date, and what others see."""
         self._progress.show(scheduler, registry)
         self.onlookers.show(scheduler, registry)
+        for line in self.onlookers.take_news():
+            self.note(line)
 
     def take_recorded(self, action: StepRecorded) -> None:
         """Keep the record of samples as small as it may be."""

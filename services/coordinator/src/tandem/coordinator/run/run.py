@@ -21,6 +21,7 @@ from tandem.common.errors import DamagedCheckpoint, ModelError, RunFolderError
 from tandem.common.telemetry import MetricWriters, MlflowRun, MlflowWriter, TensorBoardWriter, WandbRun, WandbWriter
 from tandem.coordinator.algorithms.rewards import has_spread
 from tandem.coordinator.algorithms.running import RunningAlgorithm
+from tandem.coordinator.page.beside import PageProcess, page_socket
 from tandem.coordinator.run.batches import Batches
 from tandem.coordinator.run.checkpoints import CheckpointFolder
 from tandem.coordinator.run.fork_server import ForkServer
@@ -76,6 +77,9 @@ def run(
     with contextlib.ExitStack() as stack:
         hub = wire.Hub(config.cluster.address)  # before the journal: a run that cannot listen has not begun
         stack.callback(hub.close)
+        listener = page_socket(config.logger.page)
+        if listener is not None:
+            stack.callback(listener.close)
         run_id = _name_run(config, mode, say)
         if mode == "restart":  # the model that it makes may lie within the folder that was just set aside
             make_model(config, mode, say)
@@ -87,7 +91,12 @@ def run(
             writers.add(_mlflow(config, run_id))
         journal = _open_journal(ready, mode, run_id)
         stack.callback(journal.close)
-        return _run(config, algorithm, journal, hub, writers, say, fork_server, from_step)
+        page = None
+        if listener is not None:
+            page = PageProcess(journal.folder, listener)
+            stack.callback(page.close)
+            say(f"page: {page.url}")
+        return _run(config, algorithm, journal, hub, writers, say, fork_server, from_step, page)
 
 
 def _run_prerequisite(
@@ -176,6 +185,7 @@ def _run(
     say: Callable[[str], None],
     fork_server: ForkServer,
     from_step: int | None,
+    page: PageProcess | None,
 ) -> Finish:
     checkpoints = CheckpointFolder(
         Path(config.checkpointing.checkpoint_dir),
@@ -217,7 +227,7 @@ def _run(
             folder = journal.folder / config.logger.tensorboard.log_dir
             writers.add(TensorBoardWriter(folder, start.first_step))
         stack.callback(progress.close)
-        onlookers = Onlookers(config, journal.folder, range(spec.first_step, spec.last_step + 1), history, say)
+        onlookers = Onlookers(config, journal.folder, range(spec.first_step, spec.last_step + 1), history, page)
         recorder = Recorder(config, journal, checkpoints, samples, writers, progress, onlookers)
         say(_who_runs_where(config, hub.address))
         scheduler = Scheduler(spec, time.monotonic(), is_informative=partial(has_spread, config.grpo), kept=kept)
