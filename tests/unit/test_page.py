@@ -310,3 +310,32 @@ def test_what_the_coordinator_was_writing_is_not_there_yet() -> None:
     with make_run():
         Path("run", LIVE_NAME).write_text(json.dumps({"at": 1.0})[:5])
         assert get(client("run"), "/api/runs/0/live") is None
+
+
+def test_gpus_are_what_the_drivers_tool_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = Path("bin/nvidia-smi").absolute()
+    tool.parent.mkdir()
+    lines = ["0, NVIDIA H200, 143771, 1024, 37", "1, NVIDIA H200, 143771, 0, [N/A]", "No devices were found"]
+    tool.write_text(
+        "#!/bin/sh\necho asked >> " + f"{tool.parent}/asked\n" + "".join(f"echo '{line}'\n" for line in lines)
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tool.parent), prepend=":")
+    with make_run():
+        page = client("run")
+        assert get(page, "/api/runs/0/gpus") == [], "it has not begun"
+        say_live()
+        first, second = get(page, "/api/runs/0/gpus")
+        assert (first["index"], first["name"], first["utilisation"]) == (0, "NVIDIA H200", 0.37)
+        assert first["memory_gb"] == pytest.approx(150.755, abs=1e-3)
+        assert first["used_gb"] == pytest.approx(1.074, abs=1e-3)
+        assert second["utilisation"] is None
+        get(page, "/api/runs/0/gpus")
+    assert Path("bin/asked").read_text().count("asked") <= 2, "not more than every two seconds"
+
+
+def test_a_driver_that_is_not_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(Path.cwd()))
+    with make_run():
+        say_live()
+        assert get(client("run"), "/api/runs/0/gpus") == []

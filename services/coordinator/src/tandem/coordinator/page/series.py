@@ -1,7 +1,8 @@
-"""Curves: a run's metrics and seconds by step, read from the journal once, then what is new; and their buckets.
+"""Curves: a run's metrics and seconds by step, read once, then what is new; and their buckets.
 
-What was read of a metric is kept as arrays, of as many metrics as fit `_MAX_BYTES`; those that were not asked for the
-longest are forgotten first, and read again when they are.
+They are read from ``curves.f64`` (`tandem.coordinator.run.curves_file`), and what is not there, as of a run of an older
+release, from the journal. What was read of a metric is kept as arrays, of as many metrics as fit `_MAX_BYTES`; those
+that were not asked for the longest are forgotten first, and read again when they are.
 """
 
 from __future__ import annotations
@@ -9,18 +10,13 @@ from __future__ import annotations
 import sqlite3
 import threading
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
 
 import msgspec
 import numpy as np
 
 from tandem.coordinator.page.reader import RunReader
+from tandem.coordinator.run.curves_file import SECONDS, CurvesTable, Ids, Numbers, read_curves
 
-Numbers: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.float64]]"
-Ids: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.int64]]"
-
-SECONDS = "seconds/"
-"""Begins the name of the curve of a phase's seconds."""
 _CHUNK = 1000
 """Steps read at once: a commit of the coordinator waits for no more."""
 _MAX_BYTES = 256e6
@@ -54,10 +50,11 @@ class _Column:
         self.read_to = 0
         """The newest step that was looked at, by its id."""
 
-    def extend(self, ids: Sequence[int], values: Sequence[float | None], read_to: int) -> None:
-        """Add what was found after `read_to`."""
-        self.ids = np.concatenate([self.ids, np.array(ids, np.int64)])
-        self.values = np.concatenate([self.values, np.array(values, np.float64)])  # None, SQLite's NaN, is NaN
+    def extend(self, ids: Ids, values: Numbers, read_to: int) -> None:
+        """Add what was found after `read_to`, in any order."""
+        order = np.argsort(ids, kind="stable")
+        self.ids = np.concatenate([self.ids, ids[order]])
+        self.values = np.concatenate([self.values, values[order]])
         self.read_to = read_to
 
 
@@ -71,6 +68,7 @@ class Curves:
         """The run, and how many of its steps a resume did over again: what was read is of these."""
         self._ids: Ids = np.zeros(0, np.int64)
         self._steps: Ids = np.zeros(0, np.int64)
+        self._committed_at: Numbers = np.zeros(0)
         self._columns: dict[str, _Column] = {}
         """The one that was asked for last is the last."""
         self._names: dict[str, None] = {}
@@ -116,14 +114,16 @@ class Curves:
         if self._of != (run_id, num_superseded):
             self._of = (run_id, num_superseded)
             self._ids = self._steps = np.zeros(0, np.int64)
+            self._committed_at = np.zeros(0)
             self._columns, self._names, self._names_to = {}, {}, 0
         newest = int(self._ids[-1]) if len(self._ids) else 0
-        query = "SELECT id, step FROM steps WHERE id > ? AND superseded_at IS NULL ORDER BY id"
+        query = "SELECT id, step, committed_at FROM steps WHERE id > ? AND superseded_at IS NULL ORDER BY id"
         rows = journal.execute(query, (newest,)).fetchall()
         if rows:
-            table = np.array(rows, np.int64)
-            self._ids = np.concatenate([self._ids, table[:, 0]])
-            self._steps = np.concatenate([self._steps, table[:, 1]])
+            ids, steps, committed_at = zip(*rows, strict=True)
+            self._ids = np.concatenate([self._ids, np.array(ids, np.int64)])
+            self._steps = np.concatenate([self._steps, np.array(steps, np.int64)])
+            self._committed_at = np.concatenate([self._committed_at, np.array(committed_at, np.float64)])
 
     def _read(self, journal: sqlite3.Connection, names: Sequence[str]) -> None:
         """Bring columns up to date, those that were read as far together."""
@@ -134,19 +134,39 @@ class Curves:
             self._columns[name] = column
             if column.read_to < newest:
                 together.setdefault((name.startswith(SECONDS), column.read_to), []).append(name)
+        table = read_curves(self._reader.folder) if together else None
         for (is_seconds, read_to), alike in together.items():
-            found = _rows(journal, alike, read_to, newest, is_seconds=is_seconds)
-            for name, (ids, values) in found.items():
-                self._columns[name].extend(ids, values, newest)
+            new = self._ids > read_to
+            rows = self._rows(table, new)
+            is_there, ids = rows >= 0, self._ids[new]
+            of_journal = _from_journal(journal, alike, ids[~is_there], is_seconds=is_seconds)
+            for name in alike:
+                found_ids, found = of_journal[name]
+                if table is not None:
+                    values, has = table.column(name, rows[is_there])
+                    found_ids = np.concatenate([ids[is_there][has], found_ids])
+                    found = np.concatenate([values[has], found])
+                self._columns[name].extend(found_ids, found, newest)
+
+    def _rows(self, table: CurvesTable | None, new: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Ids:
+        """Return in which row of the table each of these steps is; -1 where it is in none."""
+        if table is None:
+            return np.full(int(new.sum()), -1, np.int64)
+        return table.rows_of(self._steps[new], self._committed_at[new])
 
     def _read_names(self, journal: sqlite3.Connection) -> None:
         """Bring the names up to date: of the steps that are new, or, where these are many, of some and of the newest.
 
-        A metric that is there in few steps is most likely one of a validation, which comes every so many.
+        The table has all names of the steps that are in it. Otherwise a metric that is there in few steps is most
+        likely one of a validation, which comes every so many.
         """
-        new = self._ids[self._ids > self._names_to]
-        if not len(new):
+        newer = self._ids > self._names_to
+        if not newer.any():
             return
+        table = read_curves(self._reader.folder)
+        new = self._ids[newer][self._rows(table, newer) < 0]
+        if table is not None and len(new) < newer.sum():
+            self._names |= dict.fromkeys(table.names)
         if len(new) > 4 * _SPARSE:
             every = max(1, len(new) // _SPARSE)
             sparse = {*new[:_SPARSE].tolist(), *new[::every].tolist(), *new[-_SPARSE:].tolist()}
@@ -154,8 +174,8 @@ class Curves:
             new = np.array(sorted(sparse), np.int64)
         for ids in np.array_split(new, max(1, len(new) // _CHUNK)):
             marks = ",".join("?" * len(ids))
-            for table, column, prefix in (("metrics", "name", ""), ("seconds", "phase", SECONDS)):
-                query = f"SELECT DISTINCT {column} FROM {table} WHERE step_id IN ({marks})"
+            for place, column, prefix in (("metrics", "name", ""), ("seconds", "phase", SECONDS)):
+                query = f"SELECT DISTINCT {column} FROM {place} WHERE step_id IN ({marks})"
                 self._names |= {prefix + name: None for (name,) in journal.execute(query, ids.tolist())}
         self._names_to = int(self._ids[-1])
 
@@ -175,23 +195,28 @@ class Curves:
             total -= column.values.nbytes + column.ids.nbytes
 
 
-def _rows(
-    journal: sqlite3.Connection, names: Sequence[str], after: int, to: int, *, is_seconds: bool
-) -> dict[str, tuple[list[int], list[float | None]]]:
-    """Read metrics of the steps after one, by its id, to another; a chunk at a time."""
+def _from_journal(
+    journal: sqlite3.Connection, names: Sequence[str], wanted: Ids, *, is_seconds: bool
+) -> dict[str, tuple[Ids, Numbers]]:
+    """Read metrics of these steps, by their ids, which ascend; a chunk at a time."""
     prefix = SECONDS if is_seconds else ""
     columns = "phase, seconds FROM seconds" if is_seconds else "name, value FROM metrics"
     marks = ",".join("?" * len(names))
-    query = f"SELECT step_id, {columns} WHERE step_id > ? AND step_id <= ? AND {columns.split(',')[0]} IN ({marks})"
-    found: dict[str, tuple[list[int], list[float | None]]] = {name: ([], []) for name in names}
-    bare = {name.removeprefix(prefix): found[name] for name in names}
-    for first in range(after, to, _CHUNK):
-        bounds = (first, min(first + _CHUNK, to))
-        for step_id, name, value in journal.execute(query, (*bounds, *bare)).fetchall():
-            ids, values = bare[name]
-            ids.append(step_id)
-            values.append(value)
-    return found
+    query = f"SELECT step_id, {columns} WHERE step_id BETWEEN ? AND ? AND {columns.split(',')[0]} IN ({marks})"
+    found: dict[str, tuple[list[int], list[float | None]]] = {name.removeprefix(prefix): ([], []) for name in names}
+    for chunk in np.array_split(wanted, max(1, -(-len(wanted) // _CHUNK))):
+        if not len(chunk):
+            continue
+        is_wanted = {*chunk.tolist()}
+        for step_id, name, value in journal.execute(query, (int(chunk[0]), int(chunk[-1]), *found)).fetchall():
+            if step_id in is_wanted:
+                ids, values = found[name]
+                ids.append(step_id)
+                values.append(value)
+    # None, SQLite's NaN, is NaN.
+    return {
+        prefix + name: (np.array(ids, np.int64), np.array(values, np.float64)) for name, (ids, values) in found.items()
+    }
 
 
 def bucketed(steps: Ids, values: Numbers, points: int) -> Series:

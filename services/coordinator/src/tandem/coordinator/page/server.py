@@ -18,6 +18,7 @@ from starlette.staticfiles import StaticFiles
 
 from tandem.common.errors import RunFolderError, SamplesError, TandemError
 from tandem.coordinator.page import samples
+from tandem.coordinator.page.gpus import Gpus
 from tandem.coordinator.page.query import BadQuery, choice, maybe_number, maybe_whole_number, whole_number
 from tandem.coordinator.page.reader import RunReader
 from tandem.coordinator.page.security import Guard, error
@@ -35,8 +36,9 @@ _MOST_STEPS = 200
 class Run:
     """A run, and what of it is kept between requests."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, gpus: Gpus) -> None:
         """Raises `RunFolderError` if it cannot be read."""
+        self.gpus = gpus
         self.reader = RunReader(folder)
         self.curves = Curves(self.reader)
 
@@ -50,7 +52,8 @@ def make_app(folders: Sequence[Path], token: str | None, static: Path = STATIC) 
 
     Raises `RunFolderError` for a folder that cannot be read.
     """
-    runs = [Run(folder) for folder in folders]
+    gpus = Gpus()
+    runs = [Run(folder, gpus) for folder in folders]
     watch = Watch([run.reader for run in runs])
 
     def list_runs(request: Request) -> Response:
@@ -148,6 +151,11 @@ def _refits(run: Run, request: Request) -> Any:
     return run.reader.refits(whole_number(request, "limit", 200, 1, _MOST_ROWS))
 
 
+def _gpus(run: Run, request: Request) -> Any:
+    """Return the GPUs of this machine while the run goes on, which may be one of several."""
+    return run.gpus.read() if run.reader.live() is not None else []
+
+
 def _events(run: Run, request: Request) -> Any:
     return run.reader.events(whole_number(request, "after", 0), whole_number(request, "limit", 500, 1, _MOST_ROWS))
 
@@ -186,6 +194,7 @@ _ANSWERS: tuple[tuple[str, Answer], ...] = (
     ("live", _live),
     ("timeline", _timeline),
     ("refits", _refits),
+    ("gpus", _gpus),
     ("events", _events),
     ("samples", _samples),
     ("samples/{step:int}/{group:int}/{sample:int}", _sample),

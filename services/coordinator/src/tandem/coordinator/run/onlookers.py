@@ -1,17 +1,19 @@
-"""What the coordinator says for those who look on: ``live.json``, the timeline, and the page that shows them.
+"""What the coordinator says for those who look on: ``live.json``, the timeline, curves, and the page that shows them.
 
 It takes no part in the run, and nothing that goes wrong with it stops that.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tandem.common.config import Config
 from tandem.common.messages import Failed, Order, Reply
 from tandem.coordinator.page.beside import PageProcess
+from tandem.coordinator.run.curves_file import CurvesFile
 from tandem.coordinator.run.journal import StepRecord
 from tandem.coordinator.run.live_file import LiveFile
 from tandem.coordinator.run.members import Registry
@@ -36,6 +38,9 @@ class Onlookers:
         self._news: list[str] = []
         self.live = LiveFile(config, folder, steps.stop - 1, history)
         self._timeline = Timeline(folder, steps.start, self._news.append)
+        self._curves: CurvesFile | None = None
+        with self._watching_curves():
+            self._curves = CurvesFile(folder, history)
         self._now = 0.0
         """When the event happened that is dealt with."""
 
@@ -67,9 +72,23 @@ class Onlookers:
     def commit(self, record: StepRecord) -> None:
         """Note that a step is done."""
         self.live.commit(record)
+        if self._curves is not None:
+            with self._watching_curves():
+                self._curves.append(record)
         self._timeline.commit(record.step, record.seconds.get("total", 0.0), self._now)
 
     def end(self, outcome: Outcome, error: str = "") -> None:
         """Say how the run has ended."""
         self.live.end(outcome, error)
         self._timeline.close()
+        if self._curves is not None:
+            self._curves.close()
+
+    @contextlib.contextmanager
+    def _watching_curves(self) -> Iterator[None]:
+        """What the disk says to it never stops the run; the journal has all of it."""
+        try:
+            yield
+        except OSError as error:
+            self._curves = None
+            self._news.append(f"curves are read from the journal, which takes longer: {error}")
