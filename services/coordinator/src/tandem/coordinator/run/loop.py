@@ -104,6 +104,7 @@ class Loop:
         self._algorithm = algorithm
         self._batches = batches
         self._recorder = recorder
+        self._onlookers = recorder.onlookers
         self._record_orders = RecordOrders()
         self._step_metrics = self._new_metrics()
         self._refits = RefitMetrics()
@@ -125,7 +126,9 @@ class Loop:
         return self._finish
 
     def _handle(self, event: Event) -> None:
-        for action in self._scheduler.handle(event):
+        actions = self._scheduler.handle(event)
+        self._onlookers.handled(event, self._scheduler)
+        for action in actions:
             self._carry_out(action)
 
     def _on_signal(self, number: int) -> None:
@@ -166,6 +169,8 @@ class Loop:
 
     def _keep(self, event: Event) -> None:
         """Keep what a reply brings besides the fact that it came."""
+        if isinstance(event, Erred):
+            self._onlookers.answered(event.failed, event.now)
         if not isinstance(event, Replied) or event.reply.command_id not in self._scheduler.requests:
             return
         self._batches.take_reply(event.member, event.reply)
@@ -190,6 +195,7 @@ class Loop:
                 self._recorder.note(f"training has waited for a checkpoint to be written: {why}")
             case _:
                 pass
+        self._onlookers.answered(event.reply, event.now)
         self._sent.pop(event.reply.command_id, None)
 
     # --- actions -----------------------------------------------------------------------------------------------------
@@ -231,6 +237,7 @@ class Loop:
         frames = encode(order, arrays)
         resend_at = time.monotonic() + _RESEND_AFTER * order.deadline_s
         self._sent[order.command_id] = Sent(member, frames, resend_at)
+        self._onlookers.sent(member, order)
         self._registry.order(member, order, frames)
 
     def _resend(self, now: float) -> None:

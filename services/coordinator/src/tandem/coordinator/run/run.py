@@ -22,6 +22,7 @@ from tandem.common.messages import RewardServer
 from tandem.common.telemetry import MetricWriters, MlflowRun, MlflowWriter, TensorBoardWriter, WandbRun, WandbWriter
 from tandem.coordinator.algorithms.rewards import has_spread
 from tandem.coordinator.algorithms.running import RunningAlgorithm
+from tandem.coordinator.page.beside import PageProcess, page_socket
 from tandem.coordinator.run.batches import Batches
 from tandem.coordinator.run.checkpoints import CheckpointFolder
 from tandem.coordinator.run.ending import recorded
@@ -33,6 +34,7 @@ from tandem.coordinator.run.launch import LocalProcesses
 from tandem.coordinator.run.loop import Loop
 from tandem.coordinator.run.members import Pulse, Registry
 from tandem.coordinator.run.model_folder import check_model
+from tandem.coordinator.run.onlookers import Onlookers
 from tandem.coordinator.run.prerequisite import Mode, Ready, has_begun, how_to_begin, make_model, set_aside
 from tandem.coordinator.run.progress import Progress
 from tandem.coordinator.run.recorder import Recorder
@@ -41,7 +43,7 @@ from tandem.coordinator.run.resuming import FROM_THE_MODEL, Resuming, Start, ref
 from tandem.coordinator.run.sample_folder import KeptLimits, SampleFolder
 from tandem.coordinator.run.spec import KINDS, expected_processes, launched_processes, run_spec
 from tandem.coordinator.scheduler import Scheduler
-from tandem.coordinator.scheduler.events import Finish
+from tandem.coordinator.scheduler.events import Finish, Outcome
 from tandem.coordinator.scheduler.kept import KeptGroup, Place
 
 
@@ -82,6 +84,9 @@ def run(
     with contextlib.ExitStack() as stack:
         hub = wire.Hub(config.cluster.address)  # before the journal: a run that cannot listen has not begun
         stack.callback(hub.close)
+        listener = page_socket(config.logger.page)
+        if listener is not None:
+            stack.callback(listener.close)
         run_id = _name_run(config, mode, say)
         if mode == "restart":  # the model that it makes may lie within the folder that was just set aside
             make_model(config, mode, say)
@@ -93,8 +98,14 @@ def run(
             writers.add(_mlflow(config, run_id))
         journal = _open_journal(ready, mode, run_id)
         stack.callback(journal.close)
+        page = None
+        if listener is not None:
+            page = PageProcess(journal.folder, listener)
+            stack.callback(page.close)
+            say(f"page: {page.url}")
         return recorded(
-            journal, lambda: _run(config, algorithm, journal, hub, writers, say, fork_server, from_step, reward_server)
+            journal,
+            lambda: _run(config, algorithm, journal, hub, writers, say, fork_server, from_step, reward_server, page),
         )
 
 
@@ -200,6 +211,7 @@ def _run(
     fork_server: ForkServer,
     from_step: int | None,
     reward_server: RewardServer | None,
+    page: PageProcess | None,
 ) -> Finish:
     checkpoints = CheckpointFolder(
         Path(config.checkpointing.checkpoint_dir),
@@ -236,24 +248,28 @@ def _run(
         pulse = Pulse(interval_s=config.cluster.heartbeat_interval_s, timeout_s=config.cluster.heartbeat_timeout_s)
         replies = Replies(Limits.of(config))
         registry = Registry(hub, expected_processes(config), config_to_json(config), journal.run_id, pulse, replies)
-        progress = Progress(config, spec, journal.steps())
+        history = journal.steps()
+        progress = Progress(config, spec, history)
         if config.logger.tensorboard_enabled:
             folder = journal.folder / config.logger.tensorboard.log_dir
             writers.add(TensorBoardWriter(folder, start.first_step))
         stack.callback(progress.close)
-        recorder = Recorder(config, journal, checkpoints, samples, writers, progress)
+        onlookers = Onlookers(config, journal.folder, range(spec.first_step, spec.last_step + 1), history, page)
+        recorder = Recorder(config, journal, checkpoints, samples, writers, progress, onlookers)
         say(_who_runs_where(config, hub.address))
         scheduler = Scheduler(spec, time.monotonic(), is_informative=partial(has_spread, config.grpo), kept=kept)
         loop = Loop(scheduler, registry, processes, algorithm, Batches(config, algorithm, addresses), recorder)
-        outcome = "failed"
+        outcome: Outcome = "failed"
+        error: Exception | None = None
         try:
             _launch(config, processes, registry)
             finish = loop.run()
-            outcome = finish.outcome
+            outcome, error = finish.outcome, finish.error
             damage = resuming.damage_in(finish, start)
-        except DamagedCheckpoint as error:
-            damage = error
+        except DamagedCheckpoint as damaged:
+            error = damage = damaged
         finally:
+            onlookers.end(outcome, str(error or ""))
             loop.stop(f"the run {outcome}" if outcome == "finished" else f"the run was {outcome}")
         if damage is not None:
             raise resuming.with_way_out(damage, start.first_step - 1)

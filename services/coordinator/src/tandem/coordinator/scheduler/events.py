@@ -249,10 +249,14 @@ class Say(msgspec.Struct, frozen=True, kw_only=True):
     text: str
 
 
+Outcome = Literal["finished", "interrupted", "failed"]
+"""How a run ends."""
+
+
 class Finish(msgspec.Struct, frozen=True, kw_only=True):
     """The run is over: end every process."""
 
-    outcome: Literal["finished", "interrupted", "failed"]
+    outcome: Outcome
     error: ServiceError | None = None
 
 

@@ -8,6 +8,7 @@ from tandem.common.algorithms import MetricName
 from tandem.common.config.schema.base import (
     NonEmptyStr,
     NonNegativeInt,
+    Port,
     PositiveFloat,
     PositiveInt,
     Section,
@@ -101,6 +102,9 @@ class Logger(Section, frozen=True, kw_only=True):
     """New. The record of the samples of training and validation, and of trainers' log-probabilities, in
     `logger.log_dir`/samples: all, off, or how many gigabytes (10^9 bytes) are kept at most; then the oldest steps are
     deleted."""
+    page: Literal["auto", "off"] | Port = "auto"
+    """New. The page that shows the run in a browser of this machine, by a process of its own: auto, off, or the port
+    that it listens on, which must be free. auto: the first free one from 8700 on."""
     wandb: Wandb = Wandb()
     mlflow: Mlflow = Mlflow()
     tensorboard: Tensorboard = Tensorboard()
