@@ -21,7 +21,7 @@ from tandem.common.sample_files import FOLDER, shard_path
 from tandem.common.sample_record import RecordedSample
 from tandem.common.tokenizer import load_tokenizer, write_new_model
 from tandem.coordinator.cli import main
-from tandem.coordinator.inspect.samples import Order, SampleQuery, recorded_steps, search, select
+from tandem.coordinator.inspect.samples import SampleQuery, Sort, recorded_steps, search, select
 from tandem.coordinator.inspect.samples_text import chat_text, print_samples, visible
 from tandem.coordinator.run.journal import Journal
 
@@ -29,12 +29,12 @@ CHAT = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2=<|im_end|
 
 
 def a_sample(group: int, sample: int, reward: float, *, step: int = 3, **more: Any) -> RecordedSample:
-    """A sample of two tokens of prompt and two of response, with texts that tell it apart."""
+    """A sample of two tokens of prompt, with texts that tell it apart."""
     known = scored(
-        group, sample, prompt_length=2, response_length=2, reward=reward, response=f"answer {group}.{sample}"
+        group, sample, prompt_length=2, response_length=2 + sample, reward=reward, response=f"answer {group}.{sample}"
     )
-    usual = {"step": step, "rollout": f"rollout-{group % 2}"}
-    return recorded(known, sample_of(4, first_token=10 * group + sample), **usual | more)
+    usual = {"step": step, "rollout": f"rollout-{group % 2}", "advantage": -float(group) if sample else None}
+    return recorded(known, sample_of(4 + sample, first_token=10 * group + sample), **usual | more)
 
 
 def a_record() -> list[RecordedSample]:
@@ -61,19 +61,25 @@ def test_samples_come_in_the_order_and_the_pages_that_are_asked_for() -> None:
     record(run, a_record())
     folder = Path("run")
 
-    def of(order: Order = "group", **query: Any) -> list[tuple[int, int]]:
-        return places(select(folder, SampleQuery(order=order, **query), run.journal.run_id))
+    def of(sort: Sort = "group", **query: Any) -> list[tuple[int, int]]:
+        return places(select(folder, SampleQuery(sort=sort, **query), run.journal.run_id))
 
     by_place = [divmod(i, 2) for i in range(8)]
     by_reward = sorted(by_place, key=lambda place: ((7 * place[0] + 3 * place[1]) % 8, place))
     assert of() == by_place
-    assert of("worst") == by_reward
-    assert of("best", limit=3) == by_reward[:-4:-1]
-    assert of("worst", offset=2, limit=3) == by_reward[2:5]
-    assert of("worst", offset=7, limit=3) == by_reward[7:]
+    assert of(descending=True) == by_place[::-1]
+    assert of("reward") == by_reward
+    assert of("reward", descending=True, limit=3) == by_reward[:-4:-1]
+    assert of("reward", offset=2, limit=3) == by_reward[2:5]
+    assert of("reward", offset=7, limit=3) == by_reward[7:]
+    assert of("reward", min_reward=1, max_reward=3) == by_reward[2:5]
+    assert of("length", limit=2) == [(0, 0), (1, 0)], "the shorter ones first"
+    assert of("advantage") == [(3, 1), (2, 1), (1, 1), (0, 1), *by_place[::2]], "what has none is last"
+    assert of("advantage", descending=True) == [(0, 1), (1, 1), (2, 1), (3, 1), *by_place[::2]]
     assert of(group=2) == [(2, 0), (2, 1)]
     assert of(problem_id="problem-1") == [(1, 0), (1, 1)]
     assert of(contains="ANSWER 3.1") == [(3, 1)]
+    assert of(contains="problem-2") == [(2, 0), (2, 1)]
     assert of(contains="<s>2+2", limit=1) == [(0, 0)]
     assert of(contains="nowhere") == []
     found = search(folder, SampleQuery(group=1, limit=1))

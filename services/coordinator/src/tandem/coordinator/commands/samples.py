@@ -61,7 +61,8 @@ def _samples(arguments: argparse.Namespace) -> int:
         step=arguments.step,
         group=arguments.group,
         contains=arguments.contains,
-        order="worst" if arguments.worst else "best" if arguments.best else "group",
+        sort="reward" if arguments.worst or arguments.best else "group",
+        descending=arguments.best,
         limit=arguments.limit,
     )
     selection = search(run, query, run_id)

@@ -6,7 +6,8 @@ for a run that goes on, whose files come and go meanwhile, and for one that has 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -14,6 +15,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from tandem.common.batch import Float32s
 from tandem.common.errors import SamplesError
@@ -30,10 +32,11 @@ from tandem.common.sample_record import (
 )
 from tandem.coordinator.run.replay import steps_in_words
 
-Order = Literal["group", "worst", "best"]
+Sort = Literal["group", "reward", "advantage", "length"]
 
-_DECIDING = ("group", "sample", "reward", "problem_id")
-_TEXTS = ("prompt", "question", "response", "reference_answer")
+_DECIDING = ("group", "sample", "problem_id", "reward", "advantage", "response_length")
+_SORTED_BY: Mapping[Sort, str] = {"reward": "reward", "advantage": "advantage", "length": "response_length"}
+_TEXTS = ("prompt", "question", "response", "reference_answer", "problem_id")
 """Where a text is looked for."""
 _ATTEMPTS = 5
 """How often files are looked up that are deleted while they are read, as the oldest are where the record is bounded."""
@@ -51,9 +54,12 @@ class SampleQuery(msgspec.Struct, frozen=True, kw_only=True):
     problem_id: str | None = None
     """Of this problem only."""
     contains: str = ""
-    """Only those whose prompt, response or reference answer has this text, in capitals or not."""
-    order: Order = "group"
-    """``worst`` and ``best`` are by reward."""
+    """Only those whose prompt, response, reference answer or problem's name has this text, in capitals or not."""
+    min_reward: float = -math.inf
+    max_reward: float = math.inf
+    sort: Sort = "group"
+    """``length`` is that of what the policy made. What has no advantage is last, either way."""
+    descending: bool = False
     offset: int = 0
     """How many of the chosen ones to leave out first."""
     limit: int | None = None
@@ -134,12 +140,8 @@ def _search(shards: Sequence[Path], step: int, query: SampleQuery, run_id: str |
     shard_S = np.repeat(np.arange(len(tables)), [len(part) for part in tables])
     row_S = np.concatenate([np.arange(len(part)) for part in tables])
     chosen_S = np.flatnonzero(_is_chosen(table, query))
-    group_S, sample_S, reward_S = (table[name].to_numpy() for name in ("group", "sample", "reward"))
-    keys = [sample_S[chosen_S], group_S[chosen_S]]
-    if query.order != "group":
-        keys.append(reward_S[chosen_S] if query.order == "worst" else -reward_S[chosen_S])
     end = None if query.limit is None else query.offset + query.limit
-    page_S = chosen_S[np.lexsort(keys)][query.offset : end]
+    page_S = chosen_S[_order(table.take(chosen_S), query)][query.offset : end]
     found: dict[int, RecordedSample] = {}
     for number, path in enumerate(shards):
         places = page_S[shard_S[page_S] == number]
@@ -150,14 +152,25 @@ def _search(shards: Sequence[Path], step: int, query: SampleQuery, run_id: str |
         step=step,
         num_samples=len(table),
         num_chosen=len(chosen_S),
-        groups=tuple(np.unique(group_S).tolist()),
+        groups=tuple(np.unique(table["group"].to_numpy()).tolist()),
         samples=[found[place] for place in page_S.tolist()],
     )
 
 
-def _is_chosen(table: pa.Table, query: SampleQuery) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+def _order(table: pa.Table, query: SampleQuery) -> NDArray[np.int64]:
+    """Return the order of these rows."""
+    sign = -1 if query.descending else 1
+    places = [table["sample"].to_numpy(), table["group"].to_numpy()]
+    if query.sort == "group":
+        return np.lexsort([sign * place for place in places])
+    values = sign * table[_SORTED_BY[query.sort]].to_numpy().astype(np.float64)  # NaN where there is none: it is last
+    return np.lexsort([*places, values])
+
+
+def _is_chosen(table: pa.Table, query: SampleQuery) -> NDArray[np.bool_]:
     """Tell of each row whether it is asked for."""
-    chosen_S = np.ones(len(table), dtype=np.bool_)
+    reward_S = table["reward"].to_numpy()
+    chosen_S: NDArray[np.bool_] = (reward_S >= query.min_reward) & (reward_S <= query.max_reward)
     if query.group is not None:
         chosen_S &= table["group"].to_numpy() == query.group
     if query.problem_id is not None:
