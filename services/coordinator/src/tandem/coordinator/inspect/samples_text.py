@@ -1,4 +1,4 @@
-"""``coordinator samples RUN``: samples of a run's record as text, with styles where there is a terminal."""
+"""``coordinator samples RUN``: samples of a record as text, with styles where there is a terminal."""
 
 from __future__ import annotations
 
