@@ -44,6 +44,9 @@ def run_to_end(source: str, config: Config, mode: Mode, from_step: int | None, t
     except KeyboardInterrupt:  # before the loop began, which takes it for itself
         finish = Finish(outcome="interrupted")
     match finish.outcome:
+        case "finished" if config.evaluates:
+            print(_evaluated(folder), flush=True)
+            return OK
         case "finished":
             from tandem.coordinator.inspect.report import format_summary, write_report
 
@@ -63,3 +66,14 @@ def run_to_end(source: str, config: Config, mode: Mode, from_step: int | None, t
         case "failed":
             print(f"error: {finish.error}", file=sys.stderr)
             return FAILED
+
+
+def _evaluated(folder: Path) -> str:
+    """Say what the validation of a run's model has found."""
+    from tandem.coordinator.run.journal import read_journal
+
+    with read_journal(folder) as journal:
+        record = journal.steps()[-1]
+    metrics = {name: value for name, value in record.metrics.items() if name.startswith("val_")}
+    lines = [f"{name:>{max(map(len, metrics))}}  {value:.4f}" for name, value in metrics.items()]
+    return "\n".join([*lines, f"the validation of step {record.step}; its journal is in {folder}"])
