@@ -11,11 +11,11 @@ from typing import NoReturn
 
 from tandem.common import gc_tuning
 from tandem.common.errors import ConfigError, DamagedCheckpoint, TandemError
-from tandem.coordinator.commands import check, eval, plan, refits, replay, report, up
+from tandem.coordinator.commands import check, completion, eval, init, plan, refits, replay, report, up
 from tandem.coordinator.commands.arguments import BAD_INPUT, FAILED, INTERRUPTED, CarryOut
 
 _EXAMPLE = "example: coordinator up examples/arithmetic.yaml grpo.max_num_steps=20"
-_COMMANDS = (up, check, eval, replay, report, refits, plan)
+_COMMANDS = (init, up, check, eval, replay, report, refits, plan, completion)
 """In the order in which help lists them."""
 
 
@@ -76,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in _COMMANDS:
         command.add(commands)
+    parser.set_defaults(root=parser)
     return parser
 
 
