@@ -18,7 +18,8 @@ data: {dataset_name: reasoning_gym, task: chain_sum}
 """
 
 TOP = (
-    "algorithm, prerequisite, grpo, sft, dpo, loss_fn, policy, data, env, checkpointing, logger, cluster, refit, replay"
+    "algorithm, prerequisite, grpo, sft, dpo, loss_fn, policy, data, env, checkpointing, logger, cluster, "
+    "refit, replay, eval"
 )
 FREE = "cannot be used here: expected text, a finite number, a list or a mapping"
 
@@ -105,12 +106,12 @@ def test_the_file_that_set_the_key_is_blamed(here: Path) -> None:
         ("cluster.launch={trainer: 1}", "cluster.launch.trainer: unknown key; did you mean 'trainers'?"),
         ("env.math.classs=a.B", "env.math.classs: unknown key; did you mean 'class'?"),
         ("grpo=3", "grpo: expected a mapping, got 3"),
-        ("grpo.max_num_steps=ten", "grpo.max_num_steps: expected an integer at least 1, got 'ten'"),
-        ("grpo.max_num_steps='10'", "grpo.max_num_steps: expected an integer at least 1, got '10'"),
-        ("grpo.max_num_steps=1.5", "grpo.max_num_steps: expected an integer at least 1, got 1.5"),
-        ("grpo.max_num_steps=true", "grpo.max_num_steps: expected an integer at least 1, got true"),
-        ("grpo.max_num_steps=0", "grpo.max_num_steps: expected an integer at least 1, got 0"),
-        ("grpo.max_num_steps=.inf", "grpo.max_num_steps: expected an integer at least 1, got Infinity"),
+        ("grpo.max_num_steps=ten", "grpo.max_num_steps: expected an integer at least 0, got 'ten'"),
+        ("grpo.max_num_steps='10'", "grpo.max_num_steps: expected an integer at least 0, got '10'"),
+        ("grpo.max_num_steps=1.5", "grpo.max_num_steps: expected an integer at least 0, got 1.5"),
+        ("grpo.max_num_steps=true", "grpo.max_num_steps: expected an integer at least 0, got true"),
+        ("grpo.max_num_steps=-1", "grpo.max_num_steps: expected an integer at least 0, got -1"),
+        ("grpo.max_num_steps=.inf", "grpo.max_num_steps: expected an integer at least 0, got Infinity"),
         ("grpo.val_at_start=1", "grpo.val_at_start: expected true or false, got 1"),
         ("policy.model_name=7", "policy.model_name: expected text, got 7"),
         ("policy.model_name=''", "policy.model_name: is empty"),

@@ -11,11 +11,26 @@ from typing import NoReturn
 
 from tandem.common import gc_tuning
 from tandem.common.errors import ConfigError, DamagedCheckpoint, TandemError
-from tandem.coordinator.commands import chat, check, diagnose, plan, refits, replay, report, samples, serve, up, view
+from tandem.coordinator.commands import (
+    chat,
+    check,
+    completion,
+    diagnose,
+    eval,
+    init,
+    plan,
+    refits,
+    replay,
+    report,
+    samples,
+    serve,
+    up,
+    view,
+)
 from tandem.coordinator.commands.arguments import BAD_INPUT, FAILED, INTERRUPTED, CarryOut
 
 _EXAMPLE = "example: coordinator up examples/arithmetic.yaml grpo.max_num_steps=20"
-_COMMANDS = (up, check, view, replay, report, diagnose, samples, refits, plan, serve, chat)
+_COMMANDS = (up, check, init, view, replay, report, diagnose, samples, refits, plan, eval, serve, chat, completion)
 """In the order in which help lists them."""
 
 
@@ -76,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in _COMMANDS:
         command.add(commands)
+    parser.set_defaults(root=parser)
     return parser
 
 

@@ -16,12 +16,16 @@ from tandem.common.config.schema.loss import OF_ANY_LOSS
 from tandem.common.errors import ConfigError
 
 FREE_ON_RESUME = (
+    "eval",
     "prerequisite",
     "grpo.max_num_steps",
     "grpo.val_period",
     "grpo.val_at_start",
     "grpo.max_val_samples",
     "grpo.val_batch_size",
+    "grpo.num_val_generations_per_prompt",
+    "grpo.val_temperature",
+    "grpo.val_seed",
     "sft.max_num_steps",
     "sft.max_num_epochs",
     "sft.val_period",

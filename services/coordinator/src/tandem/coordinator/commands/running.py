@@ -76,18 +76,31 @@ def run_to_outcome(
     except KeyboardInterrupt:  # before the loop began, which takes it for itself
         finish = Finish(outcome="interrupted")
     if finish.outcome == "finished":
-        _report(config)
+        folder = Path(config.logger.log_dir)
+        print(_evaluated(folder) if config.evaluates else _report(config, folder), flush=True)
     return finish
 
 
-def _report(config: Config) -> None:
+def _report(config: Config, folder: Path) -> str:
+    """Write the report of a run that finished; return what to say of it."""
     from tandem.coordinator.inspect.report import format_report, write_report
 
-    folder = Path(config.logger.log_dir)
     beside = [] if config.replay is None else [Path(config.replay.run)]
     runs = write_report([folder, *beside], folder, is_brief=True)
-    print(format_report(runs[:1], folder), flush=True)
+    said = format_report(runs[:1], folder)
     if config.replay is not None:
         from tandem.coordinator.run.comparison import compare
 
-        print(compare(config), flush=True)
+        said += f"\n{compare(config)}"
+    return said
+
+
+def _evaluated(folder: Path) -> str:
+    """Say what the validation of a run's model has found."""
+    from tandem.coordinator.run.journal import read_journal
+
+    with read_journal(folder) as journal:
+        record = journal.steps()[-1]
+    metrics = {name: value for name, value in record.metrics.items() if name.startswith("val_")}
+    lines = [f"{name:>{max(map(len, metrics))}}  {value:.4f}" for name, value in metrics.items()]
+    return "\n".join([*lines, f"the validation of step {record.step}; its journal is in {folder}"])

@@ -36,10 +36,14 @@ _FREE = (
     "grpo.val_at_start",
     "grpo.max_val_samples",
     "grpo.val_batch_size",
+    "grpo.num_val_generations_per_prompt",
+    "grpo.val_temperature",
+    "grpo.val_seed",
     "data.num_train",
     "data.num_validation",
     "checkpointing",
     "logger",
+    "eval",
 )
 """Keys, or whole sections, that the rates of a synchronous step do not depend on."""
 _MOST_NAMED = 3

@@ -49,6 +49,12 @@ def check_model(config: Config) -> list[str]:
     return [f"policy.model_name: {notice}" for notice in notices] + list(_end_tokens(config, folder, model))
 
 
+def model_vocabulary(folder: Path) -> int | None:
+    """Return how many tokens a model has, as its ``config.json`` says. Raises `ModelError`."""
+    size = read_json(folder / "config.json").get("vocab_size")
+    return size if isinstance(size, int) else None
+
+
 def check_weights(folder: Path) -> list[str]:
     """Look through a model's folder, which has a ``config.json``; return what the user should know.
 
