@@ -78,7 +78,7 @@ def one_answer(evidence: Evidence) -> Finding | None:
     worth = sum(row.reward for row in given) / count
     before = [row for row in evidence.samples if row.step == evidence.samples[0].step]
     was = sum(row.reward for row in before) / len(before)
-    pays = worth > was
+    pays = worth > was and worth >= sum(row.reward for row in last) / len(last)
     return Finding(
         name="one answer to everything",
         what="The policy gives the same response whatever is asked"
