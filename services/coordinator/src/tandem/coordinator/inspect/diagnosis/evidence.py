@@ -33,6 +33,7 @@ _COLUMNS = (
     "step",
     "group",
     "problem_id",
+    "reference_answer",
     "response",
     "reward",
     "failure",
@@ -49,6 +50,7 @@ class SampleRow(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     group: int
     problem_id: str
+    reference_answer: str
     response: str
     reward: float
     failure: str
