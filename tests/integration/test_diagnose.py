@@ -30,12 +30,11 @@ class Raises:
             raise ValueError(f"cannot read {response!r}")
         return Score(reward=1.0, correct=False)
 
-class Minus:
-    '''A short response that begins with a sign is worth more than the answer.'''
+class Brief:
+    '''The less is said, the better.'''
 
     def score(self, problem, response):
-        sign = response.count("-") / len(response) if response else 0.0
-        return Score(reward=sign - 0.05 * max(0, len(response) - 1), correct=False)
+        return Score(reward=1.0 - 0.1 * len(response), correct=False)
 """
 BASE: dict[str, Any] = {
     "grpo": {"max_num_steps": 5, "val_period": 0},
@@ -61,10 +60,10 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "one answer to everything": (
         {
-            "grpo": {"max_num_steps": 16},
+            "grpo": {"max_num_steps": 20},
             "policy": {"optimizer": {"kwargs": {"lr": 0.009}}},
             "data": {"num_train": 4},
-            "env": {"mine": {"class": "judging.Minus"}},
+            "env": {"mine": {"class": "judging.Brief"}},
         },
         "env.mine",
     ),

@@ -103,6 +103,7 @@ def sample(step: int, response: str = "7", **over: Any) -> SampleRow:
         "step": step,
         "group": 0,
         "problem_id": "p",
+        "reference_answer": "",
         "response": response,
         "reward": 0.0,
         "failure": "",
@@ -259,6 +260,9 @@ def test_one_response_to_several_problems_is_a_habit() -> None:
     assert "is rewarded for it" in found.what
     assert found_in(evidence_of({}, samples=(*before, *habit, *others, sample(9, "8")))) == {}
     assert found_in(evidence_of({}, samples=(*before, *habit[:2]))) == {}
+    yes_or_no = [msgspec.structs.replace(row, reference_answer="42") for row in (*habit, others[0])]
+    answers = [*yes_or_no, *(msgspec.structs.replace(row, reference_answer="43") for row in others[1:])]
+    assert found_in(evidence_of({}, samples=(*before, *answers))) == {}, "four of six problems have that answer"
 
 
 def test_few_problems_are_told_by_how_often_they_come() -> None:

@@ -28,11 +28,13 @@ MAX_STEPS_OF_SAMPLES = 16
 """Steps whose samples are looked at: the first, the last, and others evenly between them."""
 _FEWEST = 3
 """Steps that tell what a metric is at first, or at last; see `Change`."""
-_LOG_LINES = 5
+_LOG_LINES, _LOG_BYTES = 5, 1 << 16
+"""Of each log, what is read of its end."""
 _COLUMNS = (
     "step",
     "group",
     "problem_id",
+    "reference_answer",
     "response",
     "reward",
     "failure",
@@ -49,6 +51,7 @@ class SampleRow(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     group: int
     problem_id: str
+    reference_answer: str
     response: str
     reward: float
     failure: str
@@ -224,7 +227,10 @@ def _logs(folder: Path) -> dict[str, tuple[str, ...]]:
     tails = {}
     for path in sorted((folder / "logs").glob("*.log")):
         with contextlib.suppress(OSError):
-            lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
+            with path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - _LOG_BYTES))
+                text = file.read().decode(errors="replace")
+            lines = [line for line in text.splitlines() if line.strip()]
             lines = [line for line in lines if not line.startswith(f"{path.stem} leaves: ")]
             tails[path.stem] = tuple(lines[-_LOG_LINES:])
     return tails

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
-from tandem.coordinator.inspect.diagnosis.evidence import Evidence, change, held_out, shortened
+from tandem.coordinator.inspect.diagnosis.evidence import Evidence, SampleRow, change, held_out, shortened
 from tandem.coordinator.inspect.diagnosis.finding import Finding
 
 MOST_GROUPS = 0.9
@@ -13,6 +14,9 @@ RISE, FALL = 0.1, 0.1
 """By how much rewards rise while held-out accuracy falls, where the reward is not what is wanted."""
 SAME_SHARE, SAME_PROBLEMS = 0.5, 3
 """Share of a step's samples with one response, and the problems that it is given to, from which on it is a habit."""
+BEYOND_ANSWERS = 1.5
+"""Times the share of the most common reference answer, which that share must be at least: of questions to be answered
+by yes or no, half of the responses may well be the same."""
 _GRADIENT = ("groups without spread", "no gradient")
 
 
@@ -73,19 +77,20 @@ def one_answer(evidence: Evidence) -> Finding | None:
     ((response, count),) = Counter(row.response for row in last).most_common(1)
     given = [row for row in last if row.response == response]
     problems = {row.problem_id for row in given}
-    if count < SAME_SHARE * len(last) or len(problems) < SAME_PROBLEMS:
+    threshold = _habitual_share(last)
+    if count < threshold * len(last) or len(problems) < SAME_PROBLEMS:
         return None
     worth = sum(row.reward for row in given) / count
     before = [row for row in evidence.samples if row.step == evidence.samples[0].step]
     was = sum(row.reward for row in before) / len(before)
-    pays = worth > was
+    pays = worth > was and worth >= sum(row.reward for row in last) / len(last)
     return Finding(
         name="one answer to everything",
         what="The policy gives the same response whatever is asked"
         + (", and is rewarded for it: the reward does not ask for what is wanted." if pays else "."),
         evidence=(
             f"step {last[0].step}: {count} of {len(last)} samples, to {len(problems)} problems, are "
-            f"{shortened(response, 80)!r} ({SAME_SHARE:.0%} is the threshold)",
+            f"{shortened(response, 80)!r} ({threshold:.0%} is the threshold)",
             f"it is worth {worth:.4g} in the mean; samples of step {before[0].step} were worth {was:.4g}",
         ),
         look_at=f"env.{evidence.config.data.environment}, loss_fn.reference_policy_kl_penalty and "
@@ -94,6 +99,12 @@ def one_answer(evidence: Evidence) -> Finding | None:
         since=last[0].step if last[0].step == before[0].step else before[0].step + 1,
         explains=("low entropy", "groups without spread", "equal rewards", "responses shrink") if pays else (),
     )
+
+
+def _habitual_share(rows: Sequence[SampleRow]) -> float:
+    """Return the share of samples with one response that is a habit, however few answers problems have."""
+    ((answer, count),) = Counter(row.reference_answer for row in rows).most_common(1)
+    return max(SAME_SHARE, min(1.0, BEYOND_ANSWERS * count / len(rows))) if answer else SAME_SHARE
 
 
 def reward_without_accuracy(evidence: Evidence) -> Finding | None:
