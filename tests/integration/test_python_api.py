@@ -69,6 +69,9 @@ def test_what_is_recorded_is_what_the_functions_say(trained: tuple[Run, list[tan
         assert step.metrics["reward"] == pytest.approx(mean)
     assert len({sample.reward for sample in run.samples(1)}) > 2, "or nothing was compared"
     assert run.samples() == run.samples(3)
+    validated = run.samples(2, validation=True)
+    assert [(sample.step, sample.advantage) for sample in validated] == [(2, None)] * 8
+    assert {sample.problem_id for sample in validated}.isdisjoint(sample.problem_id for sample in run.samples(2))
 
 
 def test_a_handle_tells_metrics_models_and_tables(trained: tuple[Run, list[tandem.StepRecord]]) -> None:
