@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
@@ -37,12 +38,17 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, list[tandem.
     return run, steps
 
 
+def without_checkpoints(steps: list[tandem.StepRecord]) -> list[tandem.StepRecord]:
+    """Return steps as they were when they were done: their checkpoints are written later."""
+    return [msgspec.structs.replace(step, checkpoint="") for step in steps]
+
+
 def test_a_run_off_the_main_thread_yields_its_steps(trained: tuple[Run, list[tandem.StepRecord]]) -> None:
     run, steps = trained
     assert run.state == "finished"
     assert run.error is None
     assert [step.step for step in steps] == [1, 2, 3]
-    assert steps == steps_of(run.folder)
+    assert without_checkpoints(steps) == without_checkpoints(steps_of(run.folder))
     assert run.wait() is run
     assert "step 3/3" in run.log.read_text()
 
@@ -63,6 +69,9 @@ def test_what_is_recorded_is_what_the_functions_say(trained: tuple[Run, list[tan
         assert step.metrics["reward"] == pytest.approx(mean)
     assert len({sample.reward for sample in run.samples(1)}) > 2, "or nothing was compared"
     assert run.samples() == run.samples(3)
+    validated = run.samples(2, validation=True)
+    assert [(sample.step, sample.advantage) for sample in validated] == [(2, None)] * 8
+    assert {sample.problem_id for sample in validated}.isdisjoint(sample.problem_id for sample in run.samples(2))
 
 
 def test_a_handle_tells_metrics_models_and_tables(trained: tuple[Run, list[tandem.StepRecord]]) -> None:
@@ -71,7 +80,7 @@ def test_a_handle_tells_metrics_models_and_tables(trained: tuple[Run, list[tande
     run, steps = trained
     loaded = tandem.load_run(run.folder)
     assert loaded.state == "finished"
-    assert list(loaded) == steps
+    assert list(loaded) == loaded.steps == steps_of(run.folder)
     assert loaded.metrics("reward") == {step.step: step.metrics["reward"] for step in steps}
     with pytest.raises(KeyError, match=r"'rewards'; did you mean 'reward'"):
         loaded.metrics("rewards")
@@ -142,6 +151,10 @@ def test_a_run_folder_that_holds_a_run_is_not_begun_in(trained: tuple[Run, list[
         tandem.train(config(folder), rewards=[digits, right], dataset=ROWS)
     with pytest.raises(tandem.RunFolderError, match=r"differs in env\.python_rewards\.kwargs\.weights$"):
         tandem.train(config(folder), rewards=[digits, right], dataset=ROWS, resume=True)
+    with pytest.raises(
+        tandem.ConfigError, match=r"^rewards: functions of a program \(digits, right\) score the samples"
+    ):
+        tandem.train(config(folder), resume=True)
     with pytest.raises(tandem.RunFolderError, match="dataset is not what the run has begun with"):
         tandem.train(config(folder), rewards=[digits, right], dataset=ROWS[:-1], resume=True)
 

@@ -122,14 +122,15 @@ class Run:
         ]
         return pandas.DataFrame(rows, index=pandas.Index([record.step for record in steps], name="step"))
 
-    def samples(self, step: int | None = None) -> list[Sample]:
+    def samples(self, step: int | None = None, *, validation: bool = False) -> list[Sample]:
         """Return the samples that a step was trained on, in the order of their groups; None for the newest recorded.
 
-        They are recorded once their step is done, as far as ``logger.samples`` has them kept.
+        With `validation`: those that it was validated by. They are recorded once their step is done, as far as
+        ``logger.samples`` has them kept.
         """
         from tandem.coordinator.api.samples import read_samples
 
-        return read_samples(self.folder, step, self.run_id)
+        return read_samples(self.folder, step, self.run_id, "validate" if validation else "train")
 
     @property
     def checkpoints(self) -> dict[int, Path]:

@@ -7,14 +7,15 @@ from pathlib import Path
 import msgspec
 
 from tandem.common import sample_record
+from tandem.common.messages import Purpose
 from tandem.common.sample_files import FOLDER
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """One sample that a step was trained on."""
+    """One sample that a step was trained on, or validated by."""
 
     step: int
-    """Training step that it was trained on."""
+    """Step that it was trained on, or after which it was made to validate."""
     group: int
     """Rollout group of the step: samples of one prompt."""
     sample: int
@@ -33,7 +34,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     correct: bool
     """Whether it counts as solved."""
     advantage: float | None
-    """None where the sample was not trained on, as when dynamic sampling filters its group out."""
+    """None where the sample was not trained on, as in validation."""
     finish_reason: str
     """``stop``, ``length`` or ``turns``."""
     num_tokens: int
@@ -42,15 +43,15 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """What went wrong with its reward; empty if nothing did."""
 
 
-def read_samples(run_folder: Path, step: int | None, run_id: str) -> list[Sample]:
+def read_samples(run_folder: Path, step: int | None, run_id: str, purpose: Purpose) -> list[Sample]:
     """Return the samples of a step, or of the newest one that is recorded. Raises `SamplesError`."""
     folder = run_folder / FOLDER
     if step is None:
-        steps = sample_record.steps(folder)
+        steps = sample_record.steps(folder, purpose)
         if not steps:
             return []
         step = steps[-1]
-    return [_sample(recorded) for recorded in sample_record.read_step(folder, step, run_id)]
+    return [_sample(recorded) for recorded in sample_record.read_step(folder, step, run_id, purpose)]
 
 
 def _sample(recorded: sample_record.RecordedSample) -> Sample:

@@ -117,9 +117,10 @@ def _with_data(
     """Return the configuration, and the rows to be written to the files that it names."""
     if dataset is None and mode != "resume":
         return settings.built(of_functions), {}
-    first = settings.built(of_functions, without_rows())
+    # To find the run folder, and the columns that are configured: who scores samples does not matter yet.
+    first = settings.built(of_functions or of_rewards((), 1.0), without_rows())
     folder = Path(first.logger.log_dir)
-    earlier = _rows_of_run(folder) if mode == "resume" else None
+    earlier = _rows_of_run(folder, has_rewards=bool(of_functions)) if mode == "resume" else None
     if dataset is None:
         return settings.built(of_functions, {} if earlier is None else of_rows(*earlier)), {}
     train = rows_of(dataset, first.data, "dataset")
@@ -134,12 +135,19 @@ def _with_data(
     return settings.built(of_functions, of_rows(*paths)), files
 
 
-def _rows_of_run(folder: Path) -> tuple[str | None, str | None] | None:
-    """Return the files of rows, to train and to validate on, of the run in a folder; None if it has none."""
+def _rows_of_run(folder: Path, *, has_rewards: bool) -> tuple[str | None, str | None] | None:
+    """Return the files of rows, to train and to validate on, of the run in a folder; None if it has none.
+
+    Raises `ConfigError` if functions score its samples, and there are none now.
+    """
     if not (folder / JOURNAL_NAME).exists():
         return None
     with read_journal(folder) as journal:
-        data = config_of(journal).data
+        config = config_of(journal)
+    data = config.data
+    if config.generates and data.environment == PYTHON_REWARDS and not has_rewards:
+        names = ", ".join(config.env[PYTHON_REWARDS].kwargs["functions"])
+        raise ConfigError(f"rewards: functions of a program ({names}) score the samples of {folder}: give them again")
     return (data.train_data_path, data.val_data_path) if data.input_key == QUESTION else None
 
 
