@@ -27,6 +27,7 @@ NEW_KEYS = [
     "policy.megatron_cfg.virtual_pipeline_model_parallel_size",
     "policy.megatron_cfg.forwarded",
     "policy.generation.transformers_cfg.num_slots",
+    "logger.page",
     "logger.samples",
     "loss_fn.class",
     "loss_fn.columns.NAME.fill",
