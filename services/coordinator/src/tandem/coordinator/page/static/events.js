@@ -81,5 +81,5 @@ class Log {
 function line(event, isFirstOfDay) {
   const kind = /^(warning|error|failed)/i.exec(event.text)?.[0].toLowerCase() ?? "";
   return el("li", { data: { kind, event: String(event.id) } }, isFirstOfDay ? el("div.day", null, day(event.at)) : null,
-    el("time", null, clock(event.at)), el("span.source", null, event.source), el("span.text", null, event.text));
+    el("time", null, clock(event.at)), el("span.source", null, event.source), el("span.words", null, event.text));
 }

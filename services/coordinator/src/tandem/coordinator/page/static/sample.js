@@ -36,6 +36,8 @@ export class Detail {
     const run = this.ctx.run().index;
     try {
       const sample = await ofRun(run, `samples/${at.replaceAll(".", "/")}`, { purpose });
+      if (asked !== this.asked) return;
+      if (!diff) this.draw(sample, purpose, [], [], diff); // what else there is takes longer to find
       const [siblings, history] = await Promise.all([
         ofRun(run, "samples", { step: sample.step, purpose, group: sample.group, limit: 64 }),
         ofRun(run, `problems/${encodeURIComponent(sample.problem_id)}/samples`),
@@ -83,7 +85,7 @@ export class Detail {
 
   /** The other samples of its prompt. @param {any} sample @param {any[]} siblings */
   group(sample, siblings) {
-    if (siblings.length < 2) return null;
+    if (siblings.length === 1) return null;
     return el("div.siblings", { role: "group", "aria-label": "Samples of the same prompt" }, el("span.dim", null, "same prompt"),
       siblings.map((row) => el("button.sibling", {
         type: "button", "aria-current": row.sample === sample.sample ? "true" : null, title: `sample ${row.sample}`,
@@ -101,7 +103,7 @@ export class Detail {
     return el("div.block-head.compare", null, el("h3", null, other ? "Difference" : "Response"),
       others.length
         ? select("Compare with another sample of this problem", [["", "compare with another of this problem…"], ...options], other ? diff : "", chosen)
-        : el("span.dim", null, "the only sample of this problem on record"));
+        : el("span.dim", null, history.length ? "the only sample of this problem on record" : ""));
   }
 
   /** @param {any} sample */

@@ -27,6 +27,8 @@ class Samples {
   /** @param {HTMLElement} root @param {Context} ctx */
   constructor(root, ctx) {
     this.ctx = ctx;
+    this.root = root;
+    if (state.value("at") && state.numeric("step") === null) state.set({ step: state.value("at").split(".")[0] });
     /** @type {any[]} */
     this.rows = [];
     this.total = 0;
@@ -198,7 +200,7 @@ class Samples {
 
   show() {
     const at = state.value("at");
-    this.browser.classList.toggle("opened", Boolean(at));
+    this.root.classList.toggle("opened", Boolean(at));
     this.detail.show(at, this.purpose, state.value("diff"));
     this.markOpen();
   }
@@ -220,7 +222,7 @@ class Samples {
     if (!next) return;
     event.preventDefault();
     next.focus();
-    if (this.browser.classList.contains("opened")) next.click();
+    if (this.root.classList.contains("opened")) next.click();
   }
 
   close() {
