@@ -35,13 +35,21 @@ const isShown = (child) => child !== null && child !== undefined && child !== fa
 const asNode = (child) => (child instanceof Node ? child : String(child));
 
 /**
- * Put these in place of all that an element has.
+ * Put these in place of all that an element has. Whoever had the keyboard's focus there has it in what takes its place.
  * @param {Element} element
  * @param {...(Child | Child[])} children
  */
 export function fill(element, ...children) {
+  const focused = /** @type {HTMLElement | null} */ (document.activeElement);
+  const before = focused && focused !== element && element.contains(focused) ? focused : null;
   element.replaceChildren(.../** @type {(Node | string)[]} */ (children.flat().filter(isShown).map(asNode)));
+  if (!before || before.isConnected) return;
+  const same = [...element.querySelectorAll(before.tagName)].find((other) => nameOf(other) === nameOf(before));
+  /** @type {HTMLElement | undefined} */ (same)?.focus({ preventScroll: true });
 }
+
+/** What tells an element from its neighbours. @param {Element} element */
+const nameOf = (element) => /** @type {HTMLElement} */ (element).dataset.place ?? element.getAttribute("aria-label") ?? element.textContent;
 
 /**
  * Change an element's text, if it is another.

@@ -52,7 +52,10 @@ class Log {
   draw() {
     const sources = [...new Set(this.events.map((event) => event.source))].sort();
     const options = /** @type {[string, string][]} */ ([["", "all sources"], ...sources.map((source) => [source, source])]);
-    fill(this.sources, select("Source", options, state.value("source"), (value) => { state.set({ source: value }); this.draw(); }));
+    if (sources.join("\n") !== this.known) { // or it would close under whoever has it open
+      this.known = sources.join("\n");
+      fill(this.sources, select("Source", options, state.value("source"), (value) => { state.set({ source: value }); this.draw(); }));
+    }
     const words = state.value("find").toLowerCase();
     const source = state.value("source");
     const found = this.events.filter((event) => (!source || event.source === source)

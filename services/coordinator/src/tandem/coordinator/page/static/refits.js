@@ -64,7 +64,7 @@ function rows(refit, isOpen, toggle) {
     el("td.num", null, el("b", null, whole(refit.version))),
     el("td", null, refit.engines.length > 3 ? `${refit.engines.length} engines` : refit.engines.join(", ")),
     el("td.num", null, el("button.small.link", {
-      type: "button", "aria-expanded": String(isOpen), title: "Bytes by link", disabled: links.length === 0, onclick: toggle,
+      type: "button", "aria-expanded": String(isOpen), title: "Bytes by link", data: { place: String(refit.version) }, disabled: links.length === 0, onclick: toggle,
     }, refit.aliased ? "none" : bytes(total), links.length ? (isOpen ? " ▾" : " ▸") : "")),
     el("td.num", null, duration(refit.seconds.copy)), el("td.num", null, duration(refit.seconds.transfer)),
     el("td.num", null, duration(refit.seconds.attest)), el("td.num", null, duration(refit.predicted_s)),

@@ -70,7 +70,7 @@ class Timeline {
 
   /** @param {import("./app.js").Change} change */
   update(change) {
-    if (change.steps || change.live) this.refresh();
+    if (change.steps) this.refresh(); // a step's spans are written when it is done
   }
 
   async load() {
@@ -186,7 +186,12 @@ class Timeline {
     this.data.lanes.forEach((lane, i) => {
       context.fillStyle = css("--grid");
       context.fillRect(0, i * LANE + LANE - 1, width, 1);
-      for (const span of lane.spans) paintSpan(context, span, x(span.start), x(endOf(span)), i * LANE, width);
+      let reached = 0;
+      for (const span of lane.spans) {
+        // What goes on beside something else is drawn lower, over it.
+        paintSpan(context, span, x(span.start), x(endOf(span)), i * LANE, width, span.start < reached - 1e-4);
+        reached = Math.max(reached, activityColour(span.what) === null ? 0 : endOf(span));
+      }
     });
     context.fillStyle = css("--line");
     for (const step of this.data.steps) context.fillRect(Math.round(x(step.start)), 0, 1, height);
@@ -250,10 +255,10 @@ class Timeline {
     const high = Math.max(low + 1e-6, -least(flame.map((phase) => -endOf(phase))));
     const processes = [...new Set(flame.map((phase) => phase.process))];
     fill(this.flame, processes.map((process) => {
-      const phases = flame.filter((phase) => phase.process === process);
-      const depth = 1 + Math.max(...phases.map((phase) => phase.depth));
+      const phases = inRows(flame.filter((phase) => phase.process === process));
+      const height = 22 * (1 + Math.max(...phases.map(({ row }) => row)));
       return el("div.flame-process", { data: { process } }, el("div.lane-name", { title: process }, process),
-        el("div.flame-field", { style: { height: `${depth * 22}px` } }, phases.map((phase) => phaseBar(phase, low, high))));
+        el("div.flame-field", { style: { height: `${height}px` } }, phases.map(({ phase, row }) => phaseBar(phase, row, low, high))));
     }));
   }
 
@@ -264,8 +269,22 @@ class Timeline {
   }
 }
 
-/** @param {Phase} phase @param {number} low @param {number} high */
-function phaseBar(phase, low, high) {
+/** A row for each phase: by its depth, and further down where there is one already at the time.
+ * @param {Phase[]} phases */
+function inRows(phases) {
+  const least = Math.min(...phases.map((phase) => phase.depth));
+  /** @type {number[]} */
+  const ends = [];
+  return [...phases].sort((a, b) => a.depth - b.depth || a.start - b.start).map((phase) => {
+    let row = phase.depth - least;
+    while ((ends[row] ?? 0) > phase.start + 1e-6) row += 1;
+    ends[row] = endOf(phase);
+    return { phase, row };
+  });
+}
+
+/** @param {Phase} phase @param {number} row @param {number} low @param {number} high */
+function phaseBar(phase, row, low, high) {
   const own = activityColour(phase.name);
   const seconds = endOf(phase) - phase.start;
   const told = `${phase.name}: ${duration(seconds)}, ${percent(seconds / (high - low))} of the step`;
@@ -274,14 +293,15 @@ function phaseBar(phase, low, high) {
     onmousemove: (/** @type {MouseEvent} */ event) => showTip(event, el("b", null, phase.process), el("div", null, told)),
     onmouseleave: hideTip,
     style: {
-      "--c": own === null ? "var(--line)" : colour(own), top: `${phase.depth * 22}px`,
+      "--c": own === null ? "var(--line)" : colour(own), top: `${row * 22}px`,
       left: `${(100 * (phase.start - low)) / (high - low)}%`, width: `${(100 * seconds) / (high - low)}%`,
     },
   }, el("span", null, `${phase.name} `, el("b", null, duration(seconds))));
 }
 
-/** @param {CanvasRenderingContext2D} context @param {Span} span @param {number} from @param {number} to @param {number} top @param {number} limit */
-function paintSpan(context, span, from, to, top, limit) {
+/** @param {CanvasRenderingContext2D} context @param {Span} span @param {number} from @param {number} to @param {number} top @param {number} limit
+ * @param {boolean} isBeside */
+function paintSpan(context, span, from, to, top, limit, isBeside) {
   const [a, b] = [Math.max(0, from), Math.min(limit, to)];
   const width = Math.max(b - a, 1);
   if (b < 0 || a > limit) return;
@@ -292,8 +312,8 @@ function paintSpan(context, span, from, to, top, limit) {
     return;
   }
   context.fillStyle = painted(own);
-  context.fillRect(a + (width > 3 ? 0.5 : 0), top + 4, width - (width > 3 ? 1 : 0), LANE - 9);
-  const room = width - 10;
+  context.fillRect(a + (width > 3 ? 0.5 : 0), top + (isBeside ? LANE - 11 : 4), width - (width > 3 ? 1 : 0), isBeside ? 6 : LANE - 9);
+  const room = isBeside ? 0 : width - 10;
   if (room > context.measureText(span.what).width) {
     context.fillStyle = css("--on-colour");
     context.fillText(span.what, a + 5, top + LANE / 2 - 0.5);
