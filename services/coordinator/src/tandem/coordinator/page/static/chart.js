@@ -57,13 +57,15 @@ function columns(lines, look) {
     });
     return column;
   };
+  // What is measured now and then, as validations are, is shown as it is.
+  const weight = (/** @type {Line} */ line) => (line.step.length <= FEW_POINTS ? 0 : look.smoothing);
   const blank = new Array(steps.length).fill(null);
-  if (look.isStacked) return [steps, ...stacked(lines.map((line) => spread(line, smooth(line.mean, look.smoothing))))];
+  if (look.isStacked) return [steps, ...stacked(lines.map((line) => spread(line, smooth(line.mean, weight(line)))))];
   const data = [steps];
   for (const line of lines) {
     const hasBand = line.low.some((low, i) => low !== line.high[i]);
     data.push(hasBand ? spread(line, line.low) : blank, hasBand ? spread(line, line.high) : blank,
-      look.smoothing ? spread(line, line.mean) : blank, spread(line, smooth(line.mean, look.smoothing)));
+      weight(line) ? spread(line, line.mean) : blank, spread(line, smooth(line.mean, weight(line))));
   }
   return data;
 }

@@ -37,6 +37,13 @@ export function activityColour(what) {
   return found ?? [...what].reduce((sum, c) => sum + c.charCodeAt(0), 0) % NUM_COLOURS;
 }
 
+/** Black or white, whichever is read better on a categorical colour. @param {number} index */
+export function ink(index) {
+  const hex = painted(index);
+  const [r, g, b] = [1, 3, 5].map((at) => (parseInt(hex.slice(at, at + 2), 16) / 255) ** 2.2);
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.25 ? "#0b0f14" : "#ffffff";
+}
+
 /** `#rrggbb` with an opacity. @param {string} hex @param {number} alpha */
 export function faded(hex, alpha) {
   return `${hex}${Math.round(alpha * 255).toString(16).padStart(2, "0")}`;

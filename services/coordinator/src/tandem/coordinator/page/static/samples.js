@@ -141,7 +141,8 @@ class Samples {
     if (this.clear) this.clear.hidden = !isFiltered;
     setText(this.count, this.total ? `${whole(this.rows.length)} of ${whole(this.total)}` : "");
     this.more.hidden = this.rows.length >= this.total;
-    if (this.rows.length) fill(this.list, this.rows.map((row) => this.item(row)));
+    const prefix = sharedPrefix(this.rows.map((row) => oneLine(row.question || row.prompt)));
+    if (this.rows.length) fill(this.list, this.rows.map((row) => this.item(row, prefix)));
     else fill(this.list, this.nothing(isFiltered));
     this.markOpen();
   }
@@ -153,14 +154,15 @@ class Samples {
     return empty(this.purpose === "validate" ? "No validation sample is recorded." : "No sample is recorded.", "logger.samples says how much is kept.");
   }
 
-  /** @param {any} row */
-  item(row) {
+  /** @param {any} row @param {number} prefix characters that all questions begin with */
+  item(row, prefix) {
     const place = placeOf(row);
+    const question = oneLine(row.question || row.prompt);
     return el("li", null, el("button.sample", {
       type: "button", data: { place }, onclick: () => this.openPlace({ at: place }),
     },
       rewardBadge(row.reward, row.correct),
-      el("span.sample-text", null, el("span.response", null, oneLine(row.response) || "(nothing)"), el("span.question", null, oneLine(row.question || row.prompt))),
+      el("span.sample-text", null, el("span.response", null, oneLine(row.response) || "(nothing)"), el("span.question", { title: question }, prefix ? `… ${question.slice(prefix)}` : question)),
       el("span.sample-facts", null, el("span", null, `${row.group}.${row.sample}`), el("span", null, `${row.response_length} tok`, ending(row)))));
   }
 
@@ -239,6 +241,15 @@ const oneLine = (text) => (text ?? "").slice(0, 300).replaceAll(/\s+/g, " ").tri
 /** @param {number | null} reward @param {boolean | null} [correct] */
 export function rewardBadge(reward, correct) {
   return el("span.reward", { data: { correct: String(Boolean(correct)), reward: String(reward) } }, number(reward));
+}
+
+/** How many characters of whole words all texts begin with, if that is much. @param {string[]} texts */
+function sharedPrefix(texts) {
+  const [first, ...others] = new Set(texts);
+  let length = others.length ? first.length : 0;
+  for (const text of others) while (!text.startsWith(first.slice(0, length))) length -= 1;
+  const words = first?.lastIndexOf(" ", length - 1) + 1;
+  return words >= 20 ? words : 0;
 }
 
 /** Why it ended, where that is not by itself. @param {any} row */

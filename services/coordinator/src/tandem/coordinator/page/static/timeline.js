@@ -1,7 +1,7 @@
 // The timeline: what each process did over the last steps, a lane each; and one step as a flame.
 
 import { ofRun } from "./api.js";
-import { activityColour, colour, css, onTheme, painted } from "./colours.js";
+import { activityColour, colour, css, ink, onTheme, painted } from "./colours.js";
 import { el, empty, fill, hideTip, panel, segmented, setText, showTip } from "./dom.js";
 import { clock, duration, percent } from "./format.js";
 import { refresher } from "./refresh.js";
@@ -48,7 +48,7 @@ class Timeline {
     this.flameTitle = el("h2", null, "One step");
     this.observer = new ResizeObserver(() => this.paint());
     this.observer.observe(this.field);
-    this.stopTheme = onTheme(() => this.paint());
+    this.stopTheme = onTheme(() => { this.paint(); if (this.data) this.drawFlame(state.numeric("flame") ?? this.ctx.run().last_step); });
     fill(root,
       panel("Timeline", [
         el("label", null, "steps ", segmented("Steps shown", COUNTS, state.value("steps", "10"), (value) => this.choose(value))),
@@ -144,7 +144,7 @@ class Timeline {
       share === 0 ? clock(low) : `+${duration(share * (high - low))}`)));
     fill(this.shares, el("div.lane-share.head", null, "busy"), this.data.lanes.map((lane) => {
       const busy = covered(lane.spans.filter((span) => activityColour(span.what) !== null), low, high) / (high - low);
-      return el("div.lane-share", { title: "Share of the time shown in which it did something" }, percent(busy));
+      return el("div.lane-share", { title: "Share of the time shown in which it did something" }, busy > 0 && busy < 0.005 ? "<1%" : percent(busy));
     }));
     this.drawLegend(low, high);
     this.paint();
@@ -186,11 +186,8 @@ class Timeline {
     this.data.lanes.forEach((lane, i) => {
       context.fillStyle = css("--grid");
       context.fillRect(0, i * LANE + LANE - 1, width, 1);
-      let reached = 0;
-      for (const span of lane.spans) {
-        // What goes on beside something else is drawn lower, over it.
-        paintSpan(context, span, x(span.start), x(endOf(span)), i * LANE, width, span.start < reached - 1e-4);
-        reached = Math.max(reached, activityColour(span.what) === null ? 0 : endOf(span));
+      for (const { span, isBeside } of inOrder(lane.spans)) {
+        paintSpan(context, span, x(span.start), x(endOf(span)), i * LANE, width, isBeside);
       }
     });
     context.fillStyle = css("--line");
@@ -269,6 +266,21 @@ class Timeline {
   }
 }
 
+const NEIGHBOURS = 6;
+
+/** What goes on beside something longer is drawn lower, and over it.
+ * @param {Span[]} spans in order of their start @returns {{span: Span, isBeside: boolean}[]} */
+function inOrder(spans) {
+  const length = (/** @type {Span} */ span) => endOf(span) - span.start;
+  const found = spans.map((span, i) => {
+    const near = spans.slice(Math.max(0, i - NEIGHBOURS), i + NEIGHBOURS);
+    const isBeside = near.some((other) => other !== span && activityColour(other.what) !== null && length(other) > length(span)
+      && Math.min(endOf(other), endOf(span)) - Math.max(other.start, span.start) > 1e-3);
+    return { span, isBeside };
+  });
+  return [...found.filter((each) => !each.isBeside), ...found.filter((each) => each.isBeside)];
+}
+
 /** A row for each phase: by its depth, and further down where there is one already at the time.
  * @param {Phase[]} phases */
 function inRows(phases) {
@@ -288,12 +300,13 @@ function phaseBar(phase, row, low, high) {
   const own = activityColour(phase.name);
   const seconds = endOf(phase) - phase.start;
   const told = `${phase.name}: ${duration(seconds)}, ${percent(seconds / (high - low))} of the step`;
-  return el(phase.depth === 0 && phase.name.startsWith("step") ? "div.phase.whole" : "div.phase", {
+  const isPlain = own === null || (phase.depth === 0 && phase.name.startsWith("step"));
+  return el(isPlain ? "div.phase.whole" : "div.phase", {
     tabindex: 0, "aria-label": told, data: { phase: phase.name },
     onmousemove: (/** @type {MouseEvent} */ event) => showTip(event, el("b", null, phase.process), el("div", null, told)),
     onmouseleave: hideTip,
     style: {
-      "--c": own === null ? "var(--line)" : colour(own), top: `${row * 22}px`,
+      "--c": colour(own ?? 0), "--ink": ink(own ?? 0), top: `${row * 22}px`,
       left: `${(100 * (phase.start - low)) / (high - low)}%`, width: `${(100 * seconds) / (high - low)}%`,
     },
   }, el("span", null, `${phase.name} `, el("b", null, duration(seconds))));
@@ -315,7 +328,7 @@ function paintSpan(context, span, from, to, top, limit, isBeside) {
   context.fillRect(a + (width > 3 ? 0.5 : 0), top + (isBeside ? LANE - 11 : 4), width - (width > 3 ? 1 : 0), isBeside ? 6 : LANE - 9);
   const room = isBeside ? 0 : width - 10;
   if (room > context.measureText(span.what).width) {
-    context.fillStyle = css("--on-colour");
+    context.fillStyle = ink(own);
     context.fillText(span.what, a + 5, top + LANE / 2 - 0.5);
   }
 }
