@@ -19,7 +19,7 @@ ARGUMENTS = (
 )
 LAPTOP = {"width": 1280, "height": 800}
 PHONE = {"width": 380, "height": 760}
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 @contextlib.contextmanager

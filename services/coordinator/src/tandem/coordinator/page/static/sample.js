@@ -37,12 +37,15 @@ export class Detail {
     try {
       const sample = await ofRun(run, `samples/${at.replaceAll(".", "/")}`, { purpose });
       if (asked !== this.asked) return;
-      if (!diff) this.draw(sample, purpose, [], [], diff); // what else there is takes longer to find
-      const [siblings, history] = await Promise.all([
-        ofRun(run, "samples", { step: sample.step, purpose, group: sample.group, limit: 64 }),
-        ofRun(run, `problems/${encodeURIComponent(sample.problem_id)}/samples`),
-      ]);
-      if (asked === this.asked) this.draw(sample, purpose, siblings.rows, history, diff);
+      const [siblings, others, body] = [el("div.siblings"), el("div.block-head.compare"), el("div")];
+      this.draw(sample, siblings, others, body);
+      if (!diff) fill(body, this.response(sample));
+      // What else there is takes longer to find.
+      const history = ofRun(run, `problems/${encodeURIComponent(sample.problem_id)}/samples`);
+      const { rows } = await ofRun(run, "samples", { step: sample.step, purpose, group: sample.group, limit: 64 });
+      this.drawGroup(siblings, sample, rows);
+      const other = this.drawOthers(others, sample, purpose, await history, diff);
+      if (diff) fill(body, other ? differences(other, sample) : this.response(sample));
     } catch (error) {
       this.shown = "";
       if (!(error instanceof ApiError)) throw error;
@@ -54,15 +57,13 @@ export class Detail {
     return el("button.back", { type: "button", onclick: this.on.left }, "← all samples");
   }
 
-  /** @param {any} sample @param {string} purpose @param {any[]} siblings @param {any[]} history @param {string} diff */
-  draw(sample, purpose, siblings, history, diff) {
-    const [otherPurpose, otherPlace] = diff.includes(":") ? diff.split(":") : ["", ""];
-    const other = history.find((row) => row.purpose === otherPurpose && placeOf(row) === otherPlace);
-    fill(this.root, this.back(), this.head(sample), this.group(sample, siblings),
+  /** @param {any} sample @param {HTMLElement} siblings @param {HTMLElement} others @param {HTMLElement} body */
+  draw(sample, siblings, others, body) {
+    fill(others, el("h3", null, "Response"));
+    fill(this.root, this.back(), this.head(sample), siblings,
       el("div.pair", null, block("Prompt", "as the model saw it", el("div.text.prompt", null, marked(sample.prompt))),
         block("Reference", "", el("div.text.reference", null, sample.reference_answer || "(none)"))),
-      this.comparison(sample, purpose, history, other, diff),
-      other ? differences(other, sample) : this.response(sample));
+      others, body);
   }
 
   /** @param {any} sample */
@@ -83,27 +84,28 @@ export class Detail {
       sample.failure ? el("p.failure", null, sample.failure) : null);
   }
 
-  /** The other samples of its prompt. @param {any} sample @param {any[]} siblings */
-  group(sample, siblings) {
-    if (siblings.length === 1) return null;
-    return el("div.siblings", { role: "group", "aria-label": "Samples of the same prompt" }, el("span.dim", null, "same prompt"),
-      siblings.map((row) => el("button.sibling", {
+  /** The other samples of its prompt. @param {HTMLElement} root @param {any} sample @param {any[]} siblings */
+  drawGroup(root, sample, siblings) {
+    fill(root, el("span.dim", null, siblings.length > 1 ? "same prompt" : "the only sample of its prompt"),
+      siblings.length > 1 ? siblings.map((row) => el("button.sibling", {
         type: "button", "aria-current": row.sample === sample.sample ? "true" : null, title: `sample ${row.sample}`,
         data: { correct: String(Boolean(row.correct)) }, onclick: () => this.on.opened({ at: placeOf(row) }),
-      }, number(row.reward))));
+      }, number(row.reward))) : null);
   }
 
-  /** @param {any} sample @param {string} purpose @param {any[]} history @param {any} other @param {string} diff */
-  comparison(sample, purpose, history, other, diff) {
-    const here = `${purpose}:${placeOf(sample)}`;
-    const others = history.map((row) => ({ row, key: `${row.purpose}:${placeOf(row)}` })).filter(({ key }) => key !== here);
+  /** The others of its problem, to compare with; returns the one that is compared with.
+   * @param {HTMLElement} root @param {any} sample @param {string} purpose @param {any[]} history @param {string} diff */
+  drawOthers(root, sample, purpose, history, diff) {
+    const rows = history.map((row) => ({ row, key: `${row.purpose}:${placeOf(row)}` }));
+    const others = rows.filter(({ key }) => key !== `${purpose}:${placeOf(sample)}`);
+    const other = others.find(({ key }) => key === diff)?.row;
     const options = others.map(({ row, key }) => /** @type {[string, string]} */ (
       [key, `step ${row.step}${row.purpose === "train" ? "" : ", validation"} · sample ${row.group}.${row.sample} · reward ${number(row.reward)}`]));
     const chosen = (/** @type {string} */ value) => this.on.opened({ at: placeOf(sample), diff: value || null });
-    return el("div.block-head.compare", null, el("h3", null, other ? "Difference" : "Response"),
-      others.length
-        ? select("Compare with another sample of this problem", [["", "compare with another of this problem…"], ...options], other ? diff : "", chosen)
-        : el("span.dim", null, history.length ? "the only sample of this problem on record" : ""));
+    fill(root, el("h3", null, other ? "Difference" : "Response"), others.length
+      ? select("Compare with another sample of this problem", [["", "compare with another of this problem…"], ...options], other ? diff : "", chosen)
+      : el("span.dim", null, "the only sample of this problem on record"));
+    return other;
   }
 
   /** @param {any} sample */
