@@ -54,6 +54,8 @@ const TABS = [
   ["memory", "Memory", memory.mount], ["log", "Log", events.mount], ["samples", "Samples", samples.mount],
 ];
 
+const LOOK_MS = 3000;
+
 class Page {
   constructor() {
     /** @type {Run[]} */
@@ -93,6 +95,8 @@ class Page {
       if (isConnected) this.catchUp();
     });
     if (this.runs.length) this.open();
+    // How a run ended is known when its coordinator is gone, which changes no file.
+    setInterval(() => { if (!document.hidden && this.runs.some((run) => run.state === "running")) this.refreshRuns(); }, LOOK_MS);
   }
 
   run() {
@@ -124,7 +128,9 @@ class Page {
 
   async loadRuns() {
     const wereThere = this.runs.length;
+    const before = this.runs[this.run()?.index]?.state;
     this.runs = await get("runs");
+    if (before === "running" && this.run()?.state !== before) this.refreshLive();
     if (!this.runs.length) fill(this.main, empty("There is no run to look at."));
     this.header.draw();
     if (this.runs.length && !wereThere) this.open();

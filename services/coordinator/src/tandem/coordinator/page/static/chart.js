@@ -105,6 +105,7 @@ export class Chart {
     this.observer.observe(root);
     this.stopTheme = onTheme(() => this.plot?.redraw(false, true));
     root.addEventListener("keydown", (event) => this.walk(event));
+    root.addEventListener("blur", () => this.plot?.setCursor({ left: -10, top: -10 }, true, true));
   }
 
   /** @param {Line[]} lines @param {Look} look */
@@ -212,7 +213,7 @@ export class Chart {
     const last = this.plot.data[0].length - 1;
     const from = this.plot.cursor.left >= 0 ? this.plot.cursor.idx ?? last : last - move;
     const to = Math.max(0, Math.min(last, from + move));
-    this.plot.setCursor({ left: this.plot.valToPos(this.plot.data[0][to], "x"), top: 10 });
+    this.plot.setCursor({ left: this.plot.valToPos(this.plot.data[0][to], "x"), top: 10 }, true, true);
   }
 
   /** What a line is at a place on the cursor's way, or last: the newest it has up to there.
