@@ -33,6 +33,7 @@ NEW_KEYS = [
     "eval.top_p",
     "grpo.val_seed",
     "grpo.val_temperature",
+    "logger.page",
     "logger.samples",
     "loss_fn.class",
     "loss_fn.columns.NAME.fill",

@@ -14,6 +14,7 @@ import pytest
         "import tandem.coordinator.cli",
         "import tandem.coordinator.run.run",
         "import tandem.coordinator.inspect.report",
+        "import tandem.coordinator.page.__main__, tandem.coordinator.page.program",
         "import tandem.coordinator.algorithms",
         "import tandem.common.telemetry, tandem.common.service, tandem.common.tokenizer",
         "import tandem.refit.planner, tandem.refit.program, tandem.refit.service, tandem.refit.digests.task",
@@ -31,7 +32,7 @@ def test_help_needs_neither_torch_nor_transformers() -> None:
     probe = (
         "import sys\nfrom tandem.coordinator.cli import main\n"
         "try: main(['--help'])\nexcept SystemExit: pass\n"
-        "print([m for m in ('torch', 'transformers', 'zmq', 'datasets', 'matplotlib') if m in sys.modules])"
+        "print([m for m in ('torch', 'transformers', 'zmq', 'datasets', 'matplotlib', 'uvicorn') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.endswith("[]\n")

@@ -1,4 +1,4 @@
-"""The process of the page beside a run: it ends with the coordinator, which is its parent, and not before."""
+"""The process of the page beside a run: it ends with the coordinator, its parent, and not before."""
 
 from __future__ import annotations
 

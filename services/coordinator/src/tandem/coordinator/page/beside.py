@@ -1,4 +1,4 @@
-"""The page beside a run: a process that the coordinator starts and ends, and that it otherwise leaves to itself."""
+"""The page beside a run: a process that the coordinator starts, ends, and otherwise leaves to itself."""
 
 from __future__ import annotations
 

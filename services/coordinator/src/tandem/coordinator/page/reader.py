@@ -1,4 +1,4 @@
-"""One run, as the page reads it from its folder: the journal, ``live.json``, and whether a coordinator has the lock.
+"""One run, as the page reads it: the journal, ``live.json``, and whether a coordinator has the lock.
 
 Nothing here is kept open between two requests, and no read is long: the journal has a rollback journal, so that the
 coordinator's commits wait for whoever reads.

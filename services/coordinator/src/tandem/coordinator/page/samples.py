@@ -1,4 +1,4 @@
-"""The samples of a run, as the page asks for them: filtered, sorted, a page at a time, and one with its tokens."""
+"""The samples of a run as the page asks for them: filtered, sorted, and one with its tokens."""
 
 from __future__ import annotations
 

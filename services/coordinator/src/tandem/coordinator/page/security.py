@@ -1,4 +1,4 @@
-"""Who may read the page: on loopback whoever is there, but no web site by way of a browser; elsewhere a token's holder.
+"""Who may read the page: on loopback no web site by way of a browser; elsewhere a token's holder.
 
 A site that a browser shows may have a name of its own point to loopback (DNS rebinding), and would read the page as if
 it were its own: the Host header tells. The token comes once in the address and is kept as a cookie.

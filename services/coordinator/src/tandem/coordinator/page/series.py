@@ -99,10 +99,12 @@ class Curves:
     def _curve(self, name: str, first: int | None, last: int | None) -> tuple[Ids, Numbers]:
         """Return steps that count, and what a metric was there."""
         column = self._columns[name]
-        at = np.searchsorted(self._ids, column.ids)
-        at[at == len(self._ids)] = 0
-        counts = self._ids[at] == column.ids if len(self._ids) else np.zeros(len(at), np.bool_)
-        steps, values = self._steps[at[counts]], column.values[counts]
+        if np.array_equal(self._ids, column.ids):  # as of most metrics
+            steps, values = self._steps, column.values
+        else:
+            counts = np.isin(column.ids, self._ids, assume_unique=True)
+            steps = self._steps[np.searchsorted(self._ids, column.ids[counts])]
+            values = column.values[counts]
         low = 0 if first is None else int(np.searchsorted(steps, first, "left"))
         high = len(steps) if last is None else int(np.searchsorted(steps, last, "right"))
         return steps[low:high], values[low:high]

@@ -1,4 +1,4 @@
-"""Changes of runs, as server-sent events: files are looked at a few times a second while anybody listens."""
+"""Changes of runs as server-sent events: files are looked at twice a second while anybody listens."""
 
 from __future__ import annotations
 

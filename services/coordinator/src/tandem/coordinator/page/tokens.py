@@ -1,4 +1,4 @@
-"""The text of each token, by the model's own tokenizer: its file alone, so that transformers need not be imported."""
+"""The text of each token, by the model's own tokenizer file, so that transformers is not imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the coordinator says for those who look on: ``live.json``, the timeline, curves, and the page that shows them.
+"""What the coordinator says for those who look on: ``live.json``, timeline, curves, and their page.
 
 It takes no part in the run, and nothing that goes wrong with it stops that.
 """

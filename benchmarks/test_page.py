@@ -1,0 +1,151 @@
+"""How long does the page of a run of 100,000 steps take to open, and what does the coordinator pay for it?
+
+The run has 40 metrics a step and 6 phases. To open it is to ask for the list of runs, the names of its metrics, and
+eight curves of 800 points each, of a program that has read nothing yet; once with ``curves.f64``, and once from the
+journal alone, as of a run of an older release. Run by hand: `pytest benchmarks/test_page.py`. Making the run takes a
+minute.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pytest_benchmark.fixture import BenchmarkFixture
+from starlette.testclient import TestClient
+
+from tandem.common.config import build_config
+from tandem.common.messages import Hello, ServiceKind, Train
+from tandem.coordinator.page.server import make_app
+from tandem.coordinator.run.curves_file import CURVES_NAME, CurvesFile
+from tandem.coordinator.run.journal import Journal, StepRecord
+from tandem.coordinator.run.live_file import LiveFile
+from tandem.coordinator.run.members import Member, Registry
+from tandem.coordinator.run.spec import run_spec
+from tandem.coordinator.run.timeline import Timeline
+from tandem.coordinator.scheduler import Scheduler
+from tandem.coordinator.scheduler.events import GroupSize
+
+NUM_STEPS = 100_000
+VALIDATED = 50
+METRICS = ("reward", "loss", "kl", "entropy", "grad_norm", "accuracy", "mean_generation_length", "tokens_per_s")
+OTHERS = tuple(f"metric_{number}" for number in range(32))
+PHASES = ("total", "generation", "policy_training", "get_logprobs", "refit", "checkpointing")
+
+
+def records() -> Iterator[StepRecord]:
+    """Yield steps whose metrics are walks at random."""
+    random = np.random.default_rng(7)
+    values = np.cumsum(random.normal(size=(NUM_STEPS, len(METRICS) + len(OTHERS))), axis=0)
+    for step, row in enumerate(values.tolist(), 1):
+        metrics = dict(zip((*METRICS, *OTHERS), row, strict=True))
+        if step % VALIDATED == 0:
+            metrics |= {"val_accuracy": row[0], "val_reward": row[1]}
+        seconds = dict.fromkeys(PHASES, 0.1)
+        yield StepRecord(step=step, version=step, metrics=metrics, seconds=seconds, committed_at=1e9 + step)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make the run; its journal in one transaction, which a run would sync for each step."""
+    folder = tmp_path_factory.mktemp("page") / "run"
+    config = b'{"policy": {"model_name": "model"}, "grpo": {"max_num_steps": 100000}}'
+    with Journal.create(folder, config, "grpo") as journal:
+        file, connection = CurvesFile(folder, []), journal._connection
+        connection.execute("BEGIN")
+        for record in records():
+            row = (record.step, record.step, record.committed_at, record.version)
+            connection.execute(
+                "INSERT INTO steps (id, step, committed_at, version, checkpoint) VALUES (?,?,?,?,'')", row
+            )
+            for table, values in (("metrics", record.metrics), ("seconds", record.seconds)):
+                pairs = [(record.step, *pair) for pair in values.items()]
+                connection.executemany(f"INSERT INTO {table} VALUES (?, ?, ?)", pairs)
+            file.append(record)
+        connection.execute("COMMIT")
+        file.close()
+    return folder
+
+
+def open_page(run: Path) -> None:
+    """Ask for what the page shows first."""
+    page = TestClient(make_app([run], None), base_url="http://127.0.0.1")
+    assert page.get("/api/runs").json()[0]["last_step"] == NUM_STEPS
+    names = [each["name"] for each in page.get("/api/runs/0/metrics").json()["names"]]
+    assert len(names) == len(METRICS) + len(OTHERS) + len(PHASES) + 2
+    series = page.get(f"/api/runs/0/series?points=800&names={','.join(METRICS)}").json()
+    assert len(series) == 8
+    assert all(400 <= len(curve["step"]) <= 800 for curve in series.values())
+
+
+def test_a_run_of_100000_steps_opens(benchmark: BenchmarkFixture, run: Path) -> None:
+    benchmark.pedantic(open_page, args=(run,), rounds=5)
+    print(f"\nopens in {benchmark.stats.stats.median:.2f} s")
+    assert benchmark.stats.stats.min < 2, "the least: others may use the machine as well"
+
+
+def test_a_run_of_an_older_release_opens(benchmark: BenchmarkFixture, run: Path) -> None:
+    (run / CURVES_NAME).rename(run / "aside")
+    try:
+        benchmark.pedantic(open_page, args=(run,), rounds=3)
+    finally:
+        (run / "aside").rename(run / CURVES_NAME)
+    print(f"\nopens from the journal alone in {benchmark.stats.stats.median:.2f} s")
+
+
+def test_what_the_coordinator_pays_a_step(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
+    """Curves and the timeline, with 64 orders a step."""
+    file, timeline = CurvesFile(tmp_path, []), Timeline(tmp_path, 1, print)
+    of_run = records()
+
+    def step() -> None:
+        record = next(of_run)
+        for number in range(64):
+            order = Train(command_id=number + 1, deadline_s=1.0, step=record.step, sources={})
+            timeline.sent(f"trainer-{number}", order, record.step)
+        timeline.give_up(lambda command_id: False, record.step + 0.5)
+        timeline.commit(record.step, 1.0, record.step + 1.0)
+        file.append(record)
+
+    benchmark.pedantic(step, rounds=200)
+    file.close()
+    timeline.close()
+    print(f"\n{benchmark.stats.stats.median * 1e3:.2f} ms a step")
+
+
+def test_what_the_coordinator_pays_twice_a_second(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
+    """``live.json`` of eight engines, two trainers, and 256 groups."""
+    config = build_config(
+        {
+            "grpo": {},
+            "policy": {"model_name": "m", "train_global_batch_size": 512},
+            "data": {"dataset_name": "reasoning_gym", "task": "chain_sum"},
+        }
+    )
+    spec = run_spec(config, first_step=1, last_step=8, num_validation=0, resume_from="", checkpoint_folder="c/{step}")
+    scheduler, registry = Scheduler(spec, 0.0), Registry.__new__(Registry)  # it looks at tables, and needs no socket
+    registry.members = {}
+    services: tuple[tuple[ServiceKind, int], ...] = (("trainer", 2), ("rollout", 8))
+    for service, count in services:
+        for index in range(count):
+            name = f"{service}-{index}"
+            hello = Hello(protocol_version=1, service=service, host="node", pid=1)
+            registry.members[name] = Member(hello, name, b"", 0.0)
+    scheduler.publication.engines.fill(f"rollout-{index}" for index in range(8))
+    for step in (1, 2):
+        groups = scheduler.groups.draw(step, "train", 128)
+        scheduler.groups.add(step, "train", [GroupSize(num_samples=8, num_tokens=1024)] * len(groups))
+    live = LiveFile(config, tmp_path, 8, [])
+
+    def write() -> None:
+        live.note(str(time.monotonic()))
+        live._looked = -1.0
+        live.show(scheduler, registry)
+
+    benchmark.pedantic(write, rounds=200)
+    assert len(live.look(scheduler, registry).engines) == 8
+    print(f"\n{benchmark.stats.stats.median * 1e3:.2f} ms each time")
+    assert benchmark.stats.stats.min < 1e-3, "the least: others may use the machine as well"
