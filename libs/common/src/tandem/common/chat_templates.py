@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import re
 import resource
 import signal
 import threading
@@ -38,14 +40,35 @@ class ChatTemplate:
         self._hugging_face = hugging_face
         self._name = f"policy.tokenizer.chat_template: the chat template of {where}"
 
-    def render(self, messages: Messages, *, add_generation_prompt: bool) -> str:
-        """Return a conversation as text. Raises `ConfigError` if the template is broken or refuses it."""
+    @property
+    def words(self) -> frozenset[str]:
+        """The words in it, among which are the names of all variables that it reads."""
+        template = self._hugging_face.chat_template
+        return frozenset(re.findall(r"\w+", template if isinstance(template, str) else " ".join(template.values())))
+
+    @property
+    def variables(self) -> frozenset[str]:
+        """Names that it may read and that are nobody else's to set."""
+        taken = inspect.signature(self._hugging_face.apply_chat_template).parameters
+        return self.words - taken.keys() - {"messages"}
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return a conversation as text; `variables` are more for the template.
+
+        Raises `ConfigError` if the template is broken or refuses it.
+        """
         import jinja2  # noqa: F401  # before the time is taken; it is the library's, and slow to import
 
         try:
             with _deadline(DEADLINE_S):
                 rendered = self._hugging_face.apply_chat_template(
-                    list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+                    list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **(variables or {})
                 )
         except _TooSlow:
             raise ConfigError(f"{self._name} takes longer than {DEADLINE_S:g} s for one conversation") from None
@@ -61,7 +84,7 @@ class ChatTemplate:
         return str(rendered)
 
 
-def _roles(messages: Messages) -> str:
+def _roles(messages: Sequence[Mapping[str, Any]]) -> str:
     roles = [str(message.get("role")) for message in messages[:_MAX_ROLES]]
     return ", ".join([*roles, "..."] if len(messages) > _MAX_ROLES else roles)
 

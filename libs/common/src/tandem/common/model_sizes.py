@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,16 +56,23 @@ def model_sizes(policy: Policy) -> ModelSizes:
 
 def vocabulary_size(policy: Policy) -> int:
     """Return how many tokens the model has an embedding for; as many as ids can name where that is not known here."""
-    config = model_config(policy) or {}
+    return vocabulary_in(model_config(policy) or {}) or 2**31
+
+
+def vocabulary_in(config: Mapping[str, Any]) -> int | None:
+    """Return how many tokens a model has an embedding for; None if its ``config.json`` does not say so."""
     size = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
-    return size if isinstance(size, int) else 2**31
+    return size if isinstance(size, int) else None
 
 
 def max_positions(policy: Policy) -> int | None:
     """Return how long the sequences may be that a model was made for; None if that is not known here."""
     config = model_config(policy)
-    if config is None:
-        return None
+    return None if config is None else max_positions_in(config)
+
+
+def max_positions_in(config: Mapping[str, Any]) -> int | None:
+    """Return how long the sequences may be by a ``config.json``, or by the default of its kind; None if neither is."""
     positions = config.get("max_position_embeddings", config.get("n_positions"))
     if positions is None:
         positions = field_default(str(config.get("model_type")), "max_position_embeddings")

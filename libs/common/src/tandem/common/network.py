@@ -36,3 +36,9 @@ def loopback_interface(*variables: str) -> None:
     loopback = "lo" if "lo" in names else "lo0"
     for variable in variables:
         os.environ.setdefault(variable, loopback)
+
+
+def url_of(listening: socket.socket) -> str:
+    """Return the address of a socket that listens for HTTP."""
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import re
 import shutil
 import uuid
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,8 @@ learn for a small model."""
 
 _TURN = "what the assistant said"
 """Stands for a turn of the assistant, whose tokens are known and whose text does not matter."""
+_BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
+"""A byte in the vocabulary of a tokenizer whose other tokens are texts."""
 
 
 class Tokenizer:
@@ -44,6 +47,7 @@ class Tokenizer:
         """The folder that it comes from."""
         self._template = ChatTemplate(hugging_face, where)
         self._alphabet = _alphabet(hugging_face)
+        self._spells_bytes = '"ByteLevel"' in json.dumps(_decoder(hugging_face))
         added = hugging_face.added_tokens_decoder
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
@@ -66,18 +70,40 @@ class Tokenizer:
         """Whether a conversation has a form of its own; without one it is the plain text of its messages."""
         return self._hugging_face.chat_template is not None
 
-    def render_chat(self, messages: Messages, *, add_generation_prompt: bool) -> str:
-        """Return a conversation as text, by the chat template.
+    @property
+    def reads_tools(self) -> bool:
+        """Whether the chat template can tell the model of tools."""
+        return self.has_chat_template and "tools" in self._template.words
+
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """Names of variables that a conversation may set for the chat template."""
+        return self._template.variables if self.has_chat_template else frozenset()
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return a conversation as text, by the chat template, which can read more `variables`.
 
         Raises `ConfigError` if the template is broken, refuses the conversation, or does not come to an end.
         """
         if not self.has_chat_template:
             return "".join(message["content"] for message in messages)
-        return self._template.render(messages, add_generation_prompt=add_generation_prompt)
+        return self._template.render(messages, add_generation_prompt=add_generation_prompt, variables=variables)
 
-    def encode_chat(self, messages: Messages, *, add_generation_prompt: bool) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Return the tokens of a conversation. Raises what `render_chat` and `encode` raise."""
-        return self.encode(self.render_chat(messages, add_generation_prompt=add_generation_prompt))
+        return self.encode(self.render_chat(messages, add_generation_prompt=add_generation_prompt, variables=variables))
 
     def encode_continuation(self, messages: Messages, last_id: int) -> list[int]:
         """Return the tokens between the end of an assistant's turn, `last_id`, and the beginning of its next one.
@@ -96,13 +122,16 @@ class Tokenizer:
             rest = rest.removeprefix(self.decode([last_id], skip_special_tokens=False))
         return self.encode(rest)
 
-    def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text, adding none. Raises `DataError` for characters the tokenizer does not know."""
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Return the tokens of a text, and none beside them unless the tokenizer is to put its own around it.
+
+        Raises `DataError` for characters the tokenizer does not know.
+        """
         unknown = self.unknown_characters(text)
         if unknown:
             what = "character" if len(unknown) == 1 else "characters"
             raise DataError(f"the tokenizer in {self.where} does not know the {what} {unknown!r}")
-        return [int(token) for token in self._hugging_face(text, add_special_tokens=False)["input_ids"]]
+        return [int(token) for token in self._hugging_face(text, add_special_tokens=add_special_tokens)["input_ids"]]
 
     @property
     def knows_every_character(self) -> bool:
@@ -123,6 +152,18 @@ class Tokenizer:
             )
         )
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return what a token spells, which may be a part of a character; nothing for an id that is no token."""
+        piece = self._hugging_face.convert_ids_to_tokens(token_id)
+        if piece is None:
+            return b""
+        if token_id not in self._special_ids:
+            if (byte := _BYTE_PIECE.fullmatch(piece)) is not None:
+                return bytes([int(byte[1], 16)])
+            if self._spells_bytes and _BYTE_OF.keys() >= set(piece):
+                return bytes(_BYTE_OF[character] for character in piece)
+        return self.decode([token_id], skip_special_tokens=False).encode()
+
     def _without_special(self, text: str) -> str:
         for token in self._hugging_face.all_special_tokens:
             text = text.replace(token, "")
@@ -131,6 +172,22 @@ class Tokenizer:
     def save(self, folder: Path) -> None:
         """Write the tokenizer's files beside a model's weights."""
         self._hugging_face.save_pretrained(folder)
+
+
+def _decoder(hugging_face: Any) -> Any:
+    """Return how a tokenizer makes text of its tokens, as its file describes it; null if it does no more than join."""
+    decoder = hugging_face.backend_tokenizer.decoder
+    return None if decoder is None else json.loads(decoder.__getstate__())
+
+
+def _byte_characters() -> dict[str, int]:
+    """Return the characters that stand for bytes in the vocabularies of byte-level tokenizers (GPT-2's table)."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_characters()
 
 
 def _alphabet(hugging_face: Any) -> frozenset[str] | None:
@@ -146,23 +203,35 @@ def _alphabet(hugging_face: Any) -> frozenset[str] | None:
 
 def load_tokenizer(config: Config, folder: Path | None = None) -> Tokenizer:
     """Load ``policy.tokenizer``, from another `folder` where it is not there yet. Raises `ModelError` if none is."""
-    # AutoTokenizer would import torch; every tokenizer that Tandem can use has the one file that this class reads.
-    from transformers import PreTrainedTokenizerFast
-
     where = config.policy.tokenizer.name
-    failure = f"policy.tokenizer.name: cannot load a tokenizer from {where!r}: "
-    there = folder or Path(where)
-    strange = first_irregular(itertools.chain([there], there.glob("*"), there.glob("additional_chat_templates/*")))
-    if strange is not None:
-        raise ModelError(f"{failure}{strange}, not a file")
     try:
-        hugging_face = PreTrainedTokenizerFast.from_pretrained(folder or where)
-    except Exception as error:  # the library raises whatever its readers raise
-        raise ModelError(f"{failure}{error}".split("\n")[0]) from error
+        hugging_face = _read_tokenizer(folder or Path(where), where)
+    except ModelError as error:
+        raise ModelError(f"policy.tokenizer.name: {error}") from error
     template = config.policy.tokenizer.chat_template
     if template not in (None, "default"):
         hugging_face.chat_template = template
     return Tokenizer(hugging_face, where)
+
+
+def load_model_tokenizer(folder: Path) -> Tokenizer:
+    """Load the tokenizer that lies beside a model's weights. Raises `ModelError` if there is none."""
+    return Tokenizer(_read_tokenizer(folder, str(folder)), str(folder))
+
+
+def _read_tokenizer(folder: Path, where: str) -> Any:
+    # AutoTokenizer would import torch; every tokenizer that Tandem can use has the one file that this class reads.
+    from transformers import PreTrainedTokenizerFast
+
+    failure = f"cannot load a tokenizer from {where!r}: "
+    files = itertools.chain([folder], folder.glob("*"), folder.glob("additional_chat_templates/*"))
+    strange = first_irregular(files)
+    if strange is not None:
+        raise ModelError(f"{failure}{strange}, not a file")
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(str(folder))
+    except Exception as error:  # the library raises whatever its readers raise
+        raise ModelError(f"{failure}{error}".split("\n")[0]) from error
 
 
 def write_new_model(folder: Path, new_model: NewModel) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, Protocol
 
 import msgspec
@@ -40,6 +40,14 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: Literal["stop", "length", "abort"]
 
 
+class Tokens(msgspec.Struct, frozen=True, kw_only=True):
+    """Some tokens of one sequence, in order; the fields are those of `Completion`."""
+
+    token_ids_T: NDArray[np.int32]
+    logprobs_T: NDArray[np.float32]
+    versions_T: NDArray[np.int32]
+
+
 class Engine(Protocol):
     """Tokens in, tokens out; weights come in place by refit.
 
@@ -65,6 +73,13 @@ class Engine(Protocol):
         """Make one token for every running request; return those that finished, in request order.
 
         Raises `RefitError` if the engine holds no whole version.
+        """
+        ...
+
+    def made(self, starts: Mapping[int, int]) -> dict[int, Tokens]:
+        """Return what running requests, given by id, have made from these tokens on; those that are not known are not.
+
+        It is for who shows responses while they grow; `step` returns them whole.
         """
         ...
 

@@ -44,3 +44,10 @@ def number(which: str, is_valid: Callable[[float], bool]) -> Callable[[str], flo
         raise argparse.ArgumentTypeError(f"{text!r} is not a number {which}")
 
     return read
+
+
+def count(text: str) -> int:
+    """Read a count of at least one from the command line."""
+    if text.isdecimal() and int(text) >= 1:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")

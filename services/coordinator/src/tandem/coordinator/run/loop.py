@@ -63,6 +63,7 @@ from tandem.coordinator.scheduler.events import (
     Replied,
     Say,
     StepRecorded,
+    StepValidated,
     Ticked,
 )
 
@@ -210,7 +211,7 @@ class Loop:
                 self._send_prompts(action)
             case DispatchBatch():
                 self._send_batch(action)
-            case DispatchRecord() | StepRecorded() | DropKept():
+            case DispatchRecord() | StepValidated() | StepRecorded() | DropKept():
                 self._keep_record(action)
             case DiscardSamples():
                 self._recorder.record_discarded(action)
@@ -265,15 +266,17 @@ class Loop:
         self._step_metrics.metrics.update(metrics)
         self._send(action.member, order, arrays)
         if metrics and action.purpose == "train" and self._scheduler.spec.samples_folder and of_step is not None:
-            self._record_orders.keep(action.step, of_step.records(), self._batches.advantages())
+            self._record_orders.keep(action.step, "train", of_step.records(), self._batches.advantages())
 
-    def _keep_record(self, action: DispatchRecord | StepRecorded | DropKept) -> None:
+    def _keep_record(self, action: DispatchRecord | StepValidated | StepRecorded | DropKept) -> None:
         """Carry out what concerns the record of samples."""
         match action:
             case DispatchRecord():
                 self._send(action.member, self._record_orders.order(action), None)
+            case StepValidated():
+                self._record_orders.keep(action.step, "validate", action.records)
             case StepRecorded():
-                self._record_orders.forget(action.step)
+                self._record_orders.forget(action.step, action.purpose)
                 self._recorder.take_recorded(action)
             case DropKept():
                 self._recorder.drop_kept(action)
@@ -301,7 +304,7 @@ class Loop:
         self._recorder.note(f"{member} is lost: {why}; {how}")
 
     def _commit(self, action: CommitStep) -> None:
-        for line in self._algorithm.describe(action.validated[: self._recorder.num_examples]):
+        for line in self._algorithm.describe(self._recorder.examples(action.step, action.validated)):
             self._recorder.note(line)
         self._step_metrics.metrics.update(self._algorithm.validation_metrics(action.validated))
         self._step_metrics.metrics.update(action.metrics)

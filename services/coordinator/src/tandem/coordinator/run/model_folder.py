@@ -42,21 +42,31 @@ def check_model(config: Config) -> list[str]:
     if not (folder / "config.json").is_file():
         return []
     try:
-        written = manifest.of_model(folder)
-        if written is not None:
-            manifest.check_files(written[0], written[1].files)
-        model = _read_json(folder / "config.json")
-        if any(folder.glob("*.safetensors")):
-            places = headers.read_places(folder)
-            notices = list(_tensors(model, places))
-        else:  # drawn by policy.new_model, or in another format
-            notices = []
+        notices = check_weights(folder)
+        model = read_json(folder / "config.json")
     except (ModelError, DamagedCheckpoint) as error:
         raise ModelError(f"policy.model_name: {error}") from error
     return [f"policy.model_name: {notice}" for notice in notices] + list(_end_tokens(config, folder, model))
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def check_weights(folder: Path) -> list[str]:
+    """Look through a model's folder, which has a ``config.json``; return what the user should know.
+
+    Raises:
+        ModelError: its weights are not those of its ``config.json``.
+        DamagedCheckpoint: they are not those that were written.
+    """
+    written = manifest.of_model(folder)
+    if written is not None:
+        manifest.check_files(written[0], written[1].files)
+    model = read_json(folder / "config.json")
+    if any(folder.glob("*.safetensors")):
+        return list(_tensors(model, headers.read_places(folder)))
+    return []  # drawn by policy.new_model, or in another format
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return one of a model's JSON files. Raises `ModelError`."""
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
@@ -149,7 +159,7 @@ def _end_tokens(config: Config, folder: Path, model: Mapping[str, Any]) -> Itera
         path = folder / name
         if not path.is_file():
             continue
-        ends = _read_json(path).get("eos_token_id")
+        ends = read_json(path).get("eos_token_id")
         for token in ends if isinstance(ends, list) else [ends]:
             if isinstance(token, int) and not 0 <= token < size:
                 yield f"{path}: eos_token_id {token} is no token of the model, which has {size}"

@@ -44,10 +44,14 @@ class Recorder:
         """Of environments, in all samples that came."""
         self._health = Health(config)
 
-    @property
-    def num_examples(self) -> int:
-        """Validation samples to show each time."""
-        return self._config.logger.num_val_samples_to_print
+    def examples(self, step: int, validated: Sequence[SampleScored]) -> list[SampleScored]:
+        """Return the validation samples to show: each time those after the ones that were shown before."""
+        count = min(self._config.logger.num_val_samples_to_print, len(validated))
+        if not count:
+            return []
+        period = self._config.rollout_section.val_period
+        first = (-(-step // period) if period else 0) * count  # there may be one more at the end, and one at the start
+        return [validated[(first + index) % len(validated)] for index in range(count)]
 
     def note_failures(self, samples: Sequence[SampleScored]) -> None:
         """Say of the first sample that its environment failed on, of the tenth, the hundredth, and so on."""
@@ -79,7 +83,7 @@ class Recorder:
 
     def take_recorded(self, action: StepRecorded) -> None:
         """Keep the record of samples as small as it may be."""
-        self._samples.take_recorded(action.step, action.rollouts, action.num_bytes)
+        self._samples.take_recorded(action.step, action.rollouts, action.num_bytes, action.purpose)
 
     def drop_kept(self, action: DropKept) -> None:
         """Note that groups are generated again that were kept from before the run was resumed."""

@@ -19,6 +19,8 @@ from tandem.refit.transports.process_group import Meeting
 from tandem.rollout.engine import Request
 from tandem.rollout.engines.stopping import StopStrings, load_detokenizer
 
+_NO_REFITS = "the engine has loaded its weights itself, and takes no others"
+
 
 class EngineWeights(Holder, Protocol):
     """The weights of an engine: in this process, or in those of its workers."""
@@ -31,6 +33,35 @@ class EngineWeights(Holder, Protocol):
     def close(self) -> None:
         """Let go of the programs, and leave all meshes."""
         ...
+
+
+class NoRefits:
+    """The weights of an engine that has loaded them itself and gets no others."""
+
+    layouts: tuple[Layout, ...] = ()
+
+    def install(self, programs: Sequence[TransferProgram]) -> Installed:
+        """Refuse it."""
+        raise RefitError(_NO_REFITS)
+
+    def connect(self, mesh: Mesh, meeting: Meeting, timeout_s: float) -> None:
+        """Refuse it."""
+        raise RefitError(_NO_REFITS)
+
+    def apply(self, version: int, deadline_s: float, only: Collection[str]) -> dict[str, int]:
+        """Refuse it."""
+        raise RefitError(_NO_REFITS)
+
+    def digest_task(self, sampling: Sampling | None) -> Digesting:
+        """Refuse it."""
+        raise RefitError(_NO_REFITS)
+
+    def misquantised(self) -> tuple[str, ...]:
+        """Return nothing: nothing was received."""
+        return ()
+
+    def close(self) -> None:
+        """Do nothing: there is no program."""
 
 
 class RefittedEngine:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers.initialization import no_init_weights
 
 from tandem.common.errors import ModelError
@@ -19,21 +20,25 @@ _UNSTABLE_ROPE = ("dynamic", "longrope")
 """Rotary embeddings that turn earlier keys by angles that depend on how long the sequence will become."""
 
 
-def load_skeleton(model_folder: Path, max_length: int, dtype: torch.dtype) -> Any:
+def load_skeleton(model_folder: Path, max_length: int, dtype: torch.dtype, *, with_weights: bool = False) -> Any:
     """Build the causal language model that ``config.json`` in `model_folder` describes, parameters uninitialised.
 
-    Buffers such as rotary frequencies are computed, parameters hold whatever the memory held. Raises `ModelError` if
-    the folder holds no model, or one that slots of `max_length` positions cannot run.
+    Buffers such as rotary frequencies are computed, parameters hold whatever the memory held, or what the folder's
+    safetensors files do. Raises `ModelError` if the folder holds no model, or one that slots of `max_length` positions
+    cannot run.
     """
     if not (model_folder / "config.json").is_file():
         raise ModelError(f"{model_folder} holds no model: config.json is missing")
     try:
         config = transformers.AutoConfig.from_pretrained(model_folder)
         _refuse_unsupported(config.get_text_config(), max_length)
-        with no_init_weights():
-            model = transformers.AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=ATTENTION_NAME
-            )
+        if with_weights:
+            model = _with_weights(model_folder, config, dtype)
+        else:
+            with no_init_weights():
+                model = transformers.AutoModelForCausalLM.from_config(
+                    config, dtype=dtype, attn_implementation=ATTENTION_NAME
+                )
     except (ValueError, KeyError, OSError) as error:
         raise ModelError(f"{model_folder}: {' '.join(str(error).split())}") from error
     model.tie_weights()
@@ -41,6 +46,34 @@ def load_skeleton(model_folder: Path, max_length: int, dtype: torch.dtype) -> An
     if persistent:
         raise ModelError(f"{model_folder}: the embedded engine cannot receive the buffer {persistent[0]} by refit")
     return model.eval().requires_grad_(False)
+
+
+def _with_weights(model_folder: Path, config: Any, dtype: torch.dtype) -> Any:
+    """Load a model whole. Raises `ModelError` if a tensor is missing, and what the library raises."""
+    transformers.utils.logging.disable_progress_bar()
+    verbosity = transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.set_verbosity_error()  # what it would warn of is looked at below
+    try:
+        model, found = transformers.AutoModelForCausalLM.from_pretrained(
+            model_folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            use_safetensors=True,  # the other format is unpickled
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are not, below
+        )
+    except (RuntimeError, SafetensorError) as error:  # what cannot be brought into the model's own form, or be read
+        raise ModelError(f"{model_folder}: {' '.join(str(error).split())}") from error
+    finally:
+        transformers.utils.logging.set_verbosity(verbosity)
+    for what in ("missing_keys", "mismatched_keys"):
+        names = sorted(key if isinstance(key, str) else str(key[0]) for key in found[what])
+        if names:
+            state = what.removesuffix("_keys")
+            raise ModelError(f"{model_folder}: {names[0]} is {state}, the first of {len(names)} such tensors")
+    return model
 
 
 def _refuse_unsupported(config: Any, max_length: int) -> None:

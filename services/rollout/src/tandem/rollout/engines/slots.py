@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.rollout.engine import Completion, Request
+from tandem.rollout.engine import Completion, Request, Tokens
 from tandem.rollout.engines.stopping import StopStrings
 
 NO_TOKEN = -1
@@ -101,14 +101,23 @@ class Slots:
         assert len(tokens_T) == self.length_S[slot]
         return tokens_T
 
+    def made(self, slot: int, start: int) -> Tokens:
+        """Copy out what the slot's sequence has made from its token `start` on."""
+        num_new = int(self.num_new_S[slot])
+        return Tokens(
+            token_ids_T=self.token_ST[slot, start:num_new].copy(),
+            logprobs_T=self.logprob_ST[slot, start:num_new].copy(),
+            versions_T=self.version_ST[slot, start:num_new].copy(),
+        )
+
     def completion(self, slot: int, finish_reason: Literal["stop", "length", "abort"]) -> Completion:
         """Copy out what the slot's sequence has made."""
-        num_new = int(self.num_new_S[slot])
+        tokens = self.made(slot, 0)
         return Completion(
             request_id=self.sequences[slot].request.request_id,
-            token_ids_T=self.token_ST[slot, :num_new].copy(),
-            logprobs_T=self.logprob_ST[slot, :num_new].copy(),
-            versions_T=self.version_ST[slot, :num_new].copy(),
+            token_ids_T=tokens.token_ids_T,
+            logprobs_T=tokens.logprobs_T,
+            versions_T=tokens.versions_T,
             finish_reason=finish_reason,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -11,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from tandem.common.errors import ModelError
-from tandem.rollout.engine import Completion, Request
+from tandem.rollout.engine import Completion, Request, Tokens
 from tandem.rollout.engines.attention import KeyValueCache, Prompt, Step
 from tandem.rollout.engines.refitted import RefittedEngine
 from tandem.rollout.engines.sampling import draw, uniforms
@@ -38,15 +39,17 @@ class TransformersEngine(RefittedEngine):
         max_total_sequence_length: int,
         dtype: Literal["float32", "bfloat16"],
         num_threads: int | None = None,
+        with_weights: bool = False,
     ) -> None:
-        """Build the model of `model_folder` without weights.
+        """Build the model of `model_folder` without weights, or with those in the folder as version 0.
 
         `num_slots` sequences run at once, each of at most `max_total_sequence_length` tokens, prompt included.
         `num_threads` sets the threads of this process (None leaves them). Raises `ModelError`.
         """
         if num_threads is not None:
             torch.set_num_threads(num_threads)
-        self._model = load_skeleton(model_folder, max_total_sequence_length, getattr(torch, dtype))
+        dtype_of = getattr(torch, dtype)
+        self._model = load_skeleton(model_folder, max_total_sequence_length, dtype_of, with_weights=with_weights)
         length_key = "policy.max_total_sequence_length"
         super().__init__(model_folder, weights_of(self._model), max_total_sequence_length, length_key)
         self._cache = KeyValueCache(num_slots, max_total_sequence_length)
@@ -56,6 +59,8 @@ class TransformersEngine(RefittedEngine):
         self._has_stale_keys = False
         """Whether the keys and values of running sequences are to be computed anew."""
         self._probe()
+        if with_weights:
+            self._version = 0
 
     @property
     def num_unfinished(self) -> int:
@@ -101,6 +106,11 @@ class TransformersEngine(RefittedEngine):
         stopped_R = slots.record(token_R, logprob_R, version)
         finished_F = np.flatnonzero(stopped_R | (slots.num_new_S[:num] >= slots.max_new_S[:num]))
         return self._retire(finished_F, ["stop" if stopped_R[slot] else "length" for slot in finished_F.tolist()])
+
+    def made(self, starts: Mapping[int, int]) -> dict[int, Tokens]:
+        """Return what running requests have made from these tokens on, by id."""
+        numbers = [(slot, sequence.request.request_id) for slot, sequence in enumerate(self._slots.sequences)]
+        return {number: self._slots.made(slot, starts[number]) for slot, number in numbers if number in starts}
 
     def abort(self, request_id: int) -> Completion | None:
         """Stop a request and return what it has made; None if it is not known."""

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import re
+from typing import Literal
 
 from tandem.common.algorithms import ALGORITHMS
 from tandem.common.config.checks.rule import Rule, check_dotted_path, where_it_rolls_out
 from tandem.common.config.derive import GENERATED
 from tandem.common.config.named import NAMED, is_local
 from tandem.common.config.problem import Invalid, shown
-from tandem.common.config.schema import Config
+from tandem.common.config.schema import Config, Environment
 from tandem.common.errors import nearest
 
 CONVERSING_ENVIRONMENTS = ("calculator", "sliding_puzzle_game")
 """Those that answer a response, so that one turn is never enough."""
 
 BUILT_IN_ENVIRONMENTS = ("reasoning_gym", "math", "exact_match", *CONVERSING_ENVIRONMENTS)
+
+PYTHON_REWARDS = "python_rewards"
+"""The environment that `tandem.train` sets: functions of the program that calls it."""
 
 
 def lengths_fit(config: Config) -> None:
@@ -90,7 +94,7 @@ def environments_are_known(config: Config) -> None:
     """An environment is built in or names its class."""
     for name, entry in config.env.items():
         if entry.class_path is None:
-            if name not in BUILT_IN_ENVIRONMENTS:
+            if name not in (*BUILT_IN_ENVIRONMENTS, PYTHON_REWARDS):
                 built_in = ", ".join(BUILT_IN_ENVIRONMENTS)
                 raise Invalid(
                     f"env.{name}",
@@ -98,8 +102,15 @@ def environments_are_known(config: Config) -> None:
                 )
         else:
             check_dotted_path(f"env.{name}.class", entry.class_path)
-        if entry.max_failures is not None and (entry.on_error or ("fail" if entry.class_path else "zero")) == "fail":
+        if name == PYTHON_REWARDS and entry.class_path is not None:
+            raise Invalid(f"env.{name}.class", "the name is that of functions given to tandem.train: choose another")
+        if entry.max_failures is not None and on_error(name, entry) == "fail":
             raise Invalid(f"env.{name}.max_failures", f"the first failure ends the run; set env.{name}.on_error, too")
+
+
+def on_error(name: str, entry: Environment) -> Literal["zero", "drop", "fail"]:
+    """Return what becomes of a sample that an environment fails on; code of the user's had better be mended."""
+    return entry.on_error or ("fail" if entry.class_path or name == PYTHON_REWARDS else "zero")
 
 
 def samples_are_scored(config: Config) -> None:

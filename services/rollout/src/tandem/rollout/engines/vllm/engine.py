@@ -12,8 +12,8 @@ import numpy as np
 from tandem.common.config.schema.generation import VllmCfg
 from tandem.common.errors import ModelError, TandemError
 from tandem.common.vllm_arguments import check_arguments
-from tandem.rollout.engine import Completion, Request
-from tandem.rollout.engines.refitted import RefittedEngine
+from tandem.rollout.engine import Completion, Request, Tokens
+from tandem.rollout.engines.refitted import NoRefits, RefittedEngine
 from tandem.rollout.engines.stopping import StopStrings
 from tandem.rollout.engines.vllm import float8, insides
 from tandem.rollout.engines.vllm.workers import Workers
@@ -36,12 +36,20 @@ class _Sequence(msgspec.Struct):
     logprobs: list[float] = []
     versions: list[int] = []
 
+    def made(self, start: int) -> Tokens:
+        return Tokens(
+            token_ids_T=np.array(self.token_ids[start:], np.int32),
+            logprobs_T=np.array(self.logprobs[start:], np.float32),
+            versions_T=np.array(self.versions[start:], np.int32),
+        )
+
     def completion(self, finish_reason: FinishReason) -> Completion:
+        tokens = self.made(0)
         return Completion(
             request_id=self.request.request_id,
-            token_ids_T=np.array(self.token_ids, np.int32),
-            logprobs_T=np.array(self.logprobs, np.float32),
-            versions_T=np.array(self.versions, np.int32),
+            token_ids_T=tokens.token_ids_T,
+            logprobs_T=tokens.logprobs_T,
+            versions_T=tokens.versions_T,
             finish_reason=finish_reason,
         )
 
@@ -54,13 +62,21 @@ class VllmEngine(RefittedEngine):
     none of them.
     """
 
-    def __init__(self, model_folder: Path, settings: VllmCfg, *, extra: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        model_folder: Path,
+        settings: VllmCfg,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        with_weights: bool = False,
+    ) -> None:
         """Start vLLM with the model of `model_folder`; needs `insides.prepare_environment` first.
 
         Args:
-            model_folder: has ``config.json``; no weights are read.
+            model_folder: has ``config.json``; no weights are read, unless they are asked for.
             settings: ``policy.generation.vllm_cfg``.
             extra: further arguments of vLLM's, ``policy.generation.vllm_kwargs``.
+            with_weights: have vLLM load the folder's weights, as version 0; there are no refits then.
 
         Raises:
             ModelError: this release of vLLM is unknown, or it refuses the model or an argument.
@@ -68,18 +84,24 @@ class VllmEngine(RefittedEngine):
 
         """
         insides.check_release()
-        self._llm = insides.Llm(engine_arguments(model_folder, settings, extra or {}))
+        arguments = engine_arguments(model_folder, settings, extra or {})
+        if with_weights:
+            if settings.precision == float8.PRECISION:
+                raise ModelError("weights in float8 are made by refits: vLLM cannot load them from a folder")
+            arguments["load_format"] = "safetensors"
+        self._llm = insides.Llm(arguments)
         try:
-            self._workers = Workers(self._llm)
+            self._workers = None if with_weights else Workers(self._llm)
         except TandemError:
             self._llm.close()
             raise
-        super().__init__(
-            model_folder, self._workers, settings.max_model_len, "policy.generation.vllm_cfg.max_model_len"
-        )
+        length_key = "policy.generation.vllm_cfg.max_model_len"
+        super().__init__(model_folder, self._workers or NoRefits(), settings.max_model_len, length_key)
         self._sequences: dict[int, _Sequence] = {}
         self._num_arrived = 0
         self._num_updates = 0
+        if with_weights:
+            self._version = 0
 
     @property
     def num_unfinished(self) -> int:
@@ -138,6 +160,12 @@ class VllmEngine(RefittedEngine):
             del self._sequences[sequence.request.request_id]
         return [sequence.completion(reason) for sequence, reason in finished]
 
+    def made(self, starts: Mapping[int, int]) -> dict[int, Tokens]:
+        """Return what running requests have made from these tokens on, by id."""
+        return {
+            number: sequence.made(starts[number]) for number, sequence in self._sequences.items() if number in starts
+        }
+
     def abort(self, request_id: int) -> Completion | None:
         """Stop a request and return what it has made; None if it is not known."""
         sequence = self._sequences.pop(request_id, None)
@@ -173,6 +201,7 @@ class VllmEngine(RefittedEngine):
 
     def _take_weights(self) -> None:
         """Pack what CPUs multiply by anew, and forget cached keys and values."""
+        assert self._workers is not None, "who has no refits applies none"
         self._workers.pack()
         self._num_updates += 1
         if not self._sequences:

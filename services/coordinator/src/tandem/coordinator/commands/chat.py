@@ -1,0 +1,62 @@
+"""``coordinator chat``: talk to a model in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+from pathlib import Path
+
+from tandem.common.errors import ConfigError
+from tandem.coordinator.commands.arguments import OK, Commands, count, number
+from tandem.coordinator.commands.serve import FOLDER_HELP, add_engine
+
+
+def add(commands: Commands) -> None:
+    """Declare the command."""
+    chat = commands.add_parser("chat", help="talk to a model in the terminal")
+    chat.add_argument("folder", type=Path, nargs="?", metavar="FOLDER", help=FOLDER_HELP)
+    chat.add_argument("--url", help="talk to a server that runs, such as that of coordinator serve, and load nothing")
+    chat.add_argument("--token", help="with --url: the token that the server asks for")
+    chat.add_argument("--model", help="with --url: the model, where several are served")
+    chat.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
+    from_0 = number("from 0 on", lambda number: number >= 0)
+    chat.add_argument("--temperature", type=from_0, help="0 is greedy (default: 1)")
+    chat.add_argument("--top-p", type=number("above 0, at most 1", lambda number: 0 < number <= 1), help="default: 1")
+    chat.add_argument("--top-k", type=count, help="draw from this many tokens (default: all)")
+    chat.add_argument("--max-tokens", type=count, help="longest answer (default: what the context leaves)")
+    chat.add_argument("--seed", type=int, help="makes the same answers again")
+    add_engine(chat)
+    chat.set_defaults(carry_out=_chat)
+
+
+def _chat(arguments: argparse.Namespace) -> int:
+    if (arguments.folder is None) == (arguments.url is None):
+        raise ConfigError("give the FOLDER of a model, or the --url of a server")
+    if arguments.url is not None:
+        return _talk(arguments, arguments.url, arguments.token)
+    import msgspec
+
+    from tandem.common.network import url_of
+    from tandem.coordinator.serving.server_process import launched
+    from tandem.coordinator.serving.settings import open_port, settings_of
+
+    token = secrets.token_hex()
+    serving = settings_of(arguments, token)
+    with open_port("127.0.0.1", 0, token) as listening:
+        print(f"loading {serving.model_folder}", flush=True)
+        with launched(msgspec.structs.replace(serving, listening=listening.fileno(), launched_by=os.getpid())):
+            return _talk(arguments, url_of(listening), token)
+
+
+def _talk(arguments: argparse.Namespace, url: str, token: str | None) -> int:
+    from tandem.coordinator.serving.client import ChatServer
+    from tandem.coordinator.serving.conversation import HELP, Conversation
+
+    server = ChatServer(url, token)
+    model = server.choose_model(arguments.model)
+    names = ("temperature", "top_p", "top_k", "max_tokens", "seed")
+    settings = {name: getattr(arguments, name) for name in names}
+    print(f"talking to {model}; {HELP}; Ctrl-C stops an answer", flush=True)
+    Conversation(server, model, arguments.system, settings).hold()
+    return OK

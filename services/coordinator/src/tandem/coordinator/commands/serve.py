@@ -1,0 +1,86 @@
+"""``coordinator serve``: have a model answer OpenAI's API."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tandem.coordinator.commands.arguments import Commands, count, number
+
+if TYPE_CHECKING:
+    from tandem.common.serving import Serving
+
+
+def add(commands: Commands) -> None:
+    """Declare the command."""
+    serve = commands.add_parser("serve", help="have a model answer OpenAI's API: chats, completions, streams")
+    serve.add_argument("folder", type=Path, metavar="FOLDER", help=FOLDER_HELP)
+    serve.add_argument("--port", type=int, default=8000, help="where to listen; 0: any that is free (default: 8000)")
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen at (default: this machine alone)")
+    serve.add_argument("--token", help="whoever asks must send it: Authorization: Bearer TOKEN")
+    add_engine(serve)
+    serve.set_defaults(carry_out=_serve)
+
+
+FOLDER_HELP = "a Hugging Face model, a checkpoint step_N, or a run folder, whose newest checkpoint is taken"
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """Have a parser take what there is to say of the engine that generates."""
+    engine = parser.add_argument_group("engine")
+    engine.add_argument("--name", help="what requests call the model (default: the folder's name)")
+    engine.add_argument(
+        "--engine", choices=("transformers", "vllm"), default="transformers", help="default: transformers, embedded"
+    )
+    engine.add_argument(
+        "--max-batch-size", type=count, default=32, metavar="N", help="responses at the same time (default: 32)"
+    )
+    engine.add_argument(
+        "--max-length",
+        type=count,
+        metavar="TOKENS",
+        help="longest sequence, prompt included (default: what the model was made for, at most 4096)",
+    )
+    engine.add_argument("--precision", choices=("float32", "bfloat16"), help="default: that of the model's files")
+    engine.add_argument(
+        "--timeout-s",
+        type=number("above 0", lambda number: number > 0),
+        default=600.0,
+        metavar="SECONDS",
+        help="for one request (default: 600)",
+    )
+    engine.add_argument(
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="key=value",
+        help="settings of vLLM's: vllm_cfg.tensor_parallel_size=2, vllm_kwargs.ARGUMENT=VALUE",
+    )
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    import msgspec
+
+    from tandem.common.network import url_of
+    from tandem.coordinator.serving.server_process import become
+    from tandem.coordinator.serving.settings import open_port, settings_of
+
+    serving = settings_of(arguments, arguments.token)
+    with open_port(arguments.host, arguments.port, arguments.token) as listening:
+        print(f"loading {serving.model_folder}", flush=True)
+        greeting = _greeting(serving, url_of(listening))
+        become(msgspec.structs.replace(serving, greeting=greeting, listening=listening.fileno()))
+
+
+def _greeting(serving: Serving, url: str) -> str:
+    body = f'{{"model": "{serving.name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+    words = ["curl", f"{url}/v1/chat/completions", "-H", "Content-Type: application/json"]
+    if serving.token is not None:
+        words += ["-H", "Authorization: Bearer TOKEN"]
+    return (
+        f"serving {serving.name} at {url}/v1 ({serving.engine}, {serving.precision}, {serving.max_batch_size} answers "
+        f"at once, at most {serving.max_length} tokens each, prompt included); Ctrl-C ends it\n"
+        f"try: {shlex.join([*words, '-d', body])}"
+    )

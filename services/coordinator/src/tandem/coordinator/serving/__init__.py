@@ -1,0 +1,1 @@
+"""Models for people to use: find one, have it served, and talk to it."""

@@ -1,0 +1,101 @@
+"""Ask a server that speaks OpenAI's API for an answer, and read it while it is made."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import ssl
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from tandem.common.errors import ConfigError, ServiceError, nearest
+
+_WORD_S = 600.0
+"""For a server to say anything at all."""
+_EVENT = b"data: "
+_END = b"[DONE]"
+
+
+class ChatServer:
+    """A server at an address, and the token that it asks for."""
+
+    def __init__(self, url: str, token: str | None) -> None:
+        """`url` may end with ``/v1`` or not. Raises `ConfigError` for one that is none."""
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        try:
+            has_port = parts.port is not None
+        except ValueError as error:
+            raise ConfigError(f"--url {url}: {error}") from error
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"--url {url}: expected an address such as http://127.0.0.1:8000")
+        self.url = url
+        self._parts = parts
+        self._port = parts.port if has_port else None
+        self._path = parts.path.rstrip("/").removesuffix("/v1")
+        self._headers = {"Content-Type": "application/json"}
+        if token is not None:
+            self._headers["Authorization"] = f"Bearer {token}"
+
+    def choose_model(self, name: str | None) -> str:
+        """Return the model of this name, or the first that is served. Raises `ServiceError` and `ConfigError`."""
+        with self._asked("GET", "/v1/models") as response:
+            listed = _decoded(response.read())
+        names = [str(card.get("id")) for card in listed.get("data", []) if isinstance(card, dict)]
+        if not names:
+            raise ServiceError(self.url, "listing its models", "there are none")
+        if name is not None and name not in names:
+            raise ConfigError(f"--model {name}: {self.url} serves {', '.join(names)}{nearest(name, names)}")
+        return name or names[0]
+
+    def stream(self, messages: Sequence[Mapping[str, str]], **settings: Any) -> Generator[str, None, None]:
+        """Yield the pieces of an answer as they come. Raises `ServiceError`."""
+        body = msgspec.json.encode({"messages": messages, "stream": True, **settings})
+        with self._asked("POST", "/v1/chat/completions", body) as response:
+            for line in response:
+                if not line.startswith(_EVENT):
+                    continue
+                data = line.removeprefix(_EVENT).strip()
+                if data == _END:
+                    return
+                event = _decoded(data)
+                if "error" in event:
+                    raise ServiceError(self.url, "answering", _message(event))
+                for choice in event.get("choices", []):
+                    if piece := choice.get("delta", {}).get("content"):
+                        yield str(piece)
+        raise ServiceError(self.url, "answering", "the answer has no end: the connection was closed")
+
+    @contextlib.contextmanager
+    def _asked(self, method: str, path: str, body: bytes | None = None) -> Iterator[http.client.HTTPResponse]:
+        host = str(self._parts.hostname)
+        connection = (
+            http.client.HTTPSConnection(host, self._port, timeout=_WORD_S, context=ssl.create_default_context())
+            if self._parts.scheme == "https"
+            else http.client.HTTPConnection(host, self._port, timeout=_WORD_S)
+        )
+        doing = f"answering {method} {self._path}{path}"
+        try:
+            connection.request(method, self._path + path, body, self._headers)
+            response = connection.getresponse()
+            if response.status != http.client.OK:
+                raise ServiceError(self.url, doing, _message(_decoded(response.read())) or f"status {response.status}")
+            yield response
+        except (OSError, http.client.HTTPException) as error:
+            raise ServiceError(self.url, doing, str(error) or type(error).__name__) from error
+        finally:
+            connection.close()
+
+
+def _decoded(data: bytes) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(data, type=dict[str, Any])
+    except msgspec.MsgspecError:
+        return {}
+
+
+def _message(answer: Mapping[str, Any]) -> str:
+    error = answer.get("error")
+    return str(error.get("message", error)) if isinstance(error, dict) else str(error or "")

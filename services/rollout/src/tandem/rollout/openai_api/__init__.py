@@ -1,0 +1,1 @@
+"""OpenAI's HTTP interface over whatever generates: messages, application, server."""

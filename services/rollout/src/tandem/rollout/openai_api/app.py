@@ -1,0 +1,269 @@
+"""The HTTP application: read a request, have it generated, answer whole or as a stream.
+
+Streams are server-sent events. It waits for a request's body, for the generator, and for the client to take what was
+sent, each request under one deadline. A client that goes away ends what is generated for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from tandem.common.errors import ConfigError, DataError
+from tandem.rollout.openai_api.choices import (
+    ChatView,
+    CompletionView,
+    Job,
+    View,
+    chat_job,
+    collect,
+    completion_job,
+    grow,
+)
+from tandem.rollout.openai_api.generator import ServedModel
+from tandem.rollout.openai_api.protocol import (
+    MAX_BODY_BYTES,
+    ChatRequest,
+    CompletionRequest,
+    ModelCard,
+    ModelList,
+    no_such_model,
+    read_request,
+)
+from tandem.rollout.openai_api.refusals import Refused, too_late, unauthorised
+
+Find = Callable[[Request], ServedModel]
+"""Returns the model that a request is for, whatever name it gives; raises `Refused` for who may not ask."""
+_BODY_S = 60.0
+"""For a request's body to arrive."""
+_JSON = "application/json"
+T = TypeVar("T")
+Begin = Callable[[ServedModel, bytes], tuple[ChatRequest | CompletionRequest, Job, View]]
+"""Reads a request's body."""
+
+
+def make_app(find: Find, *, deadline_s: float, prefix: str = "") -> Starlette:
+    """Return an application with OpenAI's paths below `prefix`, which may have parameters for `find` to read."""
+    handlers = {HTTPException: _as_openai, Exception: _broken}
+    return Starlette(routes=api_routes(find, deadline_s=deadline_s, prefix=prefix), exception_handlers=handlers)
+
+
+def api_routes(find: Find, *, deadline_s: float, prefix: str = "") -> list[Route]:
+    """Return OpenAI's paths, for an application that has others beside them."""
+    paths = OpenaiPaths(find, deadline_s)
+    return [
+        Route(f"{prefix}/v1/chat/completions", paths.chat, methods=["POST"]),
+        Route(f"{prefix}/v1/completions", paths.completions, methods=["POST"]),
+        Route(f"{prefix}/v1/models", paths.models, methods=["GET"]),
+        Route(f"{prefix}/v1/models/{{name:path}}", paths.model, methods=["GET"]),
+    ]
+
+
+def only_with(token: str | None, model: ServedModel) -> Find:
+    """Return what finds this model for whoever has the token, or for everyone if there is none."""
+
+    def find(request: Request) -> ServedModel:
+        if token is not None:
+            given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+            if not hmac.compare_digest(given.encode(), token.encode()):
+                raise unauthorised()
+        return model
+
+    return find
+
+
+class OpenaiPaths:
+    """What is done at each path."""
+
+    def __init__(self, find: Find, deadline_s: float) -> None:
+        self._find = find
+        self._deadline_s = deadline_s
+
+    async def chat(self, request: Request) -> Response:
+        """Answer a conversation."""
+
+        def begin(model: ServedModel, body: bytes) -> tuple[ChatRequest, Job, View]:
+            asked = read_request(body, ChatRequest)
+            _check_name(model, asked.model)
+            job = chat_job(model, asked)
+            return asked, job, ChatView(model, asked, job)
+
+        return await self._carry_out(request, begin)
+
+    async def completions(self, request: Request) -> Response:
+        """Continue texts."""
+
+        def begin(model: ServedModel, body: bytes) -> tuple[CompletionRequest, Job, View]:
+            asked = read_request(body, CompletionRequest)
+            _check_name(model, asked.model)
+            job = completion_job(model, asked)
+            return asked, job, CompletionView(model, asked, job)
+
+        return await self._carry_out(request, begin)
+
+    async def models(self, request: Request) -> Response:
+        """List what is served."""
+        try:
+            model = self._find(request)
+        except Refused as error:
+            return refusal(error)
+        names = (model.name, *model.aliases)
+        return _json(ModelList(data=[_card(model, name) for name in names]))
+
+    async def model(self, request: Request) -> Response:
+        """Describe one of them."""
+        try:
+            model, name = self._find(request), request.path_params["name"]
+            _check_name(model, name)
+        except Refused as error:
+            return refusal(error)
+        return _json(_card(model, name))
+
+    async def _carry_out(self, request: Request, begin: Begin) -> Response:
+        """Answer before the deadline, and not at all if the client has gone."""
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                model = self._find(request)
+                asked, job, view = begin(model, await read_body(request))
+                if asked.stream:
+                    return EventStream(_events(model, asked, job, view), self._deadline_s)
+                pieces = await _while_there(request.receive, collect(model, asked, job))
+        except TimeoutError:
+            return refusal(too_late(self._deadline_s))
+        except (ConfigError, DataError) as error:  # of a chat template, and of a text that has no tokens
+            return refusal(Refused(str(error)))
+        except Refused as error:
+            return refusal(error)
+        # A client that has gone reads no answer, whatever it is.
+        return Response(status_code=499) if pieces is None else _json(view.answer(pieces))
+
+
+class EventStream(Response):
+    """Server-sent events; the client's end of the connection, or the deadline, ends them."""
+
+    def __init__(self, events: AsyncGenerator[bytes, None], deadline_s: float) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self.headers["content-type"] = "text/event-stream; charset=utf-8"
+        self._events = events
+        self._deadline_s = deadline_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events."""
+        await _while_there(receive, self._send(send))
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                async for event in self._events:
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+        except TimeoutError:
+            await send({"type": "http.response.body", "body": _event(too_late(self._deadline_s).encode())})
+            return
+        finally:
+            await self._events.aclose()
+        await send({"type": "http.response.body", "body": b""})
+
+
+async def _events(
+    model: ServedModel, asked: ChatRequest | CompletionRequest, job: Job, view: View
+) -> AsyncGenerator[bytes, None]:
+    """Yield a stream; what goes wrong once it has begun is one of its events."""
+    shows_tokens = asked.return_token_ids or asked.wants_logprobs
+    num_tokens = 0
+    try:
+        for first in view.begin():
+            yield _event(msgspec.json.encode(first))
+        async with contextlib.aclosing(grow(model, asked, job)) as growing:
+            async for number, piece in growing:
+                num_tokens += len(piece.token_ids)
+                if piece.text or piece.finish_reason or shows_tokens:
+                    yield _event(msgspec.json.encode(view.chunk(number, piece)))
+        for last in view.end(num_tokens):
+            yield _event(msgspec.json.encode(last))
+        yield b"data: [DONE]\n\n"
+    except Refused as error:
+        yield _event(error.encode())
+
+
+async def read_body(request: Request, most: int = MAX_BODY_BYTES) -> bytes:
+    """Return a request's body. Raises `Refused` for one that is too long, or does not arrive."""
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(_BODY_S):
+            async for part in request.stream():
+                size += len(part)
+                if size > most:
+                    raise Refused(f"the body has more than {most} bytes", status=413, code="request_too_large")
+                parts.append(part)
+    except TimeoutError:
+        raise Refused(f"the body has not arrived within {_BODY_S:g} s", status=408) from None
+    return b"".join(parts)
+
+
+def refusal(error: Refused) -> Response:
+    """Return the answer that says so."""
+    headers = {"www-authenticate": "Bearer"} if error.status == 401 else None
+    return Response(error.encode(), status_code=error.status, media_type=_JSON, headers=headers)
+
+
+async def _while_there(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+    """Return what the work returns; when the client goes away, it is cancelled and there is nothing to return."""
+    working, gone = asyncio.create_task(work), asyncio.create_task(_until_disconnected(receive))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        working.cancel()
+        gone.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
+
+
+async def _until_disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _check_name(model: ServedModel, asked: str | None) -> None:
+    names = (model.name, *model.aliases)
+    if asked is None:
+        return
+    if asked not in names:
+        raise no_such_model(asked, names)
+
+
+def _card(model: ServedModel, name: str) -> ModelCard:
+    return ModelCard(id=name, created=model.created, root=model.name, max_model_len=model.max_length)
+
+
+def _json(answer: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(answer), media_type=_JSON)
+
+
+def _event(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"
+
+
+async def _as_openai(request: Request, error: Exception) -> Response:
+    """Say of a path or a method that there is none."""
+    assert isinstance(error, HTTPException)
+    what = f"{request.method} {request.url.path}: {error.detail}"
+    return refusal(Refused(what, status=error.status_code, kind="not_found_error"))
+
+
+async def _broken(request: Request, error: Exception) -> Response:
+    """Say that an error of ours has happened; which one is in the log, where its traceback goes as well."""
+    what = f"{type(error).__name__} while answering; the server's log has more"
+    return refusal(Refused(what, status=500, kind="server_error"))

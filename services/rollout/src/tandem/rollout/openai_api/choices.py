@@ -1,0 +1,364 @@
+"""The responses to one request while they grow, and how chats and completions show them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import secrets
+import time
+from collections.abc import AsyncGenerator, Iterator, Sequence
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from tandem.common.messages import SamplingParameters
+from tandem.common.tokenizer import Tokenizer
+from tandem.rollout.openai_api.generator import Chunk, ServedModel
+from tandem.rollout.openai_api.protocol import (
+    MAX_CHOICES,
+    AnswerMessage,
+    ChatAnswer,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatLogprobs,
+    ChatRequest,
+    CompletionAnswer,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+    Delta,
+    FinishReason,
+    Generating,
+    TokenLogprob,
+    Usage,
+    too_long,
+)
+from tandem.rollout.openai_api.refusals import Refused
+from tandem.rollout.openai_api.text import StoppedText, TextStream
+
+Chosen = tuple[int, "Piece"]
+
+
+class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+    """One response that is asked for."""
+
+    prompt: int
+    """Number of its prompt."""
+    sampling: SamplingParameters
+    seed: int
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """A request, checked: what is to be generated."""
+
+    prompts: list[list[int]]
+    wanted: list[Wanted]
+    """In the order of their choices."""
+
+
+class Piece(msgspec.Struct, frozen=True, kw_only=True):
+    """What a response gets, as text and as tokens."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: FinishReason | None
+
+
+# --- what is asked for -----------------------------------------------------------------------------------------------
+
+
+def chat_job(model: ServedModel, request: ChatRequest) -> Job:
+    """Return what a chat asks for. Raises `Refused` and what `ServedModel.chat_ids` raises."""
+    return _job(model, request, [model.chat_ids(request)], request.most_tokens)
+
+
+def completion_job(model: ServedModel, request: CompletionRequest) -> Job:
+    """Return what a request for completions asks for. Raises `Refused` and what `Tokenizer.encode` raises."""
+    special = request.add_special_tokens is not False
+    prompts = [
+        model.tokenizer.encode(prompt, add_special_tokens=special) if isinstance(prompt, str) else prompt
+        for prompt in request.prompts()
+    ]
+    return _job(model, request, prompts, request.most_tokens)
+
+
+def _job(model: ServedModel, request: Generating, prompts: list[list[int]], most_tokens: int | None) -> Job:
+    for prompt in prompts:
+        if not prompt:
+            raise Refused("the prompt has no tokens", param="prompt")
+        if max(prompt) >= model.vocabulary:
+            raise Refused(f"the token id {max(prompt)} must be less than {model.vocabulary}", param="prompt")
+        if len(prompt) >= model.max_length:
+            raise too_long(len(prompt), model.max_length)
+    num_samples = request.n or 1
+    if len(prompts) * num_samples > MAX_CHOICES:
+        what = f"n: {num_samples} responses to {len(prompts)} prompts, at most {MAX_CHOICES} responses can be asked for"
+        raise Refused(what, param="n")
+    seed = secrets.randbits(64) if request.seed is None else request.seed % (1 << 64)
+    ends = () if request.ignore_eos else model.stop_token_ids
+    wanted: list[Wanted] = []
+    for number, prompt in enumerate(prompts):
+        room = model.max_length - len(prompt)
+        sampling = SamplingParameters(
+            temperature=1.0 if request.temperature is None else request.temperature,
+            top_p=request.top_p or 1.0,
+            top_k=max(request.top_k or 0, 0),
+            max_new_tokens=min(most_tokens or room, room),
+            stop_token_ids=tuple(dict.fromkeys([*ends, *(request.stop_token_ids or ())])),
+            stop_strings=request.stop_strings,
+        )
+        for _ in range(num_samples):
+            wanted.append(Wanted(prompt=number, sampling=sampling, seed=_seed(seed, len(wanted))))
+    return Job(prompts=prompts, wanted=wanted)
+
+
+def _seed(seed: int, choice: int) -> int:
+    """Return the seed of a response; the first one's is the request's own."""
+    if choice == 0:
+        return seed
+    return int.from_bytes(hashlib.blake2b(f"{seed}/choice {choice}".encode(), digest_size=8).digest(), "little")
+
+
+# --- what comes of it ------------------------------------------------------------------------------------------------
+
+
+class Growing:
+    """Makes pieces of the chunks of one response."""
+
+    def __init__(self, tokenizer: Tokenizer, request: Generating) -> None:
+        self._stream = TextStream(tokenizer, skip_special_tokens=request.skip_special_tokens is not False)
+        self._stopped = StoppedText(request.stop_strings)
+
+    def add(self, chunk: Chunk) -> Piece:
+        """Return what a chunk adds to the response; the text may be that of earlier tokens too."""
+        text = self._stopped.push(self._stream.push(chunk.token_ids))
+        if chunk.finish_reason is not None:
+            text += self._stopped.push(self._stream.finish()) + self._stopped.finish()
+        return Piece(text=text, token_ids=chunk.token_ids, logprobs=chunk.logprobs, finish_reason=chunk.finish_reason)
+
+
+async def grow(model: ServedModel, request: Generating, job: Job) -> AsyncGenerator[Chosen, None]:
+    """Yield the pieces of all responses as they come, with the numbers of their choices.
+
+    When iteration ends early, nothing more is generated.
+    """
+    pieces: asyncio.Queue[Chosen | Exception] = asyncio.Queue()
+
+    async def follow(number: int, wanted: Wanted) -> None:
+        growing = Growing(model.tokenizer, request)
+        chunks = model.generator.generate(job.prompts[wanted.prompt], wanted.sampling, wanted.seed)
+        try:
+            async with contextlib.aclosing(chunks):
+                async for chunk in chunks:
+                    pieces.put_nowait((number, growing.add(chunk)))
+        except Exception as error:  # whatever it is, the one who waits for pieces has to know
+            pieces.put_nowait(error)
+
+    tasks = [asyncio.create_task(follow(number, wanted)) for number, wanted in enumerate(job.wanted)]
+    try:
+        num_left = len(tasks)
+        while num_left:
+            piece = await pieces.get()
+            if isinstance(piece, Exception):
+                raise piece
+            num_left -= piece[1].finish_reason is not None
+            yield piece
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def collect(model: ServedModel, request: Generating, job: Job) -> list[Piece]:
+    """Return all responses, whole."""
+    parts: list[list[Piece]] = [[] for _ in job.wanted]
+    async with contextlib.aclosing(grow(model, request, job)) as growing:
+        async for number, piece in growing:
+            parts[number].append(piece)
+    return [_joined(pieces) for pieces in parts]
+
+
+def _joined(pieces: Sequence[Piece]) -> Piece:
+    return Piece(
+        text="".join(piece.text for piece in pieces),
+        token_ids=[token_id for piece in pieces for token_id in piece.token_ids],
+        logprobs=[logprob for piece in pieces for logprob in piece.logprobs],
+        finish_reason=pieces[-1].finish_reason,
+    )
+
+
+# --- how it is shown -------------------------------------------------------------------------------------------------
+
+
+class ChatView:
+    """Shows the responses of a chat."""
+
+    def __init__(self, model: ServedModel, request: ChatRequest, job: Job) -> None:
+        self._model = model
+        self._request = request
+        self._job = job
+        self._id = f"chatcmpl-{secrets.token_hex(12)}"
+        self._created = int(time.time())
+
+    def answer(self, pieces: Sequence[Piece]) -> ChatAnswer:
+        """Return the whole answer."""
+        choices = [
+            ChatChoice(
+                index=number,
+                message=AnswerMessage(content=piece.text),
+                logprobs=self._logprobs(piece),
+                finish_reason=_ended(piece),
+                token_ids=_shown_ids(self._request, piece.token_ids),
+            )
+            for number, piece in enumerate(pieces)
+        ]
+        return ChatAnswer(
+            id=self._id,
+            created=self._created,
+            model=self._model.name,
+            choices=choices,
+            usage=_usage(self._job, sum(len(piece.token_ids) for piece in pieces)),
+            prompt_token_ids=_shown_ids(self._request, self._job.prompts[0]),
+        )
+
+    def begin(self) -> Iterator[ChatChunk]:
+        """Yield what a stream begins with: whose messages follow."""
+        ids = _shown_ids(self._request, self._job.prompts[0])
+        for number in range(len(self._job.wanted)):
+            choice = ChatChunkChoice(index=number, delta=Delta(role="assistant", content=""))
+            yield self._chunk([choice], prompt_token_ids=UNSET if number else ids)
+
+    def chunk(self, number: int, piece: Piece) -> ChatChunk:
+        """Return a part of a stream."""
+        choice = ChatChunkChoice(
+            index=number,
+            delta=Delta(content=piece.text or UNSET),
+            logprobs=self._logprobs(piece),
+            finish_reason=piece.finish_reason,
+            token_ids=_shown_ids(self._request, piece.token_ids),
+        )
+        return self._chunk([choice])
+
+    def end(self, num_tokens: int) -> Iterator[ChatChunk]:
+        """Yield what a stream ends with."""
+        if self._request.wants_usage:
+            yield self._chunk([], usage=_usage(self._job, num_tokens))
+
+    def _chunk(
+        self,
+        choices: list[ChatChunkChoice],
+        *,
+        usage: Usage | None = None,
+        prompt_token_ids: list[int] | UnsetType = UNSET,
+    ) -> ChatChunk:
+        return ChatChunk(
+            id=self._id,
+            created=self._created,
+            model=self._model.name,
+            choices=choices,
+            usage=usage if self._request.wants_usage else UNSET,
+            prompt_token_ids=prompt_token_ids,
+        )
+
+    def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
+        if not self._request.wants_logprobs:
+            return None
+        tokenizer = self._model.tokenizer
+        return ChatLogprobs(
+            content=[
+                TokenLogprob(
+                    token=tokenizer.decode([token_id], skip_special_tokens=False),
+                    logprob=logprob,
+                    bytes=list(tokenizer.token_bytes(token_id)),
+                )
+                for token_id, logprob in zip(piece.token_ids, piece.logprobs, strict=True)
+            ]
+        )
+
+
+class CompletionView:
+    """Shows completions."""
+
+    def __init__(self, model: ServedModel, request: CompletionRequest, job: Job) -> None:
+        self._model = model
+        self._request = request
+        self._job = job
+        self._id = f"cmpl-{secrets.token_hex(12)}"
+        self._created = int(time.time())
+        self._num_characters = [0] * len(job.wanted)
+        """Of the tokens of each choice so far."""
+
+    def answer(self, pieces: Sequence[Piece]) -> CompletionAnswer:
+        """Return the whole answer."""
+        choices = [self._choice(number, piece, is_first=True) for number, piece in enumerate(pieces)]
+        return self._answer(choices, _usage(self._job, sum(len(piece.token_ids) for piece in pieces)))
+
+    def begin(self) -> Iterator[CompletionAnswer]:
+        """Yield what a stream begins with: nothing, but where token ids are asked for."""
+        if self._request.return_token_ids:
+            empty = Piece(text="", token_ids=[], logprobs=[], finish_reason=None)
+            for number in range(len(self._job.wanted)):
+                yield self._part([self._choice(number, empty, is_first=True)])
+
+    def chunk(self, number: int, piece: Piece) -> CompletionAnswer:
+        """Return a part of a stream."""
+        return self._part([self._choice(number, piece, is_first=False)])
+
+    def end(self, num_tokens: int) -> Iterator[CompletionAnswer]:
+        """Yield what a stream ends with."""
+        if self._request.wants_usage:
+            yield self._answer([], _usage(self._job, num_tokens))
+
+    def _part(self, choices: list[CompletionChoice]) -> CompletionAnswer:
+        return self._answer(choices, None if self._request.wants_usage else UNSET)
+
+    def _answer(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> CompletionAnswer:
+        return CompletionAnswer(
+            id=self._id, created=self._created, model=self._model.name, choices=choices, usage=usage
+        )
+
+    def _choice(self, number: int, piece: Piece, *, is_first: bool) -> CompletionChoice:
+        prompt_ids = self._job.prompts[self._job.wanted[number].prompt]
+        return CompletionChoice(
+            index=number,
+            text=piece.text,
+            logprobs=self._logprobs(number, piece),
+            finish_reason=piece.finish_reason,
+            token_ids=_shown_ids(self._request, piece.token_ids),
+            prompt_token_ids=_shown_ids(self._request, prompt_ids) if is_first else UNSET,
+        )
+
+    def _logprobs(self, number: int, piece: Piece) -> CompletionLogprobs | None:
+        if not self._request.wants_logprobs:
+            return None
+        tokens = [self._model.tokenizer.decode([token_id], skip_special_tokens=False) for token_id in piece.token_ids]
+        offsets = []
+        for token in tokens:
+            offsets.append(self._num_characters[number])
+            self._num_characters[number] += len(token)
+        return CompletionLogprobs(
+            tokens=tokens,
+            token_logprobs=piece.logprobs,
+            top_logprobs=[{token: logprob} for token, logprob in zip(tokens, piece.logprobs, strict=True)],
+            text_offset=offsets,
+        )
+
+
+View = ChatView | CompletionView
+
+
+def _ended(piece: Piece) -> FinishReason:
+    assert piece.finish_reason is not None, "the last piece of a response says why it ended"
+    return piece.finish_reason
+
+
+def _shown_ids(request: Generating, token_ids: list[int]) -> list[int] | UnsetType:
+    return token_ids if request.return_token_ids else UNSET
+
+
+def _usage(job: Job, num_tokens: int) -> Usage:
+    num_prompt = sum(map(len, job.prompts))
+    return Usage(prompt_tokens=num_prompt, completion_tokens=num_tokens, total_tokens=num_prompt + num_tokens)

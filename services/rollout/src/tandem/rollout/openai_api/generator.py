@@ -1,0 +1,91 @@
+"""What the API needs of whatever generates, and what it knows of the model that it is a face of."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from typing import Literal, Protocol
+
+import msgspec
+
+from tandem.common.messages import SamplingParameters
+from tandem.common.tokenizer import Tokenizer
+from tandem.rollout.openai_api.protocol import ChatRequest
+from tandem.rollout.openai_api.refusals import Refused
+
+
+class Chunk(msgspec.Struct, frozen=True, kw_only=True):
+    """What a response has got since the chunk before."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    """Of each token under the distribution that it was drawn from."""
+    versions: list[int]
+    """Weight version that made each token."""
+    finish_reason: Literal["stop", "length"] | None = None
+    """In the last chunk, and in no other. A token that ends the response is one of its tokens."""
+
+
+class Generator(Protocol):
+    """Makes responses. A slow one may give a response as a single chunk."""
+
+    def generate(
+        self, prompt_ids: Sequence[int], sampling: SamplingParameters, seed: int
+    ) -> AsyncGenerator[Chunk, None]:
+        """Yield a response as it is made; whoever closes this, or is cancelled, does not want the rest.
+
+        Raises `Refused`.
+        """
+        ...
+
+
+class ServedModel:
+    """A model as requests see it: its name, its tokenizer, its limits. Who knows more of chats overrides `chat_ids`."""
+
+    def __init__(
+        self,
+        name: str,
+        tokenizer: Tokenizer,
+        generator: Generator,
+        *,
+        max_length: int,
+        vocabulary: int,
+        stop_token_ids: Sequence[int] = (),
+        aliases: Sequence[str] = (),
+    ) -> None:
+        """Describe it.
+
+        Args:
+            name: by which requests ask for it.
+            tokenizer: of the model.
+            generator: makes its responses.
+            max_length: of a sequence in tokens, prompt included.
+            vocabulary: number of tokens that the model can read.
+            stop_token_ids: those that end a response, beside the tokenizer's end of a sequence.
+            aliases: other names for it.
+
+        """
+        self.name = name
+        self.aliases = tuple(aliases)
+        self.tokenizer = tokenizer
+        self.generator = generator
+        self.max_length = max_length
+        self.vocabulary = vocabulary
+        self.stop_token_ids = tuple(dict.fromkeys([tokenizer.eos_id, *stop_token_ids]))
+        self.created = int(time.time())
+
+    def chat_ids(self, request: ChatRequest) -> list[int]:
+        """Return the tokens that the model is to answer: those of the whole conversation, by the chat template.
+
+        Raises `Refused` and what `Tokenizer.encode_chat` raises.
+        """
+        tools = request.offered_tools
+        if tools and not self.tokenizer.reads_tools:
+            raise Refused(f"tools: the chat template of {self.name} knows nothing of tools", param="tools")
+        known = self.tokenizer.template_variables
+        variables = {name: value for name, value in (request.chat_template_kwargs or {}).items() if name in known}
+        return self.tokenizer.encode_chat(
+            [message.for_template() for message in request.messages],
+            add_generation_prompt=True,
+            variables={**variables, "tools": tools} if tools else variables,
+        )

@@ -1,0 +1,452 @@
+"""Requests, answers and stream chunks of OpenAI's API, with vLLM's fields for token ids.
+
+All that comes in is checked here. A field that is not known is ignored, as OpenAI's own clients expect of servers.
+One that is known, would change the answer and is not carried out is refused, unless it has the value that changes
+nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from tandem.common.errors import nearest
+from tandem.rollout.openai_api.refusals import Refused
+
+MAX_BODY_BYTES = 1 << 24
+"""Of one request."""
+MAX_CHOICES = 1024
+"""Responses that one request may ask for: prompts times ``n``."""
+_MAX_STOPS = 64
+_CHANGES_NOTHING: Mapping[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "functions": ([],),
+    "function_call": ("none",),
+    "tool_choice": ("none", "auto"),
+    "web_search_options": (),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "use_beam_search": (False,),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "prompt_logprobs": (),
+    "truncate_prompt_tokens": (),
+    "include_stop_str_in_output": (False,),
+    "chat_template": (),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "logits_processors": ([],),
+}
+"""Fields that are not carried out, with the values, beside null, that are the same as not to give them."""
+
+TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Positive = Annotated[int, Meta(ge=1, le=2**31)]
+Stop = str | Annotated[list[str], Meta(max_length=_MAX_STOPS)]
+
+
+# --- requests --------------------------------------------------------------------------------------------------------
+
+
+class StreamOptions(Struct, frozen=True):
+    """What a stream tells beside the text."""
+
+    include_usage: bool | None = None
+
+
+class Generating(Struct, frozen=True, kw_only=True):
+    """What requests for text have in common; null is the same as nothing."""
+
+    model: str | None = None
+    max_tokens: Positive | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=1e6)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31)] | None = None
+    """vLLM's; 0 and -1 are no limit."""
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    seed: Seed | None = None
+    stop: Stop | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=_MAX_STOPS)] | None = None
+    """vLLM's: beside the model's own."""
+    ignore_eos: bool | None = None
+    """vLLM's: the model's own tokens that end a response do not."""
+    skip_special_tokens: bool | None = None
+    """vLLM's: false shows special tokens in the text."""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    """vLLM's: the answer has ``prompt_token_ids`` and ``token_ids``."""
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """Texts that end a response."""
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return tuple(text for text in dict.fromkeys(stop) if text)
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with the counts of tokens."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class TextPart(Struct, frozen=True):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(Struct, frozen=True):
+    """What an assistant has called."""
+
+    name: str
+    arguments: str = "{}"
+    """JSON."""
+
+
+class ToolCall(Struct, frozen=True, kw_only=True):
+    """One call in a message of an assistant."""
+
+    function: CalledFunction
+    id: str = ""
+    type: Literal["function"] = "function"
+
+
+class ChatMessage(Struct, frozen=True, kw_only=True):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+    @property
+    def text(self) -> str:
+        """What it says."""
+        if isinstance(self.content, list):
+            return "\n".join(part.text for part in self.content)
+        return self.content or ""
+
+    def for_template(self) -> dict[str, Any]:
+        """Return it as chat templates take it: the arguments of calls are objects."""
+        message: dict[str, Any] = {"role": self.role, "content": self.text}
+        for field in ("name", "reasoning_content", "tool_call_id"):
+            if getattr(self, field) is not None:
+                message[field] = getattr(self, field)
+        if self.tool_calls:
+            message["tool_calls"] = [_call_for_template(call) for call in self.tool_calls]
+        return message
+
+
+class ToolFunction(Struct, frozen=True, kw_only=True):
+    """What can be called."""
+
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class Tool(Struct, frozen=True, kw_only=True):
+    """A tool that the chat template tells the model of."""
+
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class ChatRequest(Generating, frozen=True, kw_only=True):
+    """``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    max_completion_tokens: Positive | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0)] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """vLLM's: variables of the chat template."""
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The longest response that was asked for."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the answer has log-probabilities."""
+        return bool(self.logprobs)
+
+    @property
+    def num_alternatives(self) -> int:
+        """Tokens beside the one that was drawn, whose log-probabilities are asked for."""
+        return self.top_logprobs or 0
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]]:
+        """Tools for the chat template."""
+        return [] if self.tool_choice == "none" else msgspec.to_builtins(self.tools or [])
+
+
+class CompletionRequest(Generating, frozen=True, kw_only=True):
+    """``POST /v1/completions``."""
+
+    prompt: str | list[Any]
+    logprobs: Annotated[int, Meta(ge=0)] | None = None
+    add_special_tokens: bool | None = None
+    """vLLM's: false leaves out what the tokenizer puts around a text, such as the beginning of a sequence."""
+
+    @property
+    def most_tokens(self) -> int:
+        """The longest response that was asked for; by itself it is as short as OpenAI's."""
+        return self.max_tokens or 16
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the answer has log-probabilities."""
+        return self.logprobs is not None
+
+    @property
+    def num_alternatives(self) -> int:
+        """Tokens beside the one that was drawn, whose log-probabilities are asked for."""
+        return self.logprobs or 0
+
+    def prompts(self) -> list[str] | list[list[int]]:
+        """Return the prompts, as text or as token ids. Raises `Refused`."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if prompt and isinstance(prompt[0], int):
+            prompt = [prompt]
+        shape: Any = list[str] if prompt and isinstance(prompt[0], str) else list[list[TokenId]]
+        try:
+            found: list[str] | list[list[int]] = msgspec.convert(prompt, shape)
+        except msgspec.ValidationError as error:
+            raise Refused(f"prompt: {error}; it is a text, token ids, or a list of either", param="prompt") from error
+        if not found:
+            raise Refused("prompt: it is an empty list", param="prompt")
+        return found
+
+
+Request = TypeVar("Request", ChatRequest, CompletionRequest)
+
+
+def read_request(body: bytes, kind: type[Request]) -> Request:
+    """Read a request. Raises `Refused` for what is no JSON, is of the wrong type, or would not be carried out."""
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, Any])
+    except msgspec.ValidationError as error:
+        raise Refused(f"the body is no JSON object: {error}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Refused(f"the body is no JSON: {error}") from error
+    for name, neutral in _CHANGES_NOTHING.items():
+        value = fields.get(name)
+        if value is not None and value not in neutral:
+            raise Refused(f"{name}: this server does not carry it out: leave it out", param=name, code="unsupported")
+    try:
+        request: Request = msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        raise _ill_typed(error) from error
+    except RecursionError as error:
+        raise Refused("the body is nested too deeply") from error
+    if request.num_alternatives:
+        name = "top_logprobs" if isinstance(request, ChatRequest) else "logprobs"
+        raise Refused(
+            f"{name}: this server knows the log-probability of the token that was drawn, and of no other: give 0",
+            param=name,
+            code="unsupported",
+        )
+    return request
+
+
+def no_such_model(asked: str, names: tuple[str, ...]) -> Refused:
+    """Return the refusal of a model that is not served."""
+    what = f"the model {asked!r} does not exist; there is {', '.join(map(repr, names))}{nearest(asked, names)}"
+    return Refused(what, status=404, kind="not_found_error", param="model", code="model_not_found")
+
+
+def too_long(num_tokens: int, max_length: int) -> Refused:
+    """Return the refusal of a prompt that leaves no room."""
+    return Refused(
+        f"the prompt has {num_tokens} tokens and the maximum context length is {max_length} tokens, which leaves no "
+        "room for a response",
+        param="prompt",
+        code="context_length_exceeded",
+    )
+
+
+def _ill_typed(error: msgspec.ValidationError) -> Refused:
+    what, _, path = str(error).partition(" - at `")
+    path = re.sub(r"^\$\.?", "", path.removesuffix("`"))
+    missing = re.search(r"required field `(\w+)`", what)
+    param = path or (missing[1] if missing else None)
+    return Refused(f"{path}: {what}" if path else what, param=param)
+
+
+def _call_for_template(call: ToolCall) -> dict[str, Any]:
+    try:
+        arguments = msgspec.json.decode(call.function.arguments, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        what = f"messages: the arguments of the call of {call.function.name!r} are no JSON object: {error}"
+        raise Refused(what, param="messages") from error
+    return {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": arguments}}
+
+
+# --- answers ---------------------------------------------------------------------------------------------------------
+
+FinishReason = Literal["stop", "length"]
+
+
+class Usage(Struct, frozen=True, kw_only=True):
+    """Counts of tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class TokenLogprob(Struct, frozen=True, kw_only=True):
+    """The log-probability of a token, as chats have it."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    """Of a token that is a part of a character, its own."""
+    top_logprobs: list[Any] = []
+
+
+class ChatLogprobs(Struct, frozen=True, kw_only=True):
+    """Log-probabilities of a message."""
+
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class CompletionLogprobs(Struct, frozen=True, kw_only=True):
+    """Log-probabilities of a completion."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    """Of the token that was drawn."""
+    text_offset: list[int]
+
+
+class AnswerMessage(Struct, frozen=True, kw_only=True):
+    """What the assistant says."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(Struct, frozen=True, kw_only=True):
+    """One answer of a chat."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatAnswer(Struct, frozen=True, kw_only=True):
+    """The answers of a chat."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class Delta(Struct, frozen=True, kw_only=True):
+    """What a message gets."""
+
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(Struct, frozen=True, kw_only=True):
+    """What one answer of a chat gets."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunk(Struct, frozen=True, kw_only=True):
+    """A part of a stream of a chat."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    """In the first of a stream."""
+
+
+class CompletionChoice(Struct, frozen=True, kw_only=True):
+    """One completion, or, in a stream, what it gets."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class CompletionAnswer(Struct, frozen=True, kw_only=True):
+    """Completions, or a part of a stream of them."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+class ModelCard(Struct, frozen=True, kw_only=True):
+    """A model that is served."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "tandem"
+    root: str
+    max_model_len: int
+
+
+class ModelList(Struct, frozen=True, kw_only=True):
+    """``GET /v1/models``."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]

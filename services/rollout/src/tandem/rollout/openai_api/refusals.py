@@ -1,0 +1,58 @@
+"""Refusals of requests, in the shape that OpenAI's clients know."""
+
+from __future__ import annotations
+
+import msgspec
+
+from tandem.common.errors import TandemError
+
+
+class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
+    """What is said of an error."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of an answer that is an error."""
+
+    error: ErrorBody
+
+
+class Refused(TandemError):
+    """A request that is not answered as it was asked, and the HTTP status that says so."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+    ) -> None:
+        self.status = status
+        self.body = ErrorBody(message=message, type=kind, param=param, code=code)
+        super().__init__(message)
+
+    def encode(self) -> bytes:
+        """Return the body of the answer."""
+        return msgspec.json.encode(ErrorAnswer(error=self.body))
+
+
+def unauthorised() -> Refused:
+    """Return the refusal of a request without the right token."""
+    return Refused(
+        "the header Authorization: Bearer TOKEN is missing or wrong",
+        status=401,
+        kind="authentication_error",
+        code="invalid_api_key",
+    )
+
+
+def too_late(deadline_s: float) -> Refused:
+    """Return what is said when a deadline has passed."""
+    return Refused(f"not done within {deadline_s:g} s", status=504, kind="timeout_error", code="deadline_exceeded")

@@ -1,0 +1,69 @@
+"""Serve an HTTP application from a thread, beside whatever else a process does."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from types import TracebackType
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from tandem.common.network import url_of
+
+_END_S = 5.0
+"""For answers that are on their way when the server ends."""
+
+
+class HttpServer:
+    """An application at a socket that listens, which is closed at the end."""
+
+    def __init__(self, app: ASGIApp, listening: socket.socket) -> None:
+        """Begin to serve; connections that came before this are answered too."""
+        self._socket = listening
+        config = uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            http="h11",
+            ws="none",
+            loop="asyncio",
+            timeout_graceful_shutdown=int(_END_S),
+            server_header=False,
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._serve, name="http", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> HttpServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def url(self) -> str:
+        """Where it is."""
+        return url_of(self._socket)
+
+    def close(self) -> None:
+        """Accept nothing more, let what is being answered end for a moment, then cut it off."""
+        self._server.should_exit = True
+        self._thread.join(_END_S + 1.0)
+        if self._thread.is_alive():
+            self._server.force_exit = True
+            self._thread.join(_END_S)
+        self._socket.close()
+
+    def _serve(self) -> None:
+        asyncio.run(self._server.serve(sockets=[self._socket]))
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens; port 0 is any that is free. Raises `OSError`."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=1024)

@@ -1,0 +1,89 @@
+"""Text of a response while its tokens come: never half a character, and nothing of a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tandem.common.tokenizer import Tokenizer
+
+_HALF = "\N{REPLACEMENT CHARACTER}"
+"""What a decoder makes of bytes that are no character, or not yet."""
+_MAX_HELD = 16
+"""Tokens after which what looks like half a character no longer waits for its other half."""
+_MAX_WINDOW = 64
+"""Tokens that are decoded together, where most of them have no text, as special ones."""
+
+
+class TextStream:
+    """Decodes one response token by token.
+
+    A token's text depends on those before it, so each is decoded with what came since the text was last whole, and one
+    piece of text before that.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skips_special = skip_special_tokens
+        self._window: list[int] = []
+        self._num_before = 0
+        """Tokens of the window whose text has been returned."""
+        self._before = ""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Add tokens; return the text that is whole now."""
+        return "".join([self._push(token_id) for token_id in token_ids])
+
+    def finish(self) -> str:
+        """Return what is left: a character that was cut in half is shown as such."""
+        text = self._decode(self._window)[len(self._before) :]
+        self._window, self._num_before, self._before = [], 0, ""
+        return text
+
+    def _push(self, token_id: int) -> str:
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        if text.endswith(_HALF) and len(self._window) - self._num_before < _MAX_HELD:
+            return ""
+        new = text[len(self._before) :]
+        if new or len(self._window) > _MAX_WINDOW:
+            del self._window[: self._num_before]
+            self._before = self._decode(self._window)
+        self._num_before = len(self._window)
+        return new
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skips_special)
+
+
+class StoppedText:
+    """Holds back text that may be the beginning of a stop string, and ends before the first of them."""
+
+    def __init__(self, stop_strings: Sequence[str]) -> None:
+        self._stop_strings = stop_strings
+        self._held = ""
+        self.has_stopped = False
+
+    def push(self, text: str) -> str:
+        """Add text; return what can be shown now."""
+        if self.has_stopped:
+            return ""
+        self._held += text
+        found = [at for stop in self._stop_strings if (at := self._held.find(stop)) >= 0]
+        if found:
+            self.has_stopped = True
+            shown, self._held = self._held[: min(found)], ""
+            return shown
+        num_held = max((_beginning(self._held, stop) for stop in self._stop_strings), default=0)
+        shown = self._held[: len(self._held) - num_held]
+        self._held = self._held[len(shown) :]
+        return shown
+
+    def finish(self) -> str:
+        """Return what was held back: no stop string has come of it."""
+        shown, self._held = self._held, ""
+        return shown
+
+
+def _beginning(text: str, stop: str) -> int:
+    """Return how many characters at the end of a text are the beginning of a stop string."""
+    return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)

@@ -1,0 +1,120 @@
+"""A server of one model, which answers OpenAI's API until it is asked to end.
+
+The command line starts it (`tandem.common.serving`). The main thread drives the engine; HTTP has a thread of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tandem.common import signals
+from tandem.common.errors import ConfigError, DataError, TandemError
+from tandem.common.process_lifetime import adopt_orphans, die_with, end_descendants
+from tandem.common.serving import Serving, take
+from tandem.common.tokenizer import Tokenizer, load_model_tokenizer
+
+if TYPE_CHECKING:
+    from tandem.rollout.engine import Engine
+
+_WAIT_S = 1.0
+"""How long the engine's thread sleeps at most where there is nothing to do: whoever asks wakes it."""
+_OK, _FAILED = 0, 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until interrupted; return the exit code. The argument is the descriptor that the settings are read from."""
+    (descriptor,) = sys.argv[1:] if argv is None else argv
+    serving = take(int(descriptor))
+    if serving.launched_by:
+        die_with(serving.launched_by)
+    adopt_orphans()
+    signals.interrupt_when_asked()
+    try:
+        serve(serving)
+    except TandemError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return _FAILED
+    except KeyboardInterrupt:
+        return _OK  # that is how a server is ended
+    finally:
+        end_descendants()
+    return _OK
+
+
+def serve(serving: Serving) -> None:
+    """Load the model and answer. Raises `TandemError`, and `KeyboardInterrupt` once all is closed."""
+    listening = socket.socket(fileno=serving.listening)
+    with contextlib.closing(listening), contextlib.ExitStack() as stack:
+        engine = _make_engine(serving)
+        stack.callback(engine.close)
+        tokenizer = load_model_tokenizer(Path(serving.model_folder))
+        _try_template(tokenizer)
+        # Not before the engine: workers that it forks must have no thread to miss.
+        from tandem.rollout.openai_api.app import make_app, only_with
+        from tandem.rollout.openai_api.driver import EngineDriver
+        from tandem.rollout.openai_api.generator import ServedModel
+        from tandem.rollout.openai_api.server import HttpServer
+
+        driver = EngineDriver(engine)
+        model = ServedModel(
+            serving.name,
+            tokenizer,
+            driver,
+            max_length=serving.max_length,
+            vocabulary=serving.vocabulary,
+            stop_token_ids=serving.stop_token_ids,
+            aliases=serving.aliases,
+        )
+        app = make_app(only_with(serving.token, model), deadline_s=serving.deadline_s)
+        stack.enter_context(HttpServer(app, listening))
+        stack.callback(driver.close, "the server ends")
+        print(serving.greeting, flush=True)
+        try:
+            while True:
+                driver.wait(_WAIT_S)
+                driver.work()
+        except TandemError as error:
+            driver.close(f"the engine has failed: {error}")
+            raise
+
+
+def _make_engine(serving: Serving) -> Engine:
+    folder = Path(serving.model_folder)
+    if serving.engine == "vllm":
+        from tandem.rollout.engines.vllm import insides
+
+        insides.prepare_environment(serving.num_threads)
+        from tandem.rollout.engines.vllm.engine import VllmEngine
+
+        extra = {"max_num_seqs": serving.max_batch_size, **serving.vllm_kwargs}
+        return VllmEngine(folder, serving.vllm_cfg, extra=extra, with_weights=True)
+    from tandem.rollout.engines.transformers import TransformersEngine
+
+    return TransformersEngine(
+        folder,
+        num_slots=serving.max_batch_size,
+        max_total_sequence_length=serving.max_length,
+        dtype=serving.precision,
+        num_threads=serving.num_threads,
+        with_weights=True,
+    )
+
+
+def _try_template(tokenizer: Tokenizer) -> None:
+    """Raise `ConfigError` for a chat template that is broken or has no end, while that can still be interrupted."""
+    try:
+        tokenizer.encode_chat([{"role": "user", "content": "1"}], add_generation_prompt=True)
+    except DataError:
+        return  # a vocabulary without a 1
+    except ConfigError as error:
+        if "refuses messages" not in str(error):  # it may have reasons
+            raise
+
+
+if __name__ == "__main__":
+    sys.exit(main())

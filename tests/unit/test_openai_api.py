@@ -1,0 +1,378 @@
+"""OpenAI's API before the embedded engine, asked by OpenAI's own client."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import engine_harness
+import numpy as np
+import openai
+import pytest
+import torch
+from serving_harness import EOS, MAX_LENGTH, NAME, SPECIAL, VOCABULARY, Driving, client, make_model, served, text_ids
+from transformers import PreTrainedTokenizerFast
+
+from tandem.common.errors import ModelError
+from tandem.common.tokenizer import Tokenizer
+from tandem.rollout.openai_api.protocol import MAX_BODY_BYTES
+
+CHAT: Any = [{"role": "user", "content": "Hi"}]
+CHAT_IDS = [256, 258, *text_ids("Hi"), 259]
+
+
+class Tiny:
+    """What the tests of this file share."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = make_model(folder)
+        self.tokenizer = Tokenizer(PreTrainedTokenizerFast.from_pretrained(folder), str(folder))
+        engine = engine_harness.make_engine(folder, self.model, num_slots=16, max_length=MAX_LENGTH)
+        self.driving = Driving(engine)
+        self.url = ""
+        self.client: openai.OpenAI
+
+    def decode(self, token_ids: list[int]) -> str:
+        return self.tokenizer.decode(token_ids)
+
+    def greedy(self, prompt_ids: list[int], num_tokens: int) -> list[int]:
+        """Return what Hugging Face's `generate` makes."""
+        prompt = torch.tensor([prompt_ids])
+        with torch.no_grad():
+            made = self.model.generate(
+                prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=num_tokens, do_sample=False
+            )
+        result: list[int] = made[0, len(prompt_ids) :].tolist()
+        return result
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tiny]:
+    shared = Tiny(tmp_path_factory.mktemp("model"))
+    with shared.driving, served(shared.driving, shared.tokenizer) as url, client(url) as asked:
+        shared.url, shared.client = url, asked
+        yield shared
+    assert shared.driving.error is None
+    assert shared.driving.engine.num_unfinished == 0
+
+
+def test_a_greedy_chat_is_what_hugging_face_generates(tiny: Tiny) -> None:
+    answer = tiny.client.chat.completions.create(
+        model=NAME, messages=CHAT, temperature=0, max_tokens=20, extra_body={"return_token_ids": True}
+    )
+    (choice,) = answer.choices
+    expected = tiny.greedy(CHAT_IDS, 20)
+    assert answer.prompt_token_ids == CHAT_IDS  # type: ignore[attr-defined]
+    assert choice.token_ids == expected  # type: ignore[attr-defined]
+    assert choice.message.content == tiny.decode(expected)
+    assert choice.finish_reason == ("stop" if expected[-1] == EOS else "length")
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(CHAT_IDS), len(expected))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_hugging_faces(tiny: Tiny, temperature: float) -> None:
+    asked: dict[str, Any] = {"temperature": temperature, "max_tokens": 24, "seed": 5}
+    ids: dict[str, Any] = {"extra_body": {"return_token_ids": True}}
+    chat = tiny.client.chat.completions.create(model=NAME, messages=CHAT, logprobs=True, **asked, **ids).choices[0]
+    plain = tiny.client.completions.create(model=NAME, prompt=CHAT_IDS, logprobs=0, **asked, **ids).choices[0]
+    assert chat.logprobs is not None
+    assert chat.logprobs.content is not None
+    assert plain.logprobs is not None
+    token_ids = chat.token_ids  # type: ignore[attr-defined]
+    assert token_ids == plain.token_ids  # type: ignore[attr-defined]
+    expected = engine_harness.reference_logprobs(
+        tiny.model, tuple(CHAT_IDS), np.array(token_ids, np.int32), temperature
+    )
+    for found in ([each.logprob for each in chat.logprobs.content], plain.logprobs.token_logprobs):
+        assert found is not None
+        np.testing.assert_allclose(found, expected, atol=1e-4)
+    spelled = bytes(byte for each in chat.logprobs.content for byte in each.bytes or [])
+    for special in SPECIAL:
+        spelled = spelled.replace(special.encode(), b"")
+    assert spelled.decode(errors="replace") == chat.message.content
+    assert plain.logprobs.tokens is not None
+    assert plain.logprobs.tokens == [each.token for each in chat.logprobs.content]
+
+
+def test_a_stream_is_the_same_answer(tiny: Tiny) -> None:
+    asked: dict[str, Any] = {"seed": 11, "max_tokens": 40, "n": 2, "logprobs": True}
+    whole = tiny.client.chat.completions.create(
+        model=NAME, messages=CHAT, extra_body={"return_token_ids": True}, **asked
+    )
+    stream = tiny.client.chat.completions.create(
+        model=NAME,
+        messages=CHAT,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"return_token_ids": True},
+        **asked,
+    )
+    chunks = list(stream)
+    assert chunks[0].prompt_token_ids == CHAT_IDS  # type: ignore[attr-defined]
+    assert chunks[-1].usage == whole.usage
+    assert not chunks[-1].choices
+    for expected in whole.choices:
+        its = [each for chunk in chunks for each in chunk.choices if each.index == expected.index]
+        assert its[0].delta.role == "assistant"
+        assert "".join(each.delta.content or "" for each in its) == expected.message.content
+        assert [each.finish_reason for each in its if each.finish_reason] == [expected.finish_reason]
+        token_ids = [token for each in its for token in getattr(each, "token_ids", None) or []]
+        assert token_ids == expected.token_ids  # type: ignore[attr-defined]
+        logprobs = [one for each in its if each.logprobs for one in each.logprobs.content or []]
+        assert expected.logprobs is not None
+        assert logprobs == expected.logprobs.content
+    assert len(chunks) > 20, "tokens come as they are made"
+
+
+def test_completions_of_several_prompts_stream_as_they_answer(tiny: Tiny) -> None:
+    asked: dict[str, Any] = {"prompt": ["ab", "cd"], "n": 2, "seed": 3, "max_tokens": 9, "logprobs": 0}
+    whole = tiny.client.completions.create(model=NAME, **asked)
+    assert [choice.index for choice in whole.choices] == [0, 1, 2, 3]
+    texts = dict.fromkeys(range(4), "")
+    for chunk in tiny.client.completions.create(model=NAME, stream=True, **asked):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == {choice.index: choice.text for choice in whole.choices}
+    assert len({choice.text for choice in whole.choices}) == 4
+
+
+def test_a_prompt_is_text_or_token_ids(tiny: Tiny) -> None:
+    def ask(prompt: Any) -> list[str]:
+        asked = tiny.client.completions.create(model=NAME, prompt=prompt, temperature=0, max_tokens=8)
+        return [choice.text for choice in asked.choices]
+
+    (text,) = ask("ab")
+    assert text == tiny.decode(tiny.greedy(text_ids("ab"), 8))
+    assert ask(text_ids("ab")) == [text]
+    assert ask([text_ids("ab"), text_ids("ab")]) == [text, text] == ask(["ab", "ab"])
+
+
+def test_a_seed_repeats_what_it_made(tiny: Tiny) -> None:
+    def ask(seed: int | None) -> list[str | None]:
+        answer = tiny.client.chat.completions.create(model=NAME, messages=CHAT, seed=seed, n=3, max_tokens=20)
+        return [choice.message.content for choice in answer.choices]
+
+    first = ask(-4)
+    assert len(set(first)) == 3
+    assert ask(-4) == first
+    assert ask(5) != first
+    assert ask(None) != ask(None)
+
+
+def test_a_stop_string_ends_the_text_before_it(tiny: Tiny) -> None:
+    free = tiny.client.completions.create(model=NAME, prompt="x", seed=2, max_tokens=60).choices[0].text
+    at = next(index for index in range(10, 40) if free[index : index + 2].isascii() and free[index : index + 2])
+    stop = free[at : at + 2]
+    asked: dict[str, Any] = {"prompt": "x", "seed": 2, "max_tokens": 60, "stop": [stop, "never there"]}
+    choice = tiny.client.completions.create(model=NAME, **asked).choices[0]
+    assert choice.text == free[: free.index(stop)]
+    assert choice.finish_reason == "stop"
+    streamed = [chunk.choices[0] for chunk in tiny.client.completions.create(model=NAME, stream=True, **asked)]
+    assert "".join(chunk.text for chunk in streamed) == choice.text
+    assert streamed[-1].finish_reason == "stop"
+
+
+def test_top_k_and_stop_token_ids(tiny: Tiny) -> None:
+    expected = tiny.greedy(CHAT_IDS, 12)
+    extra = {"top_k": 1, "stop_token_ids": [expected[5]], "return_token_ids": True}
+    choice = tiny.client.chat.completions.create(
+        model=NAME, messages=CHAT, max_completion_tokens=12, extra_body=extra
+    ).choices[0]
+    assert choice.token_ids == expected[: expected.index(expected[5]) + 1]  # type: ignore[attr-defined]
+    assert choice.finish_reason == "stop"
+
+
+def test_tools_and_variables_reach_the_template(tiny: Tiny) -> None:
+    tool: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    answer = tiny.client.chat.completions.create(
+        model=NAME,
+        messages=CHAT,
+        tools=[tool],
+        max_tokens=1,
+        extra_body={"return_token_ids": True, "chat_template_kwargs": {"shout": True, "tokenize": True, "other": 1}},
+    )
+    ids = [256, *text_ids("[add]!"), *CHAT_IDS[1:]]
+    assert answer.prompt_token_ids == ids  # type: ignore[attr-defined]
+
+
+def test_responses_end_with_the_context(tiny: Tiny) -> None:
+    prompt = [65] * (MAX_LENGTH - 3)
+    extra = {"ignore_eos": True}
+    asked = tiny.client.completions.create(model=NAME, prompt=prompt, max_tokens=1000, extra_body=extra)
+    assert asked.usage is not None
+    assert (asked.choices[0].finish_reason, asked.usage.completion_tokens) == ("length", 3)
+
+
+def chat(tiny: Tiny, **changes: Any) -> Any:
+    return tiny.client.chat.completions.create(**{"model": NAME, "messages": CHAT, "max_tokens": 4, **changes})
+
+
+def complete(tiny: Tiny, **changes: Any) -> Any:
+    return tiny.client.completions.create(**{"model": NAME, "prompt": "a", "max_tokens": 4, **changes})
+
+
+@pytest.mark.parametrize(
+    ("ask", "changes", "status", "param", "words"),
+    [
+        (chat, {"model": "tiny2"}, 404, "model", "did you mean 'tiny'"),
+        (complete, {"prompt": [65] * MAX_LENGTH}, 400, "prompt", "maximum context length is 96"),
+        (complete, {"prompt": [VOCABULARY]}, 400, "prompt", "must be less than 260"),
+        (complete, {"prompt": []}, 400, "prompt", "empty"),
+        (complete, {"prompt": [1, "a"]}, 400, "prompt", "token ids"),
+        (complete, {"prompt": ""}, 400, "prompt", "no tokens"),
+        (chat, {"temperature": -1}, 400, "temperature", "temperature: Expected"),
+        (chat, {"temperature": "hot"}, 400, "temperature", "temperature: Expected"),
+        (chat, {"top_p": 0}, 400, "top_p", "top_p"),
+        (chat, {"n": 0}, 400, "n", "n: Expected"),
+        (chat, {"messages": []}, 400, "messages", "messages"),
+        (chat, {"messages": [{"role": "nobody", "content": ""}]}, 400, "messages[0].role", "nobody"),
+        (chat, {"messages": [{"role": "system", "content": "x"}]}, 400, None, "no system messages"),
+        (
+            chat,
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            400,
+            "messages[0].content[0].type",
+            "image_url",
+        ),
+        (chat, {"logit_bias": {"5": 1}}, 400, "logit_bias", "does not carry it out"),
+        (chat, {"presence_penalty": 0.5}, 400, "presence_penalty", "does not carry it out"),
+        (chat, {"response_format": {"type": "json_object"}}, 400, "response_format", "does not carry it out"),
+        (chat, {"logprobs": True, "top_logprobs": 3}, 400, "top_logprobs", "of no other"),
+        (complete, {"best_of": 3}, 400, "best_of", "does not carry it out"),
+        (complete, {"echo": True}, 400, "echo", "does not carry it out"),
+        (complete, {"prompt": ["a"] * 600, "n": 2}, 400, "n", "at most 1024"),
+    ],
+)
+def test_refusals(
+    tiny: Tiny, ask: Callable[..., Any], changes: dict[str, Any], status: int, param: str | None, words: str
+) -> None:
+    with pytest.raises(openai.APIStatusError) as raised:
+        ask(tiny, **changes)
+    assert raised.value.status_code == status
+    assert raised.value.param == param
+    assert words in raised.value.message
+
+
+def test_what_changes_nothing_is_taken(tiny: Tiny) -> None:
+    extra = {"unheard_of": 1, "best_of": 1, "min_p": 0.0, "audio": None}
+    chat(tiny, presence_penalty=0, logit_bias={}, response_format={"type": "text"}, user="me", extra_body=extra)
+
+
+def post(url: str, body: bytes, path: str = "/v1/chat/completions", **headers: str) -> tuple[int, Any]:
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
+    try:
+        connection.request("POST", path, body, {"content-type": "application/json", **headers})
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())
+    finally:
+        connection.close()
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b'{"model": "tiny"}', b"\xff", b'{"messages": 1}', b'{"messages": ' + b"[" * 100_000]
+)
+def test_what_is_no_request_is_refused_in_openais_shape(tiny: Tiny, body: bytes) -> None:
+    status, answer = post(tiny.url, body)
+    assert status == 400
+    assert answer["error"].keys() == {"message", "type", "param", "code"}
+    assert answer["error"]["type"] == "invalid_request_error"
+
+
+def test_other_paths_and_large_bodies(tiny: Tiny) -> None:
+    assert post(tiny.url, b"{}", "/v1/embeddings")[0] == 404
+    assert post(tiny.url, b"{}", "/v1/models")[0] == 405
+    status, answer = post(tiny.url, b" " * (MAX_BODY_BYTES + 1))
+    assert (status, answer["error"]["code"]) == (413, "request_too_large")
+
+
+def test_models_are_listed(tiny: Tiny) -> None:
+    assert [card.id for card in tiny.client.models.list()] == [NAME]
+    assert tiny.client.models.retrieve(NAME).id == NAME
+    with pytest.raises(openai.NotFoundError):
+        tiny.client.models.retrieve("other")
+
+
+def test_sixteen_requests_run_in_one_batch(tiny: Tiny) -> None:
+    """While the engine is held, all arrive; then it makes a token of each in every step."""
+
+    def ask(seed: int) -> str | None:
+        return str(chat(tiny, seed=seed, max_tokens=10, extra_body={"ignore_eos": True}).choices[0].message.content)
+
+    alone = [ask(seed) for seed in range(16)]
+    engine = tiny.driving.engine
+    batches: list[int] = []
+    step = engine.step
+
+    def counted() -> list[Any]:
+        batches.append(engine.num_unfinished)
+        return step()
+
+    engine.step = counted  # type: ignore[method-assign]
+    try:
+        with ThreadPoolExecutor(16) as pool:
+            with tiny.driving.held():
+                together = [pool.submit(ask, seed) for seed in range(16)]
+                until(lambda: tiny.driving.driver.num_unfinished == 16)
+            assert [each.result(60) for each in together] == alone
+    finally:
+        del engine.step
+    assert batches == [16] * 10
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_frees_its_slot(tiny: Tiny, stream: bool) -> None:
+    driving = tiny.driving
+    body = {"model": NAME, "messages": CHAT, "ignore_eos": True, "stream": stream, "n": 3}
+    connection = http.client.HTTPConnection(tiny.url.removeprefix("http://"), timeout=60)
+    with driving.held():
+        connection.request("POST", "/v1/chat/completions", json.dumps(body))
+        until(lambda: driving.driver.num_unfinished == 3)
+        connection.close()
+        until(lambda: driving.driver.num_unfinished == 0)
+    until(lambda: driving.engine.num_unfinished == 0)
+
+
+def test_the_deadline_ends_a_request(tiny: Tiny) -> None:
+    with served(tiny.driving, tiny.tokenizer, deadline_s=0.3) as url, client(url) as asked:
+        with tiny.driving.held():
+            with pytest.raises(openai.APIStatusError) as raised:
+                asked.chat.completions.create(model=NAME, messages=CHAT)
+            assert raised.value.status_code == 504
+            with pytest.raises(openai.APIError, match=r"not done within 0\.3 s"):
+                list(asked.chat.completions.create(model=NAME, messages=CHAT, stream=True))
+        until(lambda: tiny.driving.engine.num_unfinished == 0)
+
+
+def test_a_token_is_required_where_there_is_one(tiny: Tiny) -> None:
+    with served(tiny.driving, tiny.tokenizer, token="secret") as url:
+        for wrong in ("none", "secre", "secrets"):
+            with client(url, wrong) as asked, pytest.raises(openai.AuthenticationError):
+                asked.chat.completions.create(model=NAME, messages=CHAT)
+            with client(url, wrong) as asked, pytest.raises(openai.AuthenticationError):
+                asked.models.list()
+        with client(url, "secret") as asked:
+            assert asked.chat.completions.create(model=NAME, messages=CHAT, max_tokens=1).choices
+
+
+def test_an_engine_that_fails_says_so_to_all(tmp_path: Path, tiny: Tiny) -> None:
+    model = make_model(tmp_path)
+    model.model.norm.weight.data.fill_(float("nan"))
+    driving = Driving(engine_harness.make_engine(tmp_path, model, max_length=MAX_LENGTH))
+    with driving, served(driving, tiny.tokenizer) as url, client(url) as asked:
+        for _ in range(2):
+            with pytest.raises(openai.InternalServerError, match="the engine has failed"):
+                asked.chat.completions.create(model=NAME, messages=CHAT)
+    assert isinstance(driving.error, ModelError)
