@@ -10,10 +10,17 @@ import msgspec
 import pytest
 from page_harness import a_refit, a_sample, client, commit, get, make_run, record
 
-from tandem.common.errors import RunFolderError
+from tandem.common.config import build_config
+from tandem.common.errors import ConfigError, RunFolderError
 from tandem.coordinator.page.server import make_app
 from tandem.coordinator.run.journal import Journal
 from tandem.coordinator.run.live import LIVE_NAME, Live
+
+SETTINGS = {
+    "grpo": {},
+    "policy": {"model_name": "m", "train_global_batch_size": 512},
+    "data": {"dataset_name": "reasoning_gym", "task": "chain_sum"},
+}
 
 
 def say_live(**fields: object) -> None:
@@ -339,3 +346,16 @@ def test_a_driver_that_is_not_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -
     with make_run():
         say_live()
         assert get(client("run"), "/api/runs/0/gpus") == []
+
+
+@pytest.mark.parametrize(
+    ("given", "means"), [("auto", "auto"), ("off", "off"), (False, "off"), (8700, 8700), (65535, 65535)]
+)
+def test_the_configuration_says_where_the_page_listens(given: object, means: object) -> None:
+    assert build_config({**SETTINGS, "logger": {"page": given}}).logger.page == means
+
+
+@pytest.mark.parametrize("given", ["always", True])
+def test_what_is_no_port_is_refused_with_the_choices(given: object) -> None:
+    with pytest.raises(ConfigError, match=r"logger\.page: expected auto, off or an integer at least 1"):
+        build_config({**SETTINGS, "logger": {"page": given}})
