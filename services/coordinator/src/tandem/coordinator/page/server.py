@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -161,17 +162,21 @@ def _events(run: Run, request: Request) -> Any:
 
 
 def _samples(run: Run, request: Request) -> Any:
-    query = samples.SampleQuery(
+    from tandem.coordinator.inspect.samples import SampleQuery  # Arrow takes a while to be imported
+
+    least, most = maybe_number(request, "min_reward"), maybe_number(request, "max_reward")
+    query = SampleQuery(
         step=maybe_whole_number(request, "step"),
         purpose=choice(request, "purpose", samples.PURPOSES),
         sort=choice(request, "sort", samples.SORTS),
         descending=choice(request, "descending", ("0", "1")) == "1",
         contains=request.query_params.get("contains", ""),
         group=maybe_whole_number(request, "group"),
-        min_reward=maybe_number(request, "min_reward"),
-        max_reward=maybe_number(request, "max_reward"),
+        min_reward=-math.inf if least is None else least,
+        max_reward=math.inf if most is None else most,
         offset=whole_number(request, "offset", 0),
         limit=whole_number(request, "limit", 50, 1, _MOST_ROWS),
+        with_tokens=False,
     )
     return samples.query_samples(run.reader.folder, query, run.reader.run_id())
 
