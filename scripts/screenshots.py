@@ -20,9 +20,9 @@ OUT = Path(__file__).resolve().parents[1] / "docs" / "screenshots"
 ARGUMENTS = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
 LAPTOP, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 800}
 PICTURES: dict[str, tuple[str, dict[str, int], str, float]] = {
-    "curves": ("#curves?smooth=0.7", LAPTOP, "light", 1.5),
+    "curves": ("#curves?smooth=0.7", {"width": 1280, "height": 720}, "light", 1.2),
     "timeline": ("#timeline?steps=3", {"width": 1280, "height": 600}, "dark", 1.5),
-    "samples": ("#samples?sort=advantage-0&colour=gap", LAPTOP, "light", 1.5),
+    "samples": ("#samples?sort=advantage-0&colour=advantage", LAPTOP, "light", 1.5),
     "phone": ("#curves?smooth=0.7", PHONE, "dark", 2.0),
 }
 """What is opened, how large, in which theme, and how many pixels a pixel of the page has."""
@@ -42,7 +42,7 @@ def main() -> None:
             page.goto(url + place)
             if name == "samples":
                 page.locator(".sample").first.click()
-                page.wait_for_selector(".siblings .sibling")
+                page.wait_for_selector(".compare select, .compare .dim")
             page.wait_for_selector("canvas, .tokens")
             page.wait_for_timeout(1500)  # for all that is drawn to be there
             page.screenshot(path=OUT / f"{name}.png")
