@@ -82,7 +82,8 @@ class Page {
   async start() {
     this.buildTabs();
     this.buildTheme();
-    document.getElementById("skip")?.addEventListener("click", (event) => { event.preventDefault(); this.main.focus(); });
+    document.getElementById("skip")?.addEventListener("click",
+      (event) => { event.preventDefault(); this.main.focus(); });
     state.onMove(() => this.open());
     document.addEventListener("visibilitychange", () => { if (!document.hidden && this.missed) this.catchUp(); });
     try {
@@ -96,7 +97,9 @@ class Page {
     });
     if (this.runs.length) this.open();
     // How a run ended is known when its coordinator is gone, which changes no file.
-    setInterval(() => { if (!document.hidden && this.runs.some((run) => run.state === "running")) this.refreshRuns(); }, LOOK_MS);
+    setInterval(() => {
+      if (!document.hidden && this.runs.some((run) => run.state === "running")) this.refreshRuns();
+    }, LOOK_MS);
   }
 
   run() {
@@ -182,7 +185,9 @@ class Page {
     hideTip();
     for (const link of document.querySelectorAll("#tabs a")) {
       const isThis = /** @type {HTMLElement} */ (link).dataset.tab === tab;
-      if (isThis) { link.setAttribute("aria-current", "page"); link.scrollIntoView({ block: "nearest", inline: "nearest" }); } else link.removeAttribute("aria-current");
+      if (!isThis) { link.removeAttribute("aria-current"); continue; }
+      link.setAttribute("aria-current", "page");
+      link.scrollIntoView({ block: "nearest", inline: "nearest" });
     }
     this.view?.close?.();
     const root = el("div.view", { data: { view: tab } });

@@ -112,7 +112,8 @@ export class Chart {
   draw(lines, look) {
     this.lines = lines;
     this.look = look;
-    const shape = JSON.stringify([lines.map((line) => [line.label, line.colour, line.dashed]), look.isLog, look.isStacked]);
+    const kinds = lines.map((line) => [line.label, line.colour, line.dashed]);
+    const shape = JSON.stringify([kinds, look.isLog, look.isStacked]);
     const data = columns(lines, look);
     if (!this.plot || shape !== this.shape) this.build(data, shape);
     else this.plot.setData(data);
@@ -130,16 +131,21 @@ export class Chart {
   options(width) {
     const axis = { stroke: () => css("--dim"), font: FONT, ticks: { show: false } };
     const log = this.look.isLog;
-    const grid = { stroke: () => css("--grid"), width: 1, ...(log ? { filter: (_, splits) => splits.map(wholePower) } : {}) };
+    const filter = log ? { filter: (/** @type {any} */ _, splits) => splits.map(wholePower) } : {};
+    const grid = { stroke: () => css("--grid"), width: 1, ...filter };
+    const range = log ? {} : { range: (/** @type {any} */ _, low, high) => this.yRange(low, high) };
     return {
       width, height: this.height, padding: [8, 10, 0, 0], legend: { show: false },
       scales: {
         x: { time: false, range: () => this.look.range },
-        y: { distr: log ? 3 : 1, ...(log ? {} : { range: (/** @type {any} */ _, low, high) => this.yRange(low, high) }) },
+        y: { distr: log ? 3 : 1, ...range },
       },
       axes: [
         { ...axis, grid: { show: false }, size: 22, gap: 4, space: 60, values: (_, steps) => steps.map(stepLabel) },
-        { ...axis, grid, size: 46, gap: 4, space: 30, values: (_, values, _axis, _space, increment) => values.map((v) => (v === null ? "" : this.tick(v, increment))) },
+        {
+          ...axis, grid, size: 46, gap: 4, space: 30,
+          values: (_, values, _axis, _space, increment) => values.map((v) => (v === null ? "" : this.tick(v, increment))),
+        },
       ],
       cursor: {
         y: false, points: { size: 6, width: 0, show: !this.look.isStacked },
@@ -158,9 +164,11 @@ export class Chart {
     };
   }
 
-  /** A value beside the chart, with as many digits as tell it from the next. @param {number} value @param {number} increment */
+  /** A value beside the chart, with as many digits as tell it from the next.
+   * @param {number} value @param {number} increment */
   tick(value, increment) {
-    if (this.format !== number || this.look.isLog || increment >= 1 || Math.abs(value) < 1000 * increment) return this.format(value);
+    const isTold = increment >= 1 || Math.abs(value) < 1000 * increment;
+    if (this.format !== number || this.look.isLog || isTold) return this.format(value);
     return value.toFixed(Math.min(8, Math.ceil(-Math.log10(increment)))).replace("-", "−");
   }
 

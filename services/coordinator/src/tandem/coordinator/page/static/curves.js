@@ -65,7 +65,7 @@ class Curves {
       },
     });
     const add = el("input", {
-      type: "search", list: "metrics", placeholder: "Add a metric…", "aria-label": "Add a metric", autocomplete: "off",
+      type: "search", list: "metrics", autocomplete: "off", placeholder: "Add a metric…", "aria-label": "Add a metric",
       oninput: (/** @type {any} */ event) => this.add(event.target),
       onchange: (/** @type {any} */ event) => this.add(event.target),
     });
@@ -122,7 +122,8 @@ class Curves {
   async loadNames(run) {
     const known = this.names.get(run.index);
     const last = run.last_step ?? 0;
-    if (known && (last === known.readAt || (last > REREAD_NAMES_EVERY && last - known.readAt < REREAD_NAMES_EVERY))) return;
+    const isLate = last > REREAD_NAMES_EVERY;
+    if (known && (last === known.readAt || (isLate && last - known.readAt < REREAD_NAMES_EVERY))) return;
     const { names } = await ofRun(run.index, "metrics");
     this.names.set(run.index, { names: names.map((/** @type {any} */ metric) => metric.name), readAt: last });
   }
@@ -137,9 +138,7 @@ class Curves {
     for (const [id] of wanted) if (!this.cards.has(id)) this.cards.set(id, new Card(id, this));
     const elements = wanted.map(([id]) => /** @type {Card} */ (this.cards.get(id)).element);
     if (elements.length === 0) fill(this.grid, empty("No step is done yet.", "Curves appear with the first one."));
-    else if (elements.some((element, i) => this.grid.children[i] !== element) || this.grid.children.length !== elements.length) {
-      fill(this.grid, elements);
-    }
+    else if (!isSame([...this.grid.children], elements)) fill(this.grid, elements);
     for (const [id, metrics] of wanted) this.cards.get(id)?.draw(metrics);
     this.reset.hidden = !this.zoomed();
     this.standard.hidden = !state.value("curves");
@@ -201,12 +200,14 @@ class Card {
     this.curves = curves;
     const name = TITLES[/** @type {keyof typeof TITLES} */ (id)] ?? title(id);
     this.readout = el("div.readout");
-    this.plot = el("div.plot", { tabindex: 0, role: "img", "aria-label": `${name} over steps; arrow keys move the cursor` });
+    this.plot = el("div.plot",
+      { tabindex: 0, role: "img", "aria-label": `${name} over steps; arrow keys move the cursor` });
     this.log = el("button.small", {
       type: "button", title: "Logarithmic scale", "aria-pressed": String(this.isLog()), onclick: () => this.toggleLog(),
     }, "log");
     const remove = el("button.small", {
-      type: "button", title: "Take this chart away", "aria-label": `Take away ${name}`, onclick: () => curves.remove(id),
+      type: "button", title: "Take this chart away", "aria-label": `Take away ${name}`,
+      onclick: () => curves.remove(id),
     }, "×");
     this.element = el("article.card", { data: { metric: id } },
       el("div.card-head", null, el("h2", { title: NOTES[/** @type {keyof typeof NOTES} */ (id)] ?? id }, name),
@@ -252,7 +253,8 @@ class Card {
   /** A penalty that is off is zero for ever; it is not drawn beside what is not.
    * @param {number} run @param {string} name @param {string[]} metrics */
   isIdle(run, name, metrics) {
-    const isZero = (/** @type {string} */ of) => (this.curves.series.get(run)?.[of]?.mean ?? []).every((/** @type {number} */ v) => v === 0);
+    const series = this.curves.series.get(run) ?? {};
+    const isZero = (/** @type {string} */ of) => (series[of]?.mean ?? []).every((/** @type {number} */ v) => v === 0);
     return metrics.length > 1 && this.id !== PHASES && isZero(name) && !metrics.every(isZero);
   }
 
@@ -260,10 +262,12 @@ class Card {
    * @param {boolean} isOneOfSeveral @returns {Line} */
   line(run, name, place, series, isOneOfSeveral) {
     const phase = name.replace(/^seconds\//, "");
-    const own = this.id === PHASES ? activityColour(phase) ?? 7 : isOneOfSeveral ? this.curves.ctx.colour(run.index) : place;
+    const own = this.id === PHASES ? activityColour(phase) ?? 7 : isOneOfSeveral ? this.curves.ctx.colour(run.index)
+      : place;
     const several = this.curves.ctx.shown().length > 1 && this.id !== PHASES;
     const what = this.id === PHASES ? phase.replaceAll("_", " ") : title(name);
-    return { label: several ? `${run.name}: ${what}` : what, colour: own, dashed: place > 0 && this.id !== PHASES, ...series };
+    return { label: several ? `${run.name}: ${what}` : what, colour: own, dashed: place > 0 && this.id !== PHASES,
+      ...series };
   }
 
   /** The parts of the heading, made anew only when the lines are others. */
@@ -302,6 +306,9 @@ class Card {
     this.element.remove();
   }
 }
+
+/** @param {unknown[]} one @param {unknown[]} other */
+const isSame = (one, other) => one.length === other.length && one.every((element, i) => element === other[i]);
 
 /** @param {(number | null)[]} values */
 const sum = (values) => values.reduce((/** @type {number} */ total, value) => total + (value ?? 0), 0);

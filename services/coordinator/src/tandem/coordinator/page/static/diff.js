@@ -21,7 +21,8 @@ function compare(a, b) {
   let head = 0;
   while (head < a.length && head < b.length && a[head] === b[head]) head += 1;
   let tail = 0;
-  while (tail < a.length - head && tail < b.length - head && a[a.length - 1 - tail] === b[b.length - 1 - tail]) tail += 1;
+  const most = Math.min(a.length, b.length) - head;
+  while (tail < most && a[a.length - 1 - tail] === b[b.length - 1 - tail]) tail += 1;
   const same = (/** @type {string} */ text) => /** @type {Part} */ ({ text, kind: "same" });
   return [
     ...a.slice(0, head).map(same),

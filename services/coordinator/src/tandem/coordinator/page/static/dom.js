@@ -49,7 +49,8 @@ export function fill(element, ...children) {
 }
 
 /** What tells an element from its neighbours. @param {Element} element */
-const nameOf = (element) => /** @type {HTMLElement} */ (element).dataset.place ?? element.getAttribute("aria-label") ?? element.textContent;
+const nameOf = (element) => /** @type {HTMLElement} */ (element).dataset.place ?? element.getAttribute("aria-label")
+  ?? element.textContent;
 
 /**
  * Change an element's text, if it is another.

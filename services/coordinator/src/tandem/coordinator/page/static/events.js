@@ -27,7 +27,8 @@ class Log {
     this.list = el("ol.log", { tabindex: 0, "aria-label": "Events", onscroll: () => this.scrolled() });
     this.count = el("span.dim");
     this.sources = el("span");
-    this.follow = el("button", { type: "button", "aria-pressed": "true", onclick: () => this.setFollows(!this.follows) }, "Follow");
+    this.follow = el("button", { type: "button", "aria-pressed": "true",
+      onclick: () => this.setFollows(!this.follows) }, "Follow");
     const find = el("input", {
       type: "search", placeholder: "Filter…", "aria-label": "Filter by text", value: state.value("find"),
       oninput: (/** @type {any} */ event) => { state.set({ find: event.target.value }); this.draw(); },
@@ -51,10 +52,12 @@ class Log {
 
   draw() {
     const sources = [...new Set(this.events.map((event) => event.source))].sort();
-    const options = /** @type {[string, string][]} */ ([["", "all sources"], ...sources.map((source) => [source, source])]);
+    const options = /** @type {[string, string][]} */ ([["", "all sources"],
+      ...sources.map((source) => [source, source])]);
     if (sources.join("\n") !== this.known) { // or it would close under whoever has it open
       this.known = sources.join("\n");
-      fill(this.sources, select("Source", options, state.value("source"), (value) => { state.set({ source: value }); this.draw(); }));
+      fill(this.sources, select("Source", options, state.value("source"),
+        (value) => { state.set({ source: value }); this.draw(); }));
     }
     const words = state.value("find").toLowerCase();
     const source = state.value("source");

@@ -6,7 +6,9 @@ export function number(value) {
   if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
   const size = Math.abs(value);
   if (size === 0) return "0";
-  if (size >= 1e6 || size < 1e-3) return String(Number(value.toPrecision(3)).toExponential()).replaceAll("-", "−").replace("e+", "e");
+  if (size >= 1e6 || size < 1e-3) {
+    return Number(value.toPrecision(3)).toExponential().replaceAll("-", "−").replace("e+", "e");
+  }
   const text = size >= 1000 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(4)));
   return text.replace("-", "−");
 }
@@ -71,7 +73,8 @@ const TITLES = {
   learning_rate: "Learning rate", reward_std: "Spread of rewards", avg_trajectory_age: "Mean age of samples",
   buffer_size: "Samples in the buffer", engine_idle_s: "Engines idle", trainer_idle_s: "Trainers idle",
   groups_too_old: "Groups too old", val_reward: "Held-out reward", "seconds/total": "Seconds a step",
-  sampling_importance_ratio: "Importance ratio", probs_ratio: "Probability ratio", rewards_chosen_mean: "Reward, chosen",
+  sampling_importance_ratio: "Importance ratio", probs_ratio: "Probability ratio",
+  rewards_chosen_mean: "Reward, chosen",
   rewards_rejected_mean: "Reward, rejected", val_rewards_chosen_mean: "Held-out reward, chosen",
 };
 

@@ -21,7 +21,8 @@ export class Header {
     this.step = fact("step", "step");
     this.eta = fact("ETA", "eta");
     this.rate = fact("tokens/s", "rate");
-    this.notes = el("button.chip.warn", { type: "button", hidden: true, onclick: () => state.go("log", { find: "warning" }) });
+    this.notes = el("button.chip.warn", { type: "button", hidden: true,
+      onclick: () => state.go("log", { find: "warning" }) });
     fill(this.status, this.state, this.step.element, this.eta.element, this.rate.element, this.notes);
     this.stepDone = refresher(() => this.loadRate(), undefined, 1500);
     this.shape = "";

@@ -72,13 +72,15 @@ export class Detail {
       ["step", sample.step], ["group", sample.group], ["sample", sample.sample], ["problem", sample.problem_id],
       ["tokens", `${sample.prompt_length} + ${sample.response_length}`], ["ended by", sample.finish_reason],
       ["advantage", number(sample.advantage)],
-      ["versions", sample.oldest_version === sample.newest_version ? sample.newest_version : `${sample.oldest_version}–${sample.newest_version}`],
+      ["versions", sample.oldest_version === sample.newest_version ? sample.newest_version
+        : `${sample.oldest_version}–${sample.newest_version}`],
       ...(sample.num_turns > 1 ? [["turns", sample.num_turns]] : []), ["by", sample.rollout],
     ];
     const components = Object.entries(sample.components ?? {});
     return el("div.sample-head", null,
       el("div.big-reward", null, el("span.dim", null, "reward"), rewardBadge(sample.reward, sample.correct),
-        components.map(([name, value]) => el("span.component", { data: { component: name } }, el("span.dim", null, name), el("b", null, number(/** @type {number} */ (value))))),
+        components.map(([name, value]) => el("span.component", { data: { component: name } },
+          el("span.dim", null, name), el("b", null, number(/** @type {number} */ (value))))),
         ending(sample)),
       el("dl.facts", null, facts.map(([name, value]) => el("div", null, el("dt", null, name), el("dd", null, value)))),
       sample.failure ? el("p.failure", null, sample.failure) : null);
@@ -103,7 +105,8 @@ export class Detail {
       [key, `step ${row.step}${row.purpose === "train" ? "" : ", validation"} · sample ${row.group}.${row.sample} · reward ${number(row.reward)}`]));
     const chosen = (/** @type {string} */ value) => this.on.opened({ at: placeOf(sample), diff: value || null });
     fill(root, el("h3", null, other ? "Difference" : "Response"), others.length
-      ? select("Compare with another sample of this problem", [["", "compare with another of this problem…"], ...options], other ? diff : "", chosen)
+      ? select("Compare with another sample of this problem",
+        [["", "compare with another of this problem…"], ...options], other ? diff : "", chosen)
       : el("span.dim", null, "the only sample of this problem on record"));
     return other;
   }
@@ -117,7 +120,8 @@ export class Detail {
         sample.tokens.length ? coloured(sample.tokens, by, sample.advantage) : el("div.text", null, sample.response));
     };
     draw();
-    return el("div.block.response-block", null, segmented("Colour tokens by", COLOURINGS, state.value("colour", "plain"), (value) => {
+    return el("div.block.response-block", null, segmented("Colour tokens by", COLOURINGS,
+      state.value("colour", "plain"), (value) => {
       state.set({ colour: value === "plain" ? null : value });
       draw();
     }), body);
@@ -139,7 +143,8 @@ function differences(one, two) {
   const [before, after] = one.step <= two.step ? [one, two] : [two, one];
   const parts = diffWords(before.response, after.response);
   const side = (/** @type {any} */ row, /** @type {string} */ own, /** @type {string} */ tag) => el("div.block", null,
-    el("div.block-head", null, el("h3", null, `step ${row.step}`), el("span.dim", null, `sample ${row.group}.${row.sample}`), rewardBadge(row.reward, row.correct)),
+    el("div.block-head", null, el("h3", null, `step ${row.step}`),
+      el("span.dim", null, `sample ${row.group}.${row.sample}`), rewardBadge(row.reward, row.correct)),
     el("div.text", null, parts.filter((part) => part.kind === "same" || part.kind === own)
       .map((part) => (part.kind === "same" ? part.text : el(tag, null, part.text)))));
   return el("div.sides", null, side(before, "gone", "del"), side(after, "new", "ins"));

@@ -35,13 +35,16 @@ class Samples {
     this.step = /** @type {number | null} */ (null);
     /** @type {[number, number] | null} */
     this.range = null;
-    this.list = el("ol.samples", { "aria-label": "Samples", onkeydown: (/** @type {KeyboardEvent} */ event) => this.key(event) });
+    this.list = el("ol.samples",
+      { "aria-label": "Samples", onkeydown: (/** @type {KeyboardEvent} */ event) => this.key(event) });
     this.count = el("span.dim");
     this.more = el("button", { type: "button", hidden: true, onclick: () => this.loadMore() }, "More");
     this.detailRoot = el("section.panel.detail", { "aria-label": "Sample" });
-    this.detail = new Detail(this.detailRoot, ctx, { opened: (place) => this.openPlace(place), left: () => this.leave() });
+    this.detail = new Detail(this.detailRoot, ctx, { opened: (place) => this.openPlace(place),
+      left: () => this.leave() });
     this.browser = el("div.browser", null,
-      el("section.panel.list", { "aria-label": "Samples of a step" }, this.list, el("div.list-foot", null, this.count, this.more)),
+      el("section.panel.list", { "aria-label": "Samples of a step" }, this.list,
+        el("div.list-foot", null, this.count, this.more)),
       this.detailRoot);
     fill(root, this.steps(), this.filters(), this.browser);
     this.refresh = refresher(() => this.load(), (error) => this.failed(error));
@@ -60,10 +63,12 @@ class Samples {
       oninput: () => this.goTo(Number(/** @type {HTMLInputElement} */ (this.slider).value)),
     }));
     this.field = /** @type {HTMLInputElement} */ (el("input.step-field", {
-      type: "number", min: 0, "aria-label": "Step number", onchange: () => this.goTo(Number(/** @type {HTMLInputElement} */ (this.field).value)),
+      type: "number", min: 0, "aria-label": "Step number",
+      onchange: () => this.goTo(Number(/** @type {HTMLInputElement} */ (this.field).value)),
     }));
     this.newest = el("button", { type: "button", onclick: () => this.goTo(null) }, "Newest");
-    this.purposes = segmented("Samples of", [["train", "training"], ["validate", "validation"]], this.purpose, (value) => {
+    this.purposes = segmented("Samples of", [["train", "training"], ["validate", "validation"]], this.purpose,
+      (value) => {
       state.set({ purpose: value === "train" ? null : value, step: null, group: null, at: null, diff: null });
       this.show();
       this.refresh();
@@ -79,12 +84,17 @@ class Samples {
       ...attributes, value: state.value(key), data: { filter: key },
       oninput: (/** @type {any} */ event) => this.filter({ [key]: event.target.value }),
     });
-    const sort = select("Sort", SORTS, state.value("sort", "group"), (value) => this.filter({ sort: value === "group" ? null : value }));
+    const sort = select("Sort", SORTS, state.value("sort", "group"),
+      (value) => this.filter({ sort: value === "group" ? null : value }));
     this.clear = el("button", { type: "button", hidden: true, onclick: () => this.clearFilters() }, "Clear");
-    this.bar = el("div.toolbar.filters", null, field("contains", "input.contains", { type: "search", placeholder: "Contains…", "aria-label": "Contains" }), sort,
-      el("label.labelled", null, "reward ", field("min", "input.narrow", { type: "number", step: "any", placeholder: "from", "aria-label": "Least reward" }),
-        "–", field("max", "input.narrow", { type: "number", step: "any", placeholder: "to", "aria-label": "Most reward" })),
-      el("label.labelled", null, "group ", field("group", "input.narrow", { type: "number", min: 0, placeholder: "all", "aria-label": "Group" })), this.clear);
+    this.bar = el("div.toolbar.filters", null, field("contains", "input.contains",
+      { type: "search", placeholder: "Contains…", "aria-label": "Contains" }), sort,
+      el("label.labelled", null, "reward ", field("min", "input.narrow",
+        { type: "number", step: "any", placeholder: "from", "aria-label": "Least reward" }),
+        "–", field("max", "input.narrow", { type: "number", step: "any", placeholder: "to",
+          "aria-label": "Most reward" })),
+      el("label.labelled", null, "group ", field("group", "input.narrow",
+        { type: "number", min: 0, placeholder: "all", "aria-label": "Group" })), this.clear);
     return this.bar;
   }
 
@@ -111,7 +121,8 @@ class Samples {
     const [sort, descending] = state.value("sort", "group").split("-");
     return ofRun(this.ctx.run().index, "samples", {
       step: state.numeric("step"), purpose: this.purpose, sort, descending, contains: state.value("contains"),
-      group: state.numeric("group"), min_reward: state.numeric("min"), max_reward: state.numeric("max"), offset, limit: PAGE,
+      group: state.numeric("group"), min_reward: state.numeric("min"), max_reward: state.numeric("max"), offset,
+      limit: PAGE,
     });
   }
 
@@ -135,7 +146,8 @@ class Samples {
     const slider = /** @type {HTMLInputElement} */ (this.slider);
     Object.assign(slider, { min: first, max: Math.max(last, first), disabled: !this.range });
     slider.value = String(this.step ?? last);
-    if (document.activeElement !== this.field) /** @type {HTMLInputElement} */ (this.field).value = String(this.step ?? "");
+    const field = /** @type {HTMLInputElement} */ (this.field);
+    if (document.activeElement !== field) field.value = String(this.step ?? "");
     this.newest?.setAttribute("aria-pressed", String(state.numeric("step") === null));
     const isFiltered = FILTERS.some((key) => state.value(key));
     if (this.clear) this.clear.hidden = !isFiltered;
@@ -150,8 +162,10 @@ class Samples {
   /** @param {boolean} isFiltered */
   nothing(isFiltered) {
     if (isFiltered && this.range) return empty("Nothing matches.");
-    if (this.range) return empty(`No sample of step ${this.step} is recorded.`, `The record has steps ${this.range[0]} to ${this.range[1]}.`);
-    return empty(this.purpose === "validate" ? "No validation sample is recorded." : "No sample is recorded.", "logger.samples says how much is kept.");
+    if (this.range) return empty(`No sample of step ${this.step} is recorded.`,
+      `The record has steps ${this.range[0]} to ${this.range[1]}.`);
+    return empty(this.purpose === "validate" ? "No validation sample is recorded." : "No sample is recorded.",
+      "logger.samples says how much is kept.");
   }
 
   /** @param {any} row @param {number} prefix characters that all questions begin with */
@@ -162,8 +176,10 @@ class Samples {
       type: "button", data: { place }, onclick: () => this.openPlace({ at: place }),
     },
       rewardBadge(row.reward, row.correct),
-      el("span.sample-text", null, el("span.response", null, oneLine(row.response) || "(nothing)"), el("span.question", { title: question }, prefix ? `… ${question.slice(prefix)}` : question)),
-      el("span.sample-facts", null, el("span", null, `${row.group}.${row.sample}`), el("span", null, `${row.response_length} tok`, ending(row)))));
+      el("span.sample-text", null, el("span.response", null, oneLine(row.response) || "(nothing)"),
+        el("span.question", { title: question }, prefix ? `… ${question.slice(prefix)}` : question)),
+      el("span.sample-facts", null, el("span", null, `${row.group}.${row.sample}`),
+        el("span", null, `${row.response_length} tok`, ending(row)))));
   }
 
   failed(/** @type {Error} */ error) {
@@ -189,7 +205,8 @@ class Samples {
   openPlace({ at, purpose, diff = null }) {
     const [step] = at.split(".").map(Number);
     const isAnother = purpose !== undefined && purpose !== this.purpose;
-    state.set({ at, diff, step, ...(isAnother ? { purpose: purpose === "train" ? null : purpose, group: null } : {}) }, { isNewPlace: !state.value("at") });
+    const others = isAnother ? { purpose: purpose === "train" ? null : purpose, group: null } : {};
+    state.set({ at, diff, step, ...others }, { isNewPlace: !state.value("at") });
     if (isAnother && this.purposes) mark(this.purposes, this.purpose);
     if (step !== this.step || isAnother) this.refresh();
     this.show();
@@ -255,7 +272,8 @@ function sharedPrefix(texts) {
 /** Why it ended, where that is not by itself. @param {any} row */
 export function ending(row) {
   if (row.failure) return el("span.tag.bad", { title: row.failure }, "failed");
-  if (row.finish_reason === "length") return el("span.tag", { title: "It reached the most tokens that a response may have" }, "cut off");
+  if (row.finish_reason === "length") return el("span.tag",
+    { title: "It reached the most tokens that a response may have" }, "cut off");
   return null;
 }
 

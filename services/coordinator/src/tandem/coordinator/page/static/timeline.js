@@ -48,10 +48,12 @@ class Timeline {
     this.flameTitle = el("h2", null, "One step");
     this.observer = new ResizeObserver(() => this.paint());
     this.observer.observe(this.field);
-    this.stopTheme = onTheme(() => { this.paint(); if (this.data) this.drawFlame(state.numeric("flame") ?? this.ctx.run().last_step); });
+    this.stopTheme = onTheme(() => { this.paint(); if (this.data) this.drawFlame(state.numeric("flame")
+      ?? this.ctx.run().last_step); });
     fill(root,
       panel("Timeline", [
-        el("label", null, "steps ", segmented("Steps shown", COUNTS, state.value("steps", "10"), (value) => this.choose(value))),
+        el("label", null, "steps ", segmented("Steps shown", COUNTS, state.value("steps", "10"),
+          (value) => this.choose(value))),
         this.unzoom,
       ], this.body, this.legend),
       el("section.panel", { "aria-label": "Flame of one step" },
@@ -135,7 +137,8 @@ class Timeline {
     fill(this.stepRow, this.data.steps.filter((step) => (step.end ?? high) > low && step.start < high).map((step) => {
       const [from, to] = [Math.max(low, step.start), Math.min(high, step.end ?? high)];
       return el("button.step-button", {
-        type: "button", "aria-pressed": String(step.step === chosen), title: `Step ${step.step}: ${duration((step.end ?? high) - step.start)}`,
+        type: "button", "aria-pressed": String(step.step === chosen),
+          title: `Step ${step.step}: ${duration((step.end ?? high) - step.start)}`,
         "aria-label": `Flame of step ${step.step}`, onclick: () => this.open(step.step),
         style: { left: at(from), width: `${(100 * (to - from)) / (high - low)}%` },
       }, String(step.step));
@@ -144,7 +147,8 @@ class Timeline {
       share === 0 ? clock(low) : `+${duration(share * (high - low))}`)));
     fill(this.shares, el("div.lane-share.head", null, "busy"), this.data.lanes.map((lane) => {
       const busy = covered(lane.spans.filter((span) => activityColour(span.what) !== null), low, high) / (high - low);
-      return el("div.lane-share", { title: "Share of the time shown in which it did something" }, busy > 0 && busy < 0.005 ? "<1%" : percent(busy));
+      return el("div.lane-share", { title: "Share of the time shown in which it did something" },
+        busy > 0 && busy < 0.005 ? "<1%" : percent(busy));
     }));
     this.drawLegend(low, high);
     this.paint();
@@ -164,7 +168,8 @@ class Timeline {
     fill(this.legend, order.map(([what, seconds]) => {
       const own = activityColour(what);
       return el("span.key", { data: { what } },
-        el(own === null ? "i.swatch.waiting" : "i.swatch", { style: { "--c": own === null ? "var(--line)" : colour(own) } }),
+        el(own === null ? "i.swatch.waiting" : "i.swatch", { style: { "--c": own === null ? "var(--line)"
+          : colour(own) } }),
         what, el("b", null, duration(seconds)));
     }));
   }
@@ -209,8 +214,10 @@ class Timeline {
     const span = lane?.spans.findLast((each) => each.start <= time && time <= endOf(each));
     if (!span || !lane) { hideTip(); return; }
     showTip(event, el("b", null, `${lane.process}: ${span.what}`), el("dl", null,
-      el("dt", null, "step"), el("dd", null, span.step), el("dt", null, "for"), el("dd", null, duration(endOf(span) - span.start)),
-      el("dt", null, "from"), el("dd", null, clock(span.start))), span.detail ? el("div.dim", null, span.detail) : null);
+      el("dt", null, "step"), el("dd", null, span.step), el("dt", null, "for"),
+        el("dd", null, duration(endOf(span) - span.start)),
+      el("dt", null, "from"), el("dd", null, clock(span.start))),
+        span.detail ? el("div.dim", null, span.detail) : null);
   }
 
   /** A drag zooms; a click opens the step. @param {MouseEvent} event */
@@ -255,7 +262,8 @@ class Timeline {
       const phases = inRows(flame.filter((phase) => phase.process === process));
       const height = 22 * (1 + Math.max(...phases.map(({ row }) => row)));
       return el("div.flame-process", { data: { process } }, el("div.lane-name", { title: process }, process),
-        el("div.flame-field", { style: { height: `${height}px` } }, phases.map(({ phase, row }) => phaseBar(phase, row, low, high))));
+        el("div.flame-field", { style: { height: `${height}px` } },
+          phases.map(({ phase, row }) => phaseBar(phase, row, low, high))));
     }));
   }
 
@@ -303,7 +311,8 @@ function phaseBar(phase, row, low, high) {
   const isPlain = own === null || (phase.depth === 0 && phase.name.startsWith("step"));
   return el(isPlain ? "div.phase.whole" : "div.phase", {
     tabindex: 0, "aria-label": told, data: { phase: phase.name },
-    onmousemove: (/** @type {MouseEvent} */ event) => showTip(event, el("b", null, phase.process), el("div", null, told)),
+    onmousemove: (/** @type {MouseEvent} */ event) => showTip(event, el("b", null, phase.process),
+      el("div", null, told)),
     onmouseleave: hideTip,
     style: {
       "--c": colour(own ?? 0), "--ink": ink(own ?? 0), top: `${row * 22}px`,
@@ -325,7 +334,8 @@ function paintSpan(context, span, from, to, top, limit, isBeside) {
     return;
   }
   context.fillStyle = painted(own);
-  context.fillRect(a + (width > 3 ? 0.5 : 0), top + (isBeside ? LANE - 11 : 4), width - (width > 3 ? 1 : 0), isBeside ? 6 : LANE - 9);
+  context.fillRect(a + (width > 3 ? 0.5 : 0), top + (isBeside ? LANE - 11 : 4), width - (width > 3 ? 1 : 0),
+    isBeside ? 6 : LANE - 9);
   const room = isBeside ? 0 : width - 10;
   if (room > context.measureText(span.what).width) {
     context.fillStyle = ink(own);

@@ -18,12 +18,14 @@ const SPECIAL = /(<\|[^|<>\s]{1,60}\|>|<｜[^<>]{1,60}｜>|<\/?(?:s|pad|unk|bos|
 
 /** Text with special tokens set apart. @param {string} text */
 export function marked(text) {
-  return text.split(SPECIAL).filter(Boolean).map((part) => (SPECIAL.test(part) ? el("span.special", null, part) : part));
+  return text.split(SPECIAL).filter(Boolean).map((part) => (SPECIAL.test(part) ? el("span.special", null, part)
+    : part));
 }
 
 /** @type {[string, string][]} */
 export const COLOURINGS = [
-  ["plain", "plain"], ["gap", "log-prob gap"], ["advantage", "advantage"], ["version", "version"], ["logprob", "log-prob"],
+  ["plain", "plain"], ["gap", "log-prob gap"], ["advantage", "advantage"], ["version", "version"],
+    ["logprob", "log-prob"],
 ];
 
 const FULL_GAP = 1; // nats at which the colour is full
@@ -61,14 +63,15 @@ function background(token, by, advantage, newest) {
 }
 
 /** Log-probability under the trainer less that under the engine. @param {Token} token */
-export function gapOf(token) {
+function gapOf(token) {
   return token.trainer_logprob === null || token.trainer_logprob === undefined || token.logprob === null
     ? null : token.trainer_logprob - token.logprob;
 }
 
 /** @param {number | null | undefined} value @param {number} full */
 function diverging(value, full) {
-  return value === null || value === undefined ? null : strength(value < 0 ? "--cold" : "--warm", Math.abs(value) / full);
+  return value === null || value === undefined ? null : strength(value < 0 ? "--cold" : "--warm",
+    Math.abs(value) / full);
 }
 
 /** @param {string} hue @param {number} share */
@@ -81,7 +84,8 @@ export function legend(tokens, by, advantage) {
   const made = tokens.filter((token) => token.made_by_policy);
   if (by === "gap") {
     if (!made.some((token) => gapOf(token) !== null)) {
-      return el("p.legend-line", null, "The trainer's log-probabilities of this sample are not recorded, so there is no gap to colour by.");
+      return el("p.legend-line", null,
+        "The trainer's log-probabilities of this sample are not recorded, so there is no gap to colour by.");
     }
     const gaps = made.map(gapOf).filter((gap) => gap !== null).map((gap) => Math.abs(/** @type {number} */ (gap)));
     return scale("likelier to the engine", "likelier to the trainer", `±${FULL_GAP} nat`,
@@ -92,8 +96,10 @@ export function legend(tokens, by, advantage) {
     return scale("made less likely", "made likelier", `±${FULL_ADVANTAGE}`, `advantage ${number(advantage)}`);
   }
   if (by === "version") return versions(made);
-  if (by === "logprob") return scale("", "", "", `colour is full at ${-FULL_SURPRISE} nat; mean ${number(mean(made.map((token) => token.logprob)))}`, true);
-  return el("p.legend-line", null, `${made.length} tokens by the policy${tokens.length > made.length ? `, ${tokens.length - made.length} given to it` : ""}`);
+  if (by === "logprob") return scale("", "", "",
+    `colour is full at ${-FULL_SURPRISE} nat; mean ${number(mean(made.map((token) => token.logprob)))}`, true);
+  return el("p.legend-line", null,
+    `${made.length} tokens by the policy${tokens.length > made.length ? `, ${tokens.length - made.length} given to it` : ""}`);
 }
 
 /** @param {(number | null)[]} values */
@@ -115,7 +121,8 @@ function versions(made) {
 
 /** @param {string} low @param {string} high @param {string} full @param {string} told @param {boolean} [isOneSided] */
 function scale(low, high, full, told, isOneSided = false) {
-  return el("p.legend-line", null, low, el(isOneSided ? "i.scale.one" : "i.scale"), high, full ? el("span.dim", null, full) : null, el("b", null, told));
+  return el("p.legend-line", null, low, el(isOneSided ? "i.scale.one" : "i.scale"), high,
+    full ? el("span.dim", null, full) : null, el("b", null, told));
 }
 
 /** @param {MouseEvent} event @param {Token[]} tokens @param {number | null} advantage */
@@ -124,7 +131,8 @@ function explain(event, tokens, advantage) {
   if (place === undefined) { hideTip(); return; }
   const token = tokens[Number(place)];
   const facts = token.made_by_policy ? [
-    ["log-probability", number(token.logprob)], ["to the trainer", number(token.trainer_logprob)], ["gap", number(gapOf(token))],
+    ["log-probability", number(token.logprob)], ["to the trainer", number(token.trainer_logprob)],
+      ["gap", number(gapOf(token))],
     ["advantage", number(token.advantage ?? advantage)], ["version", token.version ?? "–"],
   ] : [["", "given to the policy"]];
   showTip(event, el("b.mono", null, JSON.stringify(token.text)),
