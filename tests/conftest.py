@@ -23,6 +23,7 @@ _LONG_FILES = (
     "test_two_hosts.py",
     "test_turns.py",
     "test_readme.py",
+    "test_front_end.py",
 )
 """They begin first where files run side by side, so that no process is left alone with one at the end."""
 _LOOKS: dict[str, Callable[[], set[Any]]] = {
