@@ -71,7 +71,7 @@ const TITLES = {
   truncated_fraction: "Truncated responses", token_mult_prob_error: "Log-probability gap",
   clip_fraction: "Clipped tokens", tokens_per_s: "Tokens per second", groups_without_spread: "Groups without spread",
   learning_rate: "Learning rate", reward_std: "Spread of rewards", avg_trajectory_age: "Mean age of samples",
-  buffer_size: "Samples in the buffer", engine_idle_s: "Engines idle", trainer_idle_s: "Trainers idle",
+  buffer_size: "In the buffer", engine_idle_s: "Engines idle", trainer_idle_s: "Trainers idle",
   groups_too_old: "Groups too old", val_reward: "Held-out reward", "seconds/total": "Seconds a step",
   sampling_importance_ratio: "Importance ratio", probs_ratio: "Probability ratio",
   rewards_chosen_mean: "Reward, chosen",
