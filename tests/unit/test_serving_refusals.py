@@ -110,6 +110,7 @@ def test_a_tokenizer_without_an_end(model: Path, refusal: Refusal) -> None:
         (["vllm_cfg.enforce_eager=true"], "command line: vllm_cfg.enforce_eager=true: settings are of vLLM"),
         (["--engine", "vllm", "vllm_cfg.enforce_eagre=true"], "unknown key; did you mean 'enforce_eager'?"),
         (["--engine", "vllm", "vllm_cfg.tensor_parallel_size=no"], "vllm_cfg.tensor_parallel_size: "),
+        (["--engine", "vllm"], "--engine vllm: vLLM is not installed; the embedded engine is --engine transformers"),
         (["--engine", "vllm", "vllm_kwargs.seed=1"], "vllm_kwargs.seed: "),
     ],
 )

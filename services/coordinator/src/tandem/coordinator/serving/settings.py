@@ -22,6 +22,7 @@ from tandem.common.errors import ConfigError, DamagedCheckpoint, ModelError
 from tandem.common.model_sizes import max_positions_in, vocabulary_in
 from tandem.common.network import is_loopback
 from tandem.common.serving import Serving
+from tandem.common.sources import package_folder
 from tandem.common.tokenizer import load_model_tokenizer
 from tandem.common.vllm_arguments import check_arguments
 from tandem.coordinator.run.model_folder import check_weights, read_json
@@ -61,6 +62,8 @@ def settings_of(arguments: argparse.Namespace, token: str | None) -> Serving:
     given = _given(arguments.overrides, length, precision)
     if arguments.overrides and arguments.engine != "vllm":
         raise ConfigError(f"{COMMAND_LINE}: {arguments.overrides[0]}: settings are of vLLM: give --engine vllm as well")
+    if arguments.engine == "vllm" and package_folder("vllm") is None:
+        raise ConfigError("--engine vllm: vLLM is not installed; the embedded engine is --engine transformers")
     typed = str(arguments.folder)
     name = arguments.name or found.name
     return Serving(
