@@ -89,11 +89,19 @@ class Driving:
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Have the engine make no token inside the block."""
-        self._goes_on.clear()
+        self.hold()
         try:
             yield
         finally:
-            self._goes_on.set()
+            self.go_on()
+
+    def hold(self) -> None:
+        """Have the engine make no token until it goes on."""
+        self._goes_on.clear()
+
+    def go_on(self) -> None:
+        """Have it make tokens again."""
+        self._goes_on.set()
 
     def _drive(self) -> None:
         try:

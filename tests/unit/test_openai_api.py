@@ -333,16 +333,46 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_away_frees_its_slot(tiny: Tiny, stream: bool) -> None:
-    driving = tiny.driving
+def test_a_client_that_goes_away_frees_its_slot(tiny: Tiny, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the first token of all three nothing more is made for it."""
+    driving, engine = tiny.driving, tiny.driving.engine
+    num_steps, step = 0, engine.step
+
+    def one_step() -> list[Any]:
+        nonlocal num_steps
+        made = step()
+        driving.hold()
+        num_steps += 1  # last: whoever sees it may let the engine go on
+        return made
+
+    monkeypatch.setattr(engine, "step", one_step)
     body = {"model": NAME, "messages": CHAT, "ignore_eos": True, "stream": stream, "n": 3}
     connection = http.client.HTTPConnection(tiny.url.removeprefix("http://"), timeout=60)
-    with driving.held():
-        connection.request("POST", "/v1/chat/completions", json.dumps(body))
-        until(lambda: driving.driver.num_unfinished == 3)
+    try:
+        with driving.held():
+            connection.request("POST", "/v1/chat/completions", json.dumps(body))
+            until(lambda: driving.driver.num_unfinished == 3)
+        until(lambda: num_steps == 1)
+        assert engine.num_unfinished == 3
         connection.close()
         until(lambda: driving.driver.num_unfinished == 0)
-    until(lambda: driving.engine.num_unfinished == 0)
+    finally:
+        driving.go_on()
+    until(lambda: engine.num_unfinished == 0)
+    assert num_steps == 1
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_while_it_waits_is_never_generated_for(tiny: Tiny, stream: bool) -> None:
+    driving = tiny.driving
+    connection = http.client.HTTPConnection(tiny.url.removeprefix("http://"), timeout=60)
+    with driving.held():
+        body = {"model": NAME, "messages": CHAT, "stream": stream}
+        connection.request("POST", "/v1/chat/completions", json.dumps(body))
+        until(lambda: driving.driver.num_unfinished == 1)
+        connection.close()
+        until(lambda: driving.driver.num_unfinished == 0)
+    assert driving.engine.num_unfinished == 0
 
 
 def test_the_deadline_ends_a_request(tiny: Tiny) -> None:
