@@ -27,6 +27,8 @@ NEW_KEYS = [
     "policy.megatron_cfg.virtual_pipeline_model_parallel_size",
     "policy.megatron_cfg.forwarded",
     "policy.generation.transformers_cfg.num_slots",
+    "grpo.val_seed",
+    "grpo.val_temperature",
     "logger.samples",
     "loss_fn.class",
     "loss_fn.columns.NAME.fill",

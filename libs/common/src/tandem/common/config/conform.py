@@ -141,13 +141,12 @@ def _each(values: dict[str, Any], wanted: Type) -> dict[str, Any]:
 
 
 def _suggestion(name: str, key: str, siblings: list[str]) -> str:
-    """Name the sibling nearest to an unknown key, else where a key of that name belongs, else all siblings."""
-    if near := nearest(name, siblings):
-        return near
+    """Name where a key of an unknown key's name belongs, else the sibling nearest to it, else all siblings."""
+    near = nearest(name, siblings)
     for known in all_keys(config_type()):
-        if known.rpartition(".")[2] == name:
+        if known.rpartition(".")[2] == name and (not near or key):
             return f"; did you mean {known!r}?"
-    return f"; {key or 'the top level'} knows {', '.join(siblings)}"
+    return near or f"; {key or 'the top level'} knows {', '.join(siblings)}"
 
 
 def _union(value: Any, wanted: UnionType, key: str) -> Any:

@@ -50,21 +50,24 @@ class GrpoAlgorithm:
         self._config = config
         encoder = PromptEncoder(config, tokenizer)
         problems = load_problems(config)
-        check_step_size(config, len(problems.train))
+        # A run that only validates reads no problem to train on, and wants none.
+        train = [] if config.evaluates else problems.train
         held_out = problems.validation[: config.grpo.max_val_samples]
-        encoder.check_characters([*problems.train, *held_out])
-        self._train = LazyDataset(config, problems.train, encoder.encode)
+        check_step_size(config, len(train))
+        encoder.check_characters([*train, *held_out])
+        self._train = LazyDataset(config, train, encoder.encode)
         self._validation = encode_now(held_out, encoder.encode)
         num_too_long = self._train.num_too_long + len(held_out) - len(self._validation)
         num_checked, num_items = self._train.num_checked + len(held_out), len(self._train) + len(held_out)
         too_long = left_out(num_too_long, num_checked, num_items)
-        num_rows = len(self._train) + len(problems.validation) + problems.num_set_aside
-        self.notices = tuple(filter(None, (too_long, set_aside(problems.num_set_aside, num_rows))))
+        num_aside = 0 if config.evaluates else problems.num_set_aside
+        num_rows = len(self._train) + len(problems.validation) + num_aside
+        self.notices = tuple(filter(None, (too_long, set_aside(num_aside, num_rows))))
         self._stop_token_ids = (tokenizer.eos_id, *(config.policy.generation.stop_token_ids or ()))
 
     @property
     def num_validation(self) -> int:
-        """Validation problems, each sampled once."""
+        """Validation problems."""
         return len(self._validation)
 
     @property
@@ -78,10 +81,11 @@ class GrpoAlgorithm:
         return self._config.grpo.max_num_steps
 
     def sampling(self, purpose: Purpose) -> SamplingParameters:
-        """Return how tokens are drawn: validation uses the same settings as training, as NeMo-RL does."""
+        """Return how tokens are drawn: validation may have a temperature of its own, and else draws like training."""
         generation = self._config.policy.generation
+        own = self._config.grpo.val_temperature if purpose == "validate" else None
         return SamplingParameters(
-            temperature=generation.temperature,
+            temperature=generation.temperature if own is None else own,
             top_p=generation.top_p,
             top_k=generation.top_k or 0,
             max_new_tokens=generation.max_new_tokens,
@@ -92,9 +96,11 @@ class GrpoAlgorithm:
     def prompt_groups(self, step: int, purpose: Purpose, groups: Sequence[int]) -> tuple[PromptGroup, ...]:
         """Return these groups of `step`; each sample's seed depends on the step, its group and its place there."""
         grpo = self._config.grpo
+        seed = grpo.seed
         if purpose == "validate":
             chosen = {group: self._validation[group] for group in groups}
-            num_samples = 1
+            num_samples = grpo.num_val_generations_per_prompt
+            seed = grpo.seed if grpo.val_seed is None else grpo.val_seed
         else:
             # A step that may draw more has so many places of the stream to itself: its problems depend on no other.
             first = (step - 1) * grpo.max_prompts_per_step
@@ -107,7 +113,7 @@ class GrpoAlgorithm:
                 group=group,
                 problem=encoded.problem,
                 prompt_ids=encoded.prompt_ids,
-                seeds=tuple(sample_seed(grpo.seed, seed_step, purpose, group, i) for i in range(num_samples)),
+                seeds=tuple(sample_seed(seed, seed_step, purpose, group, i) for i in range(num_samples)),
             )
             for group, encoded in chosen.items()
         )

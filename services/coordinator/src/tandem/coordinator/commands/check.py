@@ -57,6 +57,8 @@ def _summary(ready: Ready) -> str:
     config, first = ready.config, "" if ready.prerequisite is None else f", after {ready.prerequisite.source}"
     counts = expected_processes(config).items()
     processes = ", ".join(f"{count} {kind} process{'es' * (count > 1)}" for kind, count in counts)
-    return (
-        f"OK: {config.algorithm} on {config.policy.model_name}, {ready.algorithm.num_steps} steps, {processes}{first}"
-    )
+    does = f"{ready.algorithm.num_steps} steps"
+    if config.evaluates:
+        num_samples = config.rollout_section.num_val_generations_per_prompt
+        does = f"no step, but a validation on {ready.algorithm.num_validation} problems x {num_samples}"
+    return f"OK: {config.algorithm} on {config.policy.model_name}, {does}, {processes}{first}"

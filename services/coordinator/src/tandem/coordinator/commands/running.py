@@ -81,6 +81,9 @@ def run_to_outcome(
 
 
 def _report(config: Config) -> None:
+    if config.evaluates:
+        print(_evaluated(Path(config.logger.log_dir)), flush=True)
+        return
     from tandem.coordinator.inspect.report import format_report, write_report
 
     folder = Path(config.logger.log_dir)
@@ -91,3 +94,14 @@ def _report(config: Config) -> None:
         from tandem.coordinator.run.comparison import compare
 
         print(compare(config), flush=True)
+
+
+def _evaluated(folder: Path) -> str:
+    """Say what the validation of a run's model has found."""
+    from tandem.coordinator.run.journal import read_journal
+
+    with read_journal(folder) as journal:
+        record = journal.steps()[-1]
+    metrics = {name: value for name, value in record.metrics.items() if name.startswith("val_")}
+    lines = [f"{name:>{max(map(len, metrics))}}  {value:.4f}" for name, value in metrics.items()]
+    return "\n".join([*lines, f"the validation of step {record.step}; its journal is in {folder}"])

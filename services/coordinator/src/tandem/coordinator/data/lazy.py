@@ -31,7 +31,7 @@ class LazyDataset(Generic[Item, Encoded]):
 
     Args:
         config: of the run.
-        items: one at least.
+        items: one at least, unless none will be drawn.
         encode: returns None for an item that does not fit, and raises `DataError` for one that cannot be encoded.
 
     Raises:
@@ -48,7 +48,7 @@ class LazyDataset(Generic[Item, Encoded]):
         first = epoch_stream(self._seed, len(items), 0, self.num_checked)
         self.num_too_long = sum(self._encoded(index) is None for index in first)
         """... and those of them that do not fit."""
-        if self.num_too_long == self.num_checked:
+        if items and self.num_too_long == self.num_checked:
             which = "every one" if self.num_checked == len(items) else f"each of the first {self.num_checked}"
             raise DataError(f"data: {which} is longer than policy.max_total_sequence_length allows")
 

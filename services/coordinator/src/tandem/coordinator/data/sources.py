@@ -111,15 +111,18 @@ def sliding_puzzle(data: Data, seed: int) -> Iterator[Problem]:
             )
 
 
-def rows(data: Data) -> tuple[Rows, dict[str, Rows]]:
-    """Read the files or splits of a data set: to train on, and those to validate on, by name. Raises `DataError`."""
+def rows(data: Data, *, only_held_out: bool = False) -> tuple[Rows, dict[str, Rows]]:
+    """Read the files or splits of a data set: to train on, and those to validate on, by name.
+
+    With `only_held_out`, what there is to train on is not read where what is held out lies apart. Raises `DataError`.
+    """
     name = data.dataset_name
     if is_local(name):
         apart = {name: jsonl(path) for name, path in validation_paths(data).items()}
-        return jsonl(str(data.train_data_path)), apart
+        return [] if only_held_out and apart else jsonl(str(data.train_data_path)), apart
     path = NAMED[name].path if name in NAMED else name
     held_out = {} if data.val_split is None else {"": hub(path, data.val_split, data.subset)}
-    return hub(path, data.split, data.subset), held_out
+    return [] if only_held_out and held_out else hub(path, data.split, data.subset), held_out
 
 
 def validation_paths(data: Data) -> dict[str, str]:

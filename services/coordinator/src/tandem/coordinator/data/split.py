@@ -67,7 +67,7 @@ def load_problems(config: Config) -> ProblemSets:
         case "sliding_puzzle":
             return _generated(data, sources.sliding_puzzle(data, seed))
         case _:
-            train_rows, held_out_rows = sources.rows(data)
+            train_rows, held_out_rows = sources.rows(data, only_held_out=config.evaluates)
 
     def problems(rows: sources.Rows) -> list[Problem]:
         return [sources.problem(where, row, data) for where, row in rows]
@@ -80,6 +80,8 @@ def load_problems(config: Config) -> ProblemSets:
         place=lambda problem: problem.problem_id, prompt=lambda problem: _prompt(data, problem), content=content
     )
     apart = {name: problems(rows) for name, rows in held_out_rows.items()}
+    if apart and config.evaluates:
+        return ProblemSets(train=[], held_out=_held_out_apart(data, apart, identity))
     sides = hold_out(data, problems(train_rows), apart, identity, keep_prompts_together=False)
     return ProblemSets(train=sides.train, held_out=sides.held_out, num_set_aside=sides.num_set_aside)
 
@@ -166,18 +168,23 @@ def hold_out(
     train_name = data.train_data_path or f"{data.dataset_name}[{data.split}]"
     if not apart:
         return _split(data, train_name, train, identity, keep_prompts_together=keep_prompts_together)
+    held_out = _held_out_apart(data, apart, identity)
+    if len(train) < (data.num_train or 1):
+        raise DataError(f"data.num_train: {train_name} has only {_counted(train, identity)}, not {data.num_train}")
+    kept = list(train[: data.num_train])
+    _refuse_leakage(kept, held_out, identity)
+    return Sides(train=kept, held_out=held_out)
+
+
+def _held_out_apart(data: Data, apart: Mapping[str, Sequence[Item]], identity: Identity[Item]) -> dict[str, list[Item]]:
+    """Take what is held out from sources of its own. Raises `DataError` if there are fewer than wanted."""
     names = {"": f"{data.dataset_name}[{data.val_split}]", **sources.validation_paths(data)}
     for name, items in apart.items():
         if len(items) < (data.num_validation or 1):
             raise DataError(
                 f"data.num_validation: {names[name]} has only {_counted(items, identity)}, not {data.num_validation}"
             )
-    if len(train) < (data.num_train or 1):
-        raise DataError(f"data.num_train: {train_name} has only {_counted(train, identity)}, not {data.num_train}")
-    held_out = {name: list(items[: data.num_validation]) for name, items in apart.items()}
-    kept = list(train[: data.num_train])
-    _refuse_leakage(kept, held_out, identity)
-    return Sides(train=kept, held_out=held_out)
+    return {name: list(items[: data.num_validation]) for name, items in apart.items()}
 
 
 def _refuse_leakage(train: Sequence[Item], held_out: Mapping[str, Sequence[Item]], identity: Identity[Item]) -> None:

@@ -20,6 +20,9 @@ def ranks_of_training(config: Config) -> str:
 
 def steps(config: Config) -> Iterator[str]:
     """Say what one step computes: optimizer steps, and the micro-batches of each rank in one."""
+    if config.evaluates:
+        yield _validation(config)
+        return
     policy, share = config.policy, -(-config.policy.train_global_batch_size // config.data_parallel_size)
     things, num = f"{config.declaration.unit}s", config.num_optimizer_steps
     if config.declaration.rolls_out:
@@ -37,6 +40,17 @@ def steps(config: Config) -> Iterator[str]:
     if scored:
         batches = _micro_batches(config, share * num, policy.logprob_batch_size, scoring=True)
         yield f"before that, log-probabilities of the {scored}: {batches}"
+
+
+def _validation(config: Config) -> str:
+    """Say what a run computes that takes no step."""
+    section, generation = config.rollout_section, config.policy.generation
+    num = section.num_val_generations_per_prompt
+    temperature = generation.temperature if section.val_temperature is None else section.val_temperature
+    return (
+        f"no step: validation on at most {section.max_val_samples:,} problems × {_count(num, 'sample')}, temperature "
+        f"{temperature:g}, with the model that is there"
+    )
 
 
 def _micro_batches(config: Config, num: int, size: int, *, scoring: bool = False) -> str:

@@ -26,7 +26,15 @@ from tandem.coordinator.run.resuming import Start, check_checkpoint
 _MODEL = "the recorded samples are tokens of the run's own model"
 _DRAWN = "it says what a step draws, and that is recorded"
 _IN_VAIN = "it changes nothing on recorded samples"
-_VALIDATION = ("val_period", "val_at_start", "max_val_samples", "val_batch_size")
+_VALIDATION = (
+    "val_period",
+    "val_at_start",
+    "max_val_samples",
+    "val_batch_size",
+    "num_val_generations_per_prompt",
+    "val_temperature",
+    "val_seed",
+)
 _REFUSED = {
     "algorithm": "the samples were recorded for the run's own algorithm",
     "prerequisite": "the model is there",

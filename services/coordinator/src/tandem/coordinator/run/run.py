@@ -223,11 +223,14 @@ def _run(
         checkpoints.prepare()
     origin = _origin(config)
     resuming = Resuming(config, journal, checkpoints, say, origin)
+    if config.evaluates and journal.last_step() is not None:
+        say(f"nothing to do: {journal.folder} has been evaluated, or trained on")
+        return Finish(outcome="finished")
     limits = limits_of(config, journal)
     start = resuming.start(from_step)
     if start != origin:
         say(f"resuming at step {start.first_step} from {start.resume_from}")
-    if start.first_step > algorithm.num_steps:
+    if start.first_step > algorithm.num_steps and not config.evaluates:
         say(f"nothing to do: {journal.folder} has all of its {algorithm.num_steps} steps")
         return Finish(outcome="finished")
     samples = SampleFolder(config.logger, [f"trainer-{index}" for index in scoring_trainers(config)])

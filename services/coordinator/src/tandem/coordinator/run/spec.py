@@ -66,7 +66,7 @@ def run_spec(
         num_groups=config.rollout_section.num_prompts_per_step if config.generates else 0,
         num_validation_groups=num_validation,
         validate_every=section.val_period if validates else 0,
-        validate_at_start=section.val_at_start and validates,
+        validate_at_start=(section.val_at_start or config.evaluates) and validates,
         save_every=config.checkpointing.save_period if config.checkpointing.enabled else 0,
         resume_from=resume_from,
         checkpoint_folder=checkpoint_folder,

@@ -20,7 +20,7 @@ def leaving_one_out_leaves_one(config: Config) -> None:
 
 def samples_differ(config: Config) -> None:
     """GRPO compares the samples of a group, so they must be drawn, not taken greedily."""
-    if config.policy.generation.temperature == 0:
+    if config.policy.generation.temperature == 0 and not config.evaluates:
         raise Invalid("policy.generation.temperature", "0 draws the same sample every time, and GRPO learns from none")
 
 

@@ -84,8 +84,8 @@ class Grpo(Section, frozen=True, kw_only=True):
     """Samples drawn for each prompt: the size of a group."""
     max_rollout_turns: PositiveInt = 1
     """Responses a rollout may give: after each but the last the environment may answer, and the policy goes on."""
-    max_num_steps: PositiveInt = 1_000_000
-    """Rollout batches to train on before the run ends."""
+    max_num_steps: NonNegativeInt = 1_000_000
+    """Rollout batches to train on before the run ends; 0 trains on none: the model is validated, and that is all."""
     normalize_rewards: bool = True
     """Divide each advantage by the standard deviation of the rewards in its group."""
     use_leave_one_out_baseline: bool = True
@@ -113,6 +113,13 @@ class Grpo(Section, frozen=True, kw_only=True):
     """Validation problems used each time, from the front of the validation set."""
     val_batch_size: PositiveInt = 256
     """Validation problems sent to the rollouts at once."""
+    num_val_generations_per_prompt: PositiveInt = 1
+    """Samples drawn for each validation problem; metrics are of all of them."""
+    val_temperature: NonNegativeFloat | None = None
+    """New. Like `policy.generation.temperature`, for validation; 0 takes the likeliest token each time. Null means the
+    same as in training."""
+    val_seed: Seed | None = None
+    """New. Decides the samples of validation, and nothing else; null means `grpo.seed`."""
     seed: Seed = 42
     """Decides the problems, their order and every sample."""
 

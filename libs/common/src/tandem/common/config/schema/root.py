@@ -48,6 +48,11 @@ class Config(Section, frozen=True, kw_only=True):
         return ALGORITHMS[self.algorithm]
 
     @property
+    def evaluates(self) -> bool:
+        """Whether the run takes no step, and only validates the model that it begins with."""
+        return self.algorithm_section.max_num_steps == 0
+
+    @property
     def generates(self) -> bool:
         """Whether the run has engines, which make what it trains on, and not the recorded samples of another run."""
         return self.declaration.rolls_out and self.replay is None
