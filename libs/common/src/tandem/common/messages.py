@@ -418,6 +418,8 @@ class SampleScored(Message, frozen=True, kw_only=True):
     components: Components = {}
     """What the environment says the reward is made of, by name."""
     correct: bool
+    extracted_answer: str | None = None
+    """What the environment took for the answer; None if it found none, looks for none, or the sample is to train on."""
     response: str
     """What followed the prompt, a line for each message, for logs; empty unless the sample is for validation."""
     failure: str = ""

@@ -30,7 +30,7 @@ from tandem.common.errors import SamplesError
 from tandem.common.messages import Purpose, SampleKey, SampleScored
 from tandem.common.sample_files import LOGPROBS, SHARD, files, shard_path, temporary_path
 
-FORMAT = 1
+FORMAT = 2
 """Counts up when the meaning of a column changes."""
 _RUN_ID, _FORMAT = b"tandem.run_id", b"tandem.format"
 _ROW_GROUP = 128
@@ -49,6 +49,7 @@ SCHEMA = pa.schema(
         ("reward", pa.float64()),
         ("components", pa.map_(pa.string(), pa.float64())),
         ("correct", pa.bool_()),
+        ("extracted_answer", pa.string()),
         ("advantage", pa.float32()),
         ("finish_reason", pa.string()),
         ("num_turns", pa.int64()),

@@ -104,6 +104,7 @@ class Conversation:
             reward=self.reward + score.reward,
             components=dict(score.components),
             correct=score.correct,
+            extracted_answer=score.answer,
             response="\n".join(message["content"] for message in self.messages),
             failure=unscored.failure if unscored else "",
             timed_out=unscored is not None and unscored.timed_out,

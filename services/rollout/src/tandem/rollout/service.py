@@ -397,7 +397,7 @@ class RolloutService:
 
 def _as_sent(sample: SampleScored, purpose: Purpose) -> SampleScored:
     """Return a sample as the coordinator gets it, which shows the texts of validation alone."""
-    return sample if purpose == "validate" else msgspec.structs.replace(sample, response="")
+    return sample if purpose == "validate" else msgspec.structs.replace(sample, response="", extracted_answer=None)
 
 
 def _program(server: RewardServer | None, coordinator: str) -> Program | None:

@@ -12,7 +12,7 @@ from tandem.common.config.dump import (
     resume_differences,
     to_plain,
 )
-from tandem.common.config.load import Changed, build_config, change_config, changed_keys, load_config
+from tandem.common.config.load import Changed, build_config, change_config, changed_keys, load_config, load_evaluation
 from tandem.common.config.notices import notices
 from tandem.common.config.schema import Config
 
@@ -29,6 +29,7 @@ __all__ = [
     "dump_yaml",
     "fingerprint",
     "load_config",
+    "load_evaluation",
     "notices",
     "resume_differences",
     "to_plain",

@@ -16,6 +16,7 @@ from tandem.common.config.schema.loss import OF_ANY_LOSS
 from tandem.common.errors import ConfigError
 
 FREE_ON_RESUME = (
+    "eval",
     "prerequisite",
     "grpo.max_num_steps",
     "grpo.val_period",

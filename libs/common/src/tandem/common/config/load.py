@@ -19,6 +19,7 @@ from tandem.common.config.derive import DERIVED, fill, unfill
 from tandem.common.config.dump import differing, escaped, to_plain
 from tandem.common.config.layers import COMMAND_LINE, Layer, Layers, merge, overridden, read_layers
 from tandem.common.config.megatron import fit_megatron, unfit_megatron
+from tandem.common.config.nemo_eval import is_nemo_eval, translated
 from tandem.common.config.problem import Invalid
 from tandem.common.config.schema import Config
 from tandem.common.config.unsupported import refusal
@@ -46,6 +47,24 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, to_run: bool
     if it is `to_run`, `NotSupportedYet` where something is switched on that is not built.
     """
     return _build(read_layers(Path(path), overrides), to_run=to_run)
+
+
+def load_evaluation(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read the configuration of an evaluation: that of a run, or NeMo-RL's form (``evals/*.yaml``).
+
+    Raises what `load_config` raises.
+    """
+    layers = read_layers(Path(path), overrides)
+    if not is_nemo_eval(layers.merged):
+        return _build(layers, to_run=True)
+    try:
+        settings = translated(_interpolated(layers.merged))
+    except Invalid as problem:
+        raise ConfigError(f"{layers.main}: {problem.key}: {problem.text}") from None
+    return _build(
+        Layers(main=layers.main, layers=(Layer(source=layers.main, settings=settings),), merged=escaped(settings)),
+        to_run=True,
+    )
 
 
 def build_config(settings: Mapping[str, Any], source: str = "configuration") -> Config:

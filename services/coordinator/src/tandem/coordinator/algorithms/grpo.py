@@ -63,6 +63,8 @@ class GrpoAlgorithm:
         num_aside = 0 if config.evaluates else problems.num_set_aside
         num_rows = len(self._train) + len(problems.validation) + num_aside
         self.notices = tuple(filter(None, (too_long, set_aside(num_aside, num_rows))))
+        self.validated: Sequence[SampleScored] = ()
+        """The samples of the validation, in a run that does nothing else."""
         self._stop_token_ids = (tokenizer.eos_id, *(config.policy.generation.stop_token_ids or ()))
 
     @property
@@ -137,6 +139,8 @@ class GrpoAlgorithm:
         """Return the metrics of a validation's samples."""
         if not samples:
             return {}
+        if self._config.evaluates:
+            self.validated = samples
         counted = [sample for sample in samples if not sample.dropped]
         scores = {
             "val_reward": float(np.mean([sample.reward for sample in counted])),

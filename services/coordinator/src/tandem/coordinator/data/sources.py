@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import gzip
 import itertools
 import random
@@ -118,8 +119,8 @@ def rows(data: Data, *, only_held_out: bool = False) -> tuple[Rows, dict[str, Ro
     """
     name = data.dataset_name
     if is_local(name):
-        apart = {name: jsonl(path) for name, path in validation_paths(data).items()}
-        return [] if only_held_out and apart else jsonl(str(data.train_data_path)), apart
+        apart = {name: file_rows(path) for name, path in validation_paths(data).items()}
+        return [] if only_held_out and apart else file_rows(str(data.train_data_path)), apart
     path = NAMED[name].path if name in NAMED else name
     held_out = {} if data.val_split is None else {"": hub(path, data.val_split, data.subset)}
     return [] if only_held_out and held_out else hub(path, data.split, data.subset), held_out
@@ -128,6 +129,34 @@ def rows(data: Data, *, only_held_out: bool = False) -> tuple[Rows, dict[str, Ro
 def validation_paths(data: Data) -> dict[str, str]:
     """Return the files to validate on, by name; one that is alone has the name ``""``."""
     return data.val_data_paths or ({} if data.val_data_path is None else {"": data.val_data_path})
+
+
+def file_rows(path: str) -> Rows:
+    """Read a file of problems, which is JSONL unless its name ends in ``.csv``. Raises `DataError`."""
+    return csv_rows(path) if path.endswith(".csv") else jsonl(path)
+
+
+def csv_rows(path: str) -> Rows:
+    """Read a CSV file whose first line names the columns; every field is text. Raises `DataError` naming the line."""
+    kind = irregular(path)
+    if kind is not None:
+        raise DataError(f"data: cannot read {path!r}: it is {kind}, not a CSV file")
+    found: Rows = []
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file, strict=True)
+            for row in reader:
+                where = f"{path}:{reader.line_num}"
+                if None in row or None in row.values():
+                    raise DataError(
+                        f"{where} has not as many fields as the first line names: {_listed(row.keys() - {None})}"
+                    )
+                found.append((where, row))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"data: cannot read {path!r}: {getattr(error, 'strerror', None) or error}") from error
+    if not found:
+        raise DataError(f"data: {path!r} holds no problem")
+    return found
 
 
 def jsonl(path: str) -> Rows:

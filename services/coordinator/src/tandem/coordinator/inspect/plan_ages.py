@@ -43,6 +43,7 @@ _FREE = (
     "data.num_validation",
     "checkpointing",
     "logger",
+    "eval",
 )
 """Keys, or whole sections, that the rates of a synchronous step do not depend on."""
 _MOST_NAMED = 3

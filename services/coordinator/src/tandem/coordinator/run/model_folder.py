@@ -65,6 +65,12 @@ def check_weights(folder: Path) -> list[str]:
     return []  # drawn by policy.new_model, or in another format
 
 
+def model_vocabulary(folder: Path) -> int | None:
+    """Return how many tokens a model has, as its ``config.json`` says. Raises `ModelError`."""
+    size = read_json(folder / "config.json").get("vocab_size")
+    return size if isinstance(size, int) else None
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Return one of a model's JSON files. Raises `ModelError`."""
     try:

@@ -42,8 +42,9 @@ class Calculator:
         if call is not None:
             return Turn([{"role": self._role, "content": calculate(call[1])}])
         given, wanted = answer_in(response, self._answer_after), reference(problem)
-        correct = given == wanted or (_number(given) is not None and _number(given) == _number(wanted))
-        return Score(float(correct), correct=correct)
+        value = _number(given)
+        correct = given == wanted or (value is not None and value == _number(wanted))
+        return Score(float(correct), correct=correct, answer=(given if value is None else str(value)) or None)
 
 
 def calculate(expression: str) -> str:

@@ -26,6 +26,9 @@ class Score(msgspec.Struct, frozen=True, tag=True):
     components: Mapping[str, float] = {}
     """What the reward is made of, by name, for an estimator that takes it apart (``grpo.adv_estimator.name: gdpo``);
     finite numbers."""
+    answer: str | None = None
+    """What the environment took for the answer, in a form that is equal where answers are: so that `coordinator eval`
+    can put them to a vote. None: it found none, or looks for none."""
 
 
 class Turn(msgspec.Struct, frozen=True, tag=True):

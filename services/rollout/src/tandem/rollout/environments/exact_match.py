@@ -22,4 +22,4 @@ class ExactMatch:
         given, wanted = answer_in(response, self._answer_after), reference(problem)
         if self._ignore_case:
             given, wanted = given.casefold(), wanted.casefold()
-        return Score(reward=float(given == wanted), correct=given == wanted)
+        return Score(reward=float(given == wanted), correct=given == wanted, answer=given or None)

@@ -24,15 +24,14 @@ class MathVerify:
         process in which this runs is killed instead.
         """
         answer = reference(problem)
-        correct = response.strip() == answer or _equal(answer, response)
-        return Score(reward=float(correct), correct=correct)
-
-
-def _equal(answer: str, response: str) -> bool:
-    wanted = math_verify.parse(f"${answer}$", parsing_timeout=None)
-    given = math_verify.parse(response, parsing_timeout=None)
-    return bool(math_verify.verify(wanted, given, timeout_seconds=None))
+        if response.strip() == answer:
+            return Score(reward=1.0, correct=True, answer=answer)
+        wanted = math_verify.parse(f"${answer}$", parsing_timeout=None)
+        given = math_verify.parse(response, parsing_timeout=None)
+        if math_verify.verify(wanted, given, timeout_seconds=None):
+            return Score(reward=1.0, correct=True, answer=answer)  # all that are equal to it have one name
+        return Score(reward=0.0, correct=False, answer=str(given[0]) if given else None)
 
 
 # The first time takes half a second; done here, no worker that is forked from who imported this has it before it.
-_equal("\\frac{1}{2}", "thus $x = 0.5$")
+MathVerify().score(Problem(problem_id="", question="", answer="\\frac{1}{2}", metadata={}), "thus $x = 0.5$")

@@ -84,7 +84,9 @@ def checked(result: object, *, converses: bool) -> Score | Turn:
         }
         if len(components) > MAX_COMPONENTS:
             raise RewardError(f"{len(components)} components of a reward, more than {MAX_COMPONENTS}")
-        return Score(finite_number(result.reward, "the reward"), _truth(result.correct), components)
+        return Score(
+            finite_number(result.reward, "the reward"), _truth(result.correct), components, _answer(result.answer)
+        )
     returned = type(result).__name__
     raise RewardError(
         f"step() returned {returned}, not a Score or a Turn"
@@ -124,6 +126,12 @@ def _truth(given: object) -> bool:
     if kind is bool or (kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_")):
         return bool(given)
     raise RewardError(f"correct is {shown(given)}, not True or False")
+
+
+def _answer(given: object) -> str | None:
+    if given is None or isinstance(given, str):
+        return None if given is None else line(given)
+    raise RewardError(f"answer is {shown(given)}, not a text or None")
 
 
 def _messages(given: object) -> Messages:

@@ -30,12 +30,14 @@ class ReasoningGym:
 
     def score(self, problem: Problem, response: str) -> Score:
         """Ask the task's scorer; a response that makes it raise is worth zero, if the reference answer does not."""
+        answer = answer_in(response, self._answer_after)
         entry = {"question": problem.question, "answer": problem.answer, "metadata": problem.metadata}
         try:
-            score = float(self._score(answer_in(response, self._answer_after), entry))
+            score = float(self._score(answer, entry))
         except Exception:
             # Some scorers parse without a guard. If this raises too, the scorer or the problem is at fault.
             self._score(problem.answer, entry)
             score = 0.0
         correct = score >= _SOLVED
-        return Score(reward=score if correct or self._partial_credit else 0.0, correct=correct)
+        reward = score if correct or self._partial_credit else 0.0
+        return Score(reward=reward, correct=correct, answer=answer or None)

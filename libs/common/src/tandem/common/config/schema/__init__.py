@@ -5,6 +5,7 @@ from __future__ import annotations
 from tandem.common.config.schema.algorithms import Dpo, Sft
 from tandem.common.config.schema.base import Section
 from tandem.common.config.schema.data import Data, Environment
+from tandem.common.config.schema.evaluation import Eval
 from tandem.common.config.schema.generation import (
     Colocated,
     ColocatedResources,
@@ -56,6 +57,7 @@ __all__ = [
     "DtensorCfg",
     "DynamicBatching",
     "Environment",
+    "Eval",
     "Generation",
     "GpuMonitoring",
     "Grpo",

@@ -34,7 +34,8 @@ class Data(Section, frozen=True, kw_only=True):
     """Accepted, because NeMo-RL draws what it holds out with it; here the prompts decide that, and the algorithm's seed
     the order."""
     train_data_path: NonEmptyStr | None = None
-    """JSONL file of training problems; here and below, one that ends in ``.gz`` is compressed."""
+    """JSONL file of training problems; here and below, one that ends in ``.gz`` is compressed, and one that ends in
+    ``.csv`` is CSV, whose first line names the fields."""
     val_data_path: NonEmptyStr | None = None
     """JSONL file of validation problems; null holds `num_validation` out of the training file."""
     val_data_paths: dict[str, NonEmptyStr] | None = None

@@ -8,6 +8,7 @@ from tandem.common.algorithms import ALGORITHMS, Algorithm, AlgorithmName
 from tandem.common.config.schema.algorithms import Dpo, Sft
 from tandem.common.config.schema.base import NonEmptyStr, Section
 from tandem.common.config.schema.data import Data, Environment
+from tandem.common.config.schema.evaluation import Eval
 from tandem.common.config.schema.grpo import Grpo
 from tandem.common.config.schema.loss import LossFn
 from tandem.common.config.schema.policy import Policy
@@ -36,6 +37,7 @@ class Config(Section, frozen=True, kw_only=True):
     refit: Refit = Refit()
     replay: Replay | None = None
     """New. Null: the run makes its own samples."""
+    eval: Eval = Eval()
 
     @property
     def data_parallel_size(self) -> int:

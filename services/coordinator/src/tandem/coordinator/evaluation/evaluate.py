@@ -1,0 +1,218 @@
+"""Evaluate models: each by a run without steps, of the real trainers and engines.
+
+A run begins with the model's weights, brings them to the engines as any run does, draws the samples of its validation,
+and ends. The processes of all runs are forked by one fork server, one run after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tandem.common.config import Config, change_config
+from tandem.common.errors import ConfigError, DataError, RunFolderError
+from tandem.common.tokenizer import load_tokenizer
+from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
+from tandem.coordinator.evaluation.models import Model
+from tandem.coordinator.evaluation.results import Asked, results_of, scores_of, write_results
+from tandem.coordinator.evaluation.table import INTERVAL, Evaluation, write_table
+from tandem.coordinator.run.fork_server import ForkServer
+from tandem.coordinator.run.model_folder import model_vocabulary
+from tandem.coordinator.run.preflight import preflight
+from tandem.coordinator.run.prerequisite import Ready, set_aside
+from tandem.coordinator.run.run import run
+from tandem.coordinator.scheduler.events import Finish
+
+RUNS = "runs"
+"""Folder, among the results, of the runs: their journals, and the logs of their processes."""
+Say = Callable[[str], None]
+
+
+def check_settings(config: Config, source: str) -> None:
+    """Refuse what no evaluation can be made with. Raises `ConfigError`."""
+    if not config.declaration.rolls_out:
+        raise ConfigError(
+            f"{source}: algorithm: {config.algorithm} generates nothing to evaluate: it validates by its loss; "
+            "algorithm=grpo evaluates by generating, with problems (data) and an environment (env) that scores"
+        )
+    settings, section = config.eval, config.rollout_section
+    num = settings.num_tests_per_prompt or section.num_val_generations_per_prompt
+    if settings.k_value > num:
+        raise ConfigError(
+            f"{source}: eval.k_value: {settings.k_value} is more than the {num} samples of each problem "
+            "(eval.num_tests_per_prompt)"
+        )
+    sampling = _sampling(config)
+    if num > 1 and (sampling["temperature"] == 0 or sampling["top_k"] == 1):
+        key = "eval.temperature: 0" if sampling["temperature"] == 0 else "eval.top_k: 1"
+        raise ConfigError(f"{source}: {key} draws the same sample {num} times (eval.num_tests_per_prompt)")
+
+
+def evaluation_config(base: Config, model: Path, run_folder: Path) -> Config:
+    """Return the configuration of the run that evaluates a model. Raises `ConfigError`."""
+    settings, section, sampling = base.eval, base.rollout_section, _sampling(base)
+    num = settings.num_tests_per_prompt or section.num_val_generations_per_prompt
+    num_batches = -(-section.max_val_samples * num // base.units_per_step)
+    generation: dict[str, Any] = {key: sampling[key] for key in ("top_p", "top_k", "max_new_tokens")}
+    if base.policy.tokenizer.name != base.policy.model_name:
+        tokenizer: str | None = base.policy.tokenizer.name
+    else:
+        tokenizer = None  # the model's own
+    deadline_s = base.cluster.deadlines.generate_s * max(1, min(num_batches, _MOST_BATCHES))
+    return change_config(
+        base,
+        {
+            "prerequisite": None,
+            "replay": None,
+            "grpo": {
+                "max_num_steps": 0,
+                "num_val_generations_per_prompt": num,
+                "val_temperature": sampling["temperature"],
+                "val_seed": _seed(base),
+                "async_grpo": {"enabled": False},
+            },
+            "loss_fn": {"reference_policy_kl_penalty": 0.0, "use_kl_in_reward": False},
+            "policy": {
+                "model_name": str(model),
+                "new_model": None,
+                "tokenizer": {"name": tokenizer},
+                "generation": generation,
+            },
+            "checkpointing": {"enabled": False, "checkpoint_dir": None},
+            "logger": {
+                "log_dir": str(run_folder),
+                "samples": "off",
+                "tensorboard_enabled": False,
+                "wandb_enabled": False,
+                "mlflow_enabled": False,
+                "num_val_samples_to_print": 0,
+            },
+            "cluster": {"deadlines": {"generate_s": deadline_s}},
+        },
+        (),
+        str(model),
+    ).config
+
+
+_MOST_BATCHES = 1000
+"""So many times as long as a training step may generate, an evaluation may at most."""
+
+
+def prepare(source: str, base: Config, models: Sequence[Model], folder: Path) -> list[Ready]:
+    """Look all evaluations through before one begins. Raises `TandemError`."""
+    found = []
+    for model in models:
+        ready = preflight(source, evaluation_config(base, model.folder, folder / RUNS / model.name), "new")
+        _check_vocabulary(ready, model)
+        found.append(ready)
+    return found
+
+
+def prepare_folder(folder: Path, say: Say) -> None:
+    """Make the folder of the results; set those of an earlier evaluation aside. Raises `RunFolderError`."""
+    if folder.exists():
+        if not folder.is_dir():
+            raise RunFolderError(f"eval.save_path: {str(folder)!r} is a file")
+        if any(folder.iterdir()):
+            if not (folder / RUNS).is_dir():
+                raise RunFolderError(f"eval.save_path: {str(folder)!r} holds something else; choose another folder")
+            set_aside(folder, say)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunFolderError(f"eval.save_path: cannot make {str(folder)!r}: {error.strerror}") from error
+
+
+def evaluate(
+    base: Config, models: Sequence[Model], readies: Sequence[Ready], folder: Path, say: Say, fork_server: ForkServer
+) -> tuple[Finish, Evaluation | None]:
+    """Evaluate models one after another; return how the last one ended, and what was found of those that finished.
+
+    What is found of a model is on disk before the next begins.
+    """
+    rows = []
+    evaluation: Evaluation | None = None
+    finish = Finish(outcome="finished")
+    for number, (model, ready) in enumerate(zip(models, readies, strict=True), 1):
+        say(f"evaluating {model.label} ({number} of {len(models)})")
+        finish = run(ready, "new", say, fork_server)
+        if finish.outcome != "finished":
+            break
+        algorithm = _algorithm(ready)
+        results = results_of(_asked(ready, algorithm), algorithm.validated)
+        rows.append(scores_of(model.label, results, algorithm.validated, base.eval.k_value))
+        evaluation = _described(ready, base, rows)
+        try:
+            write_results(folder / f"{model.name}.parquet", results)
+            write_table(folder, evaluation)
+        except OSError as error:
+            raise RunFolderError(f"cannot write results to {folder}: {error.strerror}") from error
+    return finish, evaluation
+
+
+def _described(ready: Ready, base: Config, rows: Sequence[Any]) -> Evaluation:
+    config, sampling = ready.config, _sampling(base)
+    return Evaluation(
+        source=ready.source,
+        dataset_name=config.data.dataset_name,
+        environment=str(config.data.environment),
+        num_tests_per_prompt=config.rollout_section.num_val_generations_per_prompt,
+        temperature=sampling["temperature"],
+        top_p=sampling["top_p"],
+        top_k=sampling["top_k"],
+        max_new_tokens=sampling["max_new_tokens"],
+        seed=_seed(base),
+        metric=base.eval.metric.replace("k", str(base.eval.k_value)),
+        interval=INTERVAL,
+        models=[*rows],
+    )
+
+
+def _sampling(config: Config) -> dict[str, Any]:
+    """Return how samples are drawn: as ``eval`` says, and else as validation draws them."""
+    settings, generation, validation = config.eval, config.policy.generation, config.rollout_section.val_temperature
+    temperature = generation.temperature if validation is None else validation
+    return {
+        "temperature": temperature if settings.temperature is None else settings.temperature,
+        "top_p": generation.top_p if settings.top_p is None else settings.top_p,
+        "top_k": generation.top_k if settings.top_k is None else settings.top_k,
+        "max_new_tokens": settings.max_new_tokens or generation.max_new_tokens,
+    }
+
+
+def _seed(config: Config) -> int:
+    section = config.rollout_section
+    seeds = (config.eval.seed, section.val_seed, section.seed)
+    return next(seed for seed in seeds if seed is not None)
+
+
+def _algorithm(ready: Ready) -> GrpoAlgorithm:
+    assert isinstance(ready.algorithm, GrpoAlgorithm), "what rolls out, and takes no step"
+    return ready.algorithm
+
+
+def _check_vocabulary(ready: Ready, model: Model) -> None:
+    """Raise `DataError` if the tokenizer makes tokens of a prompt that the model does not have."""
+    size, algorithm = model_vocabulary(model.folder), _algorithm(ready)
+    groups = algorithm.prompt_groups(0, "validate", range(algorithm.num_validation))
+    highest = max(max(group.prompt_ids) for group in groups)
+    if size is not None and highest >= size:
+        raise DataError(
+            f"--model {model.label}: the tokenizer {ready.config.policy.tokenizer.name!r} does not fit the model: it "
+            f"makes token {highest} of a prompt, and the model has {size} (policy.tokenizer.name)"
+        )
+
+
+def _asked(ready: Ready, algorithm: GrpoAlgorithm) -> list[Asked]:
+    tokenizer = load_tokenizer(ready.config)
+    groups = algorithm.prompt_groups(0, "validate", range(algorithm.num_validation))
+    return [
+        Asked(
+            problem_id=group.problem.problem_id,
+            question=group.problem.question,
+            prompt=tokenizer.decode(group.prompt_ids, skip_special_tokens=False),
+            reference=group.problem.answer,
+        )
+        for group in groups
+    ]

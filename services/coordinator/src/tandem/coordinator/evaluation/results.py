@@ -1,0 +1,150 @@
+"""What an evaluation finds of one model: each problem with its samples, and the scores of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from tandem.common.messages import SampleScored
+from tandem.coordinator.algorithms.rewards import is_truncated
+from tandem.coordinator.evaluation.scores import Answer, Estimate, estimate, ks, majority_at, pass_at
+
+
+class ProblemResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One problem and the samples of it that count; lists are by sample. A row of the Parquet file."""
+
+    problem_id: str
+    question: str
+    prompt: str
+    """As the model saw it: decoded from its tokens."""
+    reference: str
+    """The reference answer; empty where there is none."""
+    n: int
+    """Samples that count: without those that the environment failed on and that are dropped for it."""
+    correct: int
+    """Of these."""
+    responses: list[str]
+    rewards: list[float]
+    is_correct: list[bool]
+    answers: list[str | None]
+    """As the environment extracted them; null where it found none."""
+    lengths: list[int]
+    """Tokens that the model made."""
+    finish_reasons: list[str]
+    failures: list[str]
+    """Why the environment gave no score; empty where it did."""
+
+
+class ModelScores(msgspec.Struct, frozen=True, kw_only=True):
+    """A row of the table."""
+
+    model: str
+    num_problems: int
+    num_samples: int
+    """That count, of all problems together."""
+    accuracy: Estimate
+    """Share of samples that are correct."""
+    mean_reward: float
+    pass_at: dict[int, Estimate]
+    """By k."""
+    majority_at: dict[int, Estimate] | None
+    """By k; null where the environment extracts no answers."""
+    mean_length: float
+    truncated: float
+    """Share of samples that a limit of tokens cut off."""
+    num_failures: int
+    """Samples that the environment gave no score."""
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """A problem as it was put to the model."""
+
+    problem_id: str
+    question: str
+    prompt: str
+    reference: str
+
+
+def results_of(asked: Sequence[Asked], samples: Sequence[SampleScored]) -> list[ProblemResult]:
+    """Return what became of problems, in their order."""
+    by_group: dict[int, list[SampleScored]] = {}
+    for sample in sorted(samples, key=lambda sample: (sample.group, sample.sample)):
+        by_group.setdefault(sample.group, []).append(sample)
+    results = []
+    for group, problem in enumerate(asked):
+        counted = [sample for sample in by_group.get(group, []) if not sample.dropped]
+        results.append(
+            ProblemResult(
+                **msgspec.structs.asdict(problem),
+                n=len(counted),
+                correct=sum(sample.correct for sample in counted),
+                responses=[sample.response for sample in counted],
+                rewards=[sample.reward for sample in counted],
+                is_correct=[sample.correct for sample in counted],
+                answers=[sample.extracted_answer for sample in counted],
+                lengths=[sample.response_length for sample in counted],
+                finish_reasons=[sample.finish_reason for sample in counted],
+                failures=[sample.failure for sample in counted],
+            )
+        )
+    return results
+
+
+def scores_of(
+    model: str, results: Sequence[ProblemResult], samples: Sequence[SampleScored], asked_k: int
+) -> ModelScores:
+    """Return the scores of a model; a problem of which too few samples count for some k is left out there."""
+    counted = [sample for sample in samples if not sample.dropped]
+    num_samples = max((result.n for result in results), default=0)
+    chosen = ks(num_samples, asked_k)
+    votes = [[*map(Answer, result.answers, result.is_correct)] for result in results]
+    has_answers = any(answer is not None for result in results for answer in result.answers)
+    accuracy = estimate(result.correct / result.n for result in results if result.n)
+    if counted:  # as validation has it, to the last bit
+        accuracy = msgspec.structs.replace(accuracy, mean=float(np.mean([sample.correct for sample in counted])))
+    return ModelScores(
+        model=model,
+        num_problems=len(results),
+        num_samples=len(counted),
+        accuracy=accuracy,
+        mean_reward=float(np.mean([sample.reward for sample in counted])) if counted else 0.0,
+        pass_at={k: estimate(pass_at(r.n, r.correct, k) for r in results if r.n >= k) for k in chosen},
+        majority_at={k: estimate(majority_at(each, k) for each in votes if len(each) >= k) for k in chosen}
+        if has_answers
+        else None,
+        mean_length=float(np.mean([sample.response_length for sample in samples])),
+        truncated=float(np.mean([is_truncated(sample) for sample in samples])),
+        num_failures=sum(bool(sample.failure) for sample in samples),
+    )
+
+
+def write_results(path: Path, results: Sequence[ProblemResult]) -> None:
+    """Write problems as a Parquet file, a row each. Raises `OSError`."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    temporary = path.with_name(f".{path.name}.tmp")
+    pq.write_table(
+        pa.Table.from_pylist([msgspec.to_builtins(result) for result in results], schema=_schema()), temporary
+    )
+    temporary.replace(path)
+
+
+def _schema() -> object:
+    import pyarrow as pa
+
+    texts = [(name, pa.string()) for name in ("problem_id", "question", "prompt", "reference")]
+    lists = {
+        "responses": pa.string(),
+        "rewards": pa.float64(),
+        "is_correct": pa.bool_(),
+        "answers": pa.string(),
+        "lengths": pa.int64(),
+        "finish_reasons": pa.string(),
+        "failures": pa.string(),
+    }
+    counts = [(name, pa.int64()) for name in ("n", "correct")]
+    return pa.schema([*texts, *counts, *((name, pa.list_(kind)) for name, kind in lists.items())])

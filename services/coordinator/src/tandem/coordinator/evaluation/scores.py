@@ -1,0 +1,106 @@
+"""Scores of an evaluation: accuracy, pass@k and majority votes, each with an interval.
+
+All of them are estimated for each problem from its n samples, and then averaged over problems. The estimates are
+unbiased: the mean, over all ways to choose k of the n samples, of what those k would score.
+
+Intervals are Wilson's for a proportion (Wilson 1927), with as many trials as a coin would need to vary so much as the
+mean over problems does: the effective sample size (as Franco et al. 2019, "Comparative study of confidence intervals for
+proportions in complex sample surveys", have it). Problems count as drawn at random, and the samples of one as belonging
+together. Unlike the mean and twice its standard error, they are of use also near 0 and 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+_Z = 1.959963984540054
+"""Of the normal distribution, 95 per cent lie within so many standard deviations."""
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """One sample as votes see it."""
+
+    extracted: str | None
+    """None: it casts no vote."""
+    correct: bool
+
+
+class Estimate(msgspec.Struct, frozen=True):
+    """A score, and the interval that has it with a probability of 95 per cent."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def ks(num_samples: int, asked: int) -> list[int]:
+    """Return 1, 2, 4 and so on up to the number of samples, that number, and the k that is asked for."""
+    powers = {2**i for i in range(num_samples.bit_length())}
+    return sorted(k for k in powers | {num_samples, asked} if k <= num_samples)
+
+
+def pass_at(num_samples: int, num_correct: int, k: int) -> float:
+    """Return the chance that one of k samples is correct: 1 - C(n - c, k) / C(n, k).
+
+    Chen et al. 2021, arXiv:2107.03374, equation 1.
+    """
+    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+def majority_at(answers: Sequence[Answer], k: int) -> float:
+    """Return the chance that the answer which most of k samples give is correct; of several, each counts its part.
+
+    Samples without an answer cast no vote. An answer is as correct as those who give it are on average.
+    """
+    votes = Counter(answer.extracted for answer in answers)
+    silent = votes.pop(None, 0)
+    worth = {
+        extracted: sum(answer.correct for answer in answers if answer.extracted == extracted) / count
+        for extracted, count in votes.items()
+    }
+    total = sum(_ways(votes, worth, silent, k, most) for most in range(1, min(k, max(votes.values(), default=0)) + 1))
+    return total / math.comb(len(answers), k)
+
+
+def _ways(votes: Counter[str | None], worth: dict[str | None, float], silent: int, k: int, most: int) -> float:
+    """Add up what all choices of k samples score in which the winners have just `most` votes.
+
+    Answers are gone through one by one. `ways[chosen][winners]` has how many choices there are of so many samples with
+    so many winners among them, and what all their winners together are worth.
+    """
+    longest = k // most
+    ways = [[(0.0, 0.0)] * (longest + 1) for _ in range(k + 1)]
+    for num in range(min(silent, k) + 1):
+        ways[num][0] = (float(math.comb(silent, num)), 0.0)
+    for extracted, count in votes.items():
+        after = [[(0.0, 0.0)] * (longest + 1) for _ in range(k + 1)]
+        for chosen, row in enumerate(ways):
+            for winners, (num_ways, worths) in enumerate(row):
+                if not num_ways:
+                    continue
+                for num in range(min(count, most, k - chosen) + 1):
+                    wins = num == most
+                    each = math.comb(count, num)
+                    before = after[chosen + num][winners + wins]
+                    added = worths + (num_ways * worth[extracted] if wins else 0.0)
+                    after[chosen + num][winners + wins] = (before[0] + num_ways * each, before[1] + added * each)
+        ways = after
+    return sum(worths / winners for winners, (_, worths) in enumerate(ways[k]) if winners)
+
+
+def estimate(values: Iterable[float]) -> Estimate:
+    """Return the mean of what problems score, each from 0 to 1, with its interval; of none, nothing is known."""
+    scores = [*values]
+    num = len(scores)
+    if not num:
+        return Estimate(math.nan, 0.0, 1.0)
+    mean = math.fsum(scores) / num
+    variance = math.fsum((score - mean) ** 2 for score in scores) / (num - 1) if num > 1 else 0.0
+    trials = mean * (1 - mean) * num / variance if variance else float(num)
+    middle = (mean + _Z**2 / (2 * trials)) / (1 + _Z**2 / trials)
+    reach = _Z / (1 + _Z**2 / trials) * math.sqrt(max(0.0, mean * (1 - mean)) / trials + (_Z / (2 * trials)) ** 2)
+    return Estimate(mean, max(0.0, middle - reach), min(1.0, middle + reach))

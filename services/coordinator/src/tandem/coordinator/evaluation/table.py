@@ -1,0 +1,100 @@
+"""The table of an evaluation: a row a model, for people and as JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from tandem.common.config import Config
+from tandem.coordinator.evaluation.results import ModelScores
+from tandem.coordinator.evaluation.scores import Estimate
+
+FILE = "results.json"
+INTERVAL = "Wilson, 95 %, over problems, with the effective sample size"
+
+
+class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``results.json`` holds."""
+
+    source: str
+    """The configuration file."""
+    dataset_name: str
+    environment: str
+    num_tests_per_prompt: int
+    temperature: float
+    top_p: float
+    top_k: int | None
+    max_new_tokens: int
+    seed: int
+    metric: str
+    """With its k, such as pass@4."""
+    interval: str
+    """Which one it is."""
+    models: list[ModelScores]
+
+
+def write_table(folder: Path, evaluation: Evaluation) -> None:
+    """Write the table as JSON. Raises `OSError`."""
+    temporary = folder / f".{FILE}.tmp"
+    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(evaluation)))
+    temporary.replace(folder / FILE)
+
+
+def print_table(evaluation: Evaluation, config: Config, console: Console) -> None:
+    """Print the table, and what it says."""
+    many = evaluation.num_tests_per_prompt > 1
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column("model", overflow="fold")
+    ks = sorted({k for row in evaluation.models for k in row.pass_at if k > 1})
+    voted = sorted({k for row in evaluation.models for k in row.majority_at or {} if k > 2})
+    columns = ["accuracy", "95 %", *(f"pass@{k}" for k in ks), *(f"maj@{k}" for k in voted)]
+    for name in (*columns, "reward", "tokens", "cut off", "failed"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in evaluation.models:
+        votes = row.majority_at or {}
+        table.add_row(
+            row.model,
+            _share(row.accuracy),
+            f"{row.accuracy.low:.3f}-{row.accuracy.high:.3f}",
+            *(_share(row.pass_at.get(k)) for k in ks),
+            *(_share(votes.get(k)) for k in voted),
+            f"{row.mean_reward:.3f}",
+            f"{row.mean_length:.1f}",
+            f"{row.truncated:.1%}",
+            str(row.num_failures),
+        )
+    console.print(table)
+    first = evaluation.models[0]
+    each = f" x {evaluation.num_tests_per_prompt} samples" if many else ""
+    console.print(
+        f"{first.num_problems} problems{each}, temperature {evaluation.temperature:g}, seed {evaluation.seed}; "
+        f"intervals: {evaluation.interval}",
+        soft_wrap=True,
+    )
+    for line in _headline(evaluation, config):
+        console.print(line, soft_wrap=True)
+
+
+def headline(row: ModelScores, config: Config) -> Estimate | None:
+    """Return the score that ``eval.metric`` asks for."""
+    k = config.eval.k_value
+    return row.pass_at.get(k) if config.eval.metric == "pass@k" else (row.majority_at or {}).get(k)
+
+
+def _headline(evaluation: Evaluation, config: Config) -> list[str]:
+    lines = []
+    if all(row.majority_at is None for row in evaluation.models):
+        lines.append(f"no majority vote: env.{evaluation.environment} extracts no answer (Score.answer)")
+    for row in evaluation.models:
+        found = headline(row, config)
+        if found is not None:
+            scored = f"{found.mean:.4f} ({found.low:.4f}-{found.high:.4f})"
+            lines.append(f"{evaluation.metric} = {scored}  {row.model}")
+    return lines
+
+
+def _share(found: Estimate | None) -> str:
+    return "-" if found is None else f"{found.mean:.3f}"
