@@ -18,8 +18,8 @@ data: {dataset_name: reasoning_gym, task: chain_sum}
 """
 
 TOP = (
-    "algorithm, prerequisite, grpo, sft, dpo, loss_fn, policy, data, env, checkpointing, logger, cluster, refit, replay, "
-    "eval"
+    "algorithm, prerequisite, grpo, sft, dpo, loss_fn, policy, data, env, checkpointing, logger, cluster, "
+    "refit, replay, eval"
 )
 FREE = "cannot be used here: expected text, a finite number, a list or a mapping"
 

@@ -56,12 +56,9 @@ def translated(tree: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(model := generation.get("model_name"), str):
         raise Invalid("generation.model_name", "required, but not set: expected text")
     vllm = dict(generation.get("vllm_cfg") or {})
-    own = {
-        key: generation.pop(f"{_VALIDATION}{key}")
-        for key in ("temperature", "top_p", "top_k")
-        if f"{_VALIDATION}{key}" in generation
-    }
-    generation |= own
+    for key in ("temperature", "top_p", "top_k"):
+        if (own := generation.pop(f"{_VALIDATION}{key}", None)) is not None:
+            generation[key] = own
     if generation.get("top_k") == -1:
         generation["top_k"] = None
     policy = {
@@ -72,9 +69,9 @@ def translated(tree: Mapping[str, Any]) -> dict[str, Any]:
         policy["max_total_sequence_length"] = vllm["max_model_len"]
     if "precision" in vllm and vllm["precision"] in ("bfloat16", "float32"):
         policy["precision"] = vllm["precision"]
-    tokenizer = {
-        key: value for key, value in sections["tokenizer"].items() if (key, value) != ("chat_template_kwargs", None)
-    }
+    tokenizer = dict(sections["tokenizer"])
+    if tokenizer.get("chat_template_kwargs", ...) is None:
+        del tokenizer["chat_template_kwargs"]
     if tokenizer:
         policy["tokenizer"] = tokenizer
     grpo = {"max_num_steps": 0, "max_val_samples": _ALL, **_mapping(rest, "grpo")}

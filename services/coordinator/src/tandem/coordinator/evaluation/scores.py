@@ -4,9 +4,10 @@ All of them are estimated for each problem from its n samples, and then averaged
 unbiased: the mean, over all ways to choose k of the n samples, of what those k would score.
 
 Intervals are Wilson's for a proportion (Wilson 1927), with as many trials as a coin would need to vary so much as the
-mean over problems does: the effective sample size (as Franco et al. 2019, "Comparative study of confidence intervals for
-proportions in complex sample surveys", have it). Problems count as drawn at random, and the samples of one as belonging
-together. Unlike the mean and twice its standard error, they are of use also near 0 and 1.
+mean over problems does: the effective sample size (Franco et al. 2019, "Comparative study of confidence intervals for
+proportions in complex sample surveys"). With one sample a problem that is the number of problems. Problems count as
+drawn at random, and the samples of one as belonging together. Unlike the mean and twice its standard error, these
+intervals are of use near 0 and 1, too.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def estimate(values: Iterable[float]) -> Estimate:
     if not num:
         return Estimate(math.nan, 0.0, 1.0)
     mean = math.fsum(scores) / num
-    variance = math.fsum((score - mean) ** 2 for score in scores) / (num - 1) if num > 1 else 0.0
+    variance = math.fsum((score - mean) ** 2 for score in scores) / num
     trials = mean * (1 - mean) * num / variance if variance else float(num)
     middle = (mean + _Z**2 / (2 * trials)) / (1 + _Z**2 / trials)
     reach = _Z / (1 + _Z**2 / trials) * math.sqrt(max(0.0, mean * (1 - mean)) / trials + (_Z / (2 * trials)) ** 2)

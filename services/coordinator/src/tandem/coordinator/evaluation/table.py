@@ -13,6 +13,8 @@ from tandem.coordinator.evaluation.results import ModelScores
 from tandem.coordinator.evaluation.scores import Estimate
 
 FILE = "results.json"
+_WIDTH = 120
+"""Columns where the output is no terminal."""
 INTERVAL = "Wilson, 95 %, over problems, with the effective sample size"
 
 
@@ -45,9 +47,12 @@ def write_table(folder: Path, evaluation: Evaluation) -> None:
 
 def print_table(evaluation: Evaluation, config: Config, console: Console) -> None:
     """Print the table, and what it says."""
+    if not console.is_terminal:
+        console.width = max(console.width, _WIDTH)
     many = evaluation.num_tests_per_prompt > 1
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column("model", overflow="fold")
+    longest = max(len(row.model) for row in evaluation.models)
+    table.add_column("model", overflow="fold", min_width=min(longest, _WIDTH // 3))
     ks = sorted({k for row in evaluation.models for k in row.pass_at if k > 1})
     voted = sorted({k for row in evaluation.models for k in row.majority_at or {} if k > 2})
     columns = ["accuracy", "95 %", *(f"pass@{k}" for k in ks), *(f"maj@{k}" for k in voted)]

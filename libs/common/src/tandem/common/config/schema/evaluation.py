@@ -28,7 +28,8 @@ class Eval(Section, frozen=True, kw_only=True):
     seed: Seed | None = None
     """Decides the samples; null means `grpo.val_seed`. NeMo-RL's default is 42."""
     temperature: NonNegativeFloat | None = None
-    """New. Logits are divided by this before sampling, 0 takes the likeliest token; null means `grpo.val_temperature`."""
+    """New. Logits are divided by this before sampling, 0 takes the likeliest token; null means
+    `grpo.val_temperature`."""
     top_p: Fraction | None = None
     """New. Null means `policy.generation.top_p`."""
     top_k: PositiveInt | None = None
