@@ -27,6 +27,7 @@ VALIDATED: dict[str, Any] = {
         "val_temperature": 0.7,
         "val_seed": 3,
     },
+    "policy": {"optimizer": {"kwargs": {"lr": 0.05}}},
     "checkpointing": {"save_period": 1},
 }
 NEMO = """

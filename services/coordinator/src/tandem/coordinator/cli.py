@@ -14,8 +14,10 @@ from tandem.common.errors import ConfigError, DamagedCheckpoint, TandemError
 from tandem.coordinator.commands import (
     chat,
     check,
+    completion,
     diagnose,
     eval,
+    init,
     plan,
     refits,
     replay,
@@ -28,7 +30,7 @@ from tandem.coordinator.commands import (
 from tandem.coordinator.commands.arguments import BAD_INPUT, FAILED, INTERRUPTED, CarryOut
 
 _EXAMPLE = "example: coordinator up examples/arithmetic.yaml grpo.max_num_steps=20"
-_COMMANDS = (up, check, eval, view, replay, report, diagnose, samples, refits, plan, serve, chat)
+_COMMANDS = (init, up, check, eval, view, replay, report, diagnose, samples, refits, plan, serve, chat, completion)
 """In the order in which help lists them."""
 
 
@@ -89,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in _COMMANDS:
         command.add(commands)
+    parser.set_defaults(root=parser)
     return parser
 
 

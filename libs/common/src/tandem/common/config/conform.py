@@ -106,6 +106,31 @@ def all_keys(described: StructType, prefix: str = "") -> Iterator[str]:
             yield from all_keys(inner, f"{key}.")
 
 
+def choices_of_keys() -> Iterator[tuple[str, list[str]]]:
+    """Yield each key that is no section, with the words that it may be; none, if those are not to be listed."""
+
+    def words(wanted: Type) -> list[str]:
+        match wanted:
+            case BoolType():
+                return ["true", "false"]
+            case LiteralType():
+                return [str(value) for value in wanted.values]
+            case UnionType():
+                return [word for member in wanted.types for word in words(member)]
+            case _:
+                return []
+
+    def each(described: StructType, prefix: str) -> Iterator[tuple[str, list[str]]]:
+        for field in described.fields:
+            inner = struct_types(field.type)
+            if not inner:
+                yield f"{prefix}{field.encode_name}", words(field.type)
+            for struct in inner:
+                yield from each(struct, f"{prefix}{field.encode_name}.")
+
+    return each(config_type(), "")
+
+
 def struct_types(wanted: Type) -> list[StructType]:
     """Return the struct that a field's type holds, if it holds one directly or beside null or choices."""
     members = wanted.types if isinstance(wanted, UnionType) else (wanted,)

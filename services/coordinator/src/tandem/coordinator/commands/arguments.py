@@ -14,6 +14,9 @@ FAILED = 1
 BAD_INPUT = 2
 INTERRUPTED = 130
 
+SETTINGS = "key=value"
+"""What help calls settings that replace a configuration's."""
+
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 """Where a command adds its parser."""
 CarryOut: TypeAlias = Callable[[argparse.Namespace], int]
@@ -23,9 +26,7 @@ CarryOut: TypeAlias = Callable[[argparse.Namespace], int]
 def add_config(parser: argparse.ArgumentParser) -> None:
     """Have a parser take a configuration file and settings that replace the file's."""
     parser.add_argument("config", metavar="CONFIG", help="YAML file")
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="key=value", help="settings that replace the file's"
-    )
+    parser.add_argument("overrides", nargs="*", default=[], metavar=SETTINGS, help="settings that replace the file's")
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,125 @@
+"""``coordinator completion``: what a shell needs to complete the command line."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+from tandem.coordinator.commands.arguments import OK, SETTINGS, Commands
+
+SHELLS = ("bash", "zsh", "fish")
+_FILES = ("CONFIG", "FILE")
+_FOLDERS = ("RUN", "FOLDER")
+"""What arguments are, by their metavars."""
+_HOW_TO_LOAD = """examples:
+  bash:  source <(coordinator completion bash)       in ~/.bashrc
+  zsh:   source <(coordinator completion zsh)        in ~/.zshrc, after compinit
+  fish:  coordinator completion fish | source        in ~/.config/fish/config.fish"""
+_BASH = """
+_tandem_settings() {{
+  local key="" word="$1"
+  # Bash takes words apart at '='.
+  if [[ "$word" == "=" ]]; then key="${{COMP_WORDS[COMP_CWORD-1]}}" word=""
+  elif [[ "${{COMP_WORDS[COMP_CWORD-1]}}" == "=" ]]; then key="${{COMP_WORDS[COMP_CWORD-2]}}"
+  else compgen -W '{keys}' -- "$word"; return
+  fi
+  case "$key" in
+{cases}
+  esac
+}}
+"""
+_BASH_END = """
+# A setting goes on behind its '='.
+_tandem_coordinator() {
+  _shtab_coordinator
+  if [[ "${COMPREPLY[0]-}" == *= ]]; then compopt -o nospace 2>/dev/null || :; fi
+}
+complete -o bashdefault -F _tandem_coordinator coordinator
+"""
+_ZSH = """
+_tandem_settings() {{
+  if [[ "$PREFIX" == *=* ]]; then
+    local key="${{PREFIX%%=*}}"
+    compset -P '*='
+    case "$key" in
+{cases}
+    esac
+  else
+    compadd -S '' -- {keys}
+  fi
+}}
+"""
+_FISH = """
+function _tandem_settings
+  for setting in {words}
+    echo $setting
+  end
+end
+"""
+
+
+def add(commands: Commands) -> None:
+    """Declare the command."""
+    completion = commands.add_parser(
+        "completion",
+        help="print what a shell needs to complete commands, files and configuration keys",
+        epilog=_HOW_TO_LOAD,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    completion.add_argument("shell", choices=SHELLS, help="which shell")
+    completion.set_defaults(carry_out=_completion)
+
+
+def _completion(arguments: argparse.Namespace) -> int:
+    import shtab
+
+    shell: str = arguments.shell
+    for action in _actions(arguments.root):
+        if action.metavar == SETTINGS:
+            action.complete = {  # type: ignore[attr-defined]
+                "bash": "_tandem_settings",
+                "zsh": "_tandem_settings",
+                "fish": "(_tandem_settings)",
+            }
+        elif action.metavar in _FILES:
+            action.complete = shtab.FILE  # type: ignore[attr-defined]
+        elif action.metavar in _FOLDERS:
+            action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
+    print(shtab.complete(arguments.root, shell, preamble=_preamble(shell)))
+    if shell == "bash":
+        print(_BASH_END)
+    return OK
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    for action in parser._actions:
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in action.choices.values():
+                yield from _actions(inner)
+
+
+def _preamble(shell: str) -> str:
+    """Return the function that completes settings, which are those of the schema."""
+    keys, choices = _settings()
+    listed = " ".join(f"{key}=" for key in keys)
+    match shell:
+        case "bash":
+            cases = "\n".join(
+                f"  {key}) compgen -W '{' '.join(words)}' -- \"$word\" ;;" for key, words in choices.items()
+            )
+            return _BASH.format(keys=listed, cases=cases)
+        case "zsh":
+            cases = "\n".join(f"    {key}) compadd -- {' '.join(words)} ;;" for key, words in choices.items())
+            return _ZSH.format(keys=" ".join(f"'{key}='" for key in keys), cases=cases)
+        case _:
+            values = (f"{key}={word}" for key, words in choices.items() for word in words)
+            return _FISH.format(words=" ".join(f"'{word}'" for word in (*(f"{key}=" for key in keys), *values)))
+
+
+def _settings() -> tuple[list[str], dict[str, list[str]]]:
+    """Return the keys that have a value of their own, and the values of those that have few."""
+    from tandem.common.config.conform import choices_of_keys
+
+    found = dict(choices_of_keys())
+    return [*found], {key: words for key, words in found.items() if words}

@@ -1,0 +1,1 @@
+"""``coordinator init``: starting configurations, commented, made from a few choices."""

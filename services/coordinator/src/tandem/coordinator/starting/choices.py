@@ -1,0 +1,163 @@
+"""The choices that a starting configuration is made from, and what follows from the data and the model they name."""
+
+from __future__ import annotations
+
+import itertools
+import string
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tandem.common.config import build_config
+from tandem.common.errors import ConfigError, DataError, nearest
+from tandem.common.sources import package_folder
+from tandem.coordinator.data import sources
+
+ALGORITHMS = {
+    "grpo": "learn from rewards for the model's own samples",
+    "sft": "learn from worked solutions",
+    "dpo": "learn from better and worse responses",
+}
+TASKS = {
+    "chain_sum": "sums of a few numbers",
+    "products": "products of two numbers",
+    "gcd": "greatest common divisors",
+    "spell_backward": "words spelt backward",
+}
+"""Of reasoning-gym, which has more: any of its names will do."""
+_OF_NUMBERS = ("chain_sum", "products", "gcd")
+"""Those for which worse solutions can be written."""
+ENGINES = {
+    "transformers": "embedded; runs anywhere, also on a CPU",
+    "vllm": "fast; needs a GPU, and pip install 'tandem[vllm]'",
+}
+ENVIRONMENTS = {
+    "exact_match": "the response is the answer, letter for letter",
+    "math": "the response holds an expression that equals the answer",
+}
+NEW = "new"
+"""The choice of a model that is made from scratch."""
+_NAMES = {
+    "input_key": ("question", "problem", "prompt", "instruction", "input", "query"),
+    "output_key": ("answer", "expected_answer", "output", "solution", "response", "completion", "target"),
+    "prompt_key": ("prompt", "question", "instruction", "input"),
+    "chosen_key": ("chosen", "chosen_response", "better"),
+    "rejected_key": ("rejected", "rejected_response", "worse"),
+}
+"""What the fields of a file are often called, by the key that names them."""
+_NUM_LOOKED_AT = 500
+_ROOM = 64
+"""Tokens that a response has beside what the reference answer has."""
+
+
+class Choices(msgspec.Struct, frozen=True, kw_only=True):
+    """What the user has chosen."""
+
+    algorithm: str
+    task: str | None
+    """Of reasoning-gym; None where problems come from a file."""
+    file: str | None
+    model: str
+    """A folder, or `NEW`."""
+    engine: str
+    environment: str
+    """Of problems from a file."""
+
+
+class Found(msgspec.Struct, frozen=True, kw_only=True):
+    """What the data say."""
+
+    fields: Mapping[str, str]
+    """Keys of ``data`` that name fields of the file."""
+    num_held_out: int
+    characters: str
+    """All that there are, for a tokenizer of its own."""
+    longest: int
+    """Characters of the longest prompt with its solution."""
+
+
+def check_choices(choices: Choices) -> None:
+    """Refuse what does not go together. Raises `ConfigError`."""
+    for option, value, known in (
+        ("algorithm", choices.algorithm, ALGORITHMS),
+        ("engine", choices.engine, ENGINES),
+        ("environment", choices.environment, ENVIRONMENTS),
+    ):
+        if value not in known:
+            raise ConfigError(f"--{option}: {value!r} is not one of {', '.join(known)}{nearest(value, known)}")
+    if choices.algorithm == "dpo" and choices.task is not None and choices.task not in _OF_NUMBERS:
+        raise ConfigError(
+            f"--task {choices.task}: dpo needs worse solutions too, which can be made of {', '.join(_OF_NUMBERS)}; "
+            "--from FILE takes any that are written"
+        )
+    if choices.model != NEW and not (Path(choices.model) / "config.json").is_file():
+        folder = Path(choices.model)
+        beside = [each.name for each in folder.parent.iterdir()] if folder.parent.is_dir() else []
+        raise ConfigError(
+            f"--model {choices.model}: there is no config.json in it: give a Hugging Face folder, or {NEW!r} for a "
+            f"small one from scratch{nearest(folder.name, beside)}"
+        )
+
+
+def is_installed(engine: str) -> bool:
+    """Tell whether an engine's package is here."""
+    return package_folder(engine) is not None
+
+
+def look_at(choices: Choices) -> Found:
+    """Look at the data. Raises `ConfigError` or `DataError` where nothing can be made of them."""
+    if choices.task is not None:
+        return _of_task(choices.task)
+    rows = sources.file_rows(str(choices.file))
+    fields = _fields(choices, rows)
+    num_held_out = min(256, max(1, len(rows) // 10))
+    if len(rows) < 2:
+        raise DataError(f"--from {choices.file}: one problem is too few: some are to be held out")
+    texts = [[str(row[key]) for key in fields.values()] for _, row in rows]
+    return _found(fields, num_held_out, texts)
+
+
+def _of_task(task: str) -> Found:
+    settings = {
+        "algorithm": "grpo",
+        "policy": {"model_name": "any"},
+        "data": {"dataset_name": "reasoning_gym", "task": task},
+    }
+    problems = itertools.islice(sources.reasoning_gym(build_config(settings, "--task").data, 42), _NUM_LOOKED_AT)
+    return _found({}, 64, [[problem.question, problem.answer] for problem in problems])
+
+
+def _found(fields: Mapping[str, str], num_held_out: int, texts: Iterable[Sequence[str]]) -> Found:
+    longest, characters = 0, set(string.ascii_letters + string.digits + string.punctuation + " \n")
+    for parts in texts:
+        longest = max(longest, sum(map(len, parts)))
+        characters.update(*parts)
+    return Found(fields=fields, num_held_out=num_held_out, characters="".join(sorted(characters)), longest=longest)
+
+
+def _fields(choices: Choices, rows: sources.Rows) -> dict[str, str]:
+    """Find the fields of a file by what such fields are often called. Raises `DataError`."""
+    keys = ("prompt_key", "chosen_key", "rejected_key") if choices.algorithm == "dpo" else ("input_key", "output_key")
+    where, first = rows[0]
+    found = {key: next((name for name in _NAMES[key] if name in first), None) for key in keys}
+    missing = [key for key, name in found.items() if name is None]
+    if missing:
+        called = "; ".join(f"{key.removesuffix('_key')}: {', '.join(_NAMES[key])}" for key in missing)
+        raise DataError(f"{where} has the fields {', '.join(first)}, and none of them is called as is usual ({called})")
+    fields = {key: str(name) for key, name in found.items()}
+    for place, row in rows:
+        for key, name in fields.items():
+            sources.field(place, row, key, name)
+    return fields
+
+
+def max_length(found: Found, choices: Choices) -> int:
+    """Return tokens enough for the longest prompt and its answer; of a tokenizer of characters, if it is new."""
+    if choices.model == NEW:
+        return -(-(found.longest + _ROOM) // 64) * 64
+    model: Any = msgspec.json.decode((Path(choices.model) / "config.json").read_bytes())
+    most = model.get("max_position_embeddings")
+    wanted = max(1024, -(-(found.longest + _ROOM) // 64) * 64)
+    return min(wanted, most) if isinstance(most, int) else wanted

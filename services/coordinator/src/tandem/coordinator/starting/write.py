@@ -1,0 +1,237 @@
+"""Write a starting configuration: YAML in which every key has a line that says what it is for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import yaml  # type: ignore[import-untyped]
+
+from tandem.common.errors import ConfigError, RunFolderError
+from tandem.coordinator.starting.choices import NEW, Choices, Found, max_length
+
+Entry: TypeAlias = "tuple[Any, str] | dict[str, Entry]"
+"""A value and what it is for, or a section."""
+_WIDTH = 110
+_COMMENTS_AT = 44
+"""Column of the comments of a section, where its values leave room."""
+
+
+def write_new_file(path: Path, text: str) -> None:
+    """Write a file that is not there yet. Raises `ConfigError` if it is, `RunFolderError` if it cannot be written."""
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(f"{path} is there already, and is not overwritten: name another file") from None
+    except OSError as error:
+        raise RunFolderError(f"cannot write {path}: {error.strerror}") from error
+
+
+def starting_configuration(choices: Choices, found: Found, path: Path) -> str:
+    """Return the text of a configuration file, which `path` will be the name of."""
+    source = f"the task {choices.task}" if choices.task else f"{choices.file}"
+    head = [
+        f"# {choices.algorithm.upper()} on {source}; written by `coordinator init`.",
+        f"#   coordinator check {path}     finds what is wrong, and starts nothing",
+        f"#   coordinator up {path}        trains",
+        "# docs/configuration.md has every key; `coordinator check --resolved` prints all of them with their values.",
+    ]
+    tree: dict[str, Entry] = {
+        "algorithm": (choices.algorithm, "what the run does: grpo, sft or dpo"),
+        choices.algorithm: _algorithm(choices),
+        **({"loss_fn": _LOSS} if choices.algorithm == "grpo" else {}),
+        "policy": _policy(choices, found),
+        "data": _data(choices, found),
+        **({"env": _env(choices)} if choices.algorithm == "grpo" else {}),
+        "checkpointing": {
+            "save_period": (20, "steps between checkpoints; the last step is always saved"),
+            "keep_top_k": (2, "checkpoints kept beside the newest: the best ones"),
+        },
+        "logger": {"log_dir": (f"results/{path.stem}", "the run folder: journal, checkpoints, logs, report")},
+        "cluster": {
+            "gpus_per_node": (_num_gpus(choices), "GPUs to use; 0: everything runs on the CPU"),
+        },
+    }
+    return "\n".join([*head, *_lines(tree, "")]) + "\n"
+
+
+_LOSS: dict[str, Entry] = {
+    "reference_policy_kl_penalty": (0.0, "how strongly the policy is held to the model it started from"),
+}
+
+
+def _algorithm(choices: Choices) -> dict[str, Entry]:
+    if choices.algorithm == "grpo":
+        return {
+            "num_prompts_per_step": (16, "problems of a step"),
+            "num_generations_per_prompt": (8, "samples drawn for each; what is learned is which of them are better"),
+            "max_num_steps": (100, "steps before the run ends; 0 only validates"),
+            "val_period": (10, "steps between validations on the problems held out"),
+            "val_at_start": (True, "validate the model before it has learned anything"),
+            "max_val_samples": (256, "held-out problems used each time, at most"),
+            "val_temperature": (None, "null samples validation as training does; 0 takes the likeliest tokens"),
+            "seed": (42, "decides problems, their order, and every sample"),
+        }
+    unit = "pairs" if choices.algorithm == "dpo" else "examples"
+    entries: dict[str, Entry] = {
+        "max_num_epochs": (3, f"passes over the {unit}"),
+        "max_num_steps": (300, "steps before the run ends, if the passes are more"),
+        "val_period": (20, "steps between validations"),
+        "val_batches": (1, "batches of each validation; -1: everything held out"),
+        "val_global_batch_size": (64, f"{unit} of a validation batch"),
+        "val_micro_batch_size": (8, f"{unit} in one forward pass of it"),
+        "seed": (42, f"decides the order of the {unit}"),
+    }
+    if choices.algorithm == "dpo":
+        entries["reference_policy_kl_penalty"] = (0.1, "the beta of DPO: how strongly the policy is held to its start")
+    return entries
+
+
+def _policy(choices: Choices, found: Found) -> dict[str, Entry]:
+    length = max_length(found, choices)
+    is_new = choices.model == NEW
+    batch = 128 if choices.algorithm == "grpo" else 32
+    policy: dict[str, Entry] = {
+        "model_name": ("models/new" if is_new else choices.model, "folder of the model, in Hugging Face's format"),
+    }
+    if is_new:
+        policy["new_model"] = _new_model(found, length)
+    policy |= {
+        "precision": (
+            "float32" if choices.engine == "transformers" else "bfloat16",
+            "of weights and activations: float32 on a CPU, bfloat16 on GPUs",
+        ),
+        "max_total_sequence_length": (length, "tokens of prompt and response together"),
+        "train_global_batch_size": (batch, "sequences of an optimizer step" if batch == 128 else "items of a step"),
+        "train_micro_batch_size": (8, "of these in one forward and backward pass; less needs less memory"),
+        "logprob_batch_size": (8, "sequences in one pass that only scores"),
+        "max_grad_norm": (1.0, "gradients longer than this are scaled down to it"),
+        "optimizer": {
+            "name": ("torch.optim.AdamW", "any class of torch.optim"),
+            "kwargs": (
+                {"lr": 1e-3 if is_new else 1e-6 if choices.algorithm == "grpo" else 1e-5, "weight_decay": 0.01},
+                "its arguments; the learning rate is the first thing to try others of",
+            ),
+        },
+    }
+    if choices.algorithm == "grpo":
+        policy["generation"] = {
+            "backend": (choices.engine, "the engine that samples: transformers (embedded) or vllm"),
+            "max_new_tokens": (max(16, length // 2), "tokens of a response, at most"),
+            "temperature": (1.0, "of sampling; below 1 samples are more alike, and less is learned from them"),
+        }
+        if choices.engine == "transformers":
+            policy["generation"]["transformers_cfg"] = {"num_slots": (64, "sequences that it decodes at once")}
+        else:
+            policy["generation"]["vllm_cfg"] = {"gpu_memory_utilization": (0.5, "share of a GPU that vLLM may take")}
+    return policy
+
+
+def _new_model(found: Found, length: int) -> dict[str, Entry]:
+    return {
+        "characters": (found.characters, "of its tokenizer: each is a token"),
+        "config": (
+            {
+                "model_type": "qwen3",
+                "hidden_size": 128,
+                "intermediate_size": 384,
+                "num_hidden_layers": 3,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "head_dim": 32,
+                "tie_word_embeddings": True,
+                "max_position_embeddings": length,
+            },
+            "made from scratch, it knows nothing: let SFT come before GRPO (prerequisite)",
+        ),
+    }
+
+
+def _data(choices: Choices, found: Found) -> dict[str, Entry]:
+    data: dict[str, Entry]
+    if choices.task is not None:
+        data = {
+            "dataset_name": ("reasoning_gym", "problems are made by a task of reasoning-gym"),
+            "task": (choices.task, "which one"),
+            "task_params": ({}, "its parameters, such as how long or how hard"),
+            "num_train": (1000 if choices.task == "spell_backward" else 500, "problems to train on"),
+        }
+    else:
+        is_dpo = choices.algorithm == "dpo"
+        data = {
+            "dataset_name": ("PreferenceDataset" if is_dpo else "jsonl", "rows of a local file, JSONL or CSV"),
+            "train_data_path": (choices.file, "the file; relative to where the command is run"),
+            **{key: (name, _FIELDS[key]) for key, name in found.fields.items()},
+        }
+    data["num_validation"] = (found.num_held_out, "held out: validated on, and never trained on")
+    if choices.algorithm != "dpo" or choices.task is not None:
+        data["prompt_template"] = ("{question}", "what the user says to the model")
+    if choices.algorithm == "sft" or (choices.algorithm == "dpo" and choices.task is not None):
+        data["solution_template"] = (_SOLUTION[choices.algorithm], "what the model should answer")
+    if choices.algorithm == "dpo" and choices.task is not None:
+        data["rejected_template"] = ("tandem.coordinator.data.worked:wrong_number", "what writes the worse solution")
+    return data
+
+
+_SOLUTION = {"sft": "{answer}", "dpo": " = {answer}"}
+_FIELDS = {
+    "input_key": "field that holds the question",
+    "output_key": "field that holds the reference answer",
+    "prompt_key": "field that holds the prompt",
+    "chosen_key": "field that holds the better response",
+    "rejected_key": "field that holds the worse response",
+}
+
+
+def _env(choices: Choices) -> dict[str, Entry]:
+    if choices.task is not None:
+        return {
+            "reasoning_gym": {
+                "kwargs": (
+                    {"answer_after": None, "partial_credit": True},
+                    'answer_after: "Answer:" scores what follows it; null the whole response',
+                )
+            }
+        }
+    return {choices.environment: {"num_workers": (1, "processes that score; a class of your own may take its place")}}
+
+
+def _num_gpus(choices: Choices) -> int:
+    return int(choices.engine == "vllm")
+
+
+def _lines(tree: Mapping[str, Entry], indent: str) -> Iterator[str]:
+    for key, entry in tree.items():
+        if isinstance(entry, dict):
+            if not indent:
+                yield ""
+            yield f"{indent}{key}:"
+            yield from _lines(entry, f"{indent}  ")
+            continue
+        value, comment = entry
+        if isinstance(value, dict) and len(value) > 2:
+            yield f"{indent}{key}: # {comment}"
+            yield from (f"{indent}  {name}: {_scalar(inner)}" for name, inner in value.items())
+            continue
+        text = f"{indent}{key}: {_scalar(value)}"
+        if len(text) + len(comment) < _WIDTH:
+            yield f"{text:<{_COMMENTS_AT}} # {comment}"
+        else:
+            yield from (f"{indent}# {comment}", text)
+
+
+def _scalar(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, float) and 0 < value < 1e-2:
+        mantissa, _, exponent = f"{value:e}".partition("e")
+        return f"{float(mantissa):.1f}e{int(exponent)}"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_scalar(inner)}" for key, inner in value.items()) + "}"
+    is_plain = not isinstance(value, str) or re.fullmatch(r"[A-Za-z][\w./-]*", value)
+    style = None if is_plain else '"'
+    text: str = yaml.safe_dump(value, default_style=style, width=10**9, allow_unicode=True)
+    return text.removesuffix("\n").removesuffix("\n...")

@@ -1,0 +1,154 @@
+"""Starting configurations: whatever is chosen, what is written passes `coordinator check`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tandem.common.config.schema import NewModel
+from tandem.common.tokenizer import write_new_model
+from tandem.coordinator import cli
+from tandem.coordinator.starting.choices import ALGORITHMS, ENGINES, ENVIRONMENTS, TASKS, is_installed
+
+Init = Callable[..., Path]
+FILES = ("problems.jsonl", "problems.csv")
+_OF_NUMBERS = [task for task in TASKS if task != "spell_backward"]
+COMBINATIONS = [
+    *product(["grpo"], [f"--task={task}" for task in TASKS], ["new", "model"], ENGINES, [None]),
+    *product(["grpo"], [f"--from={file}" for file in FILES], ["new", "model"], ENGINES, ENVIRONMENTS),
+    *product(
+        ["sft"],
+        [*(f"--task={task}" for task in TASKS), *(f"--from={file}" for file in FILES)],
+        ["new", "model"],
+        [None],
+        [None],
+    ),
+    *product(
+        ["dpo"],
+        [*(f"--task={task}" for task in _OF_NUMBERS), *(f"--from=pairs-{file}" for file in FILES)],
+        ["new", "model"],
+        [None],
+        [None],
+    ),
+]
+"""Every one of the choices that are offered."""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Work in a folder with data of each kind, and a model; what the command adds to the path is taken back."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    rows = [{"question": f'What is {i} + 1, "né"?', "answer": str(i + 1)} for i in range(40)]
+    pairs = [{"prompt": f"{i} + 1 =", "chosen": str(i + 1), "rejected": str(i + 2)} for i in range(40)]
+    for name, items in (("problems", rows), ("pairs-problems", pairs)):
+        Path(f"{name}.jsonl").write_text("".join(f"{json.dumps(item)}\n" for item in items))
+        lines = [
+            ",".join(items[0]),
+            *(",".join('"' + value.replace('"', '""') + '"' for value in item.values()) for item in items),
+        ]
+        Path(f"{name}.csv").write_text("\n".join(lines))
+    letters = "".join(map(chr, range(32, 127))) + "é\n"
+    write_new_model(Path("model"), NewModel(config={"model_type": "qwen3"}, characters=letters))
+    return tmp_path
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_combination_that_is_offered_passes_the_check(algorithm: str, capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = [combination for combination in COMBINATIONS if combination[0] == algorithm]
+    assert len(chosen) >= 10
+    for number, (_, source, model, engine, environment) in enumerate(chosen):
+        words = ["init", f"{number}.yaml", f"--algorithm={algorithm}", source, f"--model={model}"]
+        words += [f"--engine={engine}"] * bool(engine) + [f"--environment={environment}"] * bool(environment)
+        assert cli.main(words) == 0, capsys.readouterr().err
+        text = Path(f"{number}.yaml").read_text()
+        assert yaml.safe_load(text)["algorithm"] == algorithm
+        assert _uncommented(text) == [], "each key has a line of its own"
+        capsys.readouterr()
+        code, said = cli.main(["check", f"{number}.yaml"]), capsys.readouterr()
+        if engine == "vllm" and not is_installed("vllm"):
+            missing = "policy.generation.backend: vllm, but vLLM is not installed; pip install 'tandem[vllm]'"
+            assert (code, said.err) == (2, f"error: {missing}\n"), (words, said)
+        else:
+            assert (code, said.err) == (0, ""), (words, said)
+            assert said.out.startswith(f"OK: {algorithm} on {'models/new' if model == 'new' else 'model'}, ")
+
+
+def _uncommented(text: str) -> list[str]:
+    """Return the lines with a key that nothing explains: no section, and no argument of a library."""
+    lines = text.splitlines()
+    found = []
+    for before, line in zip(["", *lines], lines, strict=False):
+        is_section, in_library = line.rstrip().endswith(":"), line.startswith("      ") and "new_model" in text
+        if (
+            ":" in line
+            and "#" not in line
+            and not before.lstrip().startswith("#")
+            and not is_section
+            and not in_library
+        ):
+            found.append(line)
+    return found
+
+
+def test_nothing_is_overwritten(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "mine.yaml").write_text("mine")
+    assert cli.main(["init", "mine.yaml"]) == 2
+    assert capsys.readouterr().err == "error: mine.yaml is there already, and is not overwritten: name another file\n"
+    assert (here / "mine.yaml").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--algorithm", "grp"], "--algorithm: 'grp' is not one of grpo, sft, dpo; did you mean 'grpo'?"),
+        (["--engine", "vlm"], "--engine: 'vlm' is not one of transformers, vllm; did you mean 'vllm'?"),
+        (["--task", "chain_sums"], "data.task: reasoning-gym has no task 'chain_sums'; did you mean 'chain_sum'?"),
+        (["--model", "modell"], "--model modell: there is no config.json in it"),
+        (["--algorithm", "dpo", "--task", "spell_backward"], "--task spell_backward: dpo needs worse solutions too"),
+        (["--from", "pairs-problems.csv"], "pairs-problems.csv:2 has the fields prompt, chosen, rejected"),
+        (["--from", "nothing.jsonl"], "data: cannot read 'nothing.jsonl'"),
+    ],
+)
+def test_what_cannot_be_is_said_and_nothing_written(
+    words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["init", "x.yaml", *words]) in (1, 2)
+    said = capsys.readouterr().err
+    assert expected in said
+    assert said.count("\n") == 1
+    assert not Path("x.yaml").exists()
+
+
+def test_on_a_terminal_what_is_not_given_is_asked_for() -> None:
+    ours, its = os.openpty()
+    command = [str(Path(sys.executable).parent / "coordinator"), "init", "asked.yaml", "--model", "new"]
+    with subprocess.Popen(command, stdin=its, stdout=its, stderr=its, start_new_session=True) as process:
+        os.close(its)
+        os.write(ours, b"sft\nproblems.csv\n")
+        said = b""
+        while chunk := _read(ours):
+            said += chunk
+        assert process.wait(60) == 0, said.decode()
+    os.close(ours)
+    assert b"learn from worked solutions" in said
+    assert b"engine" not in said, "sft generates nothing"
+    written = yaml.safe_load(Path("asked.yaml").read_text())
+    assert (written["algorithm"], written["data"]["train_data_path"]) == ("sft", "problems.csv")
+    assert (written["data"]["input_key"], written["data"]["output_key"]) == ("question", "answer")
+
+
+def _read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 4096)
+    except OSError:  # Linux's way to say that nobody has the other end any more
+        return b""
