@@ -12,10 +12,17 @@ from data_harness import character_tokenizer, data_config
 
 from tandem.common.config import Config
 from tandem.common.config.checks import broken_rules
-from tandem.common.errors import DataError
+from tandem.common.errors import DataError, RewardError
+from tandem.common.messages import Problem
 from tandem.common.tokenizer import load_tokenizer
 from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
 from tandem.coordinator.run.spec import run_spec
+from tandem.rollout.environments.calculator import Calculator
+from tandem.rollout.environments.environment import Score, step_of
+from tandem.rollout.environments.exact_match import ExactMatch
+from tandem.rollout.environments.math import MathVerify
+from tandem.rollout.environments.outcomes import checked
+from tandem.rollout.environments.reasoning_gym import ReasoningGym
 
 
 @pytest.fixture(autouse=True)
@@ -94,3 +101,32 @@ def test_greedy_samples_are_refused_only_where_training_compares_them() -> None:
     greedy = msgspec.structs.replace(config, policy=policy)
     assert [problem.key for problem in broken_rules(greedy).found] == ["policy.generation.temperature"]
     assert not broken_rules(with_grpo(greedy, max_num_steps=0)).found
+
+
+@pytest.mark.parametrize(
+    ("environment", "answer", "response", "expected"),
+    [
+        (ExactMatch(answer_after="="), "4", "2 + 2 = 4", "4"),
+        (ExactMatch(ignore_case=True), "Yes", " YES ", "yes"),
+        (ExactMatch(), "4", "  ", None),
+        (Calculator(), "0.5", "1.50", "3/2"),
+        (MathVerify(), r"\frac{1}{2}", "so $x = 0.5$", r"\frac{1}{2}"),
+        (MathVerify(), "7", r"it is \boxed{8}", "8"),
+        (MathVerify(), "7", "no idea", None),
+        (ReasoningGym("chain_sum", answer_after="="), "12", "5 + 7 = 12", "12"),
+    ],
+)
+def test_environments_say_what_they_took_for_the_answer(
+    environment: Any, answer: str, response: str, expected: str | None
+) -> None:
+    problem = Problem(problem_id="p", question="q", answer=answer, metadata={})
+    step = step_of(environment)
+    score = step(problem, [{"role": "assistant", "content": response}])
+    assert isinstance(score, Score)
+    assert score.answer == expected
+    assert checked(score, converses=False) == score, "as it leaves the worker"
+
+
+def test_an_answer_that_is_no_text_is_refused() -> None:
+    with pytest.raises(RewardError, match="answer is 4, not a text or None"):
+        checked(Score(1.0, correct=True, answer=4), converses=False)  # type: ignore[arg-type]

@@ -148,9 +148,8 @@ def csv_rows(path: str) -> Rows:
             for row in reader:
                 where = f"{path}:{reader.line_num}"
                 if None in row or None in row.values():
-                    raise DataError(
-                        f"{where} has not as many fields as the first line names: {_listed(row.keys() - {None})}"
-                    )
+                    fields = _listed(reader.fieldnames or ())
+                    raise DataError(f"{where} has not as many fields as the first line names: {fields}")
                 found.append((where, row))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"data: cannot read {path!r}: {getattr(error, 'strerror', None) or error}") from error

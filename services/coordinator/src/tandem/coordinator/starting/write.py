@@ -118,16 +118,22 @@ def _policy(choices: Choices, found: Found) -> dict[str, Entry]:
         },
     }
     if choices.algorithm == "grpo":
-        policy["generation"] = {
-            "backend": (choices.engine, "the engine that samples: transformers (embedded) or vllm"),
-            "max_new_tokens": (max(16, length // 2), "tokens of a response, at most"),
-            "temperature": (1.0, "of sampling; below 1 samples are more alike, and less is learned from them"),
-        }
-        if choices.engine == "transformers":
-            policy["generation"]["transformers_cfg"] = {"num_slots": (64, "sequences that it decodes at once")}
-        else:
-            policy["generation"]["vllm_cfg"] = {"gpu_memory_utilization": (0.5, "share of a GPU that vLLM may take")}
+        policy["generation"] = _generation(choices, length)
     return policy
+
+
+def _generation(choices: Choices, length: int) -> dict[str, Entry]:
+    its_own: dict[str, Entry] = {
+        "transformers_cfg": {"num_slots": (64, "sequences that it decodes at once")},
+    }
+    if choices.engine == "vllm":
+        its_own = {"vllm_cfg": {"gpu_memory_utilization": (0.5, "share of a GPU that vLLM may take")}}
+    return {
+        "backend": (choices.engine, "the engine that samples: transformers (embedded) or vllm"),
+        "max_new_tokens": (max(16, length // 2), "tokens of a response, at most"),
+        "temperature": (1.0, "of sampling; below 1 samples are more alike, and less is learned from them"),
+        **its_own,
+    }
 
 
 def _new_model(found: Found, length: int) -> dict[str, Entry]:
