@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from environment_harness import worth
 
 from tandem.common.config import Config, build_config
 from tandem.common.errors import ConfigError, DataError, RewardError
@@ -84,9 +85,9 @@ def test_a_call_is_answered_and_anything_else_is_the_answer() -> None:
     problem = Problem(problem_id="p", question="", answer="84", metadata={"expression": "12 * 7"})
     assert environment.step(problem, said("calc(12*7)")) == Turn([{"role": "user", "content": "84"}])
     assert environment.step(problem, said("so calc((5+7)*7) it is")) == Turn([{"role": "user", "content": "84"}])
-    assert environment.step(problem, said("calc(12*7)", "84", "84")) == RIGHT
+    assert worth(environment.step(problem, said("calc(12*7)", "84", "84"))) == RIGHT
     for response, score in (("84.0", RIGHT), (" +84", RIGHT), ("83", WRONG), ("calc(12*7", WRONG), ("", WRONG)):
-        assert environment.step(problem, said(response)) == score, response
+        assert worth(environment.step(problem, said(response))) == score, response
     with pytest.raises(RewardError, match="no reference answer"):
         environment.step(Problem(problem_id="p", question="", answer="", metadata={}), said("84"))
 
@@ -95,8 +96,8 @@ def test_the_calculator_has_a_role_and_finds_the_answer() -> None:
     environment = calculator(role="tool", answer_after="=")
     problem = Problem(problem_id="p", question="", answer="x", metadata={})
     assert environment.step(problem, said("calc(1)")) == Turn([{"role": "tool", "content": "1"}])
-    assert environment.step(problem, said("y = x")) == RIGHT
-    assert environment.step(problem, said("x = y")) == WRONG
+    assert worth(environment.step(problem, said("y = x"))) == RIGHT
+    assert worth(environment.step(problem, said("x = y"))) == WRONG
 
 
 def test_worked_conversations_are_those_that_the_calculator_would_have() -> None:
@@ -104,7 +105,7 @@ def test_worked_conversations_are_those_that_the_calculator_would_have() -> None
     problem = Problem(problem_id="p", question="", answer="84", metadata={"expression": "12 * 7"})
     call, result, answer = worked.calculator(problem)
     assert environment.step(problem, [call]) == Turn([result])
-    assert environment.step(problem, [call, result, answer]) == RIGHT
+    assert worth(environment.step(problem, [call, result, answer])) == RIGHT
 
 
 # --- the sliding puzzle ----------------------------------------------------------------------------------------------

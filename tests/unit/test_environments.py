@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import reasoning_gym
-from environment_harness import config, problem, said
+from environment_harness import config, problem, said, worth
 from own_environments import Hangs, Length
 
 from tandem.common.config import Config
@@ -44,7 +44,7 @@ def here(name: str, **settings: Any) -> Config:
 )
 def test_reasoning_gym_scores_with_the_tasks_scorer(kwargs: dict[str, Any], response: str, score: Score) -> None:
     environment = make_environment(config("reasoning_gym", {"kwargs": kwargs}, task="chain_sum"))
-    assert environment.score(problem("-2"), response) == score
+    assert worth(environment.score(problem("-2"), response)) == score
 
 
 @pytest.mark.parametrize("task", ["chain_sum", "spell_backward", "countdown", "rush_hour", "pool_matrix", "gcd"])
@@ -67,8 +67,8 @@ def test_a_response_that_a_scorer_cannot_read_is_wrong() -> None:
         score("abc", entry)
     environment = make_environment(config("reasoning_gym", task="prime_factorization"))
     given = Problem(problem_id="p", question="", answer=entry["answer"], metadata=entry["metadata"])
-    assert environment.score(given, "abc") == WRONG
-    assert environment.score(given, entry["answer"]) == RIGHT
+    assert worth(environment.score(given, "abc")) == WRONG
+    assert worth(environment.score(given, entry["answer"])) == RIGHT
     with pytest.raises(ValueError, match="two"):  # not the response's fault
         environment.score(Problem(problem_id="p", question="", answer="two", metadata={}), "abc")
 
@@ -92,7 +92,7 @@ def test_a_response_that_a_scorer_cannot_read_is_wrong() -> None:
     ],
 )
 def test_math_compares_values(answer: str, response: str, score: Score) -> None:
-    assert make_environment(config("math")).score(problem(answer), response) == score
+    assert worth(make_environment(config("math")).score(problem(answer), response)) == score
 
 
 def test_math_works_in_a_thread_where_its_own_signals_would_not() -> None:
@@ -101,7 +101,7 @@ def test_math_works_in_a_thread_where_its_own_signals_would_not() -> None:
     thread = threading.Thread(target=lambda: scores.append(environment.score(problem("1/3"), "\\frac{2}{6}")))
     thread.start()
     thread.join(WAIT_S)
-    assert scores == [RIGHT]
+    assert [*map(worth, scores)] == [RIGHT]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_math_works_in_a_thread_where_its_own_signals_would_not() -> None:
 )
 def test_exact_match(kwargs: dict[str, Any], response: str, score: Score) -> None:
     environment = make_environment(config("exact_match", {"kwargs": kwargs}))
-    assert environment.score(problem("Seven "), response) == score
+    assert worth(environment.score(problem("Seven "), response)) == score
 
 
 @pytest.mark.parametrize("name", ["math", "exact_match"])

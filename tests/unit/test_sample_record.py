@@ -63,6 +63,7 @@ FULL = scored(
     reward=0.1 + 0.2,
     components={"zeta": 1 / 3, "alpha": -2.0},
     correct=True,
+    extracted_answer="\N{SNOWMAN}",
     response="ja \N{SNOWMAN}\nnein",
     failure="it has failed",
     timed_out=True,

@@ -1,1 +1,1 @@
-"""``coordinator eval``: models that are validated by runs without steps, and the table of what they score."""
+"""``coordinator eval``: models that runs without steps validate, and the table of their scores."""

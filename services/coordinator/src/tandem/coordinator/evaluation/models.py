@@ -1,4 +1,4 @@
-"""Find the models that an evaluation names: Hugging Face folders, checkpoints, runs with their checkpoints."""
+"""Find the models that an evaluation names: folders, checkpoints, runs with their checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The choices that a starting configuration is made from, and what follows from the data and the model they name."""
+"""The choices for a starting configuration, and what follows from the data and the model they name."""
 
 from __future__ import annotations
 
