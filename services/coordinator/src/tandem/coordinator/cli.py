@@ -30,7 +30,7 @@ from tandem.coordinator.commands import (
 from tandem.coordinator.commands.arguments import BAD_INPUT, FAILED, INTERRUPTED, CarryOut
 
 _EXAMPLE = "example: coordinator up examples/arithmetic.yaml grpo.max_num_steps=20"
-_COMMANDS = (up, check, init, view, replay, report, diagnose, samples, refits, plan, eval, serve, chat, completion)
+_COMMANDS = (init, check, plan, up, view, samples, report, diagnose, refits, replay, eval, serve, chat, completion)
 """In the order in which help lists them."""
 
 
