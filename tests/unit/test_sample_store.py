@@ -96,7 +96,7 @@ def test_it_gives_to_its_own_run_alone_and_no_more_than_is_meant_to_be_asked_for
         [b"\xc1"],
         [b"\x80\x04\x95"],
         [msgspec.msgpack.encode({"type": "FetchSamples", "run_id": RUN_ID, "request_id": 1, "keys": [[1, 2]]})],
-        [*encode(FetchSamples(run_id=RUN_ID, request_id=1, keys=((1, 0, 0),))), b"\x91", b"more"],
+        [*encode(FetchSamples(run_id=RUN_ID, request_id=1, keys=((1, 0, 0, 0),))), b"\x91", b"more"],
         [b"\x91" * 100_000],
         [b"\0" * 2**25],
     ],

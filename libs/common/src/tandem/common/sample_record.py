@@ -25,10 +25,10 @@ import pyarrow.parquet as pq
 
 from tandem.common.batch import SampleArrays
 from tandem.common.errors import SamplesError
-from tandem.common.messages import SampleKey, SampleScored
+from tandem.common.messages import Branch, SampleKey, SampleScored
 from tandem.common.sample_files import SHARD, files, shard_path, temporary_path
 
-FORMAT = 1
+FORMAT = 2
 """Counts up when the meaning of a column changes."""
 _RUN_ID, _FORMAT = b"tandem.run_id", b"tandem.format"
 
@@ -54,6 +54,7 @@ SCHEMA = pa.schema(
         ("prompt_length", pa.int64()),
         ("response_length", pa.int64()),
         ("num_tokens", pa.int64()),
+        ("branches", pa.list_(pa.struct([(name, pa.int64()) for name in Branch.__struct_fields__]))),
         ("oldest_version", pa.int64()),
         ("newest_version", pa.int64()),
         ("tokens_by_version", pa.list_(pa.int64())),
@@ -69,7 +70,11 @@ SCHEMA = pa.schema(
 )
 """The columns of every file; ``docs/samples.md`` says what is in them."""
 _SCORED = SampleScored.__struct_fields__
-_FROM_ARROW: dict[str, Callable[[Any], Any]] = {"components": dict, "tokens_by_version": tuple}
+_FROM_ARROW: dict[str, Callable[[Any], Any]] = {
+    "components": dict,
+    "tokens_by_version": tuple,
+    "branches": lambda branches: tuple(Branch(**branch) for branch in branches),
+}
 """What makes a field of what Arrow has in its column, where that is not the same."""
 _ARRAYS = {name.removesuffix("_T"): name for name in SampleArrays.__struct_fields__ if name.endswith("_T")}
 """The field of `SampleArrays` that a column has."""
@@ -88,7 +93,7 @@ class RecordedSample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     scored: SampleScored
     """With the text of the response."""
     arrays: SampleArrays
-    """Of this one sequence."""
+    """Of this one sequence, or of each of an agent's branches."""
     advantage: float | None = None
     """None where the sample was not trained on, as when dynamic sampling filters its group out."""
     problem_id: str
@@ -195,7 +200,8 @@ def read_unfinished(path: Path, run_id: str | None = None) -> pa.Table:
 def table_of(samples: Sequence[RecordedSample]) -> pa.Table:
     """Return samples as a table."""
     arrays = SampleArrays.concatenate([sample.arrays for sample in samples])
-    offsets = pa.array(arrays.offsets(), pa.int32())
+    num_tokens = [len(sample.arrays.token_ids_T) for sample in samples]
+    offsets = pa.array(np.concatenate([[0], np.cumsum(num_tokens)]), pa.int32())
     columns = [
         pa.ListArray.from_arrays(offsets, pa.array(getattr(arrays, _ARRAYS[field.name])), type=field.type)
         if field.name in _ARRAYS
@@ -215,7 +221,9 @@ def samples_of(table: pa.Table) -> list[RecordedSample]:
             command_id=row["command_id"],
             scored=SampleScored(**{name: _FROM_ARROW.get(name, _as_it_is)(row[name]) for name in _SCORED}),
             arrays=SampleArrays(
-                lengths_S=np.array([len(row["token_ids"])], dtype=np.int32),
+                lengths_S=np.array(
+                    [branch["num_tokens"] for branch in row["branches"]] or [len(row["token_ids"])], dtype=np.int32
+                ),
                 **{field: row[column] for column, field in _ARRAYS.items()},
             ),
             advantage=row["advantage"],
@@ -238,6 +246,8 @@ def keys_of(table: pa.Table) -> list[SampleKey]:
 def _value(sample: RecordedSample, column: str) -> Any:
     """Return what a sample has in a column that is no array."""
     value = getattr(sample.scored if column in _SCORED else sample, _FIELDS.get(column, column))
+    if column == "branches":
+        return msgspec.to_builtins(value)
     # Half of a character that is written as two, as an environment may say it, is no UTF-8.
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
 

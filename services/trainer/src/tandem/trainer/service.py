@@ -303,6 +303,6 @@ def _all_have(share: TrainingBatch | None) -> bool:
 
 
 def _may_mask_all(config: Config) -> bool:
-    """Tell whether a batch may have no token that counts: all truncated, or all dropped by their environment."""
-    drops = any(environment.on_error == "drop" for environment in config.env.values())
+    """Tell whether a batch may have no token that counts: all truncated, all dropped by their environment, or none."""
+    drops = any(environment.on_error == "drop" or environment.is_agent for environment in config.env.values())
     return config.declaration.rolls_out and (config.rollout_section.overlong_filtering or drops)
