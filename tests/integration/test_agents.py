@@ -17,6 +17,7 @@ from tests.integration.harness import (
     Command,
     all_gone,
     coordinator,
+    copy_examples,
     deterministic,
     merged,
     process_of,
@@ -192,3 +193,26 @@ def test_kill_9_leaves_no_program_of_an_agent() -> None:
         programs = [psutil.Process(int(pid)) for pid in Path("pids").read_text().split()[8:]]
         run.process.kill()
         assert all_gone(programs, 30.0) == []
+
+
+def test_a_program_that_is_not_there_is_said_before_anything_starts() -> None:
+    ended = coordinator("check", configure(command=["no-such-agent"]))
+    assert ended.returncode == 2
+    assert ended.stderr.rstrip().endswith("env.agent.command: there is no program 'no-such-agent'")
+
+
+@pytest.mark.parametrize("name", ["calculator_agent", "verifiers_agent"])
+def test_the_examples_run(name: str) -> None:
+    if name == "verifiers_agent":
+        pytest.importorskip("verifiers")
+    copy_examples()
+    small = ["grpo.num_prompts_per_step=2", "grpo.max_num_steps=2", "grpo.max_val_samples=4"]
+    batches = ["policy.train_global_batch_size=16", "policy.train_micro_batch_size=16"]
+    key = name.removesuffix("_agent").replace("calculator", "agent")
+    ended = coordinator("up", f"examples/{name}.yaml", *small, *batches, f"env.{key}.timeout_s=200")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    steps = steps_of(f"results/{name}")
+    assert [step.step for step in steps] == [0, 1, 2]
+    assert "environment_failures" not in steps[-1].metrics
+    assert "reward/called" in steps[-1].metrics
+    assert steps[-1].metrics["avg_branches_per_sample"] >= 1

@@ -169,7 +169,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "with a class": ({"command": ["a"], "class": "b.C"}, r"env\.mine\.command: env\.mine\.class is given too"),
     "nothing to run": ({"command": []}, r"env\.mine\.command: is empty"),
     "no address": ({"url": "localhost:8000"}, r"env\.mine\.url: 'localhost:8000', must be http://HOST:PORT/PATH"),
-    "a server that stays": ({"url": "http://b/", "persistent": True}, r"env\.mine\.persistent: only a command can"),
+    "a server that stays": (
+        {"url": "http://b/", "persistent": True},
+        r"env\.mine\.persistent: only programs of agents",
+    ),
     "failures": ({"command": ["a"], "max_failures": 3}, r"env\.mine\.max_failures: the first failure ends the run"),
     "neither": ({}, r"env\.mine: not built in .* and without a class or a command"),
 }

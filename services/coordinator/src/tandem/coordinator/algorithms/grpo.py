@@ -300,7 +300,7 @@ def age_metrics(step: int, samples: Sequence[SampleScored], oldest_age: int) -> 
     for age, sample in zip(ages_S.tolist(), samples, strict=True):
         for newer, count in enumerate(sample.tokens_by_version):
             num_tokens[age - newer] += count
-    shares = num_tokens / num_tokens.sum()
+    shares = num_tokens / max(1.0, num_tokens.sum())  # agents that failed may have asked for none
     return {
         "avg_trajectory_age": float(ages_S.mean()),
         "max_trajectory_age": float(ages_S.max()),

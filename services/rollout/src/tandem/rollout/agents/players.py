@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -20,6 +19,7 @@ import msgspec
 
 from tandem.common.config.schema import Environment
 from tandem.common.errors import RewardError
+from tandem.common.programs import search_path
 from tandem.rollout.agents.episodes import MODEL, Episode, read_reward
 from tandem.rollout.agents.programs import Ended, Launcher, memory_file, run
 from tandem.rollout.environments import Score
@@ -185,8 +185,7 @@ class ByServer:
 
 def _own_variables() -> dict[str, str]:
     """Return the environment of this process, in which `python` is the interpreter that it runs on."""
-    folders = filter(None, [os.path.dirname(sys.executable), os.environ.get("PATH")])
-    return {**os.environ, "PATH": os.pathsep.join(folders)}
+    return {**os.environ, "PATH": search_path()}
 
 
 def _variables(described: Mapping[str, Any]) -> dict[str, str]:

@@ -89,6 +89,8 @@ def the_system_message_is_given_once(config: Config) -> None:
 def environments_are_known(config: Config) -> None:
     """An environment is built in or names its class."""
     for name, entry in config.env.items():
+        if entry.persistent and entry.command is None:
+            raise Invalid(f"env.{name}.persistent", f"only programs of agents stay: set env.{name}.command")
         if entry.is_agent:
             _check_agent(name, entry)
         elif entry.class_path is None:
@@ -111,8 +113,6 @@ def _check_agent(name: str, entry: Environment) -> None:
     key = f"env.{name}.{'url' if entry.command is None else 'command'}"
     if entry.class_path is not None:
         raise Invalid(key, f"env.{name}.class is given too: an agent plays whole episodes, and has no class")
-    if entry.persistent and entry.command is None:
-        raise Invalid(f"env.{name}.persistent", "only a command can stay, and this agent is a server")
     if entry.command == ():
         raise Invalid(key, "is empty, must begin with the program")
     if entry.url is not None and not re.fullmatch(r"https?://[^\s/]+(/\S*)?", entry.url):
