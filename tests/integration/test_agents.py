@@ -58,7 +58,7 @@ OVER: dict[str, Any] = {
         "train_global_batch_size": 4,
         "train_micro_batch_size": 2,
         "max_grad_norm": None,
-        "optimizer": {"name": "torch.optim.SGD", "kwargs": {"lr": LR}},
+        "optimizer": {"name": "torch.optim.SGD", "kwargs": {"lr": LR, "fused": False}},
     },
     "checkpointing": {"save_period": 1, "keep_top_k": None, "metric_name": "reward"},
     "data": {"environment": "agent"},
