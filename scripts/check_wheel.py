@@ -29,6 +29,7 @@ def main() -> None:
         (wheel,) = folder.glob("*.whl")
         modules = modules_of(wheel)
         check_nothing_is_missing(modules)
+        check_page(wheel)
         venv.create(folder / "venv", with_pip=False)
         python = folder / "venv" / "bin" / "python"
         pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", str(wheel)]
@@ -38,6 +39,7 @@ def main() -> None:
         environment = {"PYTHONPATH": sysconfig.get_path("purelib"), "PATH": "/usr/bin:/bin"}
         importable = [name for name in modules if name not in NEEDS or importlib.util.find_spec(NEEDS[name])]
         code = f"import importlib\nfor name in {importable!r}: importlib.import_module(name)\n"
+        code += "import tandem\nassert callable(tandem.train) and tandem.__version__\n"
         code += (
             f"import tandem.common\nassert tandem.common.__file__.startswith({str(site)!r}), tandem.common.__file__\n"
         )
@@ -59,6 +61,15 @@ def check_nothing_is_missing(modules: list[str]) -> None:
     """Compare with the source tree."""
     sources = [path for part in ("libs", "services") for path in ROOT.glob(f"{part}/*/src/tandem/**/*.py")]
     assert len(modules) == len(sources), f"{len(sources)} modules in the source tree, {len(modules)} in the wheel"
+
+
+def check_page(wheel: Path) -> None:
+    """Compare the files that the page is made of with the source tree."""
+    root = ROOT / "services" / "coordinator" / "src"
+    names = {str(path.relative_to(root)) for path in root.glob("tandem/coordinator/page/static/**/*") if path.is_file()}
+    assert names, "the page has no files"
+    missing = names - set(zipfile.ZipFile(wheel).namelist())
+    assert not missing, f"not in the wheel: {sorted(missing)}"
 
 
 if __name__ == "__main__":

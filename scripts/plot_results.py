@@ -11,7 +11,8 @@ from pathlib import Path
 
 import msgspec
 
-from tandem.coordinator.inspect.report import RunSummary, plot, summarise
+from tandem.coordinator.inspect.figure import draw_curves
+from tandem.coordinator.inspect.summary import RunSummary, summarise
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -34,7 +35,7 @@ def main(arguments: list[str]) -> None:
     for label, summary in runs.items():
         name = re.sub(r"\W+", "_", label)
         (RESULTS / f"{name}.json").write_bytes(msgspec.json.encode(summary) + b"\n")
-    plot(runs, RESULTS / f"{figure}.png")
+    draw_curves(runs, RESULTS / f"{figure}.png")
     if figure != "grpo":
         return
     table = "\n".join([*_HEADER, *(row(label, summary) for label, summary in runs.items())])

@@ -64,7 +64,7 @@ TINY: dict[str, Any] = {
     "data": {"dataset_name": "jsonl", "train_data_path": "sums.jsonl", "num_train": 64, "num_validation": 16},
     "env": {"digits": {"class": "digits.Digits"}},
     "checkpointing": {"save_period": 2},
-    "logger": {"log_dir": "run", "tensorboard_enabled": False},
+    "logger": {"log_dir": "run", "tensorboard_enabled": False, "page": "off"},
     "cluster": {
         "threads_per_process": 1,
         "heartbeat_interval_s": 0.3,

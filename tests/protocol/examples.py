@@ -23,6 +23,8 @@ UNIONS = (
     messages.FromRefit,
     messages.ToSampleStore,
     messages.FromSampleStore,
+    messages.ToRewardServer,
+    messages.FromRewardServer,
 )
 _VALUES: dict[Any, Any] = {str: "text", int: 7, float: 0.25, bool: True, bytes: b"\x00\xff"}
 

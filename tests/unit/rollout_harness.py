@@ -204,10 +204,17 @@ class Rollout:
                     row = rows.stop
         return samples
 
-    def record(self, rollout: str, *groups: RecordedGroup, step: int = 1) -> SamplesRecorded:
+    def record(
+        self, rollout: str, *groups: RecordedGroup, step: int = 1, purpose: Purpose = "train"
+    ) -> SamplesRecorded:
         """Have what a step had of a rollout recorded."""
         order = RecordSamples(
-            command_id=next(self._command_ids), deadline_s=WAIT_S, step=step, rollout=rollout, groups=groups
+            command_id=next(self._command_ids),
+            deadline_s=WAIT_S,
+            step=step,
+            rollout=rollout,
+            purpose=purpose,
+            groups=groups,
         )
         (recorded,) = self.answers(order, SamplesRecorded)
         assert isinstance(recorded, SamplesRecorded)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 
 import pytest
@@ -49,7 +50,8 @@ def test_a_row_a_refit_and_a_line_a_link() -> None:
     assert header.split()[:3] == ["version", "engines", "MB"]
     assert first.split() == ["0", "2", "4.0", "2.00", "1.50", "0.50", "4.00", "20.00", "00000000000000ff"]
     # Nothing was copied, so there is no bound to have a share of; nothing was attested.
-    assert second.split() == ["1", "1", "0.0", "0.05", "0.00", "0.50", "not", "verified"]
+    assert second.split() == ["1", "1", "in", "place", "0.05", "0.00", "0.50", "not", "verified"]
+    assert [line[2:13].strip() for line in rest[:9]] == re.split(r" {2,}", header.strip()), "a legend of every column"
     assert rest[-4:] == [
         "trainer-0>rollout-0  3.0 MB in all",
         "trainer-0>rollout-1  1.0 MB in all",

@@ -7,22 +7,29 @@ from pathlib import Path
 from samples_harness import RUN_ID, recorded, sample_of, scored
 
 from tandem.common.config.schema import Logger
-from tandem.common.sample_files import UNFINISHED, files, shard_path, temporary_path, unfinished_path
+from tandem.common.messages import Purpose
+from tandem.common.sample_files import LOGPROBS, UNFINISHED, files, shard_path, temporary_path, unfinished_path
 from tandem.common.sample_record import UnfinishedFile, steps, table_of, write_shard
 from tandem.coordinator.run.sample_folder import KeptLimits, SampleFolder, read_limits
 
 LIMITS = KeptLimits(newest_proven=4, quarantined={"rollout-0": (3,)})
 
 
-def write(folder: Path, step: int, rollout: str = "rollout-0") -> int:
+def write(folder: Path, step: int, rollout: str = "rollout-0", purpose: Purpose = "train") -> int:
     """Write a shard; return its size."""
     folder.mkdir(parents=True, exist_ok=True)
-    return write_shard(folder, RUN_ID, step, rollout, table_of([recorded(scored(0, 0), sample_of(2), step=step)]))
+    table = table_of([recorded(scored(0, 0), sample_of(2), step=step)])
+    return write_shard(folder, RUN_ID, step, rollout, table, purpose)
 
 
-def begin(folder: Path, step: int) -> Path:
+def write_logprobs(folder: Path, step: int, trainer: str = "trainer-0") -> int:
+    """Write what looks like a file of log-probabilities; return its size."""
+    return write(folder / LOGPROBS, step, trainer)
+
+
+def begin(folder: Path, step: int, purpose: Purpose = "train") -> Path:
     """Write an unfinished file."""
-    path = unfinished_path(folder, step, "rollout-0")
+    path = unfinished_path(folder, step, "rollout-0", purpose)
     UnfinishedFile(path, RUN_ID).close()
     return path
 
@@ -82,6 +89,65 @@ def test_what_is_to_come_is_put_aside_and_gone_once_its_steps_are_recorded(tmp_p
     assert again.aside() == []
     assert files(folder / UNFINISHED) == []
     assert steps(folder) == [3, 4, 5, 6, 7]
+
+
+def test_what_belongs_to_a_step_is_counted_and_deleted_with_it(tmp_path: Path) -> None:
+    folder, trainers = tmp_path / "samples", ["trainer-0", "trainer-1"]
+    sizes = {}
+    for step in (1, 2, 3):
+        sizes[step] = write(folder, step) + write(folder, step, purpose="validate")
+        sizes[step] += sum(write_logprobs(folder, step, trainer) for trainer in trainers)
+
+    def there() -> list[int]:
+        kinds = [files(folder), files(folder, purpose="validate"), files(folder / LOGPROBS)]
+        steps_of = [{file.step for file in kind} for kind in kinds]
+        assert steps_of[0] == steps_of[2]
+        assert steps_of[1] <= steps_of[0]
+        return sorted(steps_of[0])
+
+    samples = SampleFolder(settings(tmp_path, (sizes[2] + sizes[3]) * 1.05 / 1e9), trainers)
+    for step in (4, 5, 6):
+        size = write(folder, step)
+        if step == 4:  # before the coordinator hears that the step is recorded
+            for trainer in trainers:
+                write_logprobs(folder, step, trainer)
+        samples.take_recorded(step, ["rollout-0"], size)
+        if step > 4:  # after
+            for trainer in trainers:
+                write_logprobs(folder, step, trainer)
+        samples.take_recorded(step, ["rollout-0"], write(folder, step, purpose="validate"), "validate")
+    assert there() == [5, 6]
+    again = SampleFolder(settings(tmp_path, 1e-9), trainers)
+    again.take_recorded(6, ["rollout-0"], write(folder, 6))
+    assert there() == [6], "what is found is counted as well"
+
+
+def test_validation_samples_and_log_probabilities_are_never_kept_to_be_trained_on(tmp_path: Path) -> None:
+    folder = tmp_path / "samples"
+    for step in (3, 4, 5):
+        write(folder, step)
+        write(folder, step, purpose="validate")
+        write_logprobs(folder, step)
+    in_progress = begin(folder, 4, "validate"), begin(folder, 6, "validate")
+    half = temporary_path(shard_path(folder / LOGPROBS, 5, "trainer-0"))
+    half.write_bytes(b"half")
+    samples = SampleFolder(settings(tmp_path))
+    samples.put_aside_after(4, LIMITS)
+    (aside,) = samples.aside()
+    assert sorted(path.name for path in aside.iterdir()) == ["limits.json", "step-00000005.rollout-0.parquet"]
+    assert steps(folder) == steps(folder, "validate") == steps(folder / LOGPROBS) == [3, 4]
+    assert not any(path.exists() for path in (*in_progress, half))
+
+
+def test_a_validation_in_progress_is_no_leftover_of_the_training_of_its_step(tmp_path: Path) -> None:
+    folder = tmp_path / "samples"
+    samples = SampleFolder(settings(tmp_path))
+    validating, trained = begin(folder, 2, "validate"), begin(folder, 2)
+    samples.take_recorded(2, ["rollout-0"], write(folder, 2))
+    assert validating.exists()
+    assert not trained.exists()
+    samples.take_recorded(2, ["rollout-0"], write(folder, 2, purpose="validate"), "validate")
+    assert not validating.exists()
 
 
 def test_where_there_is_nothing_nothing_is_made(tmp_path: Path) -> None:

@@ -167,6 +167,29 @@ def test_where_nothing_can_be_written_generation_goes_on_and_it_is_said_once(
     assert said == [f"rollout-0: samples are missing in the record {tmp_path / 'samples'}: Not a directory"]
 
 
+def test_what_a_step_is_validated_by_is_recorded_apart_from_what_it_was_trained_on(
+    start: Callable[..., Rollout], tmp_path: Path
+) -> None:
+    rollout, folder = start(), tmp_path / "samples"
+    group = rollout.group(0, [1, 2])
+    samples = rollout.run(group)
+    texts = rollout.texts(group)  # of a validation
+    trained, validated = rollout._generated
+    rollout.record("rollout-0", *all_of(trained, samples))
+    assert steps(folder, "validate") == []
+    recorded = rollout.record("rollout-0", *all_of(validated, samples, None), purpose="validate")
+    assert (recorded.num_samples, recorded.num_missing) == (2, 0)
+    assert {path.name for path in folder.glob("*.parquet")} == {
+        "step-00000001.rollout-0.parquet",
+        "validation-00000001.rollout-0.parquet",
+    }
+    assert {row.command_id for row in read_step(folder, 1)} == {trained}
+    found = read_step(folder, 1, RUN_ID, "validate")
+    assert {(row.scored.group, row.scored.sample): row.scored.response for row in found} == texts
+    assert {(row.command_id, row.advantage) for row in found} == {(validated, None)}
+    assert not [*(folder / UNFINISHED).iterdir()]
+
+
 def test_nothing_is_written_where_no_record_is_kept(start: Callable[..., Rollout], tmp_path: Path) -> None:
     rollout = start(samples_folder=None)
     rollout.run(rollout.group(0, [1, 2]))

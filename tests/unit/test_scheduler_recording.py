@@ -17,6 +17,7 @@ from tandem.coordinator.scheduler.events import (
     Replied,
     Say,
     StepRecorded,
+    StepValidated,
     Ticked,
 )
 from tandem.coordinator.scheduler.phases import Phase
@@ -101,6 +102,40 @@ def test_nothing_is_recorded_before_every_rank_has_trained_nor_where_no_record_i
     off.join_all()
     off.run_until(Phase.FINISHED)
     assert not [action for action in off.orders if isinstance(action, DispatchRecord)]
+
+
+def test_what_validated_a_step_is_recorded_like_what_it_trained_on_and_holds_up_no_step() -> None:
+    cluster = Cluster(msgspec.structs.replace(SPEC, validate_every=2, validate_at_start=True, save_every=3))
+    cluster.join_all()
+    owed: list[DispatchRecord] = []
+    for _ in range(300):
+        if not cluster.pending:
+            break
+        cluster.answer_next()
+        owed += held(cluster)
+    assert cluster.commits() == [0, 1, 2, 3]
+    validation = [order for order in owed if order.purpose == "validate"]
+    assert sorted({order.step for order in validation}) == [0, 2, 3], "at the start, every other step, and the last"
+    kept = {action.step: action.records for action in cluster.done if isinstance(action, StepValidated)}
+    assert [*kept] == [0, 2, 3]
+    for step, records in kept.items():
+        assert sorted(record.scored.group for record in records) == [0, 1, 2]
+        assert {record.rollout for record in records} == {order.rollout for order in validation if order.step == step}
+    assert published(cluster) == [], "the record is part of what is published"
+    fail(cluster, validation[0])
+    say_recorded(cluster, [order for order in owed if order is not validation[0]])
+    assert said(cluster) == [
+        f"validation samples of step 0 are missing in the record: those of {validation[0].rollout}: no space left"
+    ]
+    assert published(cluster) == [3]
+    done = [action for action in cluster.done if isinstance(action, StepRecorded)]
+    assert sorted((action.step, action.purpose) for action in done) == [
+        (0, "validate"), (1, "train"), (2, "train"), (2, "validate"), (3, "train"), (3, "validate"),
+    ]  # fmt: skip
+    off = Cluster(msgspec.structs.replace(SPEC, samples_folder="", validate_at_start=True))
+    off.join_all()
+    off.run_until(Phase.FINISHED)
+    assert not [action for action in off.done if isinstance(action, StepValidated)]
 
 
 def test_the_next_steps_do_not_wait_but_checkpoints_and_the_end_do() -> None:

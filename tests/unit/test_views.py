@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from cluster_harness import GRPO, Cluster
-from rich.console import Console
+from rich.console import Console, Group
+from rich.text import Text
 
 from tandem.common.config import build_config
 from tandem.common.messages import Generated, Hello, MemoryUse, Refitted, Trained
 from tandem.common.telemetry import MetricWriters, TensorBoardWriter
-from tandem.coordinator.inspect.report import format_summary, write_report
+from tandem.coordinator.inspect.report import format_report, write_report
+from tandem.coordinator.run.display import Display
 from tandem.coordinator.run.journal import Journal, StepRecord
 from tandem.coordinator.run.members import Member, Registry
 from tandem.coordinator.run.metrics import StepMetrics
-from tandem.coordinator.run.progress import Progress, ahead_line, sparkline, step_line
+from tandem.coordinator.run.progress import Progress, ahead_line, clock, sparkline, step_line
 from tandem.coordinator.run.spec import run_spec
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import DispatchPrompts
+from tests.terminal import Terminal
 
 SETTINGS: dict[str, Any] = {
     "grpo": {},
@@ -68,15 +72,53 @@ def test_dpos_lines_have_its_accuracy_and_its_report_the_rewards() -> None:
     with Journal.create(Path("run"), b"{}", "dpo") as journal:
         for step in made:
             journal.commit_step(step)
-    write_report(Path("run"), Path("out"))
+    runs = write_report([Path("run")], Path("out"))
     assert Path("out/report.png").read_bytes()[:4] == b"\x89PNG"
-    assert "val_rewards_chosen_mean  0.250 → 0.250" in format_summary(Path("run"))
+    assert "val_rewards_chosen_mean  0.250 → 0.250" in format_report(runs, Path("out"))
 
 
 def progress_on(console: Console) -> tuple[Progress, Scheduler]:
     config = build_config(SETTINGS)
     shape = run_spec(config, first_step=1, last_step=8, num_validation=4, resume_from="", checkpoint_folder="c/{step}")
     return Progress(config, shape, [], console), Scheduler(shape, 0.0)
+
+
+SIZES = [(60, 20), (150, 30), (40, 25), (41, 25), (100, 24)]
+
+
+@pytest.mark.parametrize("reflows", [True, False])
+def test_a_terminal_that_is_resized_keeps_every_line_and_no_ghost(reflows: bool) -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=100, height=24, force_terminal=True, _environ={})
+    terminal = Terminal(100, 24, reflows=reflows)
+
+    def flush() -> None:
+        terminal.feed(out.getvalue())
+        out.seek(0)
+        out.truncate()
+
+    printed = []
+    display = Display(console)
+    try:
+        for count, size in enumerate([*SIZES, *SIZES]):
+            for line in range(3):
+                printed.append(f"step {count}.{line}")
+                console.print(Text(printed[-1]), soft_wrap=True)
+            shown = [f"{count}: {'x' * (95 - 20 * line)}" for line in range(4)]
+            display.update(Group(*map(Text, [*shown, "", "y" * 100])))
+            flush()
+            lines = [line for line in terminal.lines if line.startswith("step")]
+            # Where a terminal cuts lines off, more is erased than was there; no ghost, and the new lines stay.
+            assert lines == printed if reflows else lines[-3:] == printed[-3:]
+            assert sum("x" in line or "y" in line for line in terminal.lines) == 5, terminal.lines
+            terminal.resize(*size)
+            console.width, console.height = size
+        print("from elsewhere")
+    finally:
+        display.close()
+    flush()
+    assert [line for line in terminal.lines if line][-1] == "from elsewhere"
+    assert not [line for line in terminal.lines if "x" in line or "y" in line]
 
 
 def test_without_a_terminal_there_is_a_line_a_step() -> None:
@@ -86,6 +128,64 @@ def test_without_a_terminal_there_is_a_line_a_step() -> None:
         progress.commit(step)
     progress.close()
     assert [line.split("  ")[0] for line in out.getvalue().splitlines()] == [f"step {s}/8" for s in range(1, 9)]
+
+
+def a_registry(**phases: str) -> Registry:
+    """Who is in a run, and what they say they do."""
+    registry = Registry.__new__(Registry)  # a view needs no socket
+    registry.members = {}
+    for name, phase in phases.items():
+        member = Member(Hello(protocol_version=1, service="trainer", host="node7", pid=4321), name, b"", 97.0)
+        member.phase = phase
+        registry.members[name.replace("_", "-")] = member
+    return registry
+
+
+def test_without_a_terminal_a_line_says_now_and_then_what_a_long_step_waits_for() -> None:
+    out, time = io.StringIO(), [0.0]
+    cluster = Cluster(GRPO)
+    progress = Progress(build_config(SETTINGS), cluster.plan.spec, [], Console(file=out, width=40), lambda: time[0])
+
+    def lines_after(seconds: float) -> list[str]:
+        out.seek(0)
+        out.truncate()
+        for _ in range(10):
+            time[0] += seconds / 10
+            progress.show(cluster.plan, registry)
+        return out.getvalue().splitlines()
+
+    registry = a_registry()
+    assert lines_after(29) == []
+    waiting = "step 0/3: joining, waiting for 2 trainer and 2 rollout and 1 refit to join  0:00:32 elapsed"
+    assert lines_after(30) == [waiting]
+    cluster.join_all()
+    while not any(isinstance(order, DispatchPrompts) and order.purpose == "train" for order in cluster.pending):
+        cluster.answer_next()
+    registry = a_registry(rollout_0="generating step 1", rollout_1="generating step 1")
+    progress.note("a line of its own")
+    assert lines_after(29) == []
+    (line,) = lines_after(2)
+    assert line.startswith("step 1/3: generating, waiting for rollout-0, rollout-1 (generating step 1)  0:01:")
+    progress.commit(records()[0])
+    assert lines_after(29) == [], "a step is a line"
+    assert len(lines_after(100)) == 4
+
+
+def test_lines_say_how_long_a_run_has_taken_and_will_take() -> None:
+    out, time = io.StringIO(), [0.0]
+    config = build_config(SETTINGS)
+    shape = run_spec(config, first_step=1, last_step=3000, num_validation=4, resume_from="", checkpoint_folder="c")
+    progress = Progress(config, shape, records()[:3], Console(file=out, width=40), lambda: time[0])
+    time[0] = 3723.0
+    record = records()[3]
+    metrics = record.metrics | {"kl": 0.125, "entropy": 1.5, "tokens_per_s": 1234.5}
+    progress.commit(msgspec.structs.replace(record, metrics=metrics))
+    assert out.getvalue().startswith(
+        "step 4/3000  reward 0.400  held-out accuracy 0.400  loss 0.100  kl 0.125  entropy 1.500  1,234 tokens/s  "
+        "1:02:03 elapsed, 1:39:52 left  2.00 s ("
+    )
+    assert clock(0.4) == "0:00:00"
+    assert clock(100 * 3600) == "100:00:00"
 
 
 def test_on_a_terminal_the_display_shows_curves_and_health() -> None:
@@ -109,6 +209,8 @@ def test_on_a_terminal_the_display_shows_curves_and_health() -> None:
     assert "node7" in text
     assert "3 s ago" in text
     assert "\x1b[?25h" in out.getvalue(), "the cursor is given back"
+    lines = re.findall(r"^.*?(step \d/8)  reward", out.getvalue(), re.MULTILINE)
+    assert lines == [f"step {step}/8" for step in range(1, 9)], "they stay above the display"
     assert "ahead" not in text, "it waits for training"
 
 
@@ -138,12 +240,12 @@ def test_a_report_has_the_curves_and_the_breakdown() -> None:
     with Journal.create(Path("run"), b"{}", "grpo") as journal:
         for step in records():
             journal.commit_step(step)
-    summary = write_report(Path("run"), Path("out"))
-    assert summary.curves["val_accuracy"] == [(4, 0.4), (8, 0.8)]
+    runs = write_report([Path("run")], Path("out"))
+    assert runs[0].summary.curves["val_accuracy"] == [(4, 0.4), (8, 0.8)]
     written = msgspec.json.decode(Path("out/report.json").read_bytes())
     assert written["median_seconds"]["policy_training"] == 1.0
     assert Path("out/report.png").read_bytes()[:4] == b"\x89PNG"
-    text = format_summary(Path("run"))
+    text = format_report(runs, Path("out"))
     assert "val_accuracy  0.400 → 0.800" in text
     assert "policy training" in text
     assert "50.0%" in text

@@ -155,3 +155,14 @@ def data_parallel_ranks(config: Config) -> list[int]:
     stages = policy.megatron_cfg.pipeline_model_parallel_size if policy.megatron_cfg.enabled else 1
     group_size = policy.model_parallel_size // stages
     return [rank // group_size % config.data_parallel_size for rank in range(config.cluster.trainers)]
+
+
+def scoring_trainers(config: Config) -> list[int]:
+    """Return, for each data-parallel rank, the index of one trainer that has what its model says of its tokens.
+
+    It is the first of the last pipeline stage, where the output layer is.
+    """
+    ranks = data_parallel_ranks(config)
+    stages = config.policy.megatron_cfg.pipeline_model_parallel_size if config.policy.megatron_cfg.enabled else 1
+    first = len(ranks) - len(ranks) // stages
+    return [first + ranks[first:].index(rank) for rank in range(config.data_parallel_size)]

@@ -184,6 +184,8 @@ class BuildTrainer(Command, frozen=True, kw_only=True, tag=True):
     """Weight version that the weights to start from count as: the number of training steps behind them."""
     checkpoint: str = ""
     """Folder of a Tandem checkpoint to resume from; empty to start from ``policy.model_name``."""
+    samples_folder: str = ""
+    """Folder of the record of samples, beside which log-probabilities are kept; empty where there is none."""
 
 
 class TrainerBuilt(Message, frozen=True, kw_only=True, tag=True):
@@ -315,11 +317,22 @@ class WeightsCopied(Message, frozen=True, kw_only=True, tag=True):
 # --- coordinator to rollout and back ---------------------------------------------------------------------------------
 
 
+class RewardServer(Message, frozen=True, kw_only=True):
+    """Where the program that began the run scores responses with functions of its own."""
+
+    port: Port
+    """On the coordinator's host."""
+    key: Name
+    """Made for this run; whoever does not send it is not heard."""
+
+
 class BuildEngine(Command, frozen=True, kw_only=True, tag=True):
     """Build the generation engine, with no weights of its own, and the environments."""
 
     samples_folder: str = ""
     """Folder of the record of samples, which finished ones are written to; empty where there is none."""
+    reward_server: RewardServer | None = None
+    """None where the configuration says all there is to know of the environment."""
 
 
 class EngineBuilt(Message, frozen=True, kw_only=True, tag=True):
@@ -475,7 +488,9 @@ class RecordedGroup(Message, frozen=True, kw_only=True):
 
 
 class RecordSamples(Command, frozen=True, kw_only=True, tag=True):
-    """Write to the record what a step, which has trained, had of one rollout; it is on disk since it finished.
+    """Write to the record what a step, which has trained, or was validated, had of one rollout.
+
+    It is on disk since it finished.
 
     What else of that rollout's was written for the step is no part of it. Sent again, it is carried out again.
     """
@@ -483,6 +498,7 @@ class RecordSamples(Command, frozen=True, kw_only=True, tag=True):
     step: Count
     rollout: Name
     """Whose samples: the receiver's own, unless that rollout is lost."""
+    purpose: Purpose = "train"
     groups: Annotated[tuple[RecordedGroup, ...], Meta(min_length=1)]
 
 
@@ -545,6 +561,49 @@ class SamplesGone(Message, frozen=True, kw_only=True, tag=True):
 
     request_id: Count
     why: Text
+
+
+# --- rollout to the program that began the run, and back --------------------------------------------------------------
+
+
+class ResponseToScore(Message, frozen=True, kw_only=True):
+    """A response that the functions of the program are to score."""
+
+    number: Count
+    """Of the call; its score comes back with it."""
+    problem: Problem
+    response: str
+
+
+class ScoreResponses(Message, frozen=True, kw_only=True, tag=True):
+    """A rollout asks for the scores of some responses. One that it asks for again is scored again."""
+
+    key: Name
+    """`RewardServer.key`."""
+    responses: tuple[ResponseToScore, ...]
+
+
+class ScoredResponse(Message, frozen=True, kw_only=True):
+    """What the functions of the program said to one response: a score, or what went wrong."""
+
+    number: Count
+    reward: Finite = 0.0
+    correct: bool = False
+    components: Components = {}
+    failure: Text = ""
+    """One line; empty where there is a score."""
+    traceback: Traceback = ""
+    timed_out: bool = False
+
+
+class ResponsesScored(Message, frozen=True, kw_only=True, tag=True):
+    """Scores, as they are there: of some of the responses that were asked for, in any order."""
+
+    scored: tuple[ScoredResponse, ...]
+
+
+class StillScoring(Message, frozen=True, kw_only=True, tag=True):
+    """Sent every second while a rollout waits for scores: the program is alive, and its functions are at work."""
 
 
 # --- the weight plane: coordinator to trainer and rollout, and back ---------------------------------------------------
@@ -732,3 +791,6 @@ FromRefit = Membership | RefitReply
 
 ToSampleStore = FetchSamples
 FromSampleStore = SamplesFetched | SamplesGone
+
+ToRewardServer = ScoreResponses
+FromRewardServer = ResponsesScored | StillScoring

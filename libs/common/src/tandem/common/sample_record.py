@@ -1,6 +1,8 @@
 """The record of samples: what a run trained on, as files that pandas reads.
 
     RUN/samples/step-00000012.rollout-0.parquet                      a shard: all that a step trained on of one rollout
+    RUN/samples/validation-00000010.rollout-0.parquet                the same of what a step was validated by
+    RUN/samples/logprobs/step-00000012.trainer-0.parquet             what the policy in training says of a step's tokens
     RUN/samples/unfinished/step-00000012.rollout-0.3f9a.arrows       what finished of a step that is not trained on yet
 
 A row is a sample. A shard gets its name when it is whole, and its pages have checksums. An unfinished file is an Arrow
@@ -23,14 +25,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tandem.common.batch import SampleArrays
+from tandem.common.batch import Float32s, Int32s, SampleArrays
 from tandem.common.errors import SamplesError
-from tandem.common.messages import Branch, SampleKey, SampleScored
-from tandem.common.sample_files import SHARD, files, shard_path, temporary_path
+from tandem.common.messages import Branch, Purpose, SampleKey, SampleScored
+from tandem.common.sample_files import LOGPROBS, SHARD, files, shard_path, temporary_path
 
 FORMAT = 2
 """Counts up when the meaning of a column changes."""
 _RUN_ID, _FORMAT = b"tandem.run_id", b"tandem.format"
+_ROW_GROUP = 128
+"""Samples that are read together: who looks at a few of a big shard reads no other's tokens."""
 
 SCHEMA = pa.schema(
     [
@@ -68,7 +72,14 @@ SCHEMA = pa.schema(
         ("versions", pa.list_(pa.int32())),
     ]
 )
-"""The columns of every file; ``docs/samples.md`` says what is in them."""
+"""The columns of every file of samples; ``docs/samples.md`` says what is in them."""
+_LOGPROBS = pa.schema(
+    [
+        *((name, pa.int64()) for name in ("step", "group", "sample", "branch")),
+        ("logprobs", pa.list_(pa.float32())),
+    ]
+)
+"""The columns of every file of log-probabilities: of each token of the sequence, NaN where the trainer has none."""
 _SCORED = SampleScored.__struct_fields__
 _FROM_ARROW: dict[str, Callable[[Any], Any]] = {
     "components": dict,
@@ -78,6 +89,8 @@ _FROM_ARROW: dict[str, Callable[[Any], Any]] = {
 """What makes a field of what Arrow has in its column, where that is not the same."""
 _ARRAYS = {name.removesuffix("_T"): name for name in SampleArrays.__struct_fields__ if name.endswith("_T")}
 """The field of `SampleArrays` that a column has."""
+WITHOUT_ARRAYS = tuple(name for name in SCHEMA.names if name not in _ARRAYS)
+"""The columns that have no number for each token."""
 _FIELDS = {"reference_answer": "answer"}
 """The field of a column that is called otherwise."""
 
@@ -108,44 +121,79 @@ class RecordedSample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Unix time at which its last reward was there."""
 
 
-def steps(folder: Path) -> list[int]:
+def steps(folder: Path, purpose: Purpose = "train") -> list[int]:
     """Return the steps that have shards, in order."""
-    return sorted({file.step for file in files(folder, SHARD)})
+    return sorted({file.step for file in files(folder, SHARD, purpose)})
 
 
-def read_step(folder: Path, step: int, run_id: str | None = None) -> list[RecordedSample]:
+def read_step(folder: Path, step: int, run_id: str | None = None, purpose: Purpose = "train") -> list[RecordedSample]:
     """Return the samples of a step, in the order of groups and samples; none if it has no shard.
 
     Raises `SamplesError`, which names the file, for a shard that is damaged, is no shard, or is of a run other than
     `run_id`, where that is given.
     """
-    shards = [file.path for file in files(folder, SHARD) if file.step == step]
+    shards = [file.path for file in files(folder, SHARD, purpose) if file.step == step]
     samples = [sample for path in shards for sample in samples_of(read_shard(path, run_id))]
     return sorted(samples, key=lambda sample: (sample.scored.group, sample.scored.sample))
 
 
-def read_shard(path: Path, run_id: str | None = None, columns: Sequence[str] | None = None) -> pa.Table:
+def read_shard(
+    path: Path, run_id: str | None = None, columns: Sequence[str] | None = None, schema: pa.Schema = SCHEMA
+) -> pa.Table:
     """Return a shard's table, or some columns of it. Raises `SamplesError`, as `read_step` does."""
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            _check(path, file.schema_arrow, run_id)
+            _check(path, file.schema_arrow, run_id, schema)
             return file.read(columns=columns)
     except (OSError, pa.ArrowException) as error:
         raise SamplesError(f"{path} cannot be read as a record of samples: {_line(error)}") from error
 
 
-def write_shard(folder: Path, run_id: str, step: int, rollout: str, table: pa.Table) -> int:
+def read_rows(
+    path: Path, rows: Sequence[int], run_id: str | None = None, columns: Sequence[str] | None = None
+) -> pa.Table:
+    """Return some rows of a shard, in this order, reading no more of it than the row groups that hold them.
+
+    Raises `SamplesError`, as `read_step` does.
+    """
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            _check(path, file.schema_arrow, run_id)
+            sizes = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
+            wanted, places, first, num_read = {*rows}, dict[int, int](), 0, 0
+            groups = []
+            for number, size in enumerate(sizes):
+                inside = [row for row in range(first, first + size) if row in wanted]
+                if inside:
+                    groups.append(number)
+                    places |= {row: num_read + row - first for row in inside}
+                    num_read += size
+                first += size
+            return file.read_row_groups(groups, columns=columns).take([places[row] for row in rows])
+    except (OSError, pa.ArrowException) as error:
+        raise SamplesError(f"{path} cannot be read as a record of samples: {_line(error)}") from error
+
+
+def write_shard(folder: Path, run_id: str, step: int, rollout: str, table: pa.Table, purpose: Purpose = "train") -> int:
     """Write a rollout's samples of a step, in the place of any shard that it had; return the number of bytes.
 
     The file has its name once it is whole, on disk. Raises `OSError`.
     """
-    path = shard_path(folder, step, rollout)
+    return _write_parquet(shard_path(folder, step, rollout, purpose), run_id, table)
+
+
+def _write_parquet(path: Path, run_id: str, table: pa.Table) -> int:
+    """Write a file that has its name once it is whole, on disk; return the number of bytes. Raises `OSError`."""
     temporary = temporary_path(path)
     temporary.parent.mkdir(parents=True, exist_ok=True)
     try:
         with temporary.open("wb") as file:
             pq.write_table(
-                table.replace_schema_metadata(_metadata(run_id)), file, compression="zstd", write_page_checksum=True
+                table.replace_schema_metadata(_metadata(run_id)),
+                file,
+                compression="zstd",
+                write_page_checksum=True,
+                row_group_size=_ROW_GROUP,
             )
             file.flush()
             os.fsync(file.fileno())
@@ -154,6 +202,45 @@ def write_shard(folder: Path, run_id: str, step: int, rollout: str, table: pa.Ta
     finally:
         temporary.unlink(missing_ok=True)
     return num_bytes
+
+
+def write_logprobs(
+    folder: Path,
+    run_id: str,
+    step: int,
+    trainer: str,
+    keys: Sequence[tuple[int, int, int]],
+    lengths_S: Int32s,
+    logprobs_T: Float32s,
+) -> None:
+    """Write what a trainer's policy says of the tokens of its sequences; groups, samples and branches are `keys`.
+
+    Raises `OSError`.
+    """
+    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths_S)]), pa.int32())
+    columns = [
+        pa.array([step] * len(keys), pa.int64()),
+        *(pa.array([key[place] for key in keys], pa.int64()) for place in range(3)),
+        pa.ListArray.from_arrays(offsets, pa.array(logprobs_T, pa.float32()), type=_LOGPROBS.field("logprobs").type),
+    ]
+    table = pa.Table.from_arrays(columns, schema=_LOGPROBS)
+    _write_parquet(shard_path(folder / LOGPROBS, step, trainer), run_id, table)
+
+
+def read_logprobs(folder: Path, step: int, run_id: str | None = None) -> dict[tuple[int, int], Float32s]:
+    """Return what trainers say of the tokens of a step's samples, by group and place; nothing where it is not there.
+
+    Of each token of the sequence, or of all branches end to end, NaN where the trainer has none. Raises `SamplesError`,
+    as `read_step` does.
+    """
+    found: dict[tuple[int, int], dict[int, Float32s]] = {}
+    for path in [file.path for file in files(folder / LOGPROBS, SHARD) if file.step == step]:
+        table = read_shard(path, run_id, schema=_LOGPROBS)
+        names = ("group", "sample", "branch")
+        keys = zip(*(table[name].to_pylist() for name in names), strict=True)
+        for (group, sample, branch), logprobs in zip(keys, _lists(table["logprobs"]), strict=True):
+            found.setdefault((group, sample), {})[branch] = logprobs
+    return {key: np.concatenate([branches[number] for number in sorted(branches)]) for key, branches in found.items()}
 
 
 class UnfinishedFile:
@@ -212,7 +299,7 @@ def table_of(samples: Sequence[RecordedSample]) -> pa.Table:
 
 
 def samples_of(table: pa.Table) -> list[RecordedSample]:
-    """Return the samples of a table, in its order."""
+    """Return the samples of a table, in its order; without arrays' columns in the table their arrays are empty."""
     columns = {name: _values(table, name) for name in SCHEMA.names}
     return [
         RecordedSample(
@@ -256,7 +343,14 @@ def _values(table: pa.Table, column: str) -> Sequence[Any]:
     """Return a column row by row; arrays are views of all of it laid end to end."""
     if column not in _ARRAYS:
         return list(table[column].to_pylist())
-    chunks: list[pa.ListArray] = table[column].chunks
+    if column not in table.column_names:
+        return [np.zeros(0, SCHEMA.field(column).type.value_type.to_pandas_dtype())] * table.num_rows
+    return _lists(table[column])
+
+
+def _lists(column: pa.ChunkedArray) -> list[Any]:
+    """Return the arrays of a column of lists."""
+    chunks: list[pa.ListArray] = column.chunks
     return [
         numbers[start:end]
         for chunk in chunks
@@ -282,12 +376,12 @@ def _metadata(run_id: str) -> dict[bytes, bytes]:
     return {_RUN_ID: run_id.encode(), _FORMAT: str(FORMAT).encode()}
 
 
-def _check(path: Path, schema: pa.Schema, run_id: str | None) -> None:
+def _check(path: Path, schema: pa.Schema, run_id: str | None, expected: pa.Schema = SCHEMA) -> None:
     """Raise `SamplesError` unless a file is part of a record of samples, and of this run."""
     metadata = schema.metadata or {}
     if _RUN_ID not in metadata or _FORMAT not in metadata:
         raise SamplesError(f"{path} is no record of samples")
-    if metadata[_FORMAT] != str(FORMAT).encode() or not schema.equals(SCHEMA):
+    if metadata[_FORMAT] != str(FORMAT).encode() or not schema.equals(expected):
         said = metadata[_FORMAT].decode(errors="replace")
         raise SamplesError(
             f"{path} has format {said} of the record of samples, this release reads format {FORMAT}: use the release "

@@ -11,11 +11,11 @@ from typing import NoReturn
 
 from tandem.common import gc_tuning
 from tandem.common.errors import ConfigError, DamagedCheckpoint, TandemError
-from tandem.coordinator.commands import chat, check, plan, refits, replay, report, serve, up
+from tandem.coordinator.commands import chat, check, diagnose, plan, refits, replay, report, samples, serve, up, view
 from tandem.coordinator.commands.arguments import BAD_INPUT, FAILED, INTERRUPTED, CarryOut
 
 _EXAMPLE = "example: coordinator up examples/arithmetic.yaml grpo.max_num_steps=20"
-_COMMANDS = (up, check, replay, report, refits, plan, serve, chat)
+_COMMANDS = (up, check, view, replay, report, diagnose, samples, refits, plan, serve, chat)
 """In the order in which help lists them."""
 
 

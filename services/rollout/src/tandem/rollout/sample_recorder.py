@@ -2,9 +2,9 @@
 
 The record is `tandem.common.sample_record`. The service says which samples have finished (`add`) and hands on orders
 that concern the record (`order`); neither waits. The thread consumes both in the order in which they came. It writes
-samples to the unfinished file of their step. For `RecordSamples` it makes a shard of what a step trained on, and for
-`RestoreSamples` it puts what an earlier process had written into the store. It waits for nothing but the disk, and ends
-when the recorder is closed.
+samples to the unfinished file of their step. For `RecordSamples` it makes a shard of what a step trained on, or was
+validated by, and for `RestoreSamples` it puts what an earlier process had written into the store. It waits for nothing
+but the disk, and ends when the recorder is closed.
 
 What trainers fetch is on disk before (`flush`), so that what was trained on is there whoever is killed. A disk that is
 full, slow or cannot be written never stops that: that samples are not recorded is said once, and how many of a step are
@@ -30,6 +30,7 @@ from tandem.common.messages import (
     Generated,
     MemoryUse,
     PromptGroup,
+    Purpose,
     RecordSamples,
     RestoreSamples,
     SampleScored,
@@ -62,6 +63,7 @@ class _Finished(NamedTuple):
     """Samples that have finished together, of one order."""
 
     step: int
+    purpose: Purpose
     command_id: int
     started_at: float
     finished_at: float
@@ -79,10 +81,10 @@ class SampleRecorder:
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
         self._queue: queue.SimpleQueue[_Finished | RecordSamples | RestoreSamples | None] = queue.SimpleQueue()
-        self._files: dict[int, UnfinishedFile] = {}
-        """That this process writes to, by step."""
-        self._newest = -1
-        """The newest step whose shard was asked for: what finishes for it, or one before, is trained on by nobody."""
+        self._files: dict[tuple[int, Purpose], UnfinishedFile] = {}
+        """That this process writes to, by step and purpose."""
+        self._newest: dict[Purpose, int] = {}
+        """The newest step whose shard was asked for: what finishes for it, or one before, is used by nobody."""
         self._has_complained = False
         self._num_added = 0
         self._num_written = 0
@@ -94,6 +96,7 @@ class SampleRecorder:
     def add(
         self,
         step: int,
+        purpose: Purpose,
         command_id: int,
         started_at: float,
         samples: Sequence[tuple[PromptGroup, SampleScored, SampleArrays]],
@@ -103,7 +106,7 @@ class SampleRecorder:
             self._complain("the disk is slower than samples finish")
         else:
             self._num_added += 1
-            self._queue.put(_Finished(step, command_id, started_at, time.time(), samples))
+            self._queue.put(_Finished(step, purpose, command_id, started_at, time.time(), samples))
 
     def order(self, order: RecordSamples | RestoreSamples) -> None:
         """Have an order carried out after all that was added before; it is answered from another thread."""
@@ -127,7 +130,8 @@ class SampleRecorder:
         while (item := self._queue.get()) is not None:
             match item:
                 case _Finished():
-                    self._append(item.step, (self._recorded(item, *sample) for sample in item.samples))
+                    samples = (self._recorded(item, *sample) for sample in item.samples)
+                    self._append(item.step, item.purpose, samples)
                     with self._has_written:
                         self._num_written += 1
                         self._has_written.notify_all()
@@ -151,33 +155,35 @@ class SampleRecorder:
         except Exception as error:
             self._member.fail(order.command_id, error, aside=f"{doing} samples")
 
-    def _append(self, step: int, samples: Iterable[RecordedSample]) -> None:
+    def _append(self, step: int, purpose: Purpose, samples: Iterable[RecordedSample]) -> None:
         """Write samples behind those of their step, or say that they cannot be."""
-        if step <= self._newest:
+        if step <= self._newest.get(purpose, -1):
             return
+        key = step, purpose
         try:
-            if step not in self._files:
-                path = unfinished_path(self._folder, step, self._member.name)
-                self._files[step] = UnfinishedFile(path, self._member.run_id)
-            self._files[step].append([*samples])
+            if key not in self._files:
+                path = unfinished_path(self._folder, step, self._member.name, purpose)
+                self._files[key] = UnfinishedFile(path, self._member.run_id)
+            self._files[key].append([*samples])
         except OSError as error:
             self._complain(error.strerror or str(error))
-            self._close(step)  # what is cut off at its end hides all that would follow
+            self._close(key)  # what is cut off at its end hides all that would follow
         except Exception as error:
             self._complain(f"{type(error).__name__}: {error}")
 
     def _record(self, order: RecordSamples) -> None:
         """Make the shard of a step. Raises `SamplesError` for what cannot be read, and `OSError`."""
-        self._newest = max(self._newest, order.step)
-        own = self._files[order.step].path if order.step in self._files else None
-        self._close(order.step)
+        key = order.step, order.purpose
+        self._newest[order.purpose] = max(self._newest.get(order.purpose, -1), order.step)
+        own = self._files[key].path if key in self._files else None
+        self._close(key)
         of_rollout = [
             file.path
-            for file in files(self._folder / UNFINISHED, STREAM)
+            for file in files(self._folder / UNFINISHED, STREAM, order.purpose)
             if (file.step, file.rollout) == (order.step, order.rollout)
         ]
         of_rollout.sort(key=lambda path: path != own)  # others are of processes of that name that are gone
-        shard = shard_path(self._folder, order.step, order.rollout)
+        shard = shard_path(self._folder, order.step, order.rollout, order.purpose)
         tables = [read_unfinished(path, self._member.run_id) for path in of_rollout]
         if shard.exists():  # the order has come before
             tables.append(read_shard(shard, self._member.run_id))
@@ -187,7 +193,8 @@ class SampleRecorder:
             for sample, advantage in enumerate(group.advantages)
         }
         table = _chosen(tables, advantages)
-        num_bytes = write_shard(self._folder, self._member.run_id, order.step, order.rollout, table)
+        run_id = self._member.run_id
+        num_bytes = write_shard(self._folder, run_id, order.step, order.rollout, table, order.purpose)
         for path in of_rollout:
             path.unlink(missing_ok=True)
         recorded = SamplesRecorded(
@@ -213,7 +220,7 @@ class SampleRecorder:
             raise SamplesError(f"{', '.join(order.files)} in {self._folder} do not have the {wanted} samples any more")
         for sample in samples:
             self._store.put((order.command_id, sample.scored.group, sample.scored.sample), sample.arrays)
-        self._append(order.step, samples)
+        self._append(order.step, "train", samples)
         finished = SamplesFinished(
             command_id=order.command_id,
             step=order.step,
@@ -246,8 +253,8 @@ class SampleRecorder:
                 raise SamplesError(f"{path} has samples of another model: {error}") from error
         return samples
 
-    def _close(self, step: int) -> None:
-        file = self._files.pop(step, None)
+    def _close(self, key: tuple[int, Purpose]) -> None:
+        file = self._files.pop(key, None)
         if file is not None:
             file.close()
 

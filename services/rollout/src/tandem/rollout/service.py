@@ -38,6 +38,7 @@ from tandem.common.messages import (
     Refit,
     ReleaseSamples,
     RestoreSamples,
+    RewardServer,
     RolloutOrder,
     SampleScored,
     SamplesFinished,
@@ -54,6 +55,7 @@ from tandem.refit.endpoint import Endpoint
 from tandem.rollout.conversation import Conversation
 from tandem.rollout.engine import Completion, Engine
 from tandem.rollout.environments import Score, Scorer, Turn, Unscored
+from tandem.rollout.environments.program import Program
 
 if TYPE_CHECKING:
     from tandem.rollout.agents.agents import Agents
@@ -179,7 +181,8 @@ class RolloutService:
     def _build(self, order: BuildEngine) -> None:
         limit_threads(self._config, "rollouts")
         self._tokenizer = load_tokenizer(self._config)
-        self._scorer = Scorer(self._config) if self._config.agent is None else None
+        program = _program(order.reward_server, self._member.coordinator)
+        self._scorer = Scorer(self._config, program) if self._config.agent is None else None
         self._engine = _make_engine(self._config)
         self._endpoint = Endpoint(self._member, self._engine)
         if self._scorer is not None:
@@ -395,7 +398,7 @@ class RolloutService:
             if order.purpose == "train":
                 for _, scored, arrays in samples:
                     self._samples().put((command_id, scored.group, scored.sample), arrays)
-                self._record(self._generations[command_id], samples)
+            self._record(self._generations[command_id], samples)
             message = SamplesFinished(
                 command_id=command_id,
                 step=order.step,
@@ -415,7 +418,7 @@ class RolloutService:
     def _record(self, generation: Generation, samples: list[tuple[PromptGroup, SampleScored, SampleArrays]]) -> None:
         if self._recorder is not None:
             order = generation.order
-            self._recorder.add(order.step, order.command_id, generation.started_at, samples)
+            self._recorder.add(order.step, order.purpose, order.command_id, generation.started_at, samples)
 
     def _go_on(self, conversation: Conversation, turn: Turn) -> Literal["length", "turns"] | Unscored | None:
         """Add what the environment said, if another response may follow; else return what ends the sample."""
@@ -453,6 +456,11 @@ class RolloutService:
 def _as_sent(sample: SampleScored, purpose: Purpose) -> SampleScored:
     """Return a sample as the coordinator gets it, which shows the texts of validation alone."""
     return sample if purpose == "validate" else msgspec.structs.replace(sample, response="")
+
+
+def _program(server: RewardServer | None, coordinator: str) -> Program | None:
+    """Return where the program that began the run scores samples, if it does: on the coordinator's host."""
+    return None if server is None else Program(f"{coordinator.rpartition(':')[0]}:{server.port}", server.key)
 
 
 def _make_engine(config: Config) -> Engine:

@@ -3,7 +3,8 @@
 It consumes orders from the coordinator, and the samples to train on from the rollouts that made them, and produces new
 weights in memory that engines read in place. During an order it waits for the rollouts, for a share of the order's
 deadline, and for the other ranks, inside collective operations whose timeout is that deadline; between orders it
-touches no weight. A checkpoint is copied during an order, and a thread writes the copy beside the orders that follow.
+touches no weight. A checkpoint is copied during an order, and a thread writes the copy beside the orders that follow;
+another writes the log-probabilities of what was trained on to the record of samples.
 Where generation takes turns with training on the same devices, what only optimizer steps need is not there between
 orders.
 """
@@ -17,7 +18,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import assert_never
+from typing import TYPE_CHECKING, assert_never
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tandem.common import gc_tuning
-from tandem.common.assignment import data_parallel_ranks
+from tandem.common.assignment import data_parallel_ranks, scoring_trainers
 from tandem.common.batch import BatchTable, GivenTokens, TrainingBatch
 from tandem.common.config import Config
 from tandem.common.errors import WireError
@@ -65,6 +66,9 @@ from tandem.trainer.backends import make_backend, shards
 from tandem.trainer.fetching import SampleFetcher
 from tandem.trainer.losses.own import try_out
 
+if TYPE_CHECKING:
+    from tandem.trainer.logprob_recorder import LogprobRecorder
+
 _FETCH_SHARE = 0.25
 """Of the deadline of a training step that fetching its samples may take."""
 
@@ -86,6 +90,8 @@ class TrainerService:
         self._memory = MemoryMeter()
         self._writing: Writing | None = None
         """The last checkpoint."""
+        self._recorder: LogprobRecorder | None = None
+        """None where no log-probabilities are recorded, or another rank of the model-parallel group does it."""
 
     def handle(self, order: TrainerOrder, arrays: Arrays) -> None:
         """Carry out one order and reply."""
@@ -123,6 +129,8 @@ class TrainerService:
 
     def close(self) -> None:
         """Leave the meshes and the process group."""
+        if self._recorder is not None:
+            self._recorder.close()
         if self._endpoint is not None:
             self._endpoint.close()
         if self._weights is not None:
@@ -223,6 +231,11 @@ class TrainerService:
             self._weights = shards.copy_of(self._weights)
         self._endpoint = Endpoint(self._member, self._weights)
         self._version = order.version
+        if order.samples_folder and self._member.index in scoring_trainers(self._config):
+            # Arrow has threads from its import on, and services are forked by a process that must have none.
+            from tandem.trainer.logprob_recorder import LogprobRecorder
+
+            self._recorder = LogprobRecorder(Path(order.samples_folder), self._member.run_id, self._member.name)
         reply = TrainerBuilt(
             command_id=order.command_id,
             version=self._version,
@@ -259,9 +272,13 @@ class TrainerService:
         self._endpoint.abandon_digest()
         self._memory.begin()
         with self._training_state() as backend:
-            result = step.train(backend, table, share, self._config)
+            result = step.train(backend, table, share, self._config, keeps_logprobs=self._recorder is not None)
         self._fetcher.clear()
         self._version = order.step
+        if self._recorder is not None and result.logprobs is not None:
+            own = table.take(table.rows_of(self._rank))
+            keys = [*zip(own.group_S.tolist(), own.sample_S.tolist(), own.branch_S.tolist(), strict=True)]
+            self._recorder.add(order.step, keys, own.lengths_S, result.logprobs)
         reply = Trained(
             command_id=order.command_id,
             step=order.step,

@@ -8,8 +8,9 @@ nothing else.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -23,7 +24,7 @@ from tandem.common.columns import ADVANTAGES, Column, Model, Source
 from tandem.common.config import Config
 from tandem.trainer import packing
 from tandem.trainer.advantages import minus_kl, whitened
-from tandem.trainer.backend import Backend, OptimizerStep
+from tandem.trainer.backend import Backend, LossOfMicroBatch, OptimizerStep
 from tandem.trainer.batching import Batching
 from tandem.trainer.losses import Counts, Loss, make_loss
 from tandem.trainer.losses.own import blamed
@@ -46,33 +47,43 @@ class TrainResult(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds on this rank by phase: ``policy_training``, ``logprobs``, ``reference_logprobs``."""
     has_update: bool
     """Whether an optimizer step had a gradient and a learning rate that are not zero."""
+    logprobs: Callable[[], Float32s] | None = None
+    """Makes the log-probabilities of the share's tokens under the policy as it met them, NaN where none counts; from
+    any thread. None unless they were to be kept."""
 
 
-def train(backend: Backend, table: BatchTable, share: TrainingBatch, config: Config) -> TrainResult:
+def train(
+    backend: Backend, table: BatchTable, share: TrainingBatch, config: Config, *, keeps_logprobs: bool = False
+) -> TrainResult:
     """Train on one batch: an optimizer step for each ``train_global_batch_size`` consecutive sequences (DPO: pairs).
 
     The previous policy of the loss's ratio is the one before the first of these steps. If there is only one, that is
     the policy in training, and no separate pass computes its log-probabilities unless advantages need them.
-    `share` is what `table` assigns to this rank, in its order.
+    `share` is what `table` assigns to this rank, in its order. With `keeps_logprobs` the log-probabilities of its
+    tokens are kept: those of the pass that computes them, or where there is none, those that the loss has.
 
     Raises `TrainingError` if a loss or gradient is no finite number; the weights are then those of the step before.
     """
     shares = _Share(backend, table, share, config)
     seconds = {"policy_training": 0.0, **dict.fromkeys(_SCORING.values(), 0.0)}
     columns = shares.columns(seconds)
+    kept = _KeptLogprobs(share, shares.policy_logprobs_T)
     parts = []
     with _timed(seconds, "policy_training"):
         for rows in shares.global_batches:
             loss = make_loss(config, shares.counts(rows), backend.device)
             with blamed(config):
-                done = backend.train_step(shares.micro_batches(rows, columns), loss)
+                done = backend.train_step(
+                    shares.micro_batches(rows, columns), kept.beside(loss) if keeps_logprobs else loss
+                )
             parts.append(_metrics(backend, config, loss, shares.counts(rows), done))
     metrics = {name: sum(part[name] for part in parts) / len(parts) for name in parts[0]}
     # A batch has so many of these in all, and ends on this learning rate.
     metrics |= {name: sum(part[name] for part in parts) for name in _NUMBERS}
     metrics["learning_rate"] = parts[-1]["learning_rate"]
     has_update = any(part["grad_norm"] > 0 and part["learning_rate"] > 0 for part in parts)
-    return TrainResult(metrics=metrics, seconds=seconds, has_update=has_update)
+    logprobs = kept.of_tokens if keeps_logprobs else None
+    return TrainResult(metrics=metrics, seconds=seconds, has_update=has_update, logprobs=logprobs)
 
 
 def evaluate(
@@ -124,6 +135,34 @@ def _evaluated(
     return metrics, loss.report.count
 
 
+class _KeptLogprobs:
+    """What the policy says of a share's tokens, kept on its device until somebody asks."""
+
+    def __init__(self, batch: TrainingBatch, policy_T: Float32s | None) -> None:
+        """`policy_T` is what a pass of its own has computed, None if there was none."""
+        self._batch = batch
+        self._policy_T = policy_T
+        self._scored: list[tuple[tuple[int, ...], torch.Tensor]] = []
+        """Rows of the share, and the log-probabilities of their padded tokens."""
+
+    def beside(self, loss: Loss) -> LossOfMicroBatch:
+        """Return the loss as one that keeps the log-probabilities it is computed from, if there are none yet."""
+        return loss if self._policy_T is not None else partial(self._keep, loss)
+
+    def of_tokens(self) -> Float32s:
+        """Return the log-probabilities of the share's tokens, NaN for those that do not count."""
+        values_T = self._policy_T
+        if values_T is None:
+            values_T = np.zeros(len(self._batch.token_ids_T), dtype=np.float32)
+            for rows, logprobs_BT in self._scored:
+                packing.unpad_into(values_T, logprobs_BT, self._batch, rows)
+        return np.where(self._batch.counted(), values_T, np.float32(np.nan))
+
+    def _keep(self, loss: Loss, micro_batch: MicroBatch, scores_BT: TokenScores) -> torch.Tensor:
+        self._scored.append((micro_batch.rows, scores_BT.logprobs.detach()))
+        return loss(micro_batch, scores_BT)
+
+
 class _Share:
     """This rank's share of a batch; rows are those of the whole batch's table."""
 
@@ -148,6 +187,8 @@ class _Share:
             prompt_S=table.prompt_S if shares_prompts else None,
             unit=config.sequences_per_sample,
         )
+        self.policy_logprobs_T: Float32s | None = None
+        """Of its tokens, under the policy; None until a pass of its own has computed them."""
         self._counted_S = table.num_counted_S
         self._rewards_S = table.rewards_S
         size = policy.train_global_batch_size * config.sequences_per_sample
@@ -173,6 +214,7 @@ class _Share:
         for model in config.declaration.scored_by(config, num_steps):
             with _timed(seconds, _SCORING[model]):
                 scores[model] = self.logprobs(model, size)
+        self.policy_logprobs_T = scores.get("policy")
         return self.columns_with(scores)
 
     def columns_with(self, scores: Mapping[Source, Float32s]) -> dict[Column, NDArray[Any]]:

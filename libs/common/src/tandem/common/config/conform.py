@@ -163,7 +163,7 @@ def _union(value: Any, wanted: UnionType, key: str) -> Any:
             if isinstance(member, LiteralType) and not _is_choice(value, member):
                 continue
             is_word = isinstance(value, str) and not NUMBER.fullmatch(value)
-            if isinstance(member, FloatType) and is_word and has_choices:
+            if isinstance(member, FloatType | IntType) and is_word and has_choices:
                 continue  # the choices are to be said, too
             return conform(value, member, key)
     raise _mismatch(value, wanted, key)

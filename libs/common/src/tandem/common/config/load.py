@@ -50,8 +50,29 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, to_run: bool
 
 def build_config(settings: Mapping[str, Any], source: str = "configuration") -> Config:
     """Make a configuration from a mapping as `load_config` makes it from a file; errors begin with `source`."""
-    plain = dict(settings)
-    return _build(Layers(main=source, layers=(Layer(source=source, settings=plain),), merged=plain), to_run=True)
+    return build(layers_of(settings, source))
+
+
+def layers_of(given: str | Path | Mapping[str, Any] | Config, source: str = "config") -> Layers:
+    """Return what a program gave as the lowest of layers: a file, a mapping, or a configuration that is made.
+
+    `source` is what errors call what is no file.
+    """
+    if isinstance(given, str | Path):
+        return read_layers(Path(given), ())
+    plain = escaped(_unfilled(given)) if isinstance(given, Config) else dict(given)
+    return Layers(main=source, layers=(Layer(source=source, settings=plain),), merged=plain)
+
+
+def laid_over(layers: Layers, settings: Mapping[str, Any], source: str) -> Layers:
+    """Return layers with one more on top of them, which errors call `source`."""
+    top = Layer(source=source, settings=dict(settings))
+    return Layers(main=layers.main, layers=(*layers.layers, top), merged=merge(layers.merged, top.settings))
+
+
+def build(layers: Layers) -> Config:
+    """Make a configuration that can be run. Raises `ConfigError`, as `load_config` does."""
+    return _build(layers, to_run=True)
 
 
 class Changed(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,24 +1,33 @@
-"""``coordinator report``: summarise a run."""
+"""``coordinator report``: summarise runs."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from tandem.coordinator.commands.arguments import OK, Commands, add_run
+from tandem.coordinator.commands.arguments import OK, Commands
 
 
 def add(commands: Commands) -> None:
     """Declare the command."""
-    report = commands.add_parser("report", help="summarise a run: curves as PNG and JSON, and where the time went")
-    add_run(report)
-    report.add_argument("--out", type=Path, help="folder for report.png and report.json (default: the run folder)")
+    report = commands.add_parser(
+        "report", help="summarise runs, side by side: curves as one HTML file, PNG and JSON, and where the time went"
+    )
+    report.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="run folders: logger.log_dir of their configurations"
+    )
+    report.add_argument(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="for report.html, report.png and report.json, which is of the first run (default: that run's folder)",
+    )
     report.set_defaults(carry_out=_report)
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from tandem.coordinator.inspect.report import format_summary, write_report
+    from tandem.coordinator.inspect.report import format_report, write_report
 
-    write_report(arguments.run, arguments.out or arguments.run)
-    print(format_summary(arguments.run))
+    out: Path = arguments.out or arguments.runs[0]
+    print(format_report(write_report(arguments.runs, out), out))
     return OK

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,21 +15,52 @@ from tandem.coordinator.commands.arguments import FAILED, INTERRUPTED, OK
 
 if TYPE_CHECKING:
     from tandem.common.config import Config
+    from tandem.common.messages import RewardServer
     from tandem.coordinator.run.prerequisite import Mode
+    from tandem.coordinator.scheduler.events import Finish
 
 
 def run_to_end(source: str, config: Config, mode: Mode, from_step: int | None, to_continue: Sequence[str]) -> int:
     """Run a configuration, which `source` holds, to its end; `to_continue` is what to type if it is interrupted."""
+    finish = run_to_outcome(source, config, mode, from_step)
+    match finish.outcome:
+        case "finished":
+            return OK
+        case "interrupted":
+            from tandem.coordinator.run.journal_file import JOURNAL_NAME
+
+            if config.prerequisite is None and not (Path(config.logger.log_dir) / JOURNAL_NAME).exists():
+                print("interrupted before the run had begun", flush=True)
+                return INTERRUPTED
+            print(f"interrupted; continue with: {shlex.join(to_continue)}", flush=True)
+            return INTERRUPTED
+        case "failed":
+            print(f"error: {finish.error}", file=sys.stderr)
+            return FAILED
+
+
+def run_to_outcome(
+    source: str,
+    config: Config,
+    mode: Mode,
+    from_step: int | None,
+    reward_server: RewardServer | None = None,
+    begun: Callable[[], None] = lambda: None,
+) -> Finish:
+    """Run a configuration, and report on it when it has finished; `begun` is called when it was looked through.
+
+    Raises:
+        TandemError: something is wrong that is known before any process starts.
+
+    """
     for notice in notices(config):
         print(f"note: {notice}", flush=True)
     from tandem.coordinator.run.fork_server import ForkServer
-    from tandem.coordinator.run.journal_file import JOURNAL_NAME
     from tandem.coordinator.run.launch import preload
     from tandem.coordinator.run.spec import launched_processes
     from tandem.coordinator.scheduler.events import Finish
 
     signals.interrupt_when_asked()
-    folder = Path(config.logger.log_dir)
     try:
         # First: what follows imports much as well.
         kinds = [kind for kind, count in launched_processes(config).items() if count]
@@ -38,28 +69,25 @@ def run_to_end(source: str, config: Config, mode: Mode, from_step: int | None, t
             from tandem.coordinator.run.preflight import preflight
             from tandem.coordinator.run.run import run
 
-            ready = preflight(source, config, mode)
+            ready = preflight(source, config, mode, has_rewards=reward_server is not None)
+            begun()
             say = partial(print, flush=True)
-            finish = run(ready, mode, say, fork_server, from_step)
+            finish = run(ready, mode, say, fork_server, from_step, reward_server)
     except KeyboardInterrupt:  # before the loop began, which takes it for itself
         finish = Finish(outcome="interrupted")
-    match finish.outcome:
-        case "finished":
-            from tandem.coordinator.inspect.report import format_summary, write_report
+    if finish.outcome == "finished":
+        _report(config)
+    return finish
 
-            write_report(folder, folder, [] if config.replay is None else [Path(config.replay.run)])
-            print(format_summary(folder), flush=True)
-            if config.replay is not None:
-                from tandem.coordinator.run.comparison import compare
 
-                print(compare(config), flush=True)
-            return OK
-        case "interrupted":
-            if config.prerequisite is None and not (folder / JOURNAL_NAME).exists():
-                print("interrupted before the run had begun", flush=True)
-                return INTERRUPTED
-            print(f"interrupted; continue with: {shlex.join(to_continue)}", flush=True)
-            return INTERRUPTED
-        case "failed":
-            print(f"error: {finish.error}", file=sys.stderr)
-            return FAILED
+def _report(config: Config) -> None:
+    from tandem.coordinator.inspect.report import format_report, write_report
+
+    folder = Path(config.logger.log_dir)
+    beside = [] if config.replay is None else [Path(config.replay.run)]
+    runs = write_report([folder, *beside], folder, is_brief=True)
+    print(format_report(runs[:1], folder), flush=True)
+    if config.replay is not None:
+        from tandem.coordinator.run.comparison import compare
+
+        print(compare(config), flush=True)

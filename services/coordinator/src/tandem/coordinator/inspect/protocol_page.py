@@ -27,6 +27,8 @@ LINKS: dict[str, UnionType | type[messages.Message]] = {
     "Refit to coordinator": messages.RefitReply,
     "Trainer to rollout": messages.ToSampleStore,
     "Rollout to trainer": messages.FromSampleStore,
+    "Rollout to the program that began the run": messages.ToRewardServer,
+    "The program that began the run to rollout": messages.FromRewardServer,
 }
 _PARTS = (
     messages.PromptGroup,
@@ -36,6 +38,9 @@ _PARTS = (
     messages.RecordedGroup,
     messages.PlannedMesh,
     messages.MemoryUse,
+    messages.RewardServer,
+    messages.ResponseToScore,
+    messages.ScoredResponse,
 )
 _BUNDLES = (batch.BatchTable, batch.GivenTokens, batch.SampleArrays)
 _LIMITS = {

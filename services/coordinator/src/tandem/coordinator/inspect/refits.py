@@ -11,7 +11,18 @@ from rich.table import Table
 from tandem.common.errors import RunFolderError
 from tandem.coordinator.run.journal import RefitRecord, read_journal
 
-_COLUMNS = ("version", "engines", "MB", "copy ms", "predicted", "of bound", "transfer", "attest", "digest")
+_COLUMNS = {
+    "version": "of the weights: how many training steps are behind them",
+    "engines": "how many took it",
+    "MB": "moved to them; in place: they read the trainers' memory, and nothing is moved",
+    "copy ms": "what the slowest process took to move bytes",
+    "predicted": "what that takes at the rates of cluster.links, in ms",
+    "of bound": "the least that copying could take over what it took: 1.00 is the best there is",
+    "transfer": "until every engine held the version, in ms",
+    "attest": "from then until digests agreed, beside generation, in ms",
+    "digest": "of the whole version, the same however it is spread",
+}
+"""With what they say."""
 _WIDTH = 100
 """Columns that the table needs; a narrower terminal wraps it, and loses nothing."""
 
@@ -24,12 +35,8 @@ def print_refits(folder: Path, console: Console) -> None:
         raise RunFolderError(f"{folder} holds a run without refits")
     console.width = max(console.width, _WIDTH)
     console.print(refit_table(records))
-    console.print(
-        "Milliseconds. copy: the slowest process, moving bytes. predicted, bound: what that takes at the rates of "
-        "cluster.links, and the least that it could. transfer: until every engine held the version. attest: from then "
-        "until digests agreed, beside generation.",
-        style="dim",
-    )
+    for column, meaning in _COLUMNS.items():
+        console.print(f"  {column:<10} {meaning}", style="dim", highlight=False)
     for line in _links(records):
         console.print(line)
     for record in records:
@@ -46,7 +53,7 @@ def refit_table(records: Sequence[RefitRecord]) -> Table:
         table.add_row(
             str(record.version),
             str(len(record.engines)),
-            f"{sum(record.num_bytes.values()) / 1e6:.1f}",
+            f"{sum(record.num_bytes.values()) / 1e6:.1f}" if any(record.num_bytes.values()) else "in place",
             _milliseconds(record.seconds.get("copy")),
             _milliseconds(record.predicted_s),
             f"{record.share_of_bound:.2f}" if record.bound_s else "",

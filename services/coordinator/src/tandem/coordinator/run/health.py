@@ -1,5 +1,7 @@
 """Notice from the metrics of a run's steps that it learns nothing; pure, no clock and no sockets.
 
+`tandem.coordinator.inspect.diagnosis` looks for the same conditions, and for more, in a run that is over.
+
 A condition that holds for so many steps in a row is said once, with its evidence and the configuration keys to look at,
 and once more only if it has cleared in between. Where one condition explains another, only the first is said.
 """
@@ -43,7 +45,7 @@ class Health:
     """The conditions of one run, and for how many steps each has held."""
 
     def __init__(self, config: Config) -> None:
-        self._conditions = tuple(_conditions(config))
+        self._conditions = tuple(conditions(config))
         self._num_steps = [0] * len(self._conditions)
         self._is_said = [False] * len(self._conditions)
 
@@ -68,18 +70,20 @@ class Health:
         return lines
 
 
-def _conditions(config: Config) -> Iterator[Condition]:
-    """Yield what can be wrong with this run, causes before what they explain."""
-    policy = config.policy
-    if policy.megatron_cfg.enabled:
-        learning_rate = "policy.megatron_cfg.optimizer.lr and policy.megatron_cfg.scheduler"
-    else:
-        learning_rate = "policy.optimizer.kwargs.lr and policy.scheduler"
+def learning_rate_keys(config: Config) -> str:
+    """Return the keys that say how large the learning rate is."""
+    if config.policy.megatron_cfg.enabled:
+        return "policy.megatron_cfg.optimizer.lr and policy.megatron_cfg.scheduler"
+    return "policy.optimizer.kwargs.lr and policy.scheduler"
+
+
+def conditions(config: Config) -> Iterator[Condition]:
+    """Yield what can be wrong with this run, causes before what they explain; no two are seen in the same metric."""
     yield Condition(
         metric="learning_rate",
         holds=lambda metrics: metrics["learning_rate"] == 0,
         evidence="the learning rate has been 0, and no weight has changed",
-        look_at=learning_rate,
+        look_at=learning_rate_keys(config),
     )
     if config.declaration.rolls_out:
         yield from _of_samples(config)

@@ -118,9 +118,13 @@ class JournalReader:
         (step,) = self._rows("SELECT max(step) FROM steps WHERE superseded_at IS NULL")[0]
         return None if step is None else int(step)
 
-    def steps(self) -> list[StepRecord]:
-        """Return every step that is done, in order, without those that were superseded."""
-        return self._steps("superseded_at IS NULL ORDER BY step")
+    def steps(self, *, after: int = -1, since: float = 0.0) -> list[StepRecord]:
+        """Return the steps that are done, in order, without those that were superseded.
+
+        Only those `after` a step, and those committed `since` a Unix time.
+        """
+        which = f"step > {after:d} AND committed_at >= {since:f}"
+        return self._steps(f"superseded_at IS NULL AND {which} ORDER BY step")
 
     def step(self, step: int) -> StepRecord:
         """Return one step, which is done."""

@@ -63,6 +63,7 @@ from tandem.coordinator.scheduler.events import (
     Replied,
     Say,
     StepRecorded,
+    StepValidated,
     Ticked,
 )
 
@@ -103,6 +104,7 @@ class Loop:
         self._algorithm = algorithm
         self._batches = batches
         self._recorder = recorder
+        self._onlookers = recorder.onlookers
         self._record_orders = RecordOrders()
         self._step_metrics = self._new_metrics()
         self._refits = RefitMetrics()
@@ -124,7 +126,9 @@ class Loop:
         return self._finish
 
     def _handle(self, event: Event) -> None:
-        for action in self._scheduler.handle(event):
+        actions = self._scheduler.handle(event)
+        self._onlookers.handled(event, self._scheduler)
+        for action in actions:
             self._carry_out(action)
 
     def _on_signal(self, number: int) -> None:
@@ -165,6 +169,8 @@ class Loop:
 
     def _keep(self, event: Event) -> None:
         """Keep what a reply brings besides the fact that it came."""
+        if isinstance(event, Erred):
+            self._onlookers.answered(event.failed, event.now)
         if not isinstance(event, Replied) or event.reply.command_id not in self._scheduler.requests:
             return
         self._batches.take_reply(event.member, event.reply)
@@ -189,6 +195,7 @@ class Loop:
                 self._recorder.note(f"training has waited for a checkpoint to be written: {why}")
             case _:
                 pass
+        self._onlookers.answered(event.reply, event.now)
         self._sent.pop(event.reply.command_id, None)
 
     # --- actions -----------------------------------------------------------------------------------------------------
@@ -204,7 +211,7 @@ class Loop:
                 self._send_prompts(action)
             case DispatchBatch():
                 self._send_batch(action)
-            case DispatchRecord() | StepRecorded() | DropKept():
+            case DispatchRecord() | StepValidated() | StepRecorded() | DropKept():
                 self._keep_record(action)
             case DiscardSamples():
                 self._recorder.record_discarded(action)
@@ -230,6 +237,7 @@ class Loop:
         frames = encode(order, arrays)
         resend_at = time.monotonic() + _RESEND_AFTER * order.deadline_s
         self._sent[order.command_id] = Sent(member, frames, resend_at)
+        self._onlookers.sent(member, order)
         self._registry.order(member, order, frames)
 
     def _resend(self, now: float) -> None:
@@ -258,15 +266,17 @@ class Loop:
         self._step_metrics.metrics.update(metrics)
         self._send(action.member, order, arrays)
         if metrics and action.purpose == "train" and self._scheduler.spec.samples_folder and of_step is not None:
-            self._record_orders.keep(action.step, of_step.records(), self._batches.advantages())
+            self._record_orders.keep(action.step, "train", of_step.records(), self._batches.advantages())
 
-    def _keep_record(self, action: DispatchRecord | StepRecorded | DropKept) -> None:
+    def _keep_record(self, action: DispatchRecord | StepValidated | StepRecorded | DropKept) -> None:
         """Carry out what concerns the record of samples."""
         match action:
             case DispatchRecord():
                 self._send(action.member, self._record_orders.order(action), None)
+            case StepValidated():
+                self._record_orders.keep(action.step, "validate", action.records)
             case StepRecorded():
-                self._record_orders.forget(action.step)
+                self._record_orders.forget(action.step, action.purpose)
                 self._recorder.take_recorded(action)
             case DropKept():
                 self._recorder.drop_kept(action)
@@ -294,7 +304,7 @@ class Loop:
         self._recorder.note(f"{member} is lost: {why}; {how}")
 
     def _commit(self, action: CommitStep) -> None:
-        for line in self._algorithm.describe(action.validated[: self._recorder.num_examples]):
+        for line in self._algorithm.describe(self._recorder.examples(action.step, action.validated)):
             self._recorder.note(line)
         self._step_metrics.metrics.update(self._algorithm.validation_metrics(action.validated))
         self._step_metrics.metrics.update(action.metrics)

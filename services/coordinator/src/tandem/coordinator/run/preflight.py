@@ -20,6 +20,7 @@ import msgspec
 
 from tandem.common import gc_tuning, wire
 from tandem.common.config import Config, config_to_json, load_config
+from tandem.common.config.checks.data import PYTHON_REWARDS
 from tandem.common.errors import ConfigError, DataError, ModelError, TandemError
 from tandem.common.programs import search_path
 from tandem.common.sources import package_folder
@@ -34,15 +35,33 @@ from tandem.coordinator.run.prerequisite import Mode, Ready, differences, has_be
 from tandem.coordinator.run.spec import launched_processes
 
 
-def preflight(source: str, config: Config, mode: Mode) -> Ready:
+def preflight(source: str, config: Config, mode: Mode, *, has_rewards: bool = False) -> Ready:
     """Look a run through, and the one before it if that will run, and load its data.
+
+    `has_rewards` says whether a Python program is there to score samples with functions of its own.
 
     Raises:
         TandemError: what is wrong with it; if that is several things, a `ConfigError` that has them all.
 
     """
     with tempfile.TemporaryDirectory() as folder, gc_tuning.paused():  # tokenizers and data sets import much
-        return _look_through(source, config, mode, Path(folder), ())[0]
+        ready, _ = _look_through(source, config, mode, Path(folder), ())
+    if not has_rewards:
+        _refuse_rewards_of_a_program(ready)
+    return ready
+
+
+def _refuse_rewards_of_a_program(ready: Ready | None) -> None:
+    """Raise `ConfigError` for a run that only the program which has its reward functions can go on with."""
+    while ready is not None:
+        config = ready.config
+        if config.generates and config.data.environment == PYTHON_REWARDS:
+            names = ", ".join(config.env[PYTHON_REWARDS].kwargs.get("functions", ())) or "none here"
+            raise ConfigError(
+                f"{ready.source}: data.environment: {PYTHON_REWARDS}: the reward functions ({names}) are those of a "
+                "Python program: run that, with tandem.train(..., resume=True) to continue"
+            )
+        ready = ready.prerequisite
 
 
 def _look_through(

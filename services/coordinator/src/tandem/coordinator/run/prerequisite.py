@@ -128,12 +128,13 @@ def model_differences(config: Config) -> str:
     return ", ".join(differing)
 
 
-def set_aside(folder: Path, say: Say) -> None:
-    """Rename a folder of an earlier run: nothing is lost."""
+def set_aside(folder: Path, say: Say) -> Path:
+    """Rename a folder of an earlier run: nothing is lost; return what it is called now."""
     number = next(n for n in range(1, 10_000) if not folder.with_name(f"{folder.name}.{n}").exists())
     aside = folder.with_name(f"{folder.name}.{number}")
     shutil.move(folder, aside)
     say(f"{folder} moved to {aside}")
+    return aside
 
 
 def _read(path: Path) -> dict[str, Any]:

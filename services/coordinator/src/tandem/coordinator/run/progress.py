@@ -1,4 +1,7 @@
-"""Show a run's progress: a live display on a terminal, a line a step anywhere else."""
+"""Show a run's progress: a line a step, and below them, on a terminal, a display that changes in place.
+
+Anywhere else a line comes every half minute as well that says what a step that takes longer waits for.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,14 @@ import itertools
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from tandem.common.config import Config
+from tandem.coordinator.run.display import Display
 from tandem.coordinator.run.journal import StepRecord
 from tandem.coordinator.run.members import Registry
 from tandem.coordinator.scheduler import Scheduler
@@ -24,6 +27,11 @@ from tandem.coordinator.scheduler.spec import RunSpec
 _BARS = "▁▂▃▄▅▆▇█"
 _SPARKLINE_WIDTH = 60
 _REFRESH_S = 0.25
+_LINE_EVERY_S = 30.0
+_RECENT = 10
+"""Steps whose duration says how long those to come will take."""
+_MOST_NAMED = 4
+"""Processes that a line names; of more it says how many there are."""
 _PHASE_COLOURS = {
     "generation": "cyan",
     "policy_training": "magenta",
@@ -46,19 +54,50 @@ def sparkline(values: Sequence[float], width: int = _SPARKLINE_WIDTH) -> str:
     return "".join(_BARS[round((value - low) * scale)] for value in means)
 
 
-def step_line(record: StepRecord, last_step: int) -> str:
-    """Describe a step that is done in one line."""
+def step_line(record: StepRecord, last_step: int, times: str = "") -> str:
+    """Describe a step that is done in one line; `times` says how far that is."""
     metrics, seconds = record.metrics, record.seconds
     parts = [f"step {record.step}/{last_step}"]
-    for name, label in (*_curves_of(metrics), ("kl", "kl"), ("avg_trajectory_age", "mean age")):
+    for name, label in (*_curves_of(metrics), *_POLICY, ("avg_trajectory_age", "mean age")):
         if name in metrics and not (name == "kl" and metrics[name] == 0.0):
             parts.append(f"{label} {metrics[name]:.3f}")
     if "val_loss" in metrics:
         parts.append(f"held-out loss {metrics['val_loss']:.3f}")
     if "tokens_per_s" in metrics:
         parts.append(f"{metrics['tokens_per_s']:,.0f} tokens/s")
+    if times:
+        parts.append(times)
     parts.append(f"{seconds.get('total', 0.0):.2f} s ({shares(seconds)})")
     return "  ".join(parts)
+
+
+def clock(seconds: float) -> str:
+    """Write a duration as hours, minutes and seconds: ``1:02:03``."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+
+
+def seconds_left(records: Sequence[StepRecord], last_step: int) -> float | None:
+    """Return how long the steps to come will take if they take as long as the latest; None where none is done."""
+    totals = [record.seconds.get("total", 0.0) for record in records[-_RECENT:] if record.step]
+    if not totals or not sum(totals):
+        return None
+    return (last_step - records[-1].step) * sum(totals) / len(totals)
+
+
+def waiting_line(scheduler: Scheduler, registry: Registry, last_step: int) -> str:
+    """Say what a run is doing, and whom it waits for."""
+    waits: dict[str, list[str]] = {}
+    for name in scheduler.requests.members():
+        member = registry.members.get(name)
+        waits.setdefault(member.phase if member is not None else "gone", []).append(name)
+    parts = []
+    for phase, names in waits.items():
+        more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+        parts.append(f"{', '.join(names[:_MOST_NAMED])}{more} ({phase})")
+    missing = scheduler.missing
+    waiting = "; ".join([*([f"{missing} to join"] if missing else []), *parts]) or "nobody"
+    return f"step {scheduler.step}/{last_step}: {scheduler.phase.value}, waiting for {waiting}"
 
 
 def ahead_line(scheduler: Scheduler) -> str:
@@ -79,6 +118,10 @@ def _curves_of(metrics: Mapping[str, float]) -> tuple[tuple[str, str], ...]:
     return (first, ("val_accuracy", "held-out accuracy"), ("loss", "loss"))
 
 
+_POLICY = (("kl", "kl"), ("entropy", "entropy"))
+"""Of the policy, with their labels."""
+
+
 def shares(seconds: Mapping[str, float]) -> str:
     """Say which share of a step went where, the largest first."""
     total = seconds.get("total", 0.0)
@@ -90,17 +133,26 @@ class Progress:
     """The display of one run."""
 
     def __init__(
-        self, config: Config, spec: RunSpec, history: Sequence[StepRecord], console: Console | None = None
+        self,
+        config: Config,
+        spec: RunSpec,
+        history: Sequence[StepRecord],
+        console: Console | None = None,
+        now: Callable[[], float] = time.monotonic,
+        line_every_s: float = _LINE_EVERY_S,
     ) -> None:
+        """`now` returns the seconds since some moment; a line comes at least so often where there is no terminal."""
         self._title = f"{config.algorithm} · {config.policy.model_name} · {config.logger.log_dir}"
         self._spec = spec
         self._records = list(history)
         self._console = console or Console()
-        self._shown_at = 0.0
-        self._live: Live | None = None
-        if self._console.is_terminal:
-            self._live = Live(console=self._console, auto_refresh=False, transient=True)
-            self._live.start()
+        self._now = now
+        self._line_every_s = line_every_s
+        self._began_at = self._printed_at = now()
+        self._shown_at = -_REFRESH_S
+        self._display: Display | None = None
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
+            self._display = Display(self._console)
 
     def note(self, text: str) -> None:
         """Print a line above the display."""
@@ -109,31 +161,29 @@ class Progress:
     def commit(self, record: StepRecord) -> None:
         """Show a step that is done."""
         self._records.append(record)
-        if self._live is None:
-            self._print(step_line(record, self._spec.last_step))
+        self._print(step_line(record, self._spec.last_step, self._times()))
 
     def show(self, scheduler: Scheduler, registry: Registry) -> None:
-        """Bring the live display up to date, a few times a second."""
-        now = time.monotonic()
-        if self._live is None or now - self._shown_at < _REFRESH_S:
-            return
-        self._shown_at = now
-        self._live.update(self.render(scheduler, registry, now), refresh=True)
+        """Bring the display up to date, a few times a second; without one, print what the run waits for."""
+        now = self._now()
+        if self._display is None:
+            if now - self._printed_at >= self._line_every_s:
+                self._print(f"{waiting_line(scheduler, registry, self._spec.last_step)}  {self._times()}")
+        elif now - self._shown_at >= _REFRESH_S:
+            self._shown_at = now
+            self._display.update(self.render(scheduler, registry, now))
 
     def close(self) -> None:
-        """Give the terminal back, leaving the last step on it."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
-            if self._records:
-                self._print(step_line(self._records[-1], self._spec.last_step))
+        """Give the terminal back, with the lines that were printed."""
+        if self._display is not None:
+            self._display.close()
+            self._display = None
 
     def render(self, scheduler: Scheduler, registry: Registry, now: float) -> RenderableType:
         """Draw the run as it stands."""
         return Group(
-            Text(
-                f"{self._title}   step {scheduler.step}/{self._spec.last_step}: {scheduler.phase.value}", style="bold"
-            ),
+            Text(self._title, style="bold"),
+            Text(f"{f'step {scheduler.step}/{self._spec.last_step}':>18} {scheduler.phase.value}  {self._times()}"),
             *([] if self._spec.is_synchronous else [Text(f"{'ahead':>18} {ahead_line(scheduler)}")]),
             *self._curves(),
             *self._last_step(),
@@ -142,9 +192,9 @@ class Progress:
 
     def _curves(self) -> list[RenderableType]:
         lines: list[RenderableType] = []
-        for name, label in _curves_of(self._records[-1].metrics if self._records else {}):
+        for name, label in (*_curves_of(self._records[-1].metrics if self._records else {}), *_POLICY):
             values = [record.metrics[name] for record in self._records if name in record.metrics]
-            if values:
+            if values and (name != "kl" or any(values)):
                 lines.append(Text(f"{label:>18} {values[-1]:7.3f}  {sparkline(values)}"))
         return lines
 
@@ -154,11 +204,20 @@ class Progress:
         seconds = self._records[-1].seconds
         total = seconds.get("total", 0.0) or 1.0
         bar = Text(f"{'last step':>18} {total:6.2f}s  ")
+        speed = self._records[-1].metrics.get("tokens_per_s")
         for name, colour in _PHASE_COLOURS.items():
             bar.append("█" * round(_SPARKLINE_WIDTH * seconds.get(name, 0.0) / total), style=colour)
-        return [bar, Text(f"{'':>27}{shares(seconds)}", style="dim")]
+        rate = "" if speed is None else f"  {speed:,.0f} tokens/s"
+        return [bar, Text(f"{'':>27}{shares(seconds)}{rate}", style="dim")]
+
+    def _times(self) -> str:
+        """Say how long the run has gone on, since it was started or resumed, and how much longer it will."""
+        left = seconds_left(self._records, self._spec.last_step)
+        elapsed = f"{clock(self._now() - self._began_at)} elapsed"
+        return elapsed if left is None else f"{elapsed}, {clock(left)} left"
 
     def _print(self, text: str) -> None:
+        self._printed_at = self._now()
         self._console.print(Text(text), soft_wrap=True)
         sys.stdout.flush()
 

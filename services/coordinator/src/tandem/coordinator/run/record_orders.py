@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from tandem.common.messages import RecordedGroup, RecordSamples
+from tandem.common.messages import Purpose, RecordedGroup, RecordSamples
 from tandem.coordinator.scheduler.events import DispatchRecord
 from tandem.coordinator.scheduler.groups import SampleRecord
 
@@ -13,22 +13,31 @@ Place = tuple[str, int, int, int]
 
 
 class RecordOrders:
-    """What steps were trained on, until that is recorded."""
+    """What steps were trained on, and validated by, until that is recorded."""
 
     def __init__(self) -> None:
-        self._groups: dict[tuple[int, str], tuple[RecordedGroup, ...]] = {}
-        """By step and rollout."""
+        self._groups: dict[tuple[int, Purpose, str], tuple[RecordedGroup, ...]] = {}
+        """By step, purpose and rollout."""
 
-    def keep(self, step: int, records: Sequence[SampleRecord], advantages: Mapping[Place, float]) -> None:
-        """Take note of what a step is trained on: all samples that it had, and the advantages of those in its batch."""
-        self.forget(step)
+    def keep(
+        self,
+        step: int,
+        purpose: Purpose,
+        records: Sequence[SampleRecord],
+        advantages: Mapping[Place, float] = {},
+    ) -> None:
+        """Take note of what a step is trained on: all samples that it had, and the advantages of those in its batch.
+
+        Or of what it was validated by.
+        """
+        self.forget(step, purpose)
         found: dict[str, dict[tuple[int, int], list[float | None]]] = {}
         for record in records:
             scored = record.scored
             of_group = found.setdefault(record.rollout, {}).setdefault((record.command_id, scored.group), [])
             of_group.append(advantages.get((record.rollout, record.command_id, scored.group, scored.sample)))
         for rollout, groups in found.items():
-            self._groups[step, rollout] = tuple(
+            self._groups[step, purpose, rollout] = tuple(
                 RecordedGroup(command_id=command_id, group=group, advantages=tuple(of_group))
                 for (command_id, group), of_group in groups.items()
             )
@@ -40,9 +49,10 @@ class RecordOrders:
             deadline_s=action.deadline_s,
             step=action.step,
             rollout=action.rollout,
-            groups=self._groups[action.step, action.rollout],
+            purpose=action.purpose,
+            groups=self._groups[action.step, action.purpose, action.rollout],
         )
 
-    def forget(self, step: int) -> None:
+    def forget(self, step: int, purpose: Purpose) -> None:
         """Forget a step that is recorded."""
-        self._groups = {key: groups for key, groups in self._groups.items() if key[0] != step}
+        self._groups = {key: groups for key, groups in self._groups.items() if key[:2] != (step, purpose)}

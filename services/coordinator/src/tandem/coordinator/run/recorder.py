@@ -12,6 +12,7 @@ from tandem.coordinator.run.health import Health
 from tandem.coordinator.run.journal import Journal, RefitRecord, StepRecord
 from tandem.coordinator.run.members import Registry
 from tandem.coordinator.run.metrics import RefitMetrics, StepMetrics
+from tandem.coordinator.run.onlookers import Onlookers
 from tandem.coordinator.run.progress import Progress
 from tandem.coordinator.run.resuming import refuse_other_weights
 from tandem.coordinator.run.sample_folder import SampleFolder
@@ -30,7 +31,9 @@ class Recorder:
         samples: SampleFolder,
         writers: MetricWriters,
         progress: Progress,
+        onlookers: Onlookers,
     ) -> None:
+        self.onlookers = onlookers
         self._samples = samples
         self._config = config
         self._journal = journal
@@ -41,21 +44,27 @@ class Recorder:
         """Of environments, in all samples that came."""
         self._health = Health(config)
 
-    @property
-    def num_examples(self) -> int:
-        """Validation samples to show each time."""
-        return self._config.logger.num_val_samples_to_print
+    def examples(self, step: int, validated: Sequence[SampleScored]) -> list[SampleScored]:
+        """Return the validation samples to show: each time those after the ones that were shown before."""
+        count = min(self._config.logger.num_val_samples_to_print, len(validated))
+        if not count:
+            return []
+        period = self._config.rollout_section.val_period
+        first = (-(-step // period) if period else 0) * count  # there may be one more at the end, and one at the start
+        return [validated[(first + index) % len(validated)] for index in range(count)]
 
     def note_failures(self, samples: Sequence[SampleScored]) -> None:
         """Say of the first sample that its environment failed on, of the tenth, the hundredth, and so on."""
         for sample in samples:
             if sample.failure:
+                self.onlookers.live.fail()
                 self._num_failures += 1
                 if str(self._num_failures).strip("0") == "1":  # a power of ten
                     self.note(failure_note(sample, self._num_failures))
 
     def record_discarded(self, action: DiscardSamples) -> None:
         """Write to the journal that groups are generated again."""
+        self.onlookers.live.drop(len(action.groups))
         groups = ", ".join(map(str, action.groups))
         self._journal.record_event("coordinator", f"step {action.step} ({action.purpose}): groups {groups} again")
 
@@ -63,14 +72,18 @@ class Recorder:
         """Show a line, and keep it in the journal."""
         self._journal.record_event("coordinator", text)
         self._progress.note(text)
+        self.onlookers.live.note(text)
 
     def show(self, scheduler: Scheduler, registry: Registry) -> None:
-        """Bring the live display up to date."""
+        """Bring the live display up to date, and what others see."""
         self._progress.show(scheduler, registry)
+        self.onlookers.show(scheduler, registry)
+        for line in self.onlookers.take_news():
+            self.note(line)
 
     def take_recorded(self, action: StepRecorded) -> None:
         """Keep the record of samples as small as it may be."""
-        self._samples.take_recorded(action.step, action.rollouts, action.num_bytes)
+        self._samples.take_recorded(action.step, action.rollouts, action.num_bytes, action.purpose)
 
     def drop_kept(self, action: DropKept) -> None:
         """Note that groups are generated again that were kept from before the run was resumed."""
@@ -108,6 +121,7 @@ class Recorder:
         record = self._journal.commit_step(record)
         self._writers.write(record.step, record.metrics, record.seconds)
         self._progress.commit(record)
+        self.onlookers.commit(record)
         for line in self._health.warnings(record.metrics):
             self.note(line)
 

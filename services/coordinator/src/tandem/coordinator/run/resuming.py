@@ -9,7 +9,7 @@ import msgspec
 
 from tandem.common import manifest
 from tandem.common.config import Config, config_from_json, fingerprint, resume_differences
-from tandem.common.errors import CheckpointError, DamagedCheckpoint, nearest
+from tandem.common.errors import CheckpointError, DamagedCheckpoint, RunFolderError, nearest
 from tandem.common.manifest import Manifest
 from tandem.coordinator.run.checkpoints import CheckpointFolder
 from tandem.coordinator.run.journal import Journal, JournalReader
@@ -164,3 +164,10 @@ def refuse_other_weights(
                 f"{checkpoints.folder_of(version)} {manifest.DAMAGED}: its weights have the digest {digest:016x}; "
                 f"those of version {version} had {known:016x} when they were trained"
             )
+
+
+def refuse_changes(journal: JournalReader, config: Config) -> None:
+    """Raise `RunFolderError` if a run cannot be resumed with this configuration: what it learns from would differ."""
+    differences = resume_differences(config_from_json(journal.config_json), config)
+    if differences:
+        raise RunFolderError(f"cannot resume {journal.folder}: the configuration differs in {', '.join(differences)}")

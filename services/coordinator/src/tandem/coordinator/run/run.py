@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from tandem.common import wire
+from tandem.common.assignment import scoring_trainers
 from tandem.common.config import (
     Config,
-    config_from_json,
     config_to_json,
     dump_yaml,
-    resume_differences,
     to_plain,
 )
 from tandem.common.errors import DamagedCheckpoint, ModelError, RunFolderError
+from tandem.common.messages import RewardServer
 from tandem.common.telemetry import MetricWriters, MlflowRun, MlflowWriter, TensorBoardWriter, WandbRun, WandbWriter
 from tandem.coordinator.algorithms.rewards import has_spread
 from tandem.coordinator.algorithms.running import RunningAlgorithm
+from tandem.coordinator.page.beside import PageProcess, page_socket
 from tandem.coordinator.run.batches import Batches
 from tandem.coordinator.run.checkpoints import CheckpointFolder
+from tandem.coordinator.run.ending import recorded
 from tandem.coordinator.run.fork_server import ForkServer
 from tandem.coordinator.run.journal import Journal, read_journal
 from tandem.coordinator.run.journal_file import CONFIG_NAME, JOURNAL_NAME, RESOLVED_FROM, new_run_id, refuse_journal
@@ -31,25 +34,31 @@ from tandem.coordinator.run.launch import LocalProcesses
 from tandem.coordinator.run.loop import Loop
 from tandem.coordinator.run.members import Pulse, Registry
 from tandem.coordinator.run.model_folder import check_model
+from tandem.coordinator.run.onlookers import Onlookers
 from tandem.coordinator.run.prerequisite import Mode, Ready, has_begun, how_to_begin, make_model, set_aside
 from tandem.coordinator.run.progress import Progress
 from tandem.coordinator.run.recorder import Recorder
 from tandem.coordinator.run.replies import Limits, Replies
-from tandem.coordinator.run.resuming import FROM_THE_MODEL, Resuming, Start
+from tandem.coordinator.run.resuming import FROM_THE_MODEL, Resuming, Start, refuse_changes
 from tandem.coordinator.run.sample_folder import KeptLimits, SampleFolder
 from tandem.coordinator.run.spec import KINDS, expected_processes, launched_processes, run_spec
 from tandem.coordinator.scheduler import Scheduler
-from tandem.coordinator.scheduler.events import Finish
+from tandem.coordinator.scheduler.events import Finish, Outcome
 from tandem.coordinator.scheduler.kept import KeptGroup, Place
 
 
 def run(
-    ready: Ready, mode: Mode, say: Callable[[str], None], fork_server: ForkServer, from_step: int | None = None
+    ready: Ready,
+    mode: Mode,
+    say: Callable[[str], None],
+    fork_server: ForkServer,
+    from_step: int | None = None,
+    reward_server: RewardServer | None = None,
 ) -> Finish:
     """Run a configuration, and before it the run that makes its model, if that has not been done yet.
 
     `fork_server` forks the services. `from_step` names the step to resume after, where it is not the newest with a
-    checkpoint.
+    checkpoint. `reward_server` is where a Python program scores samples, if one does.
 
     Raises:
         TandemError: something is wrong that is known before any process starts.
@@ -57,7 +66,7 @@ def run(
     """
     config, algorithm = ready.config, ready.algorithm
     if ready.prerequisite is not None:
-        finish = _run_prerequisite(ready.prerequisite, config.policy.model_name, mode, say, fork_server)
+        finish = _run_prerequisite(ready.prerequisite, config.policy.model_name, mode, say, fork_server, reward_server)
         if finish is not None and finish.outcome != "finished":
             return finish
         if not Path(config.policy.model_name).exists():
@@ -75,6 +84,9 @@ def run(
     with contextlib.ExitStack() as stack:
         hub = wire.Hub(config.cluster.address)  # before the journal: a run that cannot listen has not begun
         stack.callback(hub.close)
+        listener = page_socket(config.logger.page)
+        if listener is not None:
+            stack.callback(listener.close)
         run_id = _name_run(config, mode, say)
         if mode == "restart":  # the model that it makes may lie within the folder that was just set aside
             make_model(config, mode, say)
@@ -86,11 +98,24 @@ def run(
             writers.add(_mlflow(config, run_id))
         journal = _open_journal(ready, mode, run_id)
         stack.callback(journal.close)
-        return _run(config, algorithm, journal, hub, writers, say, fork_server, from_step)
+        page = None
+        if listener is not None:
+            page = PageProcess(journal.folder, listener)
+            stack.callback(page.close)
+            say(f"page: {page.url}")
+        return recorded(
+            journal,
+            lambda: _run(config, algorithm, journal, hub, writers, say, fork_server, from_step, reward_server, page),
+        )
 
 
 def _run_prerequisite(
-    ready: Ready, model: str, mode: Mode, say: Callable[[str], None], fork_server: ForkServer
+    ready: Ready,
+    model: str,
+    mode: Mode,
+    say: Callable[[str], None],
+    fork_server: ForkServer,
+    reward_server: RewardServer | None,
 ) -> Finish | None:
     """Bring the prerequisite run to its end, from wherever it stands; None if it had ended already."""
     how = how_to_begin(ready, mode == "restart", say)
@@ -98,7 +123,7 @@ def _run_prerequisite(
         return None
     say(f"prerequisite {ready.source}: making {model}")
     try:
-        return run(ready, how, say, fork_server)
+        return run(ready, how, say, fork_server, reward_server=reward_server)
     except DamagedCheckpoint as error:
         error.config_file = error.config_file or ready.source
         raise
@@ -113,7 +138,7 @@ def _name_run(config: Config, mode: Mode, say: Callable[[str], None]) -> str:
     if mode == "restart" and (folder / JOURNAL_NAME).exists():
         checkpoints = Path(config.checkpointing.checkpoint_dir)
         _refuse_to_move_the_model(config, folder, checkpoints)
-        set_aside(folder, say)
+        _bring_back_data(config, folder, set_aside(folder, say))
         if checkpoints.exists():  # it may lie within the run folder, which has just moved
             set_aside(checkpoints, say)
     refuse_journal(folder)
@@ -145,14 +170,24 @@ def _open_journal(ready: Ready, mode: Mode, run_id: str) -> Journal:
         journal = Journal.create(folder, config_to_json(config), config.algorithm, run_id)
     else:
         journal = Journal.open(folder)
-        differences = resume_differences(config_from_json(journal.config_json), config)
-        if differences:
+        try:
+            refuse_changes(journal, config)
+        except RunFolderError:
             journal.close()
-            raise RunFolderError(f"cannot resume {folder}: the configuration differs in {', '.join(differences)}")
+            raise
         journal.record_config(config_to_json(config))
     (folder / CONFIG_NAME).write_text(f"{RESOLVED_FROM}{Path(ready.source).absolute()}\n{dump_yaml(config)}")
     (folder / "logs").mkdir(exist_ok=True)
     return journal
+
+
+def _bring_back_data(config: Config, folder: Path, aside: Path) -> None:
+    """Copy the data that a run is to have from the folder that was set aside, where it lay within that."""
+    for name in (config.data.train_data_path, config.data.val_data_path):
+        path = Path(name or ".").absolute()
+        if name and path.is_relative_to(folder.absolute()):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(aside / path.relative_to(folder.absolute()), path)
 
 
 def _refuse_to_move_the_model(config: Config, *folders: Path) -> None:
@@ -175,6 +210,8 @@ def _run(
     say: Callable[[str], None],
     fork_server: ForkServer,
     from_step: int | None,
+    reward_server: RewardServer | None,
+    page: PageProcess | None,
 ) -> Finish:
     checkpoints = CheckpointFolder(
         Path(config.checkpointing.checkpoint_dir),
@@ -193,7 +230,7 @@ def _run(
     if start.first_step > algorithm.num_steps:
         say(f"nothing to do: {journal.folder} has all of its {algorithm.num_steps} steps")
         return Finish(outcome="finished")
-    samples = SampleFolder(config.logger)
+    samples = SampleFolder(config.logger, [f"trainer-{index}" for index in scoring_trainers(config)])
     kept = _put_aside(config, samples, start.first_step, limits, journal.run_id, algorithm, say)
     spec = run_spec(
         config,
@@ -203,6 +240,7 @@ def _run(
         resume_from=start.resume_from,
         checkpoint_folder=checkpoints.temporary_pattern,
         samples_folder=str(samples.path),
+        reward_server=reward_server,
     )
     with contextlib.ExitStack() as stack:
         addresses = _serve_record(algorithm, hub.address, journal.run_id, start.first_step, stack)
@@ -210,24 +248,28 @@ def _run(
         pulse = Pulse(interval_s=config.cluster.heartbeat_interval_s, timeout_s=config.cluster.heartbeat_timeout_s)
         replies = Replies(Limits.of(config))
         registry = Registry(hub, expected_processes(config), config_to_json(config), journal.run_id, pulse, replies)
-        progress = Progress(config, spec, journal.steps())
+        history = journal.steps()
+        progress = Progress(config, spec, history)
         if config.logger.tensorboard_enabled:
             folder = journal.folder / config.logger.tensorboard.log_dir
             writers.add(TensorBoardWriter(folder, start.first_step))
         stack.callback(progress.close)
-        recorder = Recorder(config, journal, checkpoints, samples, writers, progress)
+        onlookers = Onlookers(config, journal.folder, range(spec.first_step, spec.last_step + 1), history, page)
+        recorder = Recorder(config, journal, checkpoints, samples, writers, progress, onlookers)
         say(_who_runs_where(config, hub.address))
         scheduler = Scheduler(spec, time.monotonic(), is_informative=partial(has_spread, config.grpo), kept=kept)
         loop = Loop(scheduler, registry, processes, algorithm, Batches(config, algorithm, addresses), recorder)
-        outcome = "failed"
+        outcome: Outcome = "failed"
+        error: Exception | None = None
         try:
             _launch(config, processes, registry)
             finish = loop.run()
-            outcome = finish.outcome
+            outcome, error = finish.outcome, finish.error
             damage = resuming.damage_in(finish, start)
-        except DamagedCheckpoint as error:
-            damage = error
+        except DamagedCheckpoint as damaged:
+            error = damage = damaged
         finally:
+            onlookers.end(outcome, str(error or ""))
             loop.stop(f"the run {outcome}" if outcome == "finished" else f"the run was {outcome}")
         if damage is not None:
             raise resuming.with_way_out(damage, start.first_step - 1)

@@ -1,25 +1,39 @@
 """The folder of the record of samples: how much of it is kept, and what in it no longer counts.
 
-Rollouts write the files (`tandem.common.sample_record`). The coordinator deletes them: the oldest steps, where there
-are more bytes than ``logger.samples`` says, and what is left over of a step that is recorded. When a run is resumed,
-what lies there of the steps that are to come is put aside, to be trained on again
+Rollouts and trainers write the files (`tandem.common.sample_record`). The coordinator deletes them: the oldest steps,
+where there are more bytes than ``logger.samples`` says, and what is left over of a step that is recorded. When a run is
+resumed, what lies there of the steps that are to come is put aside, to be trained on again
 (`tandem.coordinator.run.kept_samples`).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
 from tandem.common.config.schema import Logger
-from tandem.common.sample_files import FOLDER, UNFINISHED, RecordFile, files, half_written, shard_path
+from tandem.common.messages import Purpose
+from tandem.common.sample_files import (
+    FOLDER,
+    LOGPROBS,
+    PURPOSES,
+    UNFINISHED,
+    RecordFile,
+    files,
+    half_written,
+    shard_path,
+)
 
 _ASIDE = "before-resume-"
 """Of a folder of what had been there when the run was resumed, within that of the record; a number follows."""
 _LIMITS = "limits.json"
+_Kind = Purpose | Literal["logprobs"]
+_LATEST = 8
+"""Steps back that files of log-probabilities are looked for: trainers write them when they get to it."""
 
 
 class KeptLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,41 +51,45 @@ class KeptLimits(msgspec.Struct, frozen=True, kw_only=True):
 class SampleFolder:
     """The files of one run's record. What the disk says to it never stops the run."""
 
-    def __init__(self, logger: Logger) -> None:
-        """Look at what is there."""
+    def __init__(self, logger: Logger, trainers: Sequence[str] = ()) -> None:
+        """Look at what is there; `trainers` are those that write log-probabilities."""
         self.path = (Path(logger.log_dir) / FOLDER).absolute()
+        self._trainers = trainers
         self._most = logger.samples * 1e9 if isinstance(logger.samples, float) else None
-        self._num_bytes: dict[int, int] = {}
-        """Of each step."""
-        self._shards: dict[int, set[Path]] = {}
+        self._files: dict[tuple[int, _Kind], dict[Path, int]] = {}
+        """Of each step, with their bytes; of shards that are written together, the first has those of all."""
+        self._awaited: list[int] = []
+        """Steps whose log-probabilities have not been seen."""
         for file in self._all():
-            self._add(file)
+            self._add(file, file.purpose)
+        for file in files(self.path / LOGPROBS):
+            self._add(file, "logprobs")
 
-    def take_recorded(self, step: int, rollouts: Iterable[str], num_bytes: int) -> None:
+    def take_recorded(self, step: int, rollouts: Iterable[str], num_bytes: int, purpose: Purpose = "train") -> None:
         """Take note that a step is recorded whole; delete what is left over of it, and what is too old to be kept."""
-        self._num_bytes[step] = num_bytes
-        self._shards[step] = {shard_path(self.path, step, rollout) for rollout in rollouts}
-        self._delete_leftovers({step})
-        total, old = sum(self._num_bytes.values()), set[int]()
-        for oldest in sorted(self._num_bytes):
-            if self._most is None or total <= self._most or oldest >= step:
-                break
-            total -= self._num_bytes.pop(oldest)
-            old.add(oldest)
-        for path in [path for oldest in old for path in self._shards.pop(oldest, ())]:
-            _delete(path)
-        if old:
-            self._delete_leftovers(old)
+        shards = [shard_path(self.path, step, rollout, purpose) for rollout in rollouts]
+        self._files[step, purpose] = dict.fromkeys(shards, 0) | dict.fromkeys(shards[:1], num_bytes)
+        self._delete_leftovers({(step, purpose)})
+        if purpose == "train":
+            self._look_for_logprobs(step)
+        if self._most is not None:
+            self._delete_oldest(step, self._most)
 
     def put_aside_after(self, step: int, limits: KeptLimits) -> None:
         """Move all that is there of the steps after `step` to a folder of its own. Raises `OSError`.
 
         What was to become part of the record of earlier steps, which are not going to be trained on again, is deleted,
-        and so are shards that were being written when the run was killed.
+        and so are shards that were being written when the run was killed, and of later steps what is made again
+        whatever is kept: validation samples, and trainers' log-probabilities.
         """
-        for file in half_written(self.path):
+        for file in [*half_written(self.path), *half_written(self.path / LOGPROBS)]:
             _delete(file.path)
-        self._delete_leftovers({file.step for file in self._all() if file.step <= step})
+        self._delete_leftovers({(file.step, file.purpose) for file in self._all() if file.step <= step})
+        for key, of_step in [*self._files.items()]:
+            if key[0] > step and key[1] != "train":
+                for path in of_step:
+                    _delete(path)
+                del self._files[key]
         later = [file for file in [*files(self.path), *files(self.path / UNFINISHED)] if file.step > step]
         if not later:
             return
@@ -80,8 +98,8 @@ class SampleFolder:
         aside.mkdir()
         write_limits(aside, limits)
         for file in later:
-            file.path.rename(aside / file.path.name)
-            self._shards.pop(file.step, None)
+            of_step = self._files.setdefault((file.step, "train"), {})
+            of_step[file.path.rename(aside / file.path.name)] = of_step.pop(file.path, 0)
 
     def drop_from(self, version: int) -> None:
         """Note that nothing that was put aside counts which was made with this version of the weights or later ones."""
@@ -96,20 +114,46 @@ class SampleFolder:
         return sorted((path for path in self.path.glob(f"{_ASIDE}*") if _number(path)), key=_number, reverse=True)
 
     def _all(self) -> Iterator[RecordFile]:
+        """Yield all files of samples."""
         for folder in (self.path, self.path / UNFINISHED, *self.aside()):
-            yield from files(folder)
+            for purpose in PURPOSES:
+                yield from files(folder, purpose=purpose)
 
-    def _add(self, file: RecordFile) -> None:
+    def _add(self, file: RecordFile, kind: _Kind) -> None:
         with contextlib.suppress(OSError):
-            self._num_bytes[file.step] = self._num_bytes.get(file.step, 0) + file.path.stat().st_size
-        if file.path.parent == self.path:
-            self._shards.setdefault(file.step, set()).add(file.path)
+            self._files.setdefault((file.step, kind), {})[file.path] = file.path.stat().st_size
 
-    def _delete_leftovers(self, steps: set[int]) -> None:
+    def _look_for_logprobs(self, step: int) -> None:
+        """Take note of log-probabilities that trainers have written since, beside the steps up to this one."""
+        self._awaited = [awaited for awaited in [*self._awaited, step] if step - _LATEST < awaited]
+        for awaited in [*self._awaited]:
+            paths = [shard_path(self.path / LOGPROBS, awaited, trainer) for trainer in self._trainers]
+            found = {path: size for path in paths if (size := _size(path))}
+            self._files[awaited, "logprobs"] = found
+            if len(found) == len(paths):
+                self._awaited.remove(awaited)
+
+    def _delete_oldest(self, newest: int, most: float) -> None:
+        """Delete the oldest steps, whole, until there are no more bytes than `most`, or no other than the newest."""
+        total = sum(sum(of_step.values()) for of_step in self._files.values())
+        for oldest in sorted({step for step, _ in self._files}):
+            if total <= most or oldest >= newest:
+                return
+            for key in [key for key in self._files if key[0] == oldest]:
+                of_step = self._files.pop(key)
+                total -= sum(of_step.values())
+                for path in of_step:
+                    _delete(path)
+            for trainer in self._trainers:  # it may have come since
+                _delete(shard_path(self.path / LOGPROBS, oldest, trainer))
+            self._delete_leftovers({(oldest, purpose) for purpose in PURPOSES})
+
+    def _delete_leftovers(self, of: set[tuple[int, Purpose]]) -> None:
         """Delete what is there of these steps beside their shards."""
-        found = [file for folder in (self.path / UNFINISHED, *self.aside()) for file in files(folder)]
+        folders = (self.path / UNFINISHED, *self.aside())
+        found = [file for folder in folders for purpose in PURPOSES for file in files(folder, purpose=purpose)]
         for file in [*found, *half_written(self.path)]:
-            if file.step in steps:
+            if (file.step, file.purpose) in of:
                 _delete(file.path)
         for aside in self.aside():
             if not files(aside):
@@ -142,3 +186,10 @@ def _number(aside: Path) -> int:
 def _delete(path: Path) -> None:
     with contextlib.suppress(OSError):
         path.unlink()
+
+
+def _size(path: Path) -> int:
+    """Return the bytes of a file; zero if it is not there."""
+    with contextlib.suppress(OSError):
+        return path.stat().st_size
+    return 0

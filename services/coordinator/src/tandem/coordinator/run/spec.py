@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tandem.common.config import Config
-from tandem.common.messages import ServiceKind
+from tandem.common.messages import RewardServer, ServiceKind
 from tandem.coordinator.scheduler.spec import Balance, Deadlines, DynamicSampling, RunSpec
 
 _VLLM_WIDTH = 256
@@ -52,6 +52,7 @@ def run_spec(
     resume_from: str,
     checkpoint_folder: str,
     samples_folder: str = "",
+    reward_server: RewardServer | None = None,
 ) -> RunSpec:
     """Describe the run to the scheduler."""
     section = config.algorithm_section
@@ -70,6 +71,7 @@ def run_spec(
         resume_from=resume_from,
         checkpoint_folder=checkpoint_folder,
         samples_folder=samples_folder if config.generates and config.logger.samples != "off" else "",
+        reward_server=reward_server,
         # Where the two take turns, no engine generates while a trainer steps.
         allow_alias=config.takes_turns and config.refit.alias == "auto",
         is_verified=config.refit.verify != "off",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -27,6 +27,9 @@ from tandem.common.messages import (
     SaveCheckpoint,
     ServiceKind,
 )
+
+if TYPE_CHECKING:
+    from tandem.coordinator.scheduler.groups import SampleRecord
 
 
 class GroupSize(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,12 +166,21 @@ class DispatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     deadline_s: float
     step: int
     rollout: str
+    purpose: Purpose = "train"
+
+
+class StepValidated(msgspec.Struct, frozen=True, kw_only=True):
+    """Keep which samples `step` was validated by: they are to be recorded."""
+
+    step: int
+    records: tuple[SampleRecord, ...]
 
 
 class StepRecorded(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that `step` trained on is in the record, but for what was said to be missing."""
+    """Everything that `step` trained on, or was validated by, is in the record, but for what was said to be missing."""
 
     step: int
+    purpose: Purpose = "train"
     rollouts: tuple[str, ...]
     """Whose parts are written; not those that were given up."""
     num_bytes: int
@@ -237,10 +249,14 @@ class Say(msgspec.Struct, frozen=True, kw_only=True):
     text: str
 
 
+Outcome = Literal["finished", "interrupted", "failed"]
+"""How a run ends."""
+
+
 class Finish(msgspec.Struct, frozen=True, kw_only=True):
     """The run is over: end every process."""
 
-    outcome: Literal["finished", "interrupted", "failed"]
+    outcome: Outcome
     error: ServiceError | None = None
 
 
@@ -250,6 +266,7 @@ Action = (
     | DispatchPrompts
     | DispatchBatch
     | DispatchRecord
+    | StepValidated
     | StepRecorded
     | DropKept
     | DiscardSamples

@@ -455,7 +455,8 @@ class Publication:
         engine = self.engines[name]
         self.engines.move(engine, Status.BUILDING)
         fields = self._requests.open(name, Phase.BUILDING, self._deadlines.build)
-        order = BuildEngine(samples_folder=self._spec.samples_folder, **fields)
+        spec = self._spec
+        order = BuildEngine(samples_folder=spec.samples_folder, reward_server=spec.reward_server, **fields)
         return self._await(engine, [Dispatch(member=name, order=order)])
 
     def _go_on(self, engine: Engine) -> list[Action]:

@@ -1,4 +1,4 @@
-"""Recording: the samples of trained steps on their way to the record, a part for each rollout.
+"""Recording: the samples of steps that have trained, or were validated, on their way to the record, by rollout.
 
 A part is best written by the rollout whose samples they are. They are on disk since they finished, so that any other
 can do it where that one is lost. The run waits for it with two things only: a checkpoint is not published before the
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tandem.common.messages import SamplesRecorded
+from tandem.common.messages import Purpose, SamplesRecorded
 from tandem.coordinator.scheduler.events import Action, DispatchRecord, Say, StepRecorded
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.requests import PendingRequests
@@ -21,6 +21,7 @@ class Part(msgspec.Struct, frozen=True):
     """What a step had of one rollout."""
 
     step: int
+    purpose: Purpose
     rollout: str
 
 
@@ -35,9 +36,9 @@ class Recording:
         """That nobody was asked for, and until when they may wait."""
         self._asked: dict[int, Part] = {}
         """By the order that they were asked for with."""
-        self._num_bytes: dict[int, int] = {}
-        """Written so far of each step that is not whole."""
-        self._rollouts: dict[int, list[str]] = {}
+        self._num_bytes: dict[tuple[int, Purpose], int] = {}
+        """Written so far of each step that is not whole, or of its validation."""
+        self._rollouts: dict[tuple[int, Purpose], list[str]] = {}
         """Whose parts are written of it."""
         self._able: dict[str, None] = {}
         """Rollouts that can be asked."""
@@ -50,14 +51,18 @@ class Recording:
 
     def is_pending(self, up_to: int) -> bool:
         """Tell whether a part of a step, or of one before it, is yet to be written."""
-        return any(step <= up_to for step in self._num_bytes)
+        return any(step <= up_to for step, _ in self._num_bytes)
 
-    def begin(self, step: int, rollouts: list[str]) -> None:
-        """Have all recorded that a step had of these rollouts, on which it has trained."""
-        if self._is_on:
+    def begin(self, step: int, purpose: Purpose, rollouts: set[str]) -> bool:
+        """Have all recorded that a step had of these rollouts, on which it has trained, or by which it was validated.
+
+        Return whether it will be.
+        """
+        if self._is_on and rollouts:
             until = self._requests.now + self._allowed_s
-            self._waiting |= {Part(step, rollout): until for rollout in rollouts}
-            self._num_bytes[step], self._rollouts[step] = 0, []
+            self._waiting |= {Part(step, purpose, rollout): until for rollout in sorted(rollouts)}
+            self._num_bytes[step, purpose], self._rollouts[step, purpose] = 0, []
+        return self._is_on and bool(rollouts)
 
     def run_rule(self) -> list[Action]:
         """Ask for what waits, as far as there is somebody to ask."""
@@ -67,7 +72,8 @@ class Recording:
             fields = self._requests.open(member, Phase.RECORDING, self._allowed_s)
             del self._waiting[part]
             self._asked[fields["command_id"]] = part
-            actions.append(DispatchRecord(member=member, step=part.step, rollout=part.rollout, **fields))
+            of_part = msgspec.structs.asdict(part)
+            actions.append(DispatchRecord(member=member, **of_part, **fields))
         return actions
 
     def take_built(self, rollout: str) -> None:
@@ -86,7 +92,7 @@ class Recording:
         part = self._asked.pop(reply.command_id)
         missing = f"{reply.num_missing} samples of {part.rollout} were not written when they finished"
         said = self._say(part, missing) if reply.num_missing else []
-        self._rollouts[part.step].append(part.rollout)
+        self._rollouts[part.step, part.purpose].append(part.rollout)
         return [*said, *self._close(part, reply.num_bytes)]
 
     def take_failure(self, command_id: int, why: str) -> list[Action]:
@@ -104,15 +110,18 @@ class Recording:
         return actions
 
     def _close(self, part: Part, num_bytes: int = 0) -> list[Action]:
-        self._num_bytes[part.step] += num_bytes
-        if any(other.step == part.step for other in [*self._waiting, *self._asked.values()]):
+        key = part.step, part.purpose
+        self._num_bytes[key] += num_bytes
+        if any((other.step, other.purpose) == key for other in [*self._waiting, *self._asked.values()]):
             return []
-        rollouts, num_bytes = self._rollouts.pop(part.step), self._num_bytes.pop(part.step)
-        return [StepRecorded(step=part.step, rollouts=tuple(rollouts), num_bytes=num_bytes)]
+        rollouts, num_bytes = self._rollouts.pop(key), self._num_bytes.pop(key)
+        recorded = StepRecorded(step=part.step, purpose=part.purpose, rollouts=tuple(rollouts), num_bytes=num_bytes)
+        return [recorded]
 
     def _say(self, part: Part, what: str) -> list[Action]:
         """Say what is missing in the record, once for each reason."""
         if what in self._said:
             return []
         self._said.add(what)
-        return [Say(text=f"samples of step {part.step} are missing in the record: {what}")]
+        kind = "samples" if part.purpose == "train" else "validation samples"
+        return [Say(text=f"{kind} of step {part.step} are missing in the record: {what}")]

@@ -86,6 +86,10 @@ class PendingRequests:
         requests = self._of_member.get(member, {}).values()
         return (request for request in requests if not phases or request.phase in phases)
 
+    def members(self) -> list[str]:
+        """Return who has not answered a request yet."""
+        return [member for member, requests in self._of_member.items() if requests]
+
     def drop(self, member: str, *phases: Phase) -> None:
         """Expect no more answers from `member`: to any request, or to those for some phases."""
         self._close_all(list(self.of(member, *phases)))

@@ -72,6 +72,7 @@ from tandem.coordinator.scheduler.events import (
     PromptsDrawn,
     Replied,
     Say,
+    StepValidated,
     Ticked,
 )
 from tandem.coordinator.scheduler.groups import Group, GroupState, GroupTable, StepGroups
@@ -190,6 +191,11 @@ class Scheduler:
         if progress.is_committed:
             return Phase.WRITING if saving.is_out else Phase.ATTESTING
         return Phase.GENERATING
+
+    @property
+    def missing(self) -> str:
+        """The processes that are yet to join, for people; empty once all have."""
+        return self._membership.missing()
 
     def handle(self, event: Event) -> list[Action]:
         """Take one event; return the actions it leads to, in order."""
@@ -326,10 +332,13 @@ class Scheduler:
         match stage:
             case Phase.JOINING:
                 stage = self._stage = Phase.BUILDING
-                folder = self.spec.samples_folder
+                folder, server = self.spec.samples_folder, self.spec.reward_server
                 meet = OpenRendezvous(**self._open("trainer-0", Phase.BUILDING))
                 built = [
-                    Dispatch(member=engine, order=BuildEngine(samples_folder=folder, **self._open(engine, stage)))
+                    Dispatch(
+                        member=engine,
+                        order=BuildEngine(samples_folder=folder, reward_server=server, **self._open(engine, stage)),
+                    )
                     for engine in engines
                 ]
                 return [Dispatch(member="trainer-0", order=meet), *built]
@@ -372,7 +381,7 @@ class Scheduler:
         progress.is_training, progress.is_trained = False, True
         of_step = self.groups.of_step(progress.number, "train")
         if of_step is not None:
-            self._recording.begin(progress.number, sorted({str(group.engine) for group in of_step.groups}))
+            self._recording.begin(progress.number, "train", {str(group.engine) for group in of_step.groups})
         actions: list[Action] = []
         if self.spec.has_engines and not self._is_interrupted:
             actions = self.publication.offer(progress.number, has_update=progress.has_update)
@@ -397,10 +406,20 @@ class Scheduler:
             return self._draw("validate", progress.number, self.spec.num_validation_groups)
         if not self._is_evaluated():
             return []
+        actions: list[Action] = []
         if self.spec.has_engines:
             self.groups.take(self.step, "validate")
+            actions = self._record_validation()
         progress.is_validating, progress.is_validated = False, True
-        return self._run_rules()
+        return actions + self._run_rules()
+
+    def _record_validation(self) -> list[Action]:
+        """Have the samples recorded that the step was validated by."""
+        of_step = self.groups.of_step(self.step, "validate")
+        records = () if of_step is None else tuple(of_step.records())
+        if not self._recording.begin(self.step, "validate", {record.rollout for record in records}):
+            return []
+        return [StepValidated(step=self.step, records=records)]
 
     def _rule_save(self) -> list[Action]:
         """Have trainers copy what is to be saved; then have them write it, beside what follows."""
@@ -623,6 +642,7 @@ class Scheduler:
                     world_size=len(ranks),
                     version=self.step,
                     checkpoint=self.spec.resume_from,
+                    samples_folder=self.spec.samples_folder,
                     **self._open(rank, Phase.BUILDING),
                 ),
             )

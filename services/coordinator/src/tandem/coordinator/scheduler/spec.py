@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tandem.common.messages import ServiceKind
+from tandem.common.messages import RewardServer, ServiceKind
 
 
 class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +64,8 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Folder a checkpoint is written to before it gets its final name; ``{step}`` stands for the step."""
     samples_folder: str = ""
     """Folder of the record of samples; empty where none is kept."""
+    reward_server: RewardServer | None = None
+    """Where the program that began the run scores samples; None where engines' environments do without it."""
     allow_alias: bool
     is_verified: bool
     """Whether each version is attested by digests before its samples are trained on."""

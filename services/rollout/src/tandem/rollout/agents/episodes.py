@@ -15,12 +15,13 @@ from tandem.common.config import Config
 from tandem.common.errors import RewardError
 from tandem.common.messages import Generate, PromptGroup, SamplingParameters
 from tandem.common.model_sizes import vocabulary_size
+from tandem.common.returned import line
 from tandem.common.tokenizer import Tokenizer
 from tandem.rollout.agents.session import ChatMessages, Session
 from tandem.rollout.conversation import turn_seed
 from tandem.rollout.engine import Completion
 from tandem.rollout.environments import Score
-from tandem.rollout.environments.outcomes import Failure, checked, line
+from tandem.rollout.environments.outcomes import Failure, checked
 from tandem.rollout.openai_api.choices import Growing
 from tandem.rollout.openai_api.driver import EngineDriver
 from tandem.rollout.openai_api.generator import Chunk, ServedModel

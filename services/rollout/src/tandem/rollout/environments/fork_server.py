@@ -27,10 +27,11 @@ from setproctitle import setproctitle
 from tandem.common.config import Config, config_from_json
 from tandem.common.errors import TandemError
 from tandem.common.process_lifetime import fork_guarded
+from tandem.common.returned import line
 from tandem.rollout.environments.channel import Answer, Imported, Reader, Ready, packed, receive
 from tandem.rollout.environments.environment import converses, is_async, step_of
 from tandem.rollout.environments.making import make_environment, runs_in
-from tandem.rollout.environments.outcomes import Call, Outcome, failure_of, line, outcome_of, timed_out
+from tandem.rollout.environments.outcomes import Call, Outcome, failure_of, outcome_of, timed_out
 
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 """Libraries compute with one thread in each worker: they are many, and threads would not survive the fork."""

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import math
-import numbers
 import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from types import TracebackType
 from typing import NoReturn
 
 import msgspec
 
 from tandem.common.errors import RewardError, TandemError
 from tandem.common.messages import MAX_COMPONENTS, MAX_NAME, Problem
+from tandem.common.returned import finite_number, line, raised_at, sayable, shown
 from tandem.common.tokenizer import Messages
 from tandem.rollout.environments.environment import Score, Turn
 
-_LONGEST_LINE = 600
 _LONGEST_TRACE = 20_000
 
 
@@ -78,17 +74,17 @@ def checked(result: object, *, converses: bool) -> Score | Turn:
     Raises `RewardError`.
     """
     if converses and isinstance(result, Turn):
-        return Turn(_messages(result.messages), _number(result.reward, "the reward"))
+        return Turn(_messages(result.messages), finite_number(result.reward, "the reward"))
     if isinstance(result, Score):
         if not isinstance(result.components, Mapping) or not all(isinstance(name, str) for name in result.components):
-            raise RewardError(f"the components are {_shown(result.components)}, not numbers by name")
+            raise RewardError(f"the components are {shown(result.components)}, not numbers by name")
         components = {
-            _component_name(name): _number(value, f"the component {name!r}")
+            _component_name(name): finite_number(value, f"the component {name!r}")
             for name, value in result.components.items()
         }
         if len(components) > MAX_COMPONENTS:
             raise RewardError(f"{len(components)} components of a reward, more than {MAX_COMPONENTS}")
-        return Score(_number(result.reward, "the reward"), _truth(result.correct), components)
+        return Score(finite_number(result.reward, "the reward"), _truth(result.correct), components)
     returned = type(result).__name__
     raise RewardError(
         f"step() returned {returned}, not a Score or a Turn"
@@ -101,7 +97,8 @@ def failure_of(error: BaseException, module: str) -> Failure:
     """Describe an exception, and where the code of `module`, or what lies beside it, raised it."""
     if isinstance(error, TandemError):
         return Failure(line(str(error)), on_purpose=True)
-    where = _origin(error.__traceback__, module)
+    folder = os.path.dirname(getattr(sys.modules.get(module), "__file__", None) or "")
+    where = raised_at(error.__traceback__, folder)
     try:
         what = f"{type(error).__name__}: {error}"
     except Exception:  # the class may be anyone's, too
@@ -115,30 +112,6 @@ def timed_out(timeout_s: float) -> Failure:
     return Failure(f"took longer than {timeout_s:g} s", timed_out=True)
 
 
-def line(text: str) -> str:
-    """Return text on one line that is not too long."""
-    words = " ".join(sayable(text).split())
-    return words if len(words) <= _LONGEST_LINE else f"{words[:_LONGEST_LINE]}..."
-
-
-def sayable(text: str) -> str:
-    """Return text that can be encoded: halves of surrogate pairs are spelt out."""
-    return text.encode(errors="backslashreplace").decode()
-
-
-def _origin(trace: TracebackType | None, module: str) -> str:
-    """Return `` (FILE:LINE, in FUNCTION)``: where the user's own code was last when an exception was raised."""
-    frames = traceback.extract_tb(trace)[1:]  # the first is who called it
-    if not frames:
-        return ""
-    folder = os.path.dirname(getattr(sys.modules.get(module), "__file__", None) or "")
-    own = [frame for frame in frames if folder and os.path.dirname(os.path.abspath(frame.filename)) == folder]
-    frame = (own or frames)[-1]
-    path = Path(frame.filename)
-    with_folder = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-    return f" ({with_folder}:{frame.lineno}, in {frame.name})"
-
-
 def _component_name(name: str) -> str:
     """Return the name of a component if it is not too long to travel."""
     if not 1 <= len(name) <= MAX_NAME:
@@ -146,25 +119,11 @@ def _component_name(name: str) -> str:
     return line(name)
 
 
-def _number(given: object, what: str) -> float:
-    """Return a finite number; text, truth values and what else Python makes numbers of are mistakes."""
-    number = math.nan
-    # numpy's floating and integer scalars are real numbers by this measure, and its truth values are none.
-    if type(given) is not bool and isinstance(given, numbers.Real):
-        try:
-            number = float(given)
-        except OverflowError:
-            number = math.inf
-    if not math.isfinite(number):
-        raise RewardError(f"{what} is {_shown(given)}, not a finite number")
-    return number
-
-
 def _truth(given: object) -> bool:
     kind = type(given)
     if kind is bool or (kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_")):
         return bool(given)
-    raise RewardError(f"correct is {_shown(given)}, not True or False")
+    raise RewardError(f"correct is {shown(given)}, not True or False")
 
 
 def _messages(given: object) -> Messages:
@@ -174,7 +133,7 @@ def _messages(given: object) -> Messages:
     except msgspec.ValidationError:
         messages = []
     if not messages or not all({"role", "content"} <= message.keys() for message in messages):
-        raise RewardError(f"the messages of a Turn are {_shown(given)}, not a list of {{role, content}}")
+        raise RewardError(f"the messages of a Turn are {shown(given)}, not a list of {{role, content}}")
     if any(message["role"] == "assistant" for message in messages):
         raise RewardError("a Turn holds a message of the assistant, which the policy alone can give")
     for text in (text for message in messages for text in message.values()):
@@ -184,11 +143,4 @@ def _messages(given: object) -> Messages:
 
 
 def _refuse_text(text: str) -> NoReturn:
-    raise RewardError(f"a message of a Turn is {_shown(text)}, which is no Unicode text")
-
-
-def _shown(given: object) -> str:
-    try:
-        return repr(given)
-    except Exception:
-        return f"a {type(given).__name__}"
+    raise RewardError(f"a message of a Turn is {shown(text)}, which is no Unicode text")

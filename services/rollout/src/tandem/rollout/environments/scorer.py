@@ -1,4 +1,4 @@
-"""Run environments beside generation, in worker processes or in threads.
+"""Run environments beside generation: in worker processes, in threads, or in another program.
 
 What becomes of a sample whose response the environment failed on is decided here (``env.NAME.on_error``), and told: all
 there is to say to the rollout's log, a line to the coordinator.
@@ -14,12 +14,15 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from tandem.common.config import Config
+from tandem.common.config.checks.data import on_error
 from tandem.common.errors import RewardError
 from tandem.common.messages import Problem
+from tandem.common.returned import sayable
 from tandem.common.tokenizer import Messages
 from tandem.rollout.environments.environment import HEAVY, Score, Turn
 from tandem.rollout.environments.making import runs_in
-from tandem.rollout.environments.outcomes import Call, Failure, Job, Outcome, sayable
+from tandem.rollout.environments.outcomes import Call, Failure, Job, Outcome
+from tandem.rollout.environments.program import Program, ProgramPool
 from tandem.rollout.environments.threads import ThreadPool
 from tandem.rollout.environments.workers import ForkServer, WorkerPool
 
@@ -39,7 +42,7 @@ class FaultPolicy:
     def __init__(self, config: Config) -> None:
         self._name = str(config.data.environment)
         self._settings = config.env[self._name]
-        self._on_error = self._settings.on_error or ("fail" if self._settings.is_own else "zero")
+        self._on_error = on_error(self._name, self._settings)
         self._num_failures = 0
 
     def judged(self, problem: Problem, conversation: Messages, failure: Failure) -> Unscored:
@@ -73,20 +76,25 @@ class Scorer:
     before which a class of the user's is imported by another process, beside whatever this one does.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, program: Program | None = None) -> None:
+        """`program` is where the environment is asked for, if that is functions given to `tandem.train`."""
         self._config = config
+        self._program = program
         self._name = str(config.data.environment)
         is_own = config.env[self._name].is_own
         self._faults = FaultPolicy(config)
         self.converses = False
         """Whether a response may be answered; without that, each is scored."""
         self._server = ForkServer(config) if is_own or self._name in HEAVY else None
-        self._pool: ThreadPool | WorkerPool | None = None
+        self._pool: ThreadPool | WorkerPool | ProgramPool | None = None
         self._wanted: dict[int, Job] = {}
         self._num_calls = 0
 
     def await_ready(self) -> None:
         """Wait until responses can be scored. Raises `ConfigError` if the environment cannot be made."""
+        if self._program is not None:
+            self._pool = ProgramPool(self._program, self._config)
+            return
         if self._server is None:
             where = runs_in(self._config)
             assert where == "threads", "built-in environments that are not HEAVY"
@@ -148,7 +156,7 @@ class Scorer:
         if server is not None:
             server.close()
 
-    def _started(self) -> ThreadPool | WorkerPool:
+    def _started(self) -> ThreadPool | WorkerPool | ProgramPool:
         assert self._pool is not None, "await_ready comes first"
         return self._pool
 

@@ -24,9 +24,10 @@ import msgspec
 from tandem.common.config import Config, config_to_json
 from tandem.common.errors import ConfigError, RewardError
 from tandem.common.process_lifetime import TRACE, WATCH
+from tandem.common.returned import line
 from tandem.rollout.environments.channel import Answer, Imported, Reader, Ready, framed, packed
 from tandem.rollout.environments.guarded import GuardedProcess
-from tandem.rollout.environments.outcomes import Failure, Job, Outcome, line, timed_out
+from tandem.rollout.environments.outcomes import Failure, Job, Outcome, timed_out
 
 _COROUTINES = 256
 """So many calls of an asynchronous environment are with one worker at once."""

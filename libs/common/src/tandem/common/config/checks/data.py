@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Literal
 
 from tandem.common.algorithms import ALGORITHMS
 from tandem.common.config.checks.rule import Rule, check_dotted_path, where_it_rolls_out
@@ -16,6 +17,9 @@ CONVERSING_ENVIRONMENTS = ("calculator", "sliding_puzzle_game")
 """Those that answer a response, so that one turn is never enough."""
 
 BUILT_IN_ENVIRONMENTS = ("reasoning_gym", "math", "exact_match", *CONVERSING_ENVIRONMENTS)
+
+PYTHON_REWARDS = "python_rewards"
+"""The environment that `tandem.train` sets: functions of the program that calls it."""
 
 
 def lengths_fit(config: Config) -> None:
@@ -94,7 +98,7 @@ def environments_are_known(config: Config) -> None:
         if entry.is_agent:
             _check_agent(name, entry)
         elif entry.class_path is None:
-            if name not in BUILT_IN_ENVIRONMENTS:
+            if name not in (*BUILT_IN_ENVIRONMENTS, PYTHON_REWARDS):
                 built_in = ", ".join(BUILT_IN_ENVIRONMENTS)
                 raise Invalid(
                     f"env.{name}",
@@ -102,8 +106,15 @@ def environments_are_known(config: Config) -> None:
                 )
         else:
             check_dotted_path(f"env.{name}.class", entry.class_path)
-        if entry.max_failures is not None and (entry.on_error or ("fail" if entry.is_own else "zero")) == "fail":
+        if name == PYTHON_REWARDS and entry.is_own:
+            raise Invalid(f"env.{name}.class", "the name is that of functions given to tandem.train: choose another")
+        if entry.max_failures is not None and on_error(name, entry) == "fail":
             raise Invalid(f"env.{name}.max_failures", f"the first failure ends the run; set env.{name}.on_error, too")
+
+
+def on_error(name: str, entry: Environment) -> Literal["zero", "drop", "fail"]:
+    """Return what becomes of a sample that an environment fails on; code of the user's had better be mended."""
+    return entry.on_error or ("fail" if entry.is_own or name == PYTHON_REWARDS else "zero")
 
 
 def _check_agent(name: str, entry: Environment) -> None:

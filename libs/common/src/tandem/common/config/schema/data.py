@@ -96,7 +96,8 @@ class Data(Section, frozen=True, kw_only=True):
 class Environment(Section, frozen=True, kw_only=True):
     """One way to score samples. Built in are ``reasoning_gym``, ``math`` (math-verify) and ``exact_match``, and two
     that answer the policy: ``calculator`` and ``sliding_puzzle_game``. Any other name needs a `class`, or is an agent:
-    a program outside that plays episodes, which `command` starts or `url` asks."""
+    a program outside that plays episodes, which `command` starts or `url` asks. ``python_rewards`` are the functions
+    given to `tandem.train`; its `num_workers` are threads of that program."""
 
     num_workers: PositiveInt = 1
     """Worker processes of each rollout process, or threads where the class says `runs_in = "threads"`: so many samples
@@ -108,7 +109,7 @@ class Environment(Section, frozen=True, kw_only=True):
     """New. What becomes of a sample whose response the environment raised an exception on, took longer than `timeout_s`
     for, or returned no valid reward for. zero: the response is worth nothing, and is not correct. drop: the sample is
     not trained on and counts nowhere. fail: the run ends. null: zero in built-in environments, but for a problem that
-    itself cannot be scored; fail in others."""
+    itself cannot be scored; fail in others, and for functions given to `tandem.train`."""
     max_failures: NonNegativeInt | None = None
     """New. How many such samples one rollout process may have before the run ends after all; null: any number."""
     class_path: NonEmptyStr | None = msgspec.field(name="class", default=None)

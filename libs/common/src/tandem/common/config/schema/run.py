@@ -8,6 +8,7 @@ from tandem.common.algorithms import MetricName
 from tandem.common.config.schema.base import (
     NonEmptyStr,
     NonNegativeInt,
+    Port,
     PositiveFloat,
     PositiveInt,
     Section,
@@ -96,10 +97,14 @@ class Logger(Section, frozen=True, kw_only=True):
     monitor_gpus: bool = False
     """Log the use of GPUs. Accepted everywhere, because NeMo-RL's base files say true; nothing is collected yet."""
     num_val_samples_to_print: NonNegativeInt = 0
-    """Validation samples printed each time."""
+    """Validation samples printed each time: those of other problems than the last time, as far as there are others."""
     samples: Literal["all", "off"] | PositiveFloat = 10.0
-    """New. The record of the samples that were trained on, in `logger.log_dir`/samples: all, off, or how many gigabytes
-    (10^9 bytes) are kept at most; then the oldest steps are deleted."""
+    """New. The record of the samples of training and validation, and of trainers' log-probabilities, in
+    `logger.log_dir`/samples: all, off, or how many gigabytes (10^9 bytes) are kept at most; then the oldest steps are
+    deleted."""
+    page: Literal["auto", "off"] | Port = "auto"
+    """New. The page that shows the run in a browser of this machine, by a process of its own: auto, off, or the port
+    that it listens on, which must be free. auto: the first free one from 8700 on."""
     wandb: Wandb = Wandb()
     mlflow: Mlflow = Mlflow()
     tensorboard: Tensorboard = Tensorboard()

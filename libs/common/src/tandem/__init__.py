@@ -1,0 +1,59 @@
+"""Tandem from Python: ``tandem.train`` begins a run, ``tandem.load_run`` opens one.
+
+The packages below lie in several folders, one for each service, until they are installed from a wheel. What is named
+here is imported when it is first used: to import ``tandem``, or a package below it, costs nothing else.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__path__ = __import__("pkgutil").extend_path(__path__, __name__)  # as tools know it that read this, and import nothing
+
+if TYPE_CHECKING:
+    from tandem.common.config import Config as Config
+    from tandem.common.errors import ConfigError as ConfigError
+    from tandem.common.errors import DataError as DataError
+    from tandem.common.errors import RunFolderError as RunFolderError
+    from tandem.common.errors import ServiceError as ServiceError
+    from tandem.common.errors import TandemError as TandemError
+    from tandem.coordinator.api.handle import Run as Run
+    from tandem.coordinator.api.handle import load_run as load_run
+    from tandem.coordinator.api.samples import Sample as Sample
+    from tandem.coordinator.api.training import train as train
+    from tandem.coordinator.run.journal import StepRecord as StepRecord
+
+    __version__: str
+
+_WHERE = {
+    "Config": "tandem.common.config",
+    "ConfigError": "tandem.common.errors",
+    "DataError": "tandem.common.errors",
+    "Run": "tandem.coordinator.api.handle",
+    "RunFolderError": "tandem.common.errors",
+    "Sample": "tandem.coordinator.api.samples",
+    "ServiceError": "tandem.common.errors",
+    "StepRecord": "tandem.coordinator.run.journal",
+    "TandemError": "tandem.common.errors",
+    "load_run": "tandem.coordinator.api.handle",
+    "train": "tandem.coordinator.api.training",
+}
+"""Names that this module has, and where they are from."""
+__all__ = list(_WHERE)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("tandem")
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_WHERE[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_WHERE, "__version__"})

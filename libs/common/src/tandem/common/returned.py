@@ -1,0 +1,62 @@
+"""Take what the user's own code returns strictly, and say on one line what it raised."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import os
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+from tandem.common.errors import RewardError
+
+_LONGEST_LINE = 600
+
+
+def line(text: str) -> str:
+    """Return text on one line that is not too long."""
+    words = " ".join(sayable(text).split())
+    return words if len(words) <= _LONGEST_LINE else f"{words[:_LONGEST_LINE]}..."
+
+
+def sayable(text: str) -> str:
+    """Return text that can be encoded: halves of surrogate pairs are spelt out."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def raised_at(trace: TracebackType | None, folder: str) -> str:
+    """Return `` (FILE:LINE, in FUNCTION)``: where the user's own code, in `folder`, was last."""
+    frames = traceback.extract_tb(trace)[1:]  # the first is who called it
+    if not frames:
+        return ""
+    own = [frame for frame in frames if folder and os.path.dirname(os.path.abspath(frame.filename)) == folder]
+    frame = (own or frames)[-1]
+    path = Path(frame.filename)
+    with_folder = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    return f" ({with_folder}:{frame.lineno}, in {frame.name})"
+
+
+def finite_number(given: object, what: str) -> float:
+    """Return a finite number; text, truth values and what else Python makes numbers of are mistakes.
+
+    Raises `RewardError`, which says `what` it should have been.
+    """
+    number = math.nan
+    # numpy's floating and integer scalars are real numbers by this measure, and its truth values are none.
+    if type(given) is not bool and isinstance(given, numbers.Real):
+        try:
+            number = float(given)
+        except OverflowError:
+            number = math.inf
+    if not math.isfinite(number):
+        raise RewardError(f"{what} is {shown(given)}, not a finite number")
+    return number
+
+
+def shown(given: object) -> str:
+    """Return what was given as an error shows it; its class may be anyone's."""
+    try:
+        return repr(given)
+    except Exception:
+        return f"a {type(given).__name__}"

@@ -1,0 +1,1 @@
+"""Tandem from Python: ``tandem.train``, ``tandem.load_run``, and what they give back."""

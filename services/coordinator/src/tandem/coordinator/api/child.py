@@ -1,0 +1,69 @@
+"""The process of a run that a Python program began.
+
+``python -m tandem.coordinator.api.child LIFELINE ORDER REPORTS OWNER``: descriptors, and the id of the program.
+
+    program -- guardian -- coordinator -- services
+
+The guardian ends all that is below it when the program closes the lifeline, and when the program ends, however that
+comes about: of a notebook whose kernel is killed nothing stays.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from tandem.common.process_lifetime import fork_guarded
+
+
+def main(argv: Sequence[str]) -> int:
+    """Be the guardian, or its child that carries out the order, to its end."""
+    lifeline, order, reports, owner = map(int, argv)
+    fork_guarded(lifeline, owner)
+    for descriptor in (order, reports):
+        os.set_inheritable(descriptor, False)
+    return _run(order, reports)
+
+
+def _run(order_fd: int, reports_fd: int) -> int:
+    import msgspec
+
+    from tandem.common import gc_tuning
+    from tandem.common.config import config_from_json
+    from tandem.common.errors import TandemError
+    from tandem.coordinator.api.reports import Begun, Ended, Report, RunOrder, failure
+    from tandem.coordinator.commands.arguments import FAILED, INTERRUPTED, OK
+    from tandem.coordinator.commands.running import run_to_outcome
+
+    gc_tuning.retire_at_exit()
+    with os.fdopen(order_fd, "rb") as file:
+        order = msgspec.json.decode(file.read(), type=RunOrder)
+
+    def report(what: Report) -> None:
+        os.write(reports_fd, msgspec.json.encode(what) + b"\n")
+
+    try:
+        config = config_from_json(order.config_json)
+        finish = run_to_outcome(
+            order.source, config, order.mode, order.from_step, order.reward_server, lambda: report(Begun())
+        )
+    except KeyboardInterrupt:  # while it was reported on
+        report(Ended(outcome="interrupted"))
+        return INTERRUPTED
+    except Exception as error:
+        report(failure(error))
+        if not isinstance(error, TandemError):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return FAILED
+    if finish.error is not None:
+        report(failure(finish.error))
+        print(f"error: {finish.error}", file=sys.stderr)
+        return FAILED
+    report(Ended(outcome=finish.outcome))
+    return OK if finish.outcome == "finished" else INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,95 @@
+"""The configuration of a run that a program begins: what was given, its arguments, its overrides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tandem.common.config import Config
+from tandem.common.config.checks.data import PYTHON_REWARDS
+from tandem.common.config.derive import GENERATED
+from tandem.common.config.layers import Layers
+from tandem.common.config.load import build, laid_over, layers_of
+from tandem.common.errors import ConfigError
+from tandem.common.returned import shown
+from tandem.coordinator.api.rewards import RewardFunction
+from tandem.coordinator.api.rows import ANSWER, QUESTION
+
+SOLVED_AT = "solved_at"
+"""Key of what the first function says at least to a response that is right."""
+_SOURCE = "tandem.train"
+_NO_FILE_YET = "-"
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """A configuration in the making."""
+
+    layers: Layers
+    overrides: Mapping[str, Any]
+
+    def built(self, *arguments: Mapping[str, Any]) -> Config:
+        """Return the configuration with what arguments say over it, and overrides over that. Raises `ConfigError`."""
+        layers = self.layers
+        for argument in arguments:
+            layers = laid_over(layers, dict(argument), _SOURCE)
+        for key, value in self.overrides.items():
+            nested: Any = value
+            for part in reversed(key.split(".")):
+                nested = {part: nested}
+            layers = laid_over(layers, nested, "overrides")
+        return build(layers)
+
+
+def settings_of(config: object, overrides: object) -> Settings:
+    """Read what the user gave. Raises `ConfigError`."""
+    if not isinstance(config, str | Path | Mapping | Config):
+        raise ConfigError(f"config: expected a path, a dict or a Config, got {shown(config)[:200]}")
+    given = {} if overrides is None else overrides
+    if not isinstance(given, Mapping) or not all(isinstance(key, str) and key for key in given):
+        raise ConfigError(
+            f"overrides: expected a dict such as {{'grpo.max_num_steps': 10}}, got {shown(overrides)[:200]}"
+        )
+    return Settings(layers=layers_of(config), overrides=given)
+
+
+def of_rewards(functions: Sequence[RewardFunction], solved_at: object) -> dict[str, Any]:
+    """Return what has functions score the samples; who resumes the run must give functions that look the same."""
+    if isinstance(solved_at, bool) or not isinstance(solved_at, int | float) or not math.isfinite(solved_at):
+        raise ConfigError(f"solved_at: expected a finite number, got {shown(solved_at)[:200]}")
+    described = {
+        "functions": [function.name for function in functions],
+        "weights": [function.weight for function in functions],
+        SOLVED_AT: float(solved_at),
+    }
+    return {"data": {"environment": PYTHON_REWARDS}, "env": {PYTHON_REWARDS: {"kwargs": described}}}
+
+
+def of_rows(train: str | None, validation: str | None) -> dict[str, Any]:
+    """Return what has a run learn from files of rows (`tandem.coordinator.api.rows`)."""
+    return {
+        "data": {
+            "dataset_name": "jsonl",
+            "task": None,
+            "train_data_path": train or _NO_FILE_YET,
+            "val_data_path": validation,
+            "input_key": QUESTION,
+            "output_key": ANSWER,
+        }
+    }
+
+
+def without_rows() -> dict[str, Any]:
+    """Return the same without what `of_rows` says of fields, to find out what the user says of these."""
+    data = of_rows(None, None)["data"]
+    return {"data": {key: value for key, value in data.items() if not key.endswith("_key")}}
+
+
+def row_keys(config: Config) -> tuple[str, str] | None:
+    """Return what functions know a problem's question and its reference answer by; None if its row has both as well."""
+    if config.data.dataset_name in GENERATED:
+        return "question", "answer"
+    return None if config.data.input_key == QUESTION else (config.data.input_key, config.data.output_key)

@@ -1,0 +1,285 @@
+"""The handle of a run: its steps, metrics, samples and model, while it goes on and after it has ended."""
+
+from __future__ import annotations
+
+import contextlib
+import html
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal, Self
+
+from tandem.common.config import Config
+from tandem.common.errors import RunFolderError, TandemError, nearest
+from tandem.coordinator.run.journal_file import JOURNAL_NAME, is_taken
+from tandem.coordinator.run.progress import sparkline
+
+if TYPE_CHECKING:
+    import pandas
+
+    from tandem.coordinator.api.process import RunProcess
+    from tandem.coordinator.api.samples import Sample
+    from tandem.coordinator.run.journal import JournalReader, StepRecord
+
+State = Literal["starting", "running", "finished", "interrupted", "failed", "ended"]
+_LOOK_S = 0.1
+_SHOWN = ("reward", "val_accuracy", "loss", "val_loss", "kl", "mean_generation_length")
+"""Metrics that a notebook shows, of those that a run has."""
+
+
+class Run:
+    """A run that goes on, or has ended; `tandem.train` and `tandem.load_run` return one.
+
+    Iterating over it yields its steps as they are done, and ends when the run does; then it raises the run's error, if
+    it has failed. As a context manager it stops the run at the end of the block, if it still goes on.
+    """
+
+    def __init__(self, folder: Path, process: RunProcess | None = None) -> None:
+        self.folder = folder
+        """The run folder."""
+        self._process = process
+
+    # --- what it is --------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> State:
+        """How the run is.
+
+        ``starting``, ``running``, ``finished``, ``interrupted`` (it was stopped, and has saved) or ``failed``. A run
+        that was loaded is ``running``, ``finished``, or ``ended`` before its last step, nobody says how.
+        """
+        if self._process is not None:
+            if self._process.outcome is not None and self._process.has_ended.is_set():
+                return self._process.outcome.outcome
+            return "running" if self._has_journal() and is_taken(self.folder) else "starting"
+        if is_taken(self.folder):
+            return "running"
+        with self._journal() as journal:
+            last = journal.last_step() or 0
+        return "finished" if last >= (self.config.algorithm_section.max_num_steps or last + 1) else "ended"
+
+    @property
+    def error(self) -> TandemError | None:
+        """What has ended the run, if it has failed; known of a run that this program began."""
+        return None if self._process is None or not self._process.has_ended.is_set() else self._process.error
+
+    @property
+    def config(self) -> Config:
+        """The configuration that the run goes by."""
+        from tandem.coordinator.run.replay import config_of
+
+        with self._journal() as journal:
+            return config_of(journal)
+
+    @property
+    def run_id(self) -> str:
+        """The run's name."""
+        with self._journal() as journal:
+            return journal.run_id
+
+    @property
+    def log(self) -> Path:
+        """What the run said, where this program began it; the logs of its processes lie beside."""
+        from tandem.coordinator.api.process import LOG
+
+        return self.folder / LOG
+
+    # --- what it did -------------------------------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> list[StepRecord]:
+        """Every step that is done, in order. Step 0 is the validation of the weights that the run began with."""
+        if not self._has_journal():
+            return []
+        with self._journal() as journal:
+            return journal.steps()
+
+    def metrics(self, name: str) -> dict[int, float]:
+        """Return a metric by step, of the steps that have it.
+
+        Raises `KeyError` where no step has it, which names the nearest that there is.
+        """
+        steps = self.steps
+        found = {record.step: record.metrics[name] for record in steps if name in record.metrics}
+        if not found and steps:
+            raise KeyError(f"no step has a metric {name!r}{nearest(name, self.metric_names)}")
+        return found
+
+    @property
+    def metric_names(self) -> list[str]:
+        """The metrics that steps have, in order of their names."""
+        return sorted({name for record in self.steps for name in record.metrics})
+
+    def to_frame(self) -> pandas.DataFrame:
+        """Return the steps as a table of pandas: a row a step, its metrics, and its seconds as ``seconds/PHASE``."""
+        import pandas
+
+        steps = self.steps
+        rows = [
+            {**record.metrics, **{f"seconds/{phase}": seconds for phase, seconds in record.seconds.items()}}
+            for record in steps
+        ]
+        return pandas.DataFrame(rows, index=pandas.Index([record.step for record in steps], name="step"))
+
+    def samples(self, step: int | None = None) -> list[Sample]:
+        """Return the samples that a step was trained on, in the order of their groups; None for the newest recorded.
+
+        They are recorded once their step is done, as far as ``logger.samples`` has them kept.
+        """
+        from tandem.coordinator.api.samples import read_samples
+
+        return read_samples(self.folder, step, self.run_id)
+
+    @property
+    def checkpoints(self) -> dict[int, Path]:
+        """Folders of the checkpoints that there are, by step. The model is in the folder ``policy`` of each."""
+        from tandem.coordinator.run.replay import checkpoints_of
+
+        if not self._has_journal():
+            return {}
+        found = checkpoints_of(self.folder, self.config)
+        return {step: found.folder_of(step) for step in found.steps()}
+
+    @property
+    def model_folder(self) -> Path:
+        """The newest model, as Transformers reads it: ``AutoModelForCausalLM.from_pretrained(run.model_folder)``.
+
+        Raises `RunFolderError` where no checkpoint was saved yet.
+        """
+        checkpoints = self.checkpoints
+        if not checkpoints:
+            raise RunFolderError(
+                f"{self.folder} has no checkpoint yet (checkpointing.save_period says when one is saved)"
+            )
+        return checkpoints[max(checkpoints)] / "policy"
+
+    # --- while it goes on --------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[StepRecord]:
+        """Yield steps as they are done, until the run ends; then raise its error, if it has failed.
+
+        Of a run that this program began or resumed: the steps that it has done since. Of one that was loaded: all.
+        """
+        since = 0.0 if self._process is None else self._process.started_at
+        last = -1
+        with contextlib.ExitStack() as stack:
+            journal: JournalReader | None = None
+            while True:
+                is_over = self._is_over()  # before the look: what was done until then is seen by it
+                if journal is None and self._has_journal() and (is_over or is_taken(self.folder)):
+                    journal = stack.enter_context(self._journal())
+                for record in () if journal is None else journal.steps(after=last, since=since):
+                    last = record.step
+                    yield record
+                if is_over:
+                    break
+                self._pause()
+        self._raise_error()
+
+    def wait(self, timeout_s: float | None = None) -> Self:
+        """Wait until the run ends; return it.
+
+        Ctrl-C has the run save and end. Raises the run's error if it has failed, and `TimeoutError` if it goes on
+        after `timeout_s`.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        try:
+            while not self._is_over():
+                if deadline is not None and time.monotonic() > deadline:
+                    raise TimeoutError(f"{self!r} goes on after {timeout_s:g} s")
+                self._pause()
+        except KeyboardInterrupt:
+            self.stop()
+            raise
+        self._raise_error()
+        return self
+
+    def stop(self, *, wait: bool = True) -> None:
+        """Have the run save and end, as Ctrl-C does; one that has ended stays as it is.
+
+        Without `wait` it may go on for a moment. Raises `RunFolderError` for a run that another program began.
+        """
+        if self._process is None:
+            if is_taken(self.folder):
+                raise RunFolderError(f"{self.folder}: another program began this run, and has to stop it")
+            return
+        self._process.stop()
+        if wait:
+            self._process.join(None)
+
+    def kill(self) -> None:
+        """End the run's processes at once. It can be resumed from its newest checkpoint."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.join(None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._process is not None:
+            self.stop()
+
+    # --- how it is shown ---------------------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.folder)!r}, {self.state})"
+
+    def _repr_html_(self) -> str:
+        """Show the run in a notebook: what its newest step says, and how that came about."""
+        steps = [record for record in self.steps if record.step > 0]
+        at = f"step {steps[-1].step}" if steps else "no step done"
+        rows = []
+        for name in _SHOWN:
+            values = [record.metrics[name] for record in steps if name in record.metrics]
+            if values:
+                cells = (html.escape(name), f"{values[-1]:.4g}", f"<code>{sparkline(values)}</code>")
+                rows.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
+        error = f"<p><b>{html.escape(str(self.error))}</b></p>" if self.error is not None else ""
+        title = f"<p><b>{html.escape(str(self.folder))}</b>: {self.state}, {at}</p>"
+        return f"{title}{error}<table>{''.join(rows)}</table>"
+
+    # --- below -------------------------------------------------------------------------------------------------------
+
+    def _has_journal(self) -> bool:
+        """Tell whether the run has begun. Until it has, the folder may hold another that is yet to be set aside."""
+        return (self.folder / JOURNAL_NAME).exists()
+
+    def _journal(self) -> JournalReader:
+        from tandem.coordinator.run.journal import read_journal
+
+        return read_journal(self.folder)
+
+    def _is_over(self) -> bool:
+        return not is_taken(self.folder) if self._process is None else self._process.has_ended.is_set()
+
+    def _pause(self) -> None:
+        if self._process is None:
+            time.sleep(_LOOK_S)
+        else:
+            self._process.join(_LOOK_S)
+
+    def _raise_error(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+def load_run(folder: str | Path) -> Run:
+    """Open the run in a run folder, whoever began it, whether it goes on or has ended.
+
+    Args:
+        folder: ``logger.log_dir`` of its configuration.
+
+    Returns:
+        Its handle; iterating over it yields all of its steps, and those to come.
+
+    Raises:
+        RunFolderError: there is no run in the folder.
+
+    """
+    run = Run(Path(folder))
+    with run._journal():
+        return run

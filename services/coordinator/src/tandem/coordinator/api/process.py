@@ -1,0 +1,230 @@
+"""The process of a run, as the program that began it sees it.
+
+One thread (`RunProcess._watch`) starts the process and waits for its end. It consumes what the process reports, and
+what it writes to its console; it produces the log, and the outcome. The process's guardian is tied to it, too: the
+kernel tells a process when the thread that has started it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import thread as _executors  # noqa: F401 - registers what it does at exit before we do
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from tandem.common.errors import ServiceLost, TandemError
+from tandem.common.messages import MAX_TEXT
+from tandem.coordinator.api.reports import Begun, Ended, Report, RunOrder, error_of
+
+LOG = "logs/console.log"
+"""Within the run folder: what the run said, as on a console."""
+_LOOK_S = 0.1
+_TAIL_LINES = 3
+_reports = msgspec.json.Decoder(Report)
+_alive: set[RunProcess] = set()
+
+
+class RunProcess:
+    """A run that goes on beside this program."""
+
+    def __init__(self, order: RunOrder, folder: Path, *, show: bool, at_end: Callable[[], None]) -> None:
+        """Start it; `at_end` is called when it has ended, however that came about."""
+        self._order = order
+        self._folder = folder
+        self._show = show
+        self._at_end = at_end
+        self.started_at = time.time()
+        self._console: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by the thread
+        self._num_shown = 0
+        self._num_logged = 0
+        self._lifeline, self._guarded = socket.socketpair()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._has_started = threading.Event()
+        self._asked_to_stop = False
+        self._lock = threading.Lock()
+        self.has_begun = threading.Event()
+        """Set when the run was looked through, or has ended before that."""
+        self.has_ended = threading.Event()
+        self.outcome: Ended | None = None
+        self._ends_with_the_program()
+        self._thread = threading.Thread(target=self._watch, name="tandem-run", daemon=True)
+        self._thread.start()
+        self._has_started.wait()
+
+    @property
+    def error(self) -> TandemError | None:
+        """What has ended the run, if that is an error."""
+        return None if self.outcome is None else error_of(self.outcome)
+
+    def stop(self) -> None:
+        """Ask the run to save and to end, once; does not wait."""
+        with self._lock:
+            process = self._process
+            if self._asked_to_stop or process is None or self.has_ended.is_set() or process.poll() is not None:
+                return
+            self._asked_to_stop = True
+            # To all of its processes, as a terminal does: the coordinator alone acts on it.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End all of its processes at once; what is on disk stays."""
+        with contextlib.suppress(OSError):
+            self._lifeline.shutdown(socket.SHUT_RDWR)
+
+    def join(self, timeout_s: float | None) -> bool:
+        """Wait for the end; False if the time was up before."""
+        return self.has_ended.wait(timeout_s)
+
+    # --- the thread --------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        try:
+            reports = self._start()
+            self._hear(reports)
+            code = self._exit_code()
+            if self.outcome is None and self._asked_to_stop and code == -signal.SIGTERM:
+                self.outcome = Ended(outcome="interrupted")  # before it could listen to signals
+            elif self.outcome is None:
+                self.outcome = Ended(outcome="failed", kind=ServiceLost.__name__, what=self._how_it_was_lost(code))
+        except BaseException as error:
+            what = (f"the run could not be started: {type(error).__name__}: {error}",)
+            self.outcome = Ended(outcome="failed", kind=TandemError.__name__, what=what)
+        finally:
+            for each in (self._lifeline, self._guarded, self._console):
+                each.close()
+            try:
+                self._at_end()
+            finally:
+                _alive.discard(self)
+                self._has_started.set()
+                self.has_begun.set()
+                self.has_ended.set()
+
+    def _start(self) -> int:
+        """Start the process; return the descriptor that it reports to."""
+        reports, theirs = os.pipe()
+        order = tempfile.TemporaryFile()  # noqa: SIM115 - closed below
+        with order, self._guarded, open(theirs, "wb"):
+            order.write(msgspec.json.encode(self._order))
+            order.flush()
+            order.seek(0)
+            descriptors = (self._guarded.fileno(), order.fileno(), theirs)
+            words = [sys.executable, "-m", f"{__package__}.child", *map(str, descriptors), str(os.getpid())]
+            process = subprocess.Popen(
+                words,
+                pass_fds=descriptors,
+                stdin=subprocess.DEVNULL,
+                stdout=self._console,
+                stderr=self._console,
+                env=_environment(),
+                start_new_session=True,  # Ctrl-C is this program's to hear: an interrupted cell shall not end the run
+            )
+        self._process = process
+        self._has_started.set()
+        return reports
+
+    def _hear(self, reports: int) -> None:
+        """Take reports until the other end is closed, and pass on what is printed meanwhile."""
+        rest = b""
+        with open(reports, "rb", buffering=0) as file:
+            while True:
+                is_there = bool(select.select([file], [], [], _LOOK_S)[0])
+                self._pass_on()
+                if is_there:
+                    if not (came := file.read(1 << 16)):
+                        return
+                    *lines, rest = (rest + came).split(b"\n")
+                    for line in lines:
+                        self._take(_reports.decode(line))
+
+    def _take(self, report: Report) -> None:
+        if isinstance(report, Begun):
+            self.has_begun.set()
+        else:
+            self.outcome = report
+
+    def _exit_code(self) -> int | None:
+        """Wait for the guardian, which has ended everything by then; return how the run's process has ended."""
+        assert self._process is not None
+        while self._process.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_LOOK_S)
+            self._pass_on()
+        self._pass_on()
+        self._lifeline.setblocking(False)
+        with contextlib.suppress(OSError, ValueError):
+            return int(self._lifeline.recv(16))
+        return None
+
+    def _pass_on(self) -> None:
+        """Write what the run has printed since the last time to its log, and show it."""
+        size = os.fstat(self._console.fileno()).st_size
+        if self._show and size > self._num_shown:
+            text = os.pread(self._console.fileno(), size - self._num_shown, self._num_shown)
+            self._num_shown = size
+            sys.stdout.write(text.decode(errors="replace"))
+            sys.stdout.flush()
+        log = self._folder / LOG
+        if self.has_begun.is_set() and size > self._num_logged and log.parent.is_dir():
+            with contextlib.suppress(OSError), log.open("ab") as file:  # the disk may be full
+                file.write(os.pread(self._console.fileno(), size - self._num_logged, self._num_logged))
+                self._num_logged = size
+
+    def _how_it_was_lost(self, code: int | None) -> tuple[str, str, str]:
+        size = os.fstat(self._console.fileno()).st_size
+        start = max(0, size - MAX_TEXT)
+        said = os.pread(self._console.fileno(), size - start, start).decode(errors="replace").strip().splitlines()
+        how = "was killed" if code is None else f"killed by signal {-code}" if code < 0 else f"exited with code {code}"
+        return (
+            "the run's coordinator",
+            "running",
+            f"{how}; it said last: {' | '.join(said[-_TAIL_LINES:]) or 'nothing'}",
+        )
+
+    def _ends_with_the_program(self) -> None:
+        if not _alive:
+            _at_exit_once()
+        _alive.add(self)
+
+
+def _environment() -> dict[str, str]:
+    """Return this process's environment, with what lets the run import what this program can import."""
+    paths = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), os.path.abspath(sys.path[0] or ".")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+
+
+_registered = False
+
+
+def _at_exit_once() -> None:
+    global _registered
+    if not _registered:
+        _registered = True
+        # Before executors are shut down, which reward functions may use: atexit would come after that.
+        threading._register_atexit(_await_all)  # type: ignore[attr-defined]
+
+
+def _await_all() -> None:
+    """Wait for runs that go on when the program has come to its end; one that has failed has them save and end."""
+    is_unhappy = hasattr(sys, "last_value") or hasattr(sys, "ps1") or "ipykernel" in sys.modules
+    for process in [*_alive]:
+        if is_unhappy:
+            process.stop()
+        try:
+            process.join(None)
+        except KeyboardInterrupt:
+            process.stop()
+            process.join(None)

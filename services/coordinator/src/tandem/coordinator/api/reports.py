@@ -1,0 +1,73 @@
+"""What the process of a run is told by the program that began it, and what it reports, as JSON."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from tandem.common import errors, messages
+from tandem.common.errors import ConfigError, DamagedCheckpoint, ServiceError, TandemError
+
+Mode = Literal["new", "resume", "restart"]
+_KINDS = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, TandemError)}
+
+
+class RunOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """What to run."""
+
+    source: str
+    """What the configuration was read from."""
+    config_json: bytes
+    mode: Mode
+    from_step: int | None
+    reward_server: messages.RewardServer | None
+
+
+class Begun(msgspec.Struct, frozen=True, tag=True):
+    """The run was looked through, and nothing is wrong with it."""
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The run is over."""
+
+    outcome: Literal["finished", "interrupted", "failed"]
+    kind: str = ""
+    """Class of the error, if it is one of ours."""
+    what: tuple[str, ...] = ()
+    """Arguments of that class."""
+    whole: int | None = None
+    """As in `DamagedCheckpoint`."""
+
+
+Report = Begun | Ended
+
+
+def failure(error: BaseException) -> Ended:
+    """Describe what has ended a run."""
+    kind = type(error).__name__
+    match error:
+        case ConfigError():
+            return Ended(outcome="failed", kind=kind, what=error.problems)
+        case ServiceError():
+            return Ended(outcome="failed", kind=kind, what=(error.process, error.phase, error.what))
+        case DamagedCheckpoint():
+            return Ended(outcome="failed", kind=kind, what=(str(error),), whole=error.whole)
+        case TandemError():
+            return Ended(outcome="failed", kind=kind, what=(str(error),))
+        case _:  # a bug: the log has the traceback
+            return Ended(outcome="failed", what=(f"{kind}: {error}",))
+
+
+def error_of(ended: Ended) -> TandemError | None:
+    """Return the error that has ended a run, None if none has."""
+    if ended.outcome != "failed":
+        return None
+    kind = _KINDS.get(ended.kind, TandemError)
+    try:
+        error = kind(*ended.what)
+    except TypeError:  # a class whose arguments are not told
+        return TandemError(" ".join(ended.what))
+    if isinstance(error, DamagedCheckpoint):
+        error.whole = ended.whole
+    return error

@@ -1,0 +1,182 @@
+"""Reward functions of a program: which columns they take, which shape they have, what they return.
+
+A function either scores one response, ``f(prompt, response, **columns) -> float``, or has the signature of TRL's
+``reward_funcs``, ``f(prompts, completions, **columns) -> list[float]``: a parameter named `prompts` or `completions`
+says that it takes several at once. Arguments are passed by name, and only those that a function has.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from tandem.common.errors import ConfigError, RewardError, nearest
+from tandem.common.messages import MAX_NAME, ResponseToScore
+from tandem.common.returned import finite_number, shown
+
+_OF_A_BATCH = ("prompts", "completions")
+_OF_ONE = ("prompt", "response")
+_WITHOUT_NAMES = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY)
+
+
+class RewardFunction(msgspec.Struct, frozen=True, kw_only=True):
+    """A function, and how it is called."""
+
+    name: str
+    """Of its part of the reward."""
+    call: Callable[..., Any]
+    weight: float
+    takes_batches: bool
+    is_async: bool
+    accepts: frozenset[str]
+    """Names of its parameters."""
+    requires: tuple[str, ...]
+    """Those without a default."""
+    accepts_all: bool
+    """Whether it has ``**columns``."""
+
+    def arguments(self, responses: Sequence[ResponseToScore], keys: tuple[str, str] | None) -> dict[str, Any]:
+        """Return what it is called with: for one response, or, if it takes batches, for several.
+
+        `keys` are those of the question and the reference answer in a row that has not them by itself.
+        """
+        rows = [_row(response, keys) for response in responses]
+        if self.takes_batches:
+            names = dict.fromkeys(name for row in rows for name in row if name not in _OF_ONE)
+            given: dict[str, Any] = {name: [row.get(name) for row in rows] for name in names}
+            given |= {"prompts": [row["prompt"] for row in rows], "completions": [_completion(row) for row in rows]}
+        else:
+            (given,) = rows
+        missing = [name for name in self.requires if name not in given]
+        if missing:
+            raise RewardError(_lacks(missing[0], given))
+        return given if self.accepts_all else {name: given[name] for name in self.accepts if name in given}
+
+    def values(self, returned: Any, count: int) -> list[float | None]:
+        """Return what it said to `count` responses; None where it says nothing. Raises `RewardError`."""
+        if not self.takes_batches:
+            return [_value(returned)]
+        plain = returned.tolist() if callable(getattr(returned, "tolist", None)) else returned
+        if not isinstance(plain, list | tuple):
+            raise RewardError(f"returned {type(returned).__name__}, not a list of rewards, one for each completion")
+        if len(plain) != count:
+            raise RewardError(f"returned {len(plain)} rewards for {count} completions")
+        return [_value(value) for value in plain]
+
+
+def reward_functions(rewards: object, weights: Sequence[float] | None) -> tuple[RewardFunction, ...]:
+    """Look functions through. Raises `ConfigError` that says which of them cannot be one."""
+    given = [rewards] if callable(rewards) else rewards
+    if not isinstance(given, list | tuple) or not given:
+        raise ConfigError(f"rewards: expected a function or a list of functions, got {shown(rewards)}")
+    if weights is None:
+        weights = [1.0] * len(given)
+    if not isinstance(weights, list | tuple) or len(weights) != len(given):
+        raise ConfigError(f"reward_weights: expected a number for each of {len(given)} rewards, got {shown(weights)}")
+    names = Counter[str]()
+    found = []
+    for index, (function, weight) in enumerate(zip(given, weights, strict=True)):
+        if not callable(function):
+            raise ConfigError(f"rewards[{index}]: {shown(function)} is no function")
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+            raise ConfigError(f"reward_weights[{index}]: {shown(weight)} is no finite number")
+        name = _name(function)
+        names[name] += 1
+        name = name if names[name] == 1 else f"{name}_{names[name]}"
+        found.append(_looked_through(f"rewards[{index}] ({name})", function, name, float(weight)))
+    return tuple(found)
+
+
+def check_columns(functions: Sequence[RewardFunction], columns: Collection[str]) -> None:
+    """Raise `ConfigError` for a parameter that no row of these columns fills."""
+    for index, function in enumerate(functions):
+        given = [*columns, *(_OF_A_BATCH if function.takes_batches else _OF_ONE)]
+        for name in function.requires:
+            if name not in given:
+                raise ConfigError(f"rewards[{index}] ({function.name}): {_lacks(name, given)}")
+
+
+def total(functions: Sequence[RewardFunction], values: Sequence[float | None]) -> float:
+    """Return the weighted sum of what functions said. Raises `RewardError` if none of them said anything."""
+    said = [function.weight * value for function, value in zip(functions, values, strict=True) if value is not None]
+    if not said:
+        raise RewardError("every reward function returned None")
+    return finite_number(math.fsum(said), "the sum of the rewards")
+
+
+def _looked_through(where: str, function: Callable[..., Any], name: str, weight: float) -> RewardFunction:
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        raise ConfigError(f"{where}: its parameters cannot be read: wrap it in a function of your own") from None
+    named = {key: each for key, each in parameters.items() if each.kind not in _WITHOUT_NAMES}
+    nameless = [key for key, each in parameters.items() if each.kind is inspect.Parameter.POSITIONAL_ONLY]
+    if nameless:
+        raise ConfigError(f"{where}: its parameter {nameless[0]!r} cannot be given by name")
+    keywords = {key for key, each in named.items() if each.kind is inspect.Parameter.VAR_KEYWORD}
+    takes_batches = any(key in named for key in _OF_A_BATCH)
+    if takes_batches and any(key in named for key in _OF_ONE):
+        raise ConfigError(
+            f"{where}: takes either one response (prompt, response) or several (prompts, completions), and has "
+            f"parameters {', '.join(parameters)}"
+        )
+    if not named:
+        raise ConfigError(f"{where}: has no parameter (prompt, response, or a column of the data) to be called with")
+    return RewardFunction(
+        name=name,
+        call=function,
+        weight=weight,
+        takes_batches=takes_batches,
+        is_async=inspect.iscoroutinefunction(function)
+        or inspect.iscoroutinefunction(getattr(function, "__call__", None)),  # noqa: B004
+        accepts=frozenset(named.keys() - keywords),
+        requires=tuple(
+            key for key, each in named.items() if key not in keywords and each.default is inspect.Parameter.empty
+        ),
+        accepts_all=bool(keywords),
+    )
+
+
+def _name(function: Callable[..., Any]) -> str:
+    """Return a name for what a function says: its own, or that of its class."""
+    inner = getattr(function, "func", function)  # of a functools.partial
+    name = getattr(inner, "__name__", type(inner).__name__)
+    return "reward" if name == "<lambda>" else str(name)[:MAX_NAME]
+
+
+def _lacks(name: str, given: Collection[str]) -> str:
+    return f"its parameter {name!r} is none of {', '.join(given)}{nearest(name, given)}"
+
+
+def _row(response: ResponseToScore, keys: tuple[str, str] | None) -> dict[str, Any]:
+    """Return what there is to say of a response by name: the row's columns, then prompt and response.
+
+    A row whose prompt is a list of messages keeps it, as TRL does.
+    """
+    problem = response.problem
+    named = {} if keys is None else {keys[0]: problem.question, keys[1]: problem.answer}
+    columns = {**named, **problem.metadata}
+    messages = columns.get("prompt")
+    prompt = messages if isinstance(messages, list) else problem.question
+    return {**columns, "prompt": prompt, "response": response.response}
+
+
+def _completion(row: Mapping[str, Any]) -> Any:
+    """Return a response as TRL gives it: text, or, where the prompt is a list of messages, one message."""
+    if isinstance(row["prompt"], list):
+        return [{"role": "assistant", "content": row["response"]}]
+    return row["response"]
+
+
+def _value(given: Any) -> float | None:
+    """Return a reward as a number: tensors of one element and truth values are some, too."""
+    if given is None:
+        return None
+    if callable(getattr(given, "item", None)):
+        given = given.item()
+    return finite_number(float(given) if isinstance(given, bool) else given, "what it returned")

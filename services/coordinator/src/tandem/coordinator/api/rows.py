@@ -1,0 +1,125 @@
+"""A data set that a program has in memory, as a file in the run folder, where the run finds it.
+
+Rows stay as they are, and get two fields more: the prompt and the reference answer as text. The file is named after its
+content, so that a run which is resumed with other rows is told from one that goes on with the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tandem.common.config.schema import Data
+from tandem.common.errors import DataError, nearest
+from tandem.common.returned import shown
+from tandem.coordinator.data import sources
+
+FOLDER = "data"
+"""Within the run folder."""
+QUESTION, ANSWER = "_question", "_answer"
+"""Fields that rows get."""
+_PROMPTS = ("prompt", "question", "input", "problem")
+_ANSWERS = ("answer", "solution", "output", "ground_truth")
+
+Row = Mapping[str, Any]
+
+
+class Rows(msgspec.Struct, frozen=True):
+    """Rows, looked through."""
+
+    content: bytes
+    """Of the file."""
+    columns: tuple[str, ...]
+    """Of the first row."""
+
+    def write(self, path: Path) -> None:
+        """Write the file, unless it is there."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            temporary = path.with_name(f".{path.name}")
+            temporary.write_bytes(self.content)
+            temporary.rename(path)
+
+    def path(self, folder: Path, name: str) -> Path:
+        """Return where the file lies in a run folder."""
+        return folder / FOLDER / f"{name}-{hashlib.sha256(self.content).hexdigest()[:12]}.jsonl"
+
+
+def rows_of(dataset: object, data: Data, argument: str) -> Rows:
+    """Look a data set through: a list of rows, a ``datasets.Dataset``, or the path of a JSON-lines file.
+
+    Raises `DataError` that begins with `argument`, the name of what was given.
+    """
+    found = _rows(dataset, argument)
+    first = found[0]
+    question = _key(first, data.input_key, _PROMPTS)
+    if question is None:
+        raise DataError(
+            f"{argument}: its rows have no field {data.input_key!r} (data.input_key), and none of "
+            f"{', '.join(_PROMPTS)}; they have {', '.join(first)}{nearest(data.input_key, first)}"
+        )
+    answer = _key(first, data.output_key, _ANSWERS)
+    lines = (_line(row, question, answer, f"{argument}[{index}]") for index, row in enumerate(found))
+    return Rows(b"".join(lines), tuple(first))
+
+
+def _rows(dataset: object, argument: str) -> Sequence[Row]:
+    if isinstance(dataset, str | Path):
+        return [row for _, row in sources.jsonl(str(dataset))]
+    if isinstance(dataset, Mapping):
+        names = ", ".join(map(repr, dataset))
+        raise DataError(f"{argument}: expected rows, got a mapping of {names}: choose one, such as {argument}['train']")
+    if not isinstance(dataset, Iterable) or not hasattr(dataset, "__len__"):
+        raise DataError(
+            f"{argument}: expected a list of rows, a datasets.Dataset or a path, got {shown(dataset)[:200]}"
+        )
+    found = list(dataset)
+    if not found:
+        raise DataError(f"{argument}: there are no rows")
+    for index, row in enumerate(found):
+        if not isinstance(row, Mapping) or not all(isinstance(name, str) for name in row):
+            raise DataError(f"{argument}[{index}]: expected a mapping of names to values, got {shown(row)[:200]}")
+        for name in (QUESTION, ANSWER):
+            if name in row:
+                raise DataError(f"{argument}[{index}]: a row has no field {name!r} of its own: call it otherwise")
+    return found
+
+
+def _key(row: Row, configured: str, usual: Iterable[str]) -> str | None:
+    return next((name for name in (configured, *usual) if name in row), None)
+
+
+def _line(row: Row, question: str, answer: str | None, where: str) -> bytes:
+    for name in filter(None, (question, answer)):
+        if name not in row:
+            raise DataError(f"{where}: it has no field {name!r}, as the first row has; it has {', '.join(row)}")
+    if row[question] is None:
+        raise DataError(f"{where}: {question!r} is None")
+    text = _text(row[question], f"{where}[{question!r}]")
+    reference = "" if answer is None or row[answer] is None else str(row[answer])
+    try:
+        return msgspec.json.encode({**row, QUESTION: text, ANSWER: reference}, enc_hook=_plain) + b"\n"
+    except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise DataError(f"{where}: it cannot be written as JSON: {error}") from error
+
+
+def _text(prompt: object, where: str) -> str:
+    """Return what the user says: the text, or the one message of a conversation, which the chat template completes."""
+    if not isinstance(prompt, list | tuple):
+        return str(prompt)
+    said = [message for message in prompt if isinstance(message, Mapping) and message.get("role") == "user"]
+    if len(prompt) != 1 or len(said) != 1 or not isinstance(said[0].get("content"), str):
+        raise DataError(
+            f"{where}: expected text, or a list of one message of the role 'user' (a system message is "
+            f"data.system_prompt), got {shown(prompt)[:200]}"
+        )
+    return str(said[0]["content"])
+
+
+def _plain(value: Any) -> Any:
+    """Return what JSON has no word for: a number of numpy's as one of Python's, anything else as text."""
+    return value.tolist() if callable(getattr(value, "tolist", None)) else str(value)

@@ -1,0 +1,73 @@
+"""The recorded samples of a run, as a program reads them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from tandem.common import sample_record
+from tandem.common.sample_files import FOLDER
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """One sample that a step was trained on."""
+
+    step: int
+    """Training step that it was trained on."""
+    group: int
+    """Rollout group of the step: samples of one prompt."""
+    sample: int
+    """Place in the group."""
+    problem_id: str
+    """Which row of the data it is."""
+    prompt: str
+    """As the model saw it, special tokens included."""
+    response: str
+    """What followed: the policy's responses, with what an environment said between them."""
+    reference: str
+    """The reference answer; empty where there is none."""
+    reward: float
+    components: dict[str, float]
+    """What the reward is made of: what each reward function returned, by its name."""
+    correct: bool
+    """Whether it counts as solved."""
+    advantage: float | None
+    """None where the sample was not trained on, as when dynamic sampling filters its group out."""
+    finish_reason: str
+    """``stop``, ``length`` or ``turns``."""
+    num_tokens: int
+    """Of the whole sequence."""
+    failure: str
+    """What went wrong with its reward; empty if nothing did."""
+
+
+def read_samples(run_folder: Path, step: int | None, run_id: str) -> list[Sample]:
+    """Return the samples of a step, or of the newest one that is recorded. Raises `SamplesError`."""
+    folder = run_folder / FOLDER
+    if step is None:
+        steps = sample_record.steps(folder)
+        if not steps:
+            return []
+        step = steps[-1]
+    return [_sample(recorded) for recorded in sample_record.read_step(folder, step, run_id)]
+
+
+def _sample(recorded: sample_record.RecordedSample) -> Sample:
+    scored = recorded.scored
+    return Sample(
+        step=recorded.step,
+        group=scored.group,
+        sample=scored.sample,
+        problem_id=recorded.problem_id,
+        prompt=recorded.prompt,
+        response=scored.response,
+        reference=recorded.answer,
+        reward=scored.reward,
+        components=dict(scored.components),
+        correct=scored.correct,
+        advantage=recorded.advantage,
+        finish_reason=scored.finish_reason,
+        num_tokens=scored.num_tokens,
+        failure=scored.failure,
+    )

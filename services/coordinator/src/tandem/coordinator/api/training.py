@@ -1,0 +1,195 @@
+"""``tandem.train``: a run that a program begins, whose samples are scored by functions of the program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tandem.common.config import Config, config_to_json
+from tandem.common.config.checks.data import PYTHON_REWARDS
+from tandem.common.errors import ConfigError, RunFolderError
+from tandem.coordinator.api.configuration import Settings, of_rewards, of_rows, settings_of, without_rows
+from tandem.coordinator.api.handle import Run
+from tandem.coordinator.api.process import RunProcess
+from tandem.coordinator.api.reports import Mode, RunOrder
+from tandem.coordinator.api.reward_server import RewardServer
+from tandem.coordinator.api.rewards import RewardFunction, check_columns, reward_functions
+from tandem.coordinator.api.rows import QUESTION, Rows, rows_of
+from tandem.coordinator.run.journal import read_journal
+from tandem.coordinator.run.journal_file import JOURNAL_NAME
+from tandem.coordinator.run.replay import config_of
+from tandem.coordinator.run.resuming import refuse_changes
+
+if TYPE_CHECKING:
+    import datasets
+
+
+def train(
+    config: str | Path | Mapping[str, Any] | Config,
+    *,
+    rewards: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
+    reward_weights: Sequence[float] | None = None,
+    solved_at: float = 1.0,
+    dataset: Sequence[Mapping[str, Any]] | datasets.Dataset | str | Path | None = None,
+    validation_dataset: Sequence[Mapping[str, Any]] | datasets.Dataset | str | Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    resume: bool = False,
+    restart: bool = False,
+    from_step: int | None = None,
+    show: bool = False,
+    wait: bool = False,
+) -> Run:
+    """Begin a run, and return its handle while it goes on.
+
+    The run is a process of its own, with all the others below it: this may be called in a notebook, in any thread, and
+    several times. When this program is killed, so are they. A program that comes to its end waits for its runs; Ctrl-C,
+    or an error, has them save and end.
+
+    Args:
+        config: Path of a YAML file, the same as a dictionary, or a `Config`.
+        rewards: A function, or several, that score samples; they run in this process, in threads of their own. Without
+            any, the environment that the configuration names does. Either ``f(prompt, response, **columns) -> float``
+            or, with the parameters of TRL's ``reward_funcs``, ``f(prompts, completions, **columns) -> list[float]``;
+            ``async def`` as well. Columns are those of the data's row; a function is given those that it names, and
+            all of them if it has ``**columns``. What is None counts as nothing said.
+        reward_weights: A number for each function; the reward is the weighted sum. All are one if it is None.
+        solved_at: A sample counts as solved, for the accuracy, if the first function says at least this.
+        dataset: Rows to train on in place of the configuration's data: a list of dictionaries, a ``datasets.Dataset``,
+            or the path of a JSON-lines file. The prompt is in the column `data.input_key`, or else ``prompt``,
+            ``question``, ``input`` or ``problem``; the reference answer, if there is one, in `data.output_key`, or else
+            ``answer``, ``solution``, ``output`` or ``ground_truth``. The rows are copied into the run folder.
+        validation_dataset: Rows to validate on, likewise. Without them `data.num_validation` rows of `dataset` are held
+            out.
+        overrides: Settings over those of `config`: ``{"grpo.max_num_steps": 20}``.
+        resume: Continue the run that is in the run folder. `dataset` may be left out; `rewards` may not.
+        restart: Set an earlier run in the run folder aside, and begin anew.
+        from_step: With `resume`: go on from the checkpoint of this step, and do later ones again.
+        show: Print what the run says. It is in ``logs/console.log`` of the run folder in any case.
+        wait: Return when the run has ended, and raise its error if it has failed.
+
+    Returns:
+        The handle of the run, which has been looked through: what can be known to be wrong with it is raised here.
+
+    Raises:
+        ConfigError: the configuration, or an argument, cannot be run as it is.
+        DataError: the data cannot be used.
+        ModelError: the model cannot be loaded.
+        RunFolderError: the run folder holds a run already, or, with `resume`, none, or one that differs.
+
+    """
+    mode = _mode(resume=resume, restart=restart, from_step=from_step)
+    settings = settings_of(config, overrides)
+    functions = None if rewards is None else reward_functions(rewards, reward_weights)
+    if functions is None and reward_weights is not None:
+        raise ConfigError("reward_weights: there are no rewards to weigh")
+    if validation_dataset is not None and dataset is None:
+        raise ConfigError("validation_dataset: give dataset as well")
+    of_functions = {} if functions is None else of_rewards(functions, solved_at)
+    final, files = _with_data(settings, of_functions, dataset, validation_dataset, mode)
+    if functions is not None:
+        _refuse_what_rewards_cannot_score(final)
+        if files:
+            check_columns(functions, next(iter(files.values())).columns)
+    _refuse_folder(final, mode)
+    for path, rows in files.items():
+        rows.write(path)
+    run = _begin(_source(config), final, functions, mode, from_step, show=show)
+    return run.wait() if wait else run
+
+
+def _mode(*, resume: bool, restart: bool, from_step: int | None) -> Mode:
+    if resume and restart:
+        raise ConfigError("resume, restart: a run either goes on or begins anew")
+    if from_step is not None and not resume:
+        raise ConfigError("from_step: says where to resume: give resume=True as well")
+    return "resume" if resume else "restart" if restart else "new"
+
+
+def _source(config: object) -> str:
+    """Return what the configuration was read from; the user's modules are found beside it."""
+    return str(config) if isinstance(config, str | Path) else str(Path.cwd() / "tandem.train")
+
+
+def _with_data(
+    settings: Settings, of_functions: Mapping[str, Any], dataset: object, validation: object, mode: Mode
+) -> tuple[Config, dict[Path, Rows]]:
+    """Return the configuration, and the rows to be written to the files that it names."""
+    if dataset is None and mode != "resume":
+        return settings.built(of_functions), {}
+    first = settings.built(of_functions, without_rows())
+    folder = Path(first.logger.log_dir)
+    earlier = _rows_of_run(folder) if mode == "resume" else None
+    if dataset is None:
+        return settings.built(of_functions, {} if earlier is None else of_rows(*earlier)), {}
+    train = rows_of(dataset, first.data, "dataset")
+    files = {train.path(folder, "train"): train}
+    if validation is not None:
+        held_out = rows_of(validation, first.data, "validation_dataset")
+        files[held_out.path(folder, "validation")] = held_out
+    paths = (*map(str, files), None)[:2]
+    for given, before, name in zip(paths, earlier or paths, ("dataset", "validation_dataset"), strict=True):
+        if given != before:
+            raise RunFolderError(f"cannot resume {folder}: {name} is not what the run has begun with")
+    return settings.built(of_functions, of_rows(*paths)), files
+
+
+def _rows_of_run(folder: Path) -> tuple[str | None, str | None] | None:
+    """Return the files of rows, to train and to validate on, of the run in a folder; None if it has none."""
+    if not (folder / JOURNAL_NAME).exists():
+        return None
+    with read_journal(folder) as journal:
+        data = config_of(journal).data
+    return (data.train_data_path, data.val_data_path) if data.input_key == QUESTION else None
+
+
+def _refuse_what_rewards_cannot_score(config: Config) -> None:
+    if not config.declaration.rolls_out:
+        raise ConfigError(f"rewards: {config.algorithm} has no samples to score")
+    if config.data.environment != PYTHON_REWARDS:
+        raise ConfigError(f"rewards: overrides choose data.environment {config.data.environment!r} to score samples")
+
+
+def _refuse_folder(config: Config, mode: Mode) -> None:
+    """Raise `RunFolderError` for a run folder that the run cannot begin in, or not go on in."""
+    folder = Path(config.logger.log_dir)
+    has_begun = (folder / JOURNAL_NAME).exists()
+    if mode == "new" and has_begun:
+        raise RunFolderError(
+            f"{folder} already holds a run: continue it with resume=True, set it aside with restart=True, or choose "
+            "another logger.log_dir"
+        )
+    if mode == "resume" and (has_begun or config.prerequisite is None):
+        with read_journal(folder) as journal:
+            refuse_changes(journal, config)
+
+
+def _begin(
+    source: str,
+    config: Config,
+    functions: Sequence[RewardFunction] | None,
+    mode: Mode,
+    from_step: int | None,
+    *,
+    show: bool,
+) -> Run:
+    """Start the run, and wait until it was looked through."""
+    server = None if functions is None else RewardServer(functions, config)
+    order = RunOrder(
+        source=source,
+        config_json=config_to_json(config),
+        mode=mode,
+        from_step=from_step,
+        reward_server=None if server is None else server.at,
+    )
+    folder = Path(config.logger.log_dir).absolute()
+    process = RunProcess(order, folder, show=show, at_end=lambda: None if server is None else server.close())
+    run = Run(Path(config.logger.log_dir), process)
+    try:
+        process.has_begun.wait()
+    except KeyboardInterrupt:
+        run.kill()
+        raise
+    if run.error is not None:
+        raise run.error
+    return run

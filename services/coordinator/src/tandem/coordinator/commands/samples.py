@@ -1,0 +1,100 @@
+"""``coordinator samples``: show what a run was trained on, and what it was validated by."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tandem.coordinator.commands.arguments import OK, Commands, add_run
+
+if TYPE_CHECKING:
+    from tandem.common.config import Config
+    from tandem.common.tokenizer import Tokenizer
+
+_LIMIT = 10
+
+
+def add(commands: Commands) -> None:
+    """Declare the command."""
+    samples = commands.add_parser("samples", help="show samples that a run recorded: prompts, responses, rewards")
+    add_run(samples)
+    samples.add_argument("--step", type=int, metavar="N", help="of this step (default: the newest that is recorded)")
+    which = samples.add_mutually_exclusive_group()
+    which.add_argument("--worst", action="store_true", help="those with the lowest rewards first")
+    which.add_argument("--best", action="store_true", help="those with the highest rewards first")
+    samples.add_argument("--group", type=int, metavar="G", help="of this group of the step only: one prompt's")
+    samples.add_argument("--contains", default="", metavar="TEXT", help="only those that have this text in them")
+    samples.add_argument("--limit", type=_positive, default=_LIMIT, metavar="N", help=f"so many (default: {_LIMIT})")
+    samples.add_argument("--validation", action="store_true", help="validation samples in the place of training ones")
+    samples.add_argument(
+        "--tokens", action="store_true", help="the tokens as well, by how far engine and trainer disagree on each"
+    )
+    samples.set_defaults(carry_out=_samples)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
+    return int(text)
+
+
+def _samples(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from tandem.common.errors import RunFolderError, SamplesError
+    from tandem.coordinator.inspect.samples import SampleQuery, search, trainer_logprobs
+    from tandem.coordinator.inspect.samples_text import print_samples
+    from tandem.coordinator.run.journal import read_journal
+    from tandem.coordinator.run.replay import config_of
+
+    run: Path = arguments.run
+    with read_journal(run) as journal:
+        run_id, config = journal.run_id, config_of(journal)
+    if config.replay is not None:
+        raise RunFolderError(f"{run} is a replay, of samples of {config.replay.run}: look at those")
+    if not config.declaration.rolls_out:
+        raise RunFolderError(f"{run} is a run of {config.algorithm}, which generates no samples")
+    query = SampleQuery(
+        purpose="validate" if arguments.validation else "train",
+        step=arguments.step,
+        group=arguments.group,
+        contains=arguments.contains,
+        order="worst" if arguments.worst else "best" if arguments.best else "group",
+        limit=arguments.limit,
+    )
+    selection = search(run, query, run_id)
+    if arguments.group is not None and arguments.group not in selection.groups:
+        raise SamplesError(f"step {selection.step} has no group {arguments.group}, only {_range(selection.groups)}")
+    tokenizer = _tokenizer_of(run, config)
+    if tokenizer is None:
+        name = config.policy.tokenizer.name
+        lacking = "responses are shown without special tokens, and several turns as one text"
+        print(f"note: the tokenizer is neither in {name} nor in a checkpoint: {lacking}", file=sys.stderr)
+    logprobs = None
+    if arguments.tokens:
+        logprobs = trainer_logprobs(run, selection.step, run_id) if query.purpose == "train" else {}
+    print_samples(selection, Console(), query.purpose, tokenizer, logprobs)
+    return OK
+
+
+def _range(groups: tuple[int, ...]) -> str:
+    return f"{groups[0]} to {groups[-1]}" if len(groups) > 1 else str(groups[0])
+
+
+def _tokenizer_of(run: Path, config: Config) -> Tokenizer | None:
+    """Return the tokenizer of a run, which a checkpoint has as well; None if it is not on this machine any more."""
+    from tandem.common.errors import ModelError
+    from tandem.common.tokenizer import load_tokenizer
+    from tandem.coordinator.run.replay import checkpoints_of
+
+    checkpoints = checkpoints_of(run, config)
+    folders = [checkpoints.folder_of(step) / "policy" for step in reversed(checkpoints.steps())]
+    for folder in [Path(config.policy.tokenizer.name), *folders]:
+        if (folder / "tokenizer.json").is_file():
+            try:
+                return load_tokenizer(config, folder)
+            except ModelError as error:
+                print(f"note: {error}", file=sys.stderr)
+    return None

@@ -1,0 +1,40 @@
+"""``coordinator view``: the page of runs, also of those that ended."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from tandem.coordinator.commands.arguments import OK, Commands
+
+
+def add(commands: Commands) -> None:
+    """Declare the command."""
+    view = commands.add_parser("view", help="look at runs in a browser: curves, timeline, samples; until Ctrl-C")
+    view.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folder; several are compared")
+    view.add_argument("--port", type=int, metavar="PORT", help="(default: the first free one from 8700 on)")
+    view.add_argument(
+        "--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on (default: 127.0.0.1, this machine only)"
+    )
+    view.add_argument(
+        "--token",
+        help="what to know to read the page from elsewhere, on an address that is not loopback (default: made)",
+    )
+    view.set_defaults(carry_out=_view)
+
+
+def _view(arguments: argparse.Namespace) -> int:
+    from tandem.coordinator.page.address import is_loopback, listen, url_of
+    from tandem.coordinator.page.program import serve
+    from tandem.coordinator.page.reader import RunReader
+    from tandem.coordinator.page.security import new_token
+
+    for run in arguments.runs:
+        RunReader(run)
+    token = None
+    if arguments.token or not is_loopback(arguments.host):
+        token = arguments.token or new_token()
+    with listen(arguments.host, arguments.port) as listener:
+        print(f"page: {url_of(listener, token)}", flush=True)
+        serve(arguments.runs, listener, token)
+    return OK

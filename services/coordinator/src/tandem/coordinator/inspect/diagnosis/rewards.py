@@ -1,0 +1,115 @@
+"""Rewards that teach nothing, and rewards that rise without the task being learned."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from tandem.coordinator.inspect.diagnosis.evidence import Evidence, change, held_out, shortened
+from tandem.coordinator.inspect.diagnosis.finding import Finding
+
+MOST_GROUPS = 0.9
+"""Share of groups without spread, in the last quarter of a run, from which on nearly nothing is learned."""
+RISE, FALL = 0.1, 0.1
+"""By how much rewards rise while held-out accuracy falls, where the reward is not what is wanted."""
+SAME_SHARE, SAME_PROBLEMS = 0.5, 3
+"""Share of a step's samples with one response, and the problems that it is given to, from which on it is a habit."""
+_GRADIENT = ("groups without spread", "no gradient")
+
+
+def equal_rewards(evidence: Evidence) -> Finding | None:
+    """Find steps all of whose samples have the same reward."""
+    streak = evidence.streak("reward_max")
+    if streak is None:
+        return None
+    values = {record.metrics["reward_max"] for record in streak.steps}
+    correct = streak.steps[-1].metrics.get("accuracy", 0.0)
+    if correct == 1:
+        said = "Every response is right: there is nothing left to learn from these problems."
+    elif values == {0.0}:
+        said = "No response was ever rewarded: the environment never finds what it looks for, or problems are too hard."
+    else:
+        said = "All responses have the same reward: no sample is better than another, and nothing is learned."
+    lines = [str(streak), *_examples(evidence)]
+    return Finding(
+        name="equal rewards",
+        what=said,
+        evidence=tuple(lines),
+        look_at="data, which may be harder" if correct == 1 else streak.condition.look_at,
+        certainty="certain",
+        since=streak.first,
+        explains=_GRADIENT,
+    )
+
+
+def _examples(evidence: Evidence) -> list[str]:
+    """Return what a model answered in the last step that is recorded."""
+    last = [row for row in evidence.samples if row.response][-1:]
+    return [f"such as, in step {row.step}: {shortened(row.response, 80)!r} (reward {row.reward:g})" for row in last]
+
+
+def groups_without_spread(evidence: Evidence) -> Finding | None:
+    """Find steps whose groups have one reward each."""
+    name = "groups_without_spread"
+    condition, streak, course = evidence.condition(name), evidence.streak(name), change(evidence, name)
+    if condition is None or course is None or (streak is None and course.late < MOST_GROUPS):
+        return None
+    lines = [str(streak)] if streak is not None else []
+    return Finding(
+        name="groups without spread",
+        what="The samples of a prompt have the same reward, so that their advantages are 0 and they teach nothing.",
+        evidence=(*lines, f"{course}; {MOST_GROUPS:g} is the threshold"),
+        look_at=f"{condition.look_at}; grpo.use_dynamic_sampling leaves such groups out",
+        certainty="certain" if streak is not None else "likely",
+        since=streak.first if streak is not None else course.first_late,
+        explains=("no gradient",),
+    )
+
+
+def one_answer(evidence: Evidence) -> Finding | None:
+    """Find one response that is given to whatever is asked."""
+    if not evidence.samples:
+        return None
+    last = [row for row in evidence.samples if row.step == evidence.samples[-1].step]
+    ((response, count),) = Counter(row.response for row in last).most_common(1)
+    given = [row for row in last if row.response == response]
+    problems = {row.problem_id for row in given}
+    if count < SAME_SHARE * len(last) or len(problems) < SAME_PROBLEMS:
+        return None
+    worth = sum(row.reward for row in given) / count
+    before = [row for row in evidence.samples if row.step == evidence.samples[0].step]
+    was = sum(row.reward for row in before) / len(before)
+    pays = worth > was
+    return Finding(
+        name="one answer to everything",
+        what="The policy gives the same response whatever is asked"
+        + (", and is rewarded for it: the reward does not ask for what is wanted." if pays else "."),
+        evidence=(
+            f"step {last[0].step}: {count} of {len(last)} samples, to {len(problems)} problems, are "
+            f"{shortened(response, 80)!r} ({SAME_SHARE:.0%} is the threshold)",
+            f"it is worth {worth:.4g} in the mean; samples of step {before[0].step} were worth {was:.4g}",
+        ),
+        look_at=f"env.{evidence.config.data.environment}, loss_fn.reference_policy_kl_penalty and "
+        "policy.generation.temperature",
+        certainty="likely",
+        since=last[0].step if last[0].step == before[0].step else before[0].step + 1,
+        explains=("low entropy", "groups without spread", "equal rewards", "responses shrink") if pays else (),
+    )
+
+
+def reward_without_accuracy(evidence: Evidence) -> Finding | None:
+    """Find rewards that rise while what is held out gets worse."""
+    reward, held = change(evidence, "reward"), held_out(evidence, "val_accuracy")
+    if reward is None or len(held) < 2:
+        return None
+    best_step, best = max(held, key=lambda point: point[1])
+    if reward.late - reward.early < RISE or best - held[-1][1] < FALL:
+        return None
+    return Finding(
+        name="reward without accuracy",
+        what="Rewards rise in training while accuracy on held-out problems falls: the reward can be had without "
+        "solving them, or the training problems are learned by heart.",
+        evidence=(str(reward), f"val_accuracy was {best:.4g} in step {best_step}, and is {held[-1][1]:.4g} at last"),
+        look_at=f"env.{evidence.config.data.environment}, data.num_train, and coordinator samples for what is rewarded",
+        certainty="likely",
+        since=best_step + 1,
+    )

@@ -1,0 +1,89 @@
+"""Who may read the page: on loopback whoever is there, but no web site by way of a browser; elsewhere a token's holder.
+
+A site that a browser shows may have a name of its own point to loopback (DNS rebinding), and would read the page as if
+it were its own: the Host header tells. The token comes once in the address and is kept as a cookie.
+"""
+
+from __future__ import annotations
+
+import secrets
+from urllib.parse import urlencode, urlsplit
+
+import msgspec
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import HTTPConnection
+from starlette.responses import RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tandem.coordinator.page.address import is_loopback
+
+COOKIE = "tandem_page"
+_METHODS = ("GET", "HEAD")
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+def error(status: int, text: str) -> Response:
+    """Return an answer that says on one line what is wrong."""
+    body = msgspec.json.encode({"error": " ".join(text.split())})
+    return Response(body, status, media_type="application/json")
+
+
+class Guard:
+    """Lets requests through that may read the page, and says in every answer what a browser may do with it."""
+
+    def __init__(self, app: ASGIApp, token: str | None) -> None:
+        """`token` is None on loopback."""
+        self._app = app
+        self._token = token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or pass it on."""
+        if scope["type"] != "http":  # there are no web sockets
+            await self._app(scope, receive, send)
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in _HEADERS.items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        answer = self._refusal(scope) or self._app
+        await answer(scope, receive, send_with_headers)
+
+    def _refusal(self, scope: Scope) -> ASGIApp | None:
+        """Return what is answered to a request that is not let through."""
+        if scope["method"] not in _METHODS:
+            return error(405, "the page is read-only: GET and HEAD are all it answers")
+        if self._token is None:
+            host = urlsplit(f"//{Headers(scope=scope).get('host', '')}").hostname or ""
+            return None if is_loopback(host) else error(403, f"the page is read on loopback, not as {host[:100]!r}")
+        request = HTTPConnection(scope)
+        given = request.query_params.get("token")
+        if given is not None and _are_equal(given, self._token):
+            rest = [(key, value) for key, value in request.query_params.multi_items() if key != "token"]
+            response = RedirectResponse(request.url.path + (f"?{urlencode(rest)}" if rest else ""), 303)
+            response.set_cookie(COOKIE, self._token, httponly=True, samesite="strict")
+            return response
+        if _are_equal(request.cookies.get(COOKIE, ""), self._token):
+            return None
+        return error(401, "open the page once by the address with ?token=, which was printed when it began")
+
+
+def new_token() -> str:
+    """Return a token that nobody guesses."""
+    return secrets.token_urlsafe(24)
+
+
+def _are_equal(given: str, token: str) -> bool:
+    return secrets.compare_digest(given.encode(), token.encode())

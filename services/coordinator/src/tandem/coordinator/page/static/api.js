@@ -1,0 +1,55 @@
+// Asking the server, and hearing from it.
+
+/** What the server said was wrong, in one line. */
+export class ApiError extends Error {}
+
+/**
+ * Get JSON.
+ * @param {string} path under "api/"
+ * @param {Record<string, any>} [query] what is null or empty is left out
+ * @param {AbortSignal} [signal]
+ * @returns {Promise<any>}
+ */
+export async function get(path, query = {}, signal) {
+  const words = new URLSearchParams();
+  for (const [key, value] of Object.entries(query)) {
+    if (value !== null && value !== undefined && value !== "") words.set(key, String(value));
+  }
+  const url = `api/${path}${words.size ? `?${words}` : ""}`;
+  const response = await fetch(url, { signal, headers: { accept: "application/json" } });
+  const content = await response.json().catch(() => null);
+  if (!response.ok) throw new ApiError(content?.error ?? `the server answered ${response.status} to ${url}`);
+  return content;
+}
+
+/** @param {number} run @param {string} path @param {Record<string, any>} [query] @param {AbortSignal} [signal] */
+export const ofRun = (run, path, query, signal) => get(`runs/${run}/${path}`, query, signal);
+
+const FIRST_WAIT_S = 0.5;
+const LONGEST_WAIT_S = 15;
+
+/**
+ * Listen to changes for as long as the page is open. A connection that is lost is made again, after ever longer waits.
+ * @param {(change: {run: number, last_step: number, last_event: number, live_at: number | null}) => void} changed
+ * @param {(isConnected: boolean, retryInS: number) => void} connected
+ */
+export function listen(changed, connected) {
+  let wait_s = FIRST_WAIT_S;
+  /** @type {number | undefined} */
+  let timer;
+  const connect = () => {
+    clearTimeout(timer);
+    const source = new EventSource("api/stream");
+    source.onopen = () => { wait_s = FIRST_WAIT_S; connected(true, 0); };
+    source.onmessage = (message) => changed(JSON.parse(message.data));
+    source.onerror = () => {
+      source.close();
+      connected(false, wait_s);
+      timer = setTimeout(connect, wait_s * 1000);
+      wait_s = Math.min(LONGEST_WAIT_S, wait_s * 2);
+    };
+    addEventListener("pagehide", () => source.close(), { once: true });
+  };
+  addEventListener("online", () => { wait_s = FIRST_WAIT_S; });
+  connect();
+}

@@ -1,0 +1,254 @@
+// A small chart of lines over steps, on uPlot: smoothed, with what was smoothed behind it, and a cursor that all share.
+
+import { css, faded, onTheme, painted } from "./colours.js";
+import { number } from "./format.js";
+
+/**
+ * @typedef {object} Line
+ * @property {string} label
+ * @property {number} colour
+ * @property {boolean} [dashed]
+ * @property {number[]} step
+ * @property {(number | null)[]} mean
+ * @property {(number | null)[]} low
+ * @property {(number | null)[]} high
+ */
+
+/**
+ * @typedef {object} Look
+ * @property {number} smoothing from 0, none, to below 1
+ * @property {boolean} isLog
+ * @property {boolean} isStacked lines are parts of a whole
+ * @property {[number, number]} range of steps that is shown
+ */
+
+const COLUMNS = 4; // of a line: low, high, unsmoothed, smoothed
+const FEW_POINTS = 16;
+const FONT = '11px "Helvetica Neue", Arial, system-ui, sans-serif';
+
+/**
+ * Smooth by an exponential moving average that starts without a bias.
+ * @param {(number | null)[]} values @param {number} weight of what was before
+ */
+export function smooth(values, weight) {
+  if (!weight) return values;
+  let sum = 0;
+  let share = 0;
+  return values.map((value) => {
+    if (value === null || Number.isNaN(value)) return null;
+    sum = weight * sum + (1 - weight) * value;
+    share = weight * share + (1 - weight);
+    return sum / share;
+  });
+}
+
+/**
+ * One x for all lines: every step that one of them has; where a line has none there is null.
+ * @param {Line[]} lines @param {Look} look
+ */
+function columns(lines, look) {
+  const steps = [...new Set(lines.flatMap((line) => line.step))].sort((a, b) => a - b);
+  const places = new Map(steps.map((step, place) => [step, place]));
+  const spread = (/** @type {Line} */ line, /** @type {(number | null)[]} */ values) => {
+    const column = new Array(steps.length).fill(look.isStacked ? 0 : null);
+    values.forEach((value, i) => {
+      const isDrawn = value !== null && !(look.isLog && value <= 0);
+      column[/** @type {number} */ (places.get(line.step[i]))] = isDrawn ? value : null;
+    });
+    return column;
+  };
+  // What is measured now and then, as validations are, is shown as it is.
+  const weight = (/** @type {Line} */ line) => (line.step.length <= FEW_POINTS ? 0 : look.smoothing);
+  const blank = new Array(steps.length).fill(null);
+  if (look.isStacked) return [steps, ...stacked(lines.map((line) => spread(line, smooth(line.mean, weight(line)))))];
+  const data = [steps];
+  for (const line of lines) {
+    const hasBand = line.low.some((low, i) => low !== line.high[i]);
+    data.push(hasBand ? spread(line, line.low) : blank, hasBand ? spread(line, line.high) : blank,
+      weight(line) ? spread(line, line.mean) : blank, spread(line, smooth(line.mean, weight(line))));
+  }
+  return data;
+}
+
+/** Sums from the last line up, so that the first is drawn first, and behind the others. @param {any[][]} parts */
+function stacked(parts) {
+  const sums = parts.map((part) => [...part]);
+  for (let i = parts.length - 2; i >= 0; i -= 1) sums[i] = sums[i].map((value, at) => value + sums[i + 1][at]);
+  return sums;
+}
+
+export class Chart {
+  /**
+   * @param {HTMLElement} root which says how wide it is
+   * @param {object} options
+   * @param {number} [options.height]
+   * @param {(range: [number, number] | null) => void} [options.zoomed] a range was dragged over, or all is wanted again
+   * @param {(index: number | null) => void} [options.pointed] at a step, or at none
+   * @param {string} [options.sync] charts that share a cursor have the same
+   * @param {(value: number) => string} [options.format] of the values beside the chart
+   */
+  constructor(root, { height = 168, zoomed = () => {}, pointed = () => {}, sync = "steps", format = number } = {}) {
+    this.root = root;
+    this.height = height;
+    this.zoomed = zoomed;
+    this.pointed = pointed;
+    this.sync = sync;
+    this.format = format;
+    /** @type {any} */
+    this.plot = null;
+    this.shape = "";
+    /** @type {Line[]} */
+    this.lines = [];
+    /** @type {Look} */
+    this.look = { smoothing: 0, isLog: false, isStacked: false, range: [0, 1] };
+    this.observer = new ResizeObserver(() => this.resize());
+    this.observer.observe(root);
+    this.stopTheme = onTheme(() => this.plot?.redraw(false, true));
+    root.addEventListener("keydown", (event) => this.walk(event));
+    root.addEventListener("blur", () => this.plot?.setCursor({ left: -10, top: -10 }, true, true));
+  }
+
+  /** @param {Line[]} lines @param {Look} look */
+  draw(lines, look) {
+    this.lines = lines;
+    this.look = look;
+    const shape = JSON.stringify([lines.map((line) => [line.label, line.colour, line.dashed]), look.isLog, look.isStacked]);
+    const data = columns(lines, look);
+    if (!this.plot || shape !== this.shape) this.build(data, shape);
+    else this.plot.setData(data);
+  }
+
+  /** @param {any[]} data @param {string} shape */
+  build(data, shape) {
+    this.plot?.destroy();
+    this.shape = shape;
+    const width = this.root.clientWidth || 300;
+    this.plot = new window.uPlot(this.options(width), data, this.root);
+  }
+
+  /** @param {number} width */
+  options(width) {
+    const axis = { stroke: () => css("--dim"), font: FONT, ticks: { show: false } };
+    const log = this.look.isLog;
+    const grid = { stroke: () => css("--grid"), width: 1, ...(log ? { filter: (_, splits) => splits.map(wholePower) } : {}) };
+    return {
+      width, height: this.height, padding: [8, 10, 0, 0], legend: { show: false },
+      scales: {
+        x: { time: false, range: () => this.look.range },
+        y: { distr: log ? 3 : 1, ...(log ? {} : { range: (/** @type {any} */ _, low, high) => this.yRange(low, high) }) },
+      },
+      axes: [
+        { ...axis, grid: { show: false }, size: 22, gap: 4, space: 60, values: (_, steps) => steps.map(stepLabel) },
+        { ...axis, grid, size: 46, gap: 4, space: 30, values: (_, values, _axis, _space, increment) => values.map((v) => (v === null ? "" : this.tick(v, increment))) },
+      ],
+      cursor: {
+        y: false, points: { size: 6, width: 0, show: !this.look.isStacked },
+        drag: { x: true, y: false, setScale: false },
+        sync: { key: this.sync, setSeries: false, scales: ["x", null] },
+        bind: { dblclick: () => () => { this.zoomed(null); return null; } },
+      },
+      hooks: {
+        setCursor: [(/** @type {any} */ plot) => this.pointed(plot.cursor.left >= 0 ? plot.cursor.idx ?? null : null)],
+        setSelect: [(/** @type {any} */ plot) => this.selected(plot)],
+      },
+      series: [{}, ...(this.look.isStacked ? this.areas() : this.strokes())],
+      bands: this.look.isStacked ? [] : this.lines.map((line, i) => ({
+        series: [COLUMNS * i + 2, COLUMNS * i + 1], fill: () => faded(painted(line.colour), 0.14),
+      })),
+    };
+  }
+
+  /** A value beside the chart, with as many digits as tell it from the next. @param {number} value @param {number} increment */
+  tick(value, increment) {
+    if (this.format !== number || this.look.isLog || increment >= 1 || Math.abs(value) < 1000 * increment) return this.format(value);
+    return value.toFixed(Math.min(8, Math.ceil(-Math.log10(increment)))).replace("-", "−");
+  }
+
+  areas() {
+    return this.lines.map((line) => ({
+      label: line.label, stroke: () => painted(line.colour), width: 1, points: { show: false },
+      fill: () => faded(painted(line.colour), 0.75),
+    }));
+  }
+
+  strokes() {
+    const invisible = { points: { show: false }, stroke: "transparent", spanGaps: true, width: 0 };
+    return this.lines.flatMap((line, i) => {
+      const isSparse = () => this.lines[i].step.length <= FEW_POINTS;
+      return [
+        { ...invisible }, { ...invisible },
+        { ...invisible, width: 1, stroke: () => faded(painted(line.colour), 0.28) },
+        {
+          label: line.label, spanGaps: true, width: 1.6, stroke: () => painted(line.colour),
+          dash: line.dashed ? [5, 4] : undefined,
+          points: { show: isSparse, size: 4.5, width: 0, fill: () => painted(line.colour) },
+        },
+      ];
+    });
+  }
+
+  /** @param {number | null} low @param {number | null} high @returns {[number, number]} */
+  yRange(low, high) {
+    if (low === null || high === null) return [0, 1];
+    if (low === high) return low === 0 ? [-1, 1] : [low - 0.1 * Math.abs(low), low + 0.1 * Math.abs(low)];
+    const pad = 0.07 * (high - low);
+    if (this.look.isStacked) return [0, high + pad];
+    return [low >= 0 && low - pad < 0 ? 0 : low - pad, high + pad];
+  }
+
+  /** @param {any} plot */
+  selected(plot) {
+    const { left, width } = plot.select;
+    if (width < 6) return;
+    const range = /** @type {[number, number]} */ ([plot.posToVal(left, "x"), plot.posToVal(left + width, "x")]);
+    plot.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
+    this.zoomed([Math.floor(range[0]), Math.ceil(range[1])]);
+  }
+
+  /** The arrow keys move the cursor. @param {KeyboardEvent} event */
+  walk(event) {
+    const move = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (!move || !this.plot?.data[0].length) return;
+    event.preventDefault();
+    const last = this.plot.data[0].length - 1;
+    const from = this.plot.cursor.left >= 0 ? this.plot.cursor.idx ?? last : last - move;
+    const to = Math.max(0, Math.min(last, from + move));
+    this.plot.setCursor({ left: this.plot.valToPos(this.plot.data[0][to], "x"), top: 10 }, true, true);
+  }
+
+  /** What a line is at a place on the cursor's way, or last: the newest it has up to there.
+   * @param {number} line @param {number | null} index @returns {{step: number, value: number} | null} */
+  at(line, index) {
+    const { step, mean } = this.lines[line];
+    const limit = index === null ? Infinity : this.plot?.data[0][index] ?? Infinity;
+    for (let i = step.length - 1; i >= 0; i -= 1) {
+      const value = mean[i];
+      if (step[i] <= limit && value !== null) return { step: step[i], value };
+    }
+    return null;
+  }
+
+  resize() {
+    const width = this.root.clientWidth;
+    if (this.plot && width && width !== this.plot.width) this.plot.setSize({ width, height: this.height });
+  }
+
+  close() {
+    this.observer.disconnect();
+    this.stopTheme();
+    this.plot?.destroy();
+    this.plot = null;
+  }
+}
+
+/** @param {number} step */
+function stepLabel(step) {
+  if (!Number.isInteger(step)) return "";
+  return step >= 10000 ? `${step / 1000}k` : String(step);
+}
+
+/** What has a line on a logarithmic scale. @param {number} value */
+function wholePower(value) {
+  const power = Math.log10(value);
+  return Math.abs(power - Math.round(power)) < 1e-6 ? value : null;
+}

@@ -1,0 +1,307 @@
+// Curves: any metric over steps, of one run or several.
+
+import { ofRun } from "./api.js";
+import { Chart } from "./chart.js";
+import { colour, activityColour } from "./colours.js";
+import { el, empty, fill, setText } from "./dom.js";
+import { duration, number, title } from "./format.js";
+import { refresher } from "./refresh.js";
+import * as state from "./state.js";
+
+/** @typedef {import("./app.js").Context} Context */
+/** @typedef {import("./chart.js").Line} Line */
+
+/** What is shown unless something else was asked for, of what a run has: metrics that share a chart are together. */
+const DEFAULTS = [
+  ["reward"], ["val_accuracy"], ["loss", "val_loss"], ["kl", "approx_kl"], ["entropy"],
+  ["mean_generation_length", "max_generation_length"], ["truncated_fraction"], ["grad_norm"],
+  ["token_mult_prob_error"], ["clip_fraction"], ["rewards_chosen_mean", "rewards_rejected_mean"],
+  ["avg_trajectory_age", "max_trajectory_age"], ["tokens_per_s"], ["seconds"],
+];
+const PHASES = "seconds"; // the chart of seconds by phase, one upon the other
+const NOTES = {
+  token_mult_prob_error: "how many times likelier or less likely a token is to the trainer than to the engine",
+  truncated_fraction: "responses that were cut off",
+  clip_fraction: "share of tokens whose probability ratio is out of the clip range",
+};
+const TITLES = { [PHASES]: "Seconds by phase", kl: "KL", mean_generation_length: "Response length" };
+const MOST_POINTS = 700;
+const REREAD_NAMES_EVERY = 25; // steps
+
+/** @param {HTMLElement} root @param {Context} ctx */
+export function mount(root, ctx) {
+  return new Curves(root, ctx);
+}
+
+class Curves {
+  /** @param {HTMLElement} root @param {Context} ctx */
+  constructor(root, ctx) {
+    this.ctx = ctx;
+    /** @type {Map<number, {names: string[], readAt: number}>} */
+    this.names = new Map();
+    /** @type {Map<number, Record<string, any>>} */
+    this.series = new Map();
+    /** @type {Map<string, Card>} */
+    this.cards = new Map();
+    this.grid = el("div.cards");
+    this.options = el("datalist", { id: "metrics" });
+    this.reset = el("button", { type: "button", hidden: true, onclick: () => this.zoom(null) }, "Reset zoom");
+    this.standard = el("button", { type: "button", hidden: true, onclick: () => this.choose(null) }, "Default curves");
+    fill(root, this.toolbar(), this.grid);
+    this.refresh = refresher(() => this.load(), (error) => fill(this.grid, empty(error.message)), 900);
+    this.refresh();
+  }
+
+  toolbar() {
+    const smoothing = state.numeric("smooth", 0);
+    const shown = el("output", null, smoothing.toFixed(2));
+    const slider = el("input", {
+      type: "range", min: 0, max: 0.99, step: 0.01, value: String(smoothing), "aria-label": "Smoothing",
+      oninput: (/** @type {any} */ event) => {
+        const value = Number(event.target.value);
+        setText(shown, value.toFixed(2));
+        state.set({ smooth: value || null });
+        this.draw();
+      },
+    });
+    const add = el("input", {
+      type: "search", list: "metrics", placeholder: "Add a metric…", "aria-label": "Add a metric", autocomplete: "off",
+      oninput: (/** @type {any} */ event) => this.add(event.target),
+      onchange: (/** @type {any} */ event) => this.add(event.target),
+    });
+    return el("div.toolbar", null, el("label.slider", null, el("span", null, "Smoothing"), slider, shown), add,
+      this.options, this.standard, this.reset,
+      el("span.hint", null, "drag to zoom, double click for all"));
+  }
+
+  /** @param {import("./app.js").Change} change */
+  update(change) {
+    if (change.steps) this.refresh();
+  }
+
+  /** Of all runs that are shown. @returns {Set<string>} */
+  allNames() {
+    return new Set(this.ctx.shown().flatMap((run) => this.names.get(run.index)?.names ?? []));
+  }
+
+  /** The charts that are wanted and can be drawn, each with its metrics. @returns {[string, string[]][]} */
+  wanted() {
+    const all = this.allNames();
+    const phases = [...all].filter((name) => name.startsWith("seconds/") && name !== "seconds/total");
+    const chosen = state.value("curves");
+    const groups = chosen ? chosen.split(",").map((id) => DEFAULTS.find(([first]) => first === id) ?? [id]) : DEFAULTS;
+    /** @type {[string, string[]][]} */
+    const wanted = [];
+    for (const [first, ...others] of groups) {
+      const metrics = first === PHASES ? phases : [first, ...others].filter((name) => all.has(name));
+      if (metrics.length) wanted.push([first, metrics]);
+    }
+    return !chosen && !all.has("reward") && all.has("accuracy") ? [["accuracy", ["accuracy"]], ...wanted] : wanted;
+  }
+
+  async load() {
+    const runs = this.ctx.shown();
+    await Promise.all(runs.map((run) => this.loadNames(run)));
+    const zoom = this.zoomed();
+    const metrics = [...new Set(this.wanted().flatMap(([, names]) => names))];
+    await Promise.all(runs.map(async (run) => {
+      const own = new Set(this.names.get(run.index)?.names);
+      const names = metrics.filter((name) => own.has(name));
+      const query = { names: names.join(","), points: MOST_POINTS, from: zoom?.[0], to: zoom?.[1] };
+      if (names.length) this.series.set(run.index, await ofRun(run.index, "series", query));
+    }));
+    const options = [...this.allNames()].sort();
+    if (this.options.childElementCount !== options.length) {
+      fill(this.options, options.map((name) => el("option", { value: name }, title(name))));
+    }
+    this.draw();
+  }
+
+  /** A run that goes on has other metrics later, such as those of its first validation.
+   * @param {import("./app.js").Run} run */
+  async loadNames(run) {
+    const known = this.names.get(run.index);
+    const last = run.last_step ?? 0;
+    if (known && (last === known.readAt || (last > REREAD_NAMES_EVERY && last - known.readAt < REREAD_NAMES_EVERY))) return;
+    const { names } = await ofRun(run.index, "metrics");
+    this.names.set(run.index, { names: names.map((/** @type {any} */ metric) => metric.name), readAt: last });
+  }
+
+  draw() {
+    const wanted = this.wanted();
+    for (const [id, card] of this.cards) {
+      if (wanted.some(([other]) => other === id)) continue;
+      card.close();
+      this.cards.delete(id);
+    }
+    for (const [id] of wanted) if (!this.cards.has(id)) this.cards.set(id, new Card(id, this));
+    const elements = wanted.map(([id]) => /** @type {Card} */ (this.cards.get(id)).element);
+    if (elements.length === 0) fill(this.grid, empty("No step is done yet.", "Curves appear with the first one."));
+    else if (elements.some((element, i) => this.grid.children[i] !== element) || this.grid.children.length !== elements.length) {
+      fill(this.grid, elements);
+    }
+    for (const [id, metrics] of wanted) this.cards.get(id)?.draw(metrics);
+    this.reset.hidden = !this.zoomed();
+    this.standard.hidden = !state.value("curves");
+  }
+
+  /** The range of steps of all charts. @returns {[number, number]} */
+  range() {
+    const zoom = this.zoomed();
+    if (zoom) return zoom;
+    const lasts = this.ctx.shown().map((run) => run.last_step ?? 0);
+    return [0, Math.max(1, ...lasts)];
+  }
+
+  /** @returns {[number, number] | null} */
+  zoomed() {
+    const [low, high] = state.value("zoom").split("-").map(Number);
+    return high > low ? [low, high] : null;
+  }
+
+  /** @param {[number, number] | null} range */
+  zoom(range) {
+    state.set({ zoom: range && range[1] > range[0] ? `${Math.max(0, range[0])}-${range[1]}` : null });
+    this.draw();
+    this.refresh();
+  }
+
+  /** @param {HTMLInputElement} input */
+  add(input) {
+    const name = input.value.trim();
+    if (!this.allNames().has(name)) return;
+    input.value = "";
+    const ids = this.wanted().map(([id]) => id);
+    this.choose([...ids.filter((id) => id !== name), name]);
+    this.cards.get(name)?.element.scrollIntoView({ block: "nearest" });
+  }
+
+  /** @param {string[] | null} ids */
+  choose(ids) {
+    state.set({ curves: ids?.join(",") });
+    this.draw();
+    this.refresh();
+  }
+
+  /** @param {string} id */
+  remove(id) {
+    this.choose(this.wanted().map(([other]) => other).filter((other) => other !== id));
+  }
+
+  close() {
+    for (const card of this.cards.values()) card.close();
+  }
+}
+
+/** One chart with its heading, which says what the lines are at the cursor, or last. */
+class Card {
+  /** @param {string} id @param {Curves} curves */
+  constructor(id, curves) {
+    this.id = id;
+    this.curves = curves;
+    const name = TITLES[/** @type {keyof typeof TITLES} */ (id)] ?? title(id);
+    this.readout = el("div.readout");
+    this.plot = el("div.plot", { tabindex: 0, role: "img", "aria-label": `${name} over steps; arrow keys move the cursor` });
+    this.log = el("button.small", {
+      type: "button", title: "Logarithmic scale", "aria-pressed": String(this.isLog()), onclick: () => this.toggleLog(),
+    }, "log");
+    const remove = el("button.small", {
+      type: "button", title: "Take this chart away", "aria-label": `Take away ${name}`, onclick: () => curves.remove(id),
+    }, "×");
+    this.element = el("article.card", { data: { metric: id } },
+      el("div.card-head", null, el("h2", { title: NOTES[/** @type {keyof typeof NOTES} */ (id)] ?? id }, name),
+        el("span.tools", null, id === PHASES ? null : this.log, remove)),
+      this.readout, this.plot);
+    this.chart = new Chart(this.plot, {
+      zoomed: (range) => curves.zoom(range), pointed: (index) => this.read(index),
+    });
+    /** @type {Line[]} */
+    this.lines = [];
+    this.index = /** @type {number | null} */ (null);
+  }
+
+  isLog() {
+    return state.value("log").split(",").includes(this.id);
+  }
+
+  toggleLog() {
+    const others = state.value("log").split(",").filter((id) => id && id !== this.id);
+    state.set({ log: (this.isLog() ? others : [...others, this.id]).join(",") });
+    this.log.setAttribute("aria-pressed", String(this.isLog()));
+    this.curves.draw();
+  }
+
+  /** @param {string[]} metrics */
+  draw(metrics) {
+    const isStacked = this.id === PHASES;
+    // Parts of a whole are of one run: the one that the other panels are of.
+    const runs = isStacked ? [this.curves.ctx.run()] : this.curves.ctx.shown();
+    const told = metrics.filter((name) => !runs.every((run) => this.isIdle(run.index, name, metrics)));
+    this.lines = runs.flatMap((run) => told.flatMap((name, i) => {
+      const series = this.curves.series.get(run.index)?.[name];
+      return series?.step.length ? [this.line(run, name, i, series, runs.length > 1)] : [];
+    }));
+    if (isStacked) this.lines.sort((a, b) => sum(a.mean) - sum(b.mean));
+    const look = { smoothing: state.numeric("smooth", 0), isLog: this.isLog(), isStacked, range: this.curves.range() };
+    this.element.classList.toggle("none", this.lines.length === 0);
+    this.chart.draw(this.lines, look);
+    this.shape();
+    this.read(this.index);
+  }
+
+  /** A penalty that is off is zero for ever; it is not drawn beside what is not.
+   * @param {number} run @param {string} name @param {string[]} metrics */
+  isIdle(run, name, metrics) {
+    const isZero = (/** @type {string} */ of) => (this.curves.series.get(run)?.[of]?.mean ?? []).every((/** @type {number} */ v) => v === 0);
+    return metrics.length > 1 && this.id !== PHASES && isZero(name) && !metrics.every(isZero);
+  }
+
+  /** @param {import("./app.js").Run} run @param {string} name @param {number} place @param {any} series
+   * @param {boolean} isOneOfSeveral @returns {Line} */
+  line(run, name, place, series, isOneOfSeveral) {
+    const phase = name.replace(/^seconds\//, "");
+    const own = this.id === PHASES ? activityColour(phase) ?? 7 : isOneOfSeveral ? this.curves.ctx.colour(run.index) : place;
+    const several = this.curves.ctx.shown().length > 1 && this.id !== PHASES;
+    const what = this.id === PHASES ? phase.replaceAll("_", " ") : title(name);
+    return { label: several ? `${run.name}: ${what}` : what, colour: own, dashed: place > 0 && this.id !== PHASES, ...series };
+  }
+
+  /** The parts of the heading, made anew only when the lines are others. */
+  shape() {
+    const labels = this.lines.map((line) => `${line.label}|${line.colour}`).join("\n");
+    if (labels === this.labels) return;
+    this.labels = labels;
+    this.values = this.lines.map((line) => el("b", { data: { line: line.label } }));
+    this.step = el("span.step");
+    // With several runs the colours are named in the header already.
+    const isNamed = this.id === PHASES || (this.lines.length > 1 && this.curves.ctx.shown().length === 1);
+    const order = this.id === PHASES ? [...this.lines.keys()].reverse() : [...this.lines.keys()];
+    fill(this.readout, this.step, order.map((i) => el("span.value", { title: this.lines[i].label },
+      el(this.lines[i].dashed ? "i.swatch.dashed" : "i.swatch", { style: { "--c": colour(this.lines[i].colour) } }),
+      isNamed ? el("span.label", null, this.lines[i].label) : null, /** @type {HTMLElement[]} */ (this.values)[i])));
+  }
+
+  /** @param {number | null} index where the cursor is */
+  read(index) {
+    this.index = index;
+    let step = -1;
+    this.lines.forEach((_, i) => {
+      const found = this.chart.at(i, index);
+      const value = this.values?.[i];
+      if (!value) return;
+      setText(value, found ? (this.id === PHASES ? duration(found.value) : number(found.value)) : "–");
+      value.title = found ? `step ${found.step}: ${found.value}` : "";
+      if (found) { value.dataset.value = String(found.value); value.dataset.step = String(found.step); }
+      step = Math.max(step, found?.step ?? -1);
+    });
+    if (this.step) setText(this.step, step < 0 ? "" : `step ${step}`);
+  }
+
+  close() {
+    this.chart.close();
+    this.element.remove();
+  }
+}
+
+/** @param {(number | null)[]} values */
+const sum = (values) => values.reduce((/** @type {number} */ total, value) => total + (value ?? 0), 0);

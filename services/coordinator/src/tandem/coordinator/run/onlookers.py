@@ -1,0 +1,94 @@
+"""What the coordinator says for those who look on: ``live.json``, the timeline, curves, and the page that shows them.
+
+It takes no part in the run, and nothing that goes wrong with it stops that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tandem.common.config import Config
+from tandem.common.messages import Failed, Order, Reply
+from tandem.coordinator.page.beside import PageProcess
+from tandem.coordinator.run.curves_file import CurvesFile
+from tandem.coordinator.run.journal import StepRecord
+from tandem.coordinator.run.live_file import LiveFile
+from tandem.coordinator.run.members import Registry
+from tandem.coordinator.run.timeline import Timeline
+from tandem.coordinator.scheduler import Scheduler
+from tandem.coordinator.scheduler.events import Event, Outcome
+
+
+class Onlookers:
+    """Is told by the loop what happens."""
+
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        steps: range,
+        history: Sequence[StepRecord],
+        page: PageProcess | None,
+    ) -> None:
+        """`steps` are those to come, `history` those that a resumed run has done."""
+        self._page = page
+        self._news: list[str] = []
+        self.live = LiveFile(config, folder, steps.stop - 1, history)
+        self._timeline = Timeline(folder, steps.start, self._news.append)
+        self._curves: CurvesFile | None = None
+        with self._watching_curves():
+            self._curves = CurvesFile(folder, history)
+        self._now = 0.0
+        """When the event happened that is dealt with."""
+
+    def sent(self, member: str, order: Order) -> None:
+        """Note that a process was asked for something."""
+        self._timeline.sent(member, order, time.monotonic())
+
+    def answered(self, reply: Reply | Failed, now: float) -> None:
+        """Note that it was carried out, or could not be."""
+        self._timeline.answered(reply, now)
+
+    def handled(self, event: Event, scheduler: Scheduler) -> None:
+        """Note what the run does after an event."""
+        self._now = event.now
+        self._timeline.enter(scheduler.phase, event.now)
+
+    def show(self, scheduler: Scheduler, registry: Registry) -> None:
+        """Bring what they see up to date."""
+        self._timeline.give_up(scheduler.requests.__contains__, time.monotonic())
+        self.live.show(scheduler, registry)
+
+    def take_news(self) -> list[str]:
+        """Return what has gone wrong with it since this was last asked."""
+        death = "" if self._page is None else self._page.death()
+        news = [*self._news, *([death] if death else [])]
+        self._news.clear()
+        return news
+
+    def commit(self, record: StepRecord) -> None:
+        """Note that a step is done."""
+        self.live.commit(record)
+        if self._curves is not None:
+            with self._watching_curves():
+                self._curves.append(record)
+        self._timeline.commit(record.step, record.seconds.get("total", 0.0), self._now)
+
+    def end(self, outcome: Outcome, error: str = "") -> None:
+        """Say how the run has ended."""
+        self.live.end(outcome, error)
+        self._timeline.close()
+        if self._curves is not None:
+            self._curves.close()
+
+    @contextlib.contextmanager
+    def _watching_curves(self) -> Iterator[None]:
+        """What the disk says to it never stops the run; the journal has all of it."""
+        try:
+            yield
+        except OSError as error:
+            self._curves = None
+            self._news.append(f"curves are read from the journal, which takes longer: {error}")

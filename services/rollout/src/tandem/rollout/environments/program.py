@@ -1,0 +1,153 @@
+"""A rollout's connection to the program that began the run, whose functions score samples.
+
+One thread (`ProgramPool._run`) has the connection to itself. It consumes jobs, and what the program says; it produces
+an outcome for each job. The program itself gives up what takes too long (`tandem.coordinator.api.reward_server`), and
+says every second that it is alive: one that falls silent ends the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from tandem.common.config import Config
+from tandem.common.errors import RewardError, TandemError, WireError
+from tandem.common.messages import FromRewardServer, ResponsesScored, ResponseToScore, ScoreResponses, StillScoring
+from tandem.common.returned import line
+from tandem.common.wire import Callers, Codec, encode
+from tandem.rollout.environments.environment import Score
+from tandem.rollout.environments.outcomes import Failure, Job, Outcome
+
+_NAME = "the program that called tandem.train()"
+_IDLE_S, _BUSY_S = 0.2, 0.005
+_TOGETHER_S = 0.002
+"""So long what is submitted one after another is collected: functions that take batches had better get some."""
+_UNREACHABLE_S = 10.0
+"""How long there may be no connection."""
+
+
+class Program(NamedTuple):
+    """Where the program is asked."""
+
+    address: str
+    key: str
+
+
+class ProgramPool:
+    """Asks a program to score responses."""
+
+    converses = False
+
+    def __init__(self, program: Program, config: Config) -> None:
+        """Begin to connect."""
+        self._address, self._key = program
+        self._silence_s = config.cluster.heartbeat_timeout_s
+        self._waiting: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self.done: queue.SimpleQueue[tuple[Job, Outcome]] = queue.SimpleQueue()
+        self._asked: dict[int, Job] = {}
+        """By the numbers of their calls."""
+        self._heard_at = 0.0
+        """When the program last gave a sign of life, or was asked for something while it had nothing to do."""
+        self._error: TandemError | None = None
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="reward-program", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        """Queue a job."""
+        self._waiting.put(job)
+
+    def check(self) -> None:
+        """Raise what keeps the pool from going on."""
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """Ask for nothing more."""
+        self._is_closing = True
+        self._waiting.put(None)
+        self._thread.join()
+
+    # --- the thread --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            callers = Callers({_NAME: self._address})
+            with contextlib.closing(callers):
+                codec: Codec[ResponsesScored | StillScoring] = Codec(FromRewardServer)
+                while not self._is_closing:
+                    new = self._collected()
+                    if callers.down_for(_NAME) == 0.0:
+                        self._ask(callers, new)
+                    for _, frames in callers.receive(_BUSY_S if self._asked else 0.0):
+                        if frames is None:  # a connection, or a new one: what was asked over another is lost
+                            self._ask(callers, self._asked.values())
+                        else:
+                            self._hear(codec.decode(frames).message)
+                    self._refuse_silence(callers)
+        except WireError as error:
+            self._error = RewardError(f"{_NAME} sent what is not asked for: {error}")
+        except TandemError as error:
+            self._error = error
+
+    def _collected(self) -> list[Job]:
+        """Take what was submitted; wait for it where there is nothing else to do."""
+        new: list[Job | None] = []
+        with contextlib.suppress(queue.Empty):
+            if not self._asked:
+                new.append(self._waiting.get(timeout=_IDLE_S))
+                time.sleep(_TOGETHER_S)
+                self._heard_at = time.monotonic()
+            while True:
+                new.append(self._waiting.get_nowait())
+        jobs = [job for job in new if job is not None and job.wanted]
+        self._asked |= {job.call.number: job for job in jobs}
+        return jobs
+
+    def _ask(self, callers: Callers, jobs: Iterable[Job]) -> None:
+        responses = tuple(
+            ResponseToScore(
+                number=job.call.number, problem=job.call.problem, response=job.call.conversation[-1]["content"]
+            )
+            for job in jobs
+            if job.wanted
+        )
+        if not responses:
+            return
+        try:
+            frames = encode(ScoreResponses(key=self._key, responses=responses))
+        except Exception as error:  # a problem may hold anything
+            what = f"problems cannot be sent to {_NAME}: {type(error).__name__}: {error}"
+            raise RewardError(line(what)) from error
+        callers.send(_NAME, frames)
+
+    def _hear(self, message: ResponsesScored | StillScoring) -> None:
+        self._heard_at = time.monotonic()
+        if isinstance(message, StillScoring):
+            return
+        for scored in message.scored:
+            job = self._asked.pop(scored.number, None)
+            if job is None:
+                continue  # scored twice, because it was asked for over two connections
+            if scored.failure:
+                failure = Failure(line(scored.failure), scored.traceback, timed_out=scored.timed_out)
+                self.done.put((job, failure))
+            else:
+                self.done.put((job, Score(scored.reward, scored.correct, scored.components)))
+
+    def _refuse_silence(self, callers: Callers) -> None:
+        """Raise `RewardError` if the program does not do what it was asked for, nor says why."""
+        if not self._asked:
+            return
+        if callers.down_for(_NAME) > _UNREACHABLE_S:
+            raise RewardError(f"{_NAME}, whose functions score samples, cannot be reached at {self._address}")
+        silent_s = time.monotonic() - self._heard_at
+        if silent_s > self._silence_s:
+            raise RewardError(
+                f"{_NAME}, whose functions score samples, has been silent for {silent_s:.0f} s: it is stopped, or runs "
+                "something that no other thread can run beside (cluster.heartbeat_timeout_s)"
+            )

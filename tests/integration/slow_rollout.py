@@ -1,0 +1,24 @@
+"""A rollout process on a machine that is too slow: a script that tests start. Every token waits a little."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from tandem.rollout import cli
+from tandem.rollout.engine import Completion
+from tandem.rollout.engines.transformers import TransformersEngine
+
+_WAITS_S = 0.1
+_real_step = TransformersEngine.step
+
+
+def _step(engine: TransformersEngine) -> list[Completion]:
+    """Make a token of each request for real, late."""
+    time.sleep(_WAITS_S)
+    return _real_step(engine)
+
+
+if __name__ == "__main__":
+    TransformersEngine.step = _step  # type: ignore[method-assign]
+    sys.exit(cli.main())

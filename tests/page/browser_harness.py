@@ -1,0 +1,68 @@
+"""A real headless Chromium, and visits of the page that note all that should not happen."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+NEEDS_CHROMIUM = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: Debian's package is called chromium")
+ARGUMENTS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-component-update"),
+    *("--disable-background-networking", "--disable-sync"),
+)
+LAPTOP = {"width": 1280, "height": 800}
+PHONE = {"width": 380, "height": 760}
+PATIENCE_S = 120.0
+
+
+@contextlib.contextmanager
+def browser() -> Iterator[Any]:
+    """Start Chromium, with a profile of its own that is deleted at the end."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=list(ARGUMENTS))
+        try:
+            yield chromium
+        finally:
+            chromium.close()
+
+
+@contextlib.contextmanager
+def visit(chromium: Any, url: str, *, may_say: str = "\0", loses: str = "", **options: Any) -> Iterator[Any]:
+    """Open a page; nothing may go wrong there but what is expected, and nothing be asked of another host.
+
+    Requests that `loses` matches are never answered, until that is undone.
+    """
+    context = chromium.new_context(**{"viewport": LAPTOP, "color_scheme": "light", **options})
+    context.set_default_timeout(PATIENCE_S * 1000)
+    page = context.new_page()
+    wrong: list[str] = []
+    page.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    own = urlsplit(url).netloc
+    page.on("request", lambda asked: None if urlsplit(asked.url).netloc in (own, "") else wrong.append(asked.url))
+    if loses:
+        page.route(loses, lambda route: route.abort())
+    try:
+        page.goto(url)
+        yield page
+        assert not (unexpected := [text for text in wrong if may_say not in text]), unexpected
+    finally:
+        context.close()
+
+
+def until(page: Any, expression: str) -> None:
+    """Wait until something holds in the page, which forbids what Playwright's own way to wait for it takes."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not page.evaluate(expression):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"waited {PATIENCE_S:g} s for {expression}")
+        page.wait_for_timeout(50)

@@ -1,0 +1,30 @@
+"""Tests of the page in a real browser share the browser, and the runs that they look at."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests import leaks
+from tests.integration import consoles
+
+
+@pytest.fixture(scope="session", autouse=True)
+def console_server() -> Iterator[None]:
+    """Start the process that commands are forked from before a test could count it among what the test left behind."""
+    with consoles.fork_server():
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_left_behind(console_server: None) -> Iterator[None]:
+    """Look once, when the browser is gone: it starts and ends processes as it likes."""
+    before, segments = leaks.processes(), leaks.segments()
+    yield
+    deadline = time.monotonic() + leaks.SETTLE_S
+    while (left := leaks.processes() - before) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left
+    assert not leaks.segments_left(segments)

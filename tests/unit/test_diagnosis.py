@@ -1,0 +1,413 @@
+"""What a diagnosis finds in a record, at its thresholds, and what it does not."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tandem.common.config import Config, build_config, config_to_json
+from tandem.common.errors import CommandFailed, DamagedCheckpoint, ServiceLost
+from tandem.coordinator.cli import main
+from tandem.coordinator.inspect.diagnosis import CHECKS, diagnose, format_diagnosis
+from tandem.coordinator.inspect.diagnosis.evidence import Evidence, SampleRow, gather
+from tandem.coordinator.inspect.diagnosis.finding import Finding
+from tandem.coordinator.run.ending import ENDED, recorded
+from tandem.coordinator.run.health import LOW_ENTROPY
+from tandem.coordinator.run.journal import Journal, RefitRecord, RunRecord, StepRecord
+from tandem.coordinator.scheduler.events import Finish
+
+WELL = {
+    "reward": 0.4,
+    "reward_min": 0.0,
+    "reward_max": 1.0,
+    "accuracy": 0.4,
+    "groups_without_spread": 0.5,
+    "mean_generation_length": 40.0,
+    "truncated_fraction": 0.25,
+    "entropy": 0.6,
+    "kl": 0.1,
+    "approx_kl": 0.001,
+    "clip_fraction": 0.01,
+    "token_mult_prob_error": 1.01,
+    "loss": 0.1,
+    "grad_norm": 0.3,
+    "learning_rate": 1e-6,
+    "num_valid_tokens": 512.0,
+}
+"""Metrics of a step of GRPO that learns."""
+ASYNCHRONOUS = {"grpo": {"async_grpo": {"enabled": True, "max_trajectory_age_steps": 4}}}
+Metrics = dict[str, float]
+
+
+def config_of(algorithm: str = "grpo", **sections: Any) -> Config:
+    policy = {"model_name": "model", "generation": {"max_new_tokens": 64}}
+    if sections.get("grpo", {}).get("async_grpo"):
+        policy["generation"] = {"max_new_tokens": 64, "colocated": {"enabled": False}}
+    settings = {
+        "algorithm": algorithm,
+        "policy": merged(policy, sections.pop("policy", {})),
+        "data": {"dataset_name": "reasoning_gym", "task": "chain_sum", "rejected_template": "no"},
+        **sections,
+    }
+    return build_config(settings)
+
+
+def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    return base | {k: merged(base[k], v) if isinstance(base.get(k), dict) else v for k, v in over.items()}
+
+
+def steps_of(metrics: Sequence[Metrics], base: Metrics = WELL) -> tuple[StepRecord, ...]:
+    return tuple(
+        StepRecord(step=number, version=number, metrics=base | changed, seconds={"total": 2.0})
+        for number, changed in enumerate(metrics, 1)
+    )
+
+
+def evidence_of(*metrics: Metrics, config: Config | None = None, **over: Any) -> Evidence:
+    """Return the record of a run that is well, but for what is changed in each of its steps."""
+    config = config or config_of()
+    steps = steps_of(metrics)
+    fields: dict[str, Any] = {
+        "folder": Path("run"),
+        "run": RunRecord(
+            run_id="r", created_at=0.0, algorithm=config.algorithm, protocol_version=1, package_version="0"
+        ),
+        "config": config,
+        "steps": steps,
+        "held_out": tuple(record for record in steps if any(name.startswith("val_") for name in record.metrics)),
+        "refits": (),
+        "events": (),
+        "ending": None,
+        "is_running": True,
+        "quiet_s": 0.0,
+        "samples": (),
+        "unread": "",
+        "logs": {},
+    }
+    return Evidence(**fields | over)
+
+
+def found_in(evidence: Evidence) -> dict[str, Finding]:
+    found = [finding for check in CHECKS if (finding := check.find(evidence)) is not None]
+    return {finding.name: finding for finding in found}
+
+
+def sample(step: int, response: str = "7", **over: Any) -> SampleRow:
+    fields: dict[str, Any] = {
+        "step": step,
+        "group": 0,
+        "problem_id": "p",
+        "response": response,
+        "reward": 0.0,
+        "failure": "",
+        "rollout": "rollout-0",
+        "response_length": 10,
+        "started_at": 0.0,
+        "finished_at": 1.0,
+    }
+    return SampleRow(**fields | over)
+
+
+def refit(version: int, digest: int = 0, **over: Any) -> RefitRecord:
+    fields: dict[str, Any] = {
+        "version": version,
+        "engines": ("rollout-0",),
+        "num_bytes": {},
+        "seconds": {},
+        "predicted_s": 0.0,
+        "bound_s": 0.0,
+        "digest": digest or version + 1,
+        "quarantined": {},
+        "verify": "full",
+    }
+    return RefitRecord(**fields | over)
+
+
+def test_in_a_run_that_learns_nothing_is_found() -> None:
+    assert found_in(evidence_of(*[{} for _ in range(20)])) == {}
+    assert found_in(evidence_of()) == {}, "nor in one that has not begun to"
+
+
+Case = tuple[list[Metrics], list[Metrics], Config]
+"""Steps in which it is found, steps in which it is not yet, and the configuration."""
+FOUND: dict[str, Case] = {
+    "no learning rate": ([{"learning_rate": 0.0}] * 5, [{"learning_rate": 0.0}] * 4 + [{}] * 4, config_of()),
+    "no gradient": ([{"grad_norm": 0.0}] * 5, [{"grad_norm": 0.0}] * 4 + [{}] * 4, config_of()),
+    "equal rewards": (
+        [{"reward_min": 1.0}] * 3,
+        [{"reward_min": 1.0}] * 2,
+        config_of(),
+    ),
+    "groups without spread": (
+        [{}] * 2 + [{"groups_without_spread": 0.9}] * 2,
+        [{}] * 2 + [{"groups_without_spread": 0.89}] * 2,
+        config_of(),
+    ),
+    "truncated responses": (
+        [{}] * 2 + [{"truncated_fraction": 0.5}] * 2,
+        [{}] * 2 + [{"truncated_fraction": 0.49}] * 2,
+        config_of(),
+    ),
+    "growing responses": (
+        [{}] * 2 + [{"mean_generation_length": 80.0}] * 2,
+        [{}] * 2 + [{"mean_generation_length": 79.0}] * 2,
+        config_of(),
+    ),
+    "responses shrink": (
+        [{}] * 2 + [{"mean_generation_length": 10.0}] * 2,
+        [{}] * 2 + [{"mean_generation_length": 11.0}] * 2,
+        config_of(),
+    ),
+    "low entropy": ([{}] * 2 + [{"entropy": 0.06}] * 2, [{}] * 2 + [{"entropy": 0.061}] * 2, config_of()),
+    "engine and trainer disagree": (
+        [{"token_mult_prob_error": 1.11}] * 5,
+        [{"token_mult_prob_error": 1.09}] * 5,
+        config_of(),
+    ),
+    "stale samples": (
+        [{}] + [{"token_mult_prob_error": 1.11, "avg_trajectory_age": 2.0, "max_trajectory_age": 3.0}] * 5,
+        [{}] + [{"token_mult_prob_error": 1.09, "avg_trajectory_age": 2.0, "max_trajectory_age": 3.0}] * 5,
+        config_of(**ASYNCHRONOUS),
+    ),
+    "groups thrown away": ([{"groups_too_old": 4.0}] * 5, [{"groups_too_old": 3.0}] * 5, config_of(**ASYNCHRONOUS)),
+    "waiting": ([{"engine_idle_s": 1.1}] * 5, [{"engine_idle_s": 0.9}] * 5, config_of(**ASYNCHRONOUS)),
+    "failing environment": (
+        [{"environment_failures": 11.0}] * 4,
+        [{"environment_failures": 10.0}] * 4,
+        config_of(),
+    ),
+    "reward without accuracy": (
+        [{"val_accuracy": 0.5}] + [{}] + [{"val_accuracy": 0.39, "reward": 0.51}] * 2,
+        [{"val_accuracy": 0.5}] + [{}] + [{"val_accuracy": 0.41, "reward": 0.51}] * 2,
+        config_of(),
+    ),
+    "overfitting": (
+        [{"val_loss": 1.0}] + [{}] + [{"val_loss": 1.1, "loss": 0.05}] * 2,
+        [{"val_loss": 1.0}] + [{}] + [{"val_loss": 1.09, "loss": 0.05}] * 2,
+        config_of("sft"),
+    ),
+    "learning rate too large": (
+        [{}] * 2 + [{"learning_rate": 0.01, "grad_norm": 3.0}] * 2,
+        [{}] * 2 + [{"learning_rate": 0.009, "grad_norm": 3.0}] * 2,
+        config_of(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_it_is_found_from_its_threshold_on(name: str) -> None:
+    steps, not_yet, config = FOUND[name]
+    found = found_in(evidence_of(*steps, config=config))
+    assert [*found] == [name]
+    assert found[name].look_at
+    assert found[name].evidence
+    assert name not in found_in(evidence_of(*not_yet, config=config))
+
+
+def test_two_signs_tell_of_large_steps_without_a_high_learning_rate() -> None:
+    one = [{}] * 2 + [{"approx_kl": 0.5}] * 2
+    two = [{}] * 2 + [{"approx_kl": 0.5, "clip_fraction": 0.5}] * 2
+    assert "learning rate too large" not in found_in(evidence_of(*one))
+    assert found_in(evidence_of(*two))["learning rate too large"].certainty == "likely"
+
+
+def test_over_a_data_set_a_loss_that_rises_is_enough() -> None:
+    rising = [{"loss": 2.0}, {"loss": 2.2}, {"loss": 2.3}, {"loss": 2.4}]
+    assert [*found_in(evidence_of(*rising, config=config_of("sft")))] == ["learning rate too large"]
+    assert found_in(evidence_of(*rising)) == {}, "a loss of GRPO goes up and down"
+
+
+def test_what_is_rewarded_says_what_equal_rewards_mean() -> None:
+    nothing = {"reward": 0.0, "reward_min": 0.0, "reward_max": 0.0, "accuracy": 0.0}
+    everything = {"reward": 1.0, "reward_min": 1.0, "reward_max": 1.0, "accuracy": 1.0}
+    (never,) = found_in(evidence_of(*[nothing] * 6)).values()
+    (solved,) = found_in(evidence_of(*[everything] * 6)).values()
+    assert never.what.startswith("No response was ever rewarded")
+    assert solved.what.startswith("Every response is right")
+
+
+def test_weights_that_do_not_change_are_told_by_their_digests() -> None:
+    same = tuple(refit(version, digest=7) for version in range(3))
+    assert [*found_in(evidence_of({}, {}, refits=same))] == ["unchanged weights"]
+    assert found_in(evidence_of({}, {}, refits=same[:2])) == {}
+    sampled = tuple(msgspec.structs.replace(record, verify="sampled") for record in same)
+    assert found_in(evidence_of({}, {}, refits=sampled)) == {}
+    still = {"learning_rate": 0.0}
+    assert "unchanged weights" not in found_in(evidence_of(still, still, refits=same)), "no step was taken"
+
+
+def test_one_repair_is_possible_and_three_are_likely() -> None:
+    harmed = [refit(version, quarantined={"rollout-1": "it does not hold version 1: a.weight"}) for version in range(4)]
+    once, often = evidence_of({}, refits=(harmed[0],)), evidence_of({}, refits=tuple(harmed))
+    assert found_in(once)["damaged weights"].certainty == "possible"
+    assert found_in(often)["damaged weights"].certainty == "likely"
+    assert found_in(often)["damaged weights"].evidence[-1] == "and 1 more"
+
+
+def test_one_response_to_several_problems_is_a_habit() -> None:
+    before = [sample(1, str(number), problem_id=str(number)) for number in range(4)]
+    habit = [sample(9, "42", problem_id=str(number), reward=0.5) for number in range(3)]
+    others = [sample(9, str(number)) for number in range(3)]
+    (found,) = found_in(evidence_of({}, samples=(*before, *habit, *others))).values()
+    assert found.name == "one answer to everything"
+    assert "is rewarded for it" in found.what
+    assert found_in(evidence_of({}, samples=(*before, *habit, *others, sample(9, "8")))) == {}
+    assert found_in(evidence_of({}, samples=(*before, *habit[:2]))) == {}
+
+
+def test_few_problems_are_told_by_how_often_they_come() -> None:
+    drawn = [sample(step, str(step * 9 + group), group=group) for step in range(4) for group in range(2)]
+    few = [msgspec.structs.replace(row, problem_id=str(row.group)) for row in drawn]
+    assert found_in(evidence_of({}, samples=tuple(few)))["repeated problems"].certainty == "possible"
+    by_heart = {"accuracy": 0.9, "val_accuracy": 0.5}
+    assert found_in(evidence_of(by_heart, samples=tuple(few)))["repeated problems"].certainty == "likely"
+    assert found_in(evidence_of({}, samples=tuple(few[2:]))) == {}
+
+
+def test_a_slow_engine_is_told_by_its_samples() -> None:
+    def rows(factor: float) -> tuple[SampleRow, ...]:
+        return tuple(
+            sample(step, f"{step}{name}{i}", rollout=name, finished_at=seconds, problem_id=f"{step}{name}{i}", group=i)
+            for step in range(4)
+            for name, seconds in (("rollout-0", 1.0), ("rollout-1", factor))
+            for i in range(2)
+        )
+
+    found = found_in(evidence_of({}, samples=rows(2.0)))
+    assert [*found] == ["slow engine"]
+    assert found["slow engine"].what.startswith("rollout-1 takes 2.0 times")
+    assert found_in(evidence_of({}, samples=rows(1.9))) == {}
+
+
+def test_a_run_that_goes_on_and_does_nothing_stands_still() -> None:
+    assert [*found_in(evidence_of({}, {}, quiet_s=61.0))] == ["standstill"]
+    assert found_in(evidence_of({}, {}, quiet_s=59.0)) == {}
+
+
+def test_the_failures_of_an_environment_are_counted_by_what_they_say() -> None:
+    said = [f"environment 'mine', problem 'p:{i}': ValueError: cannot read '{i}' (x.py:6, in score)" for i in range(3)]
+    rows = [sample(1, text, failure=text, problem_id=text) for text in said]
+    config = config_of(
+        grpo={"num_prompts_per_step": 1, "num_generations_per_prompt": 4}, policy={"train_global_batch_size": 4}
+    )
+    found = found_in(
+        evidence_of({"environment_failures": 3.0, "environment_timeouts": 2.0}, config=config, samples=tuple(rows))
+    )
+    failing = found["failing environment"]
+    assert failing.certainty == "certain"
+    assert "mostly because it took too long" in failing.what
+    assert failing.evidence[1].startswith(
+        "3 recorded samples: environment 'mine', problem …: ValueError: cannot read …"
+    )
+
+
+def write_run(*metrics: Metrics, config: Config | None = None, finish: Finish | None = None) -> Path:
+    """Write the journal of a run; one without an end was killed."""
+    config = config or config_of(grpo={"max_num_steps": 9}, policy={"train_global_batch_size": 512})
+    with Journal.create(Path("run"), config_to_json(config), config.algorithm) as journal:
+        for record in steps_of(metrics):
+            journal.commit_step(record)
+        journal.record_event("coordinator", "rollout-1 is lost: killed by SIGKILL; another is launched in its place")
+        if finish is not None:
+            recorded(journal, lambda: finish)
+    return Path("run")
+
+
+def test_what_follows_from_a_cause_comes_after_it() -> None:
+    collapsed = {"entropy": LOW_ENTROPY / 2, "groups_without_spread": 1.0, "learning_rate": 5.0}
+    found = diagnose(write_run({"learning_rate": 5.0}, *[collapsed] * 6, finish=Finish(outcome="finished"))).findings
+    assert [(finding.name, finding.explained_by) for finding in found] == [
+        ("learning rate too large", ""),
+        ("lost processes", ""),
+        ("low entropy", "learning rate too large"),
+        ("groups without spread", "learning rate too large"),
+    ]
+
+
+def test_a_cause_explains_nothing_that_was_there_before_it() -> None:
+    """Rewards were equal before the learning rate could have done anything."""
+    flat = {"reward_min": 1.0, "learning_rate": 5.0}
+    found = diagnose(write_run(flat, *[flat | {"entropy": 0.001}] * 6, finish=Finish(outcome="finished"))).findings
+    explained = {finding.name: finding.explained_by for finding in found}
+    assert explained["equal rewards"] == ""
+    assert explained["low entropy"] == "learning rate too large"
+
+
+def test_the_end_of_a_run_is_read_from_its_journal() -> None:
+    error = ServiceLost("trainer-0", "training step 3", "killed by SIGKILL")
+    folder = write_run({}, {}, finish=Finish(outcome="failed", error=error))
+    Path("run/logs").mkdir()
+    Path("run/logs/trainer-0.log").write_text("step 2\nOut of memory\ntrainer-0 leaves: the run was failed\n")
+    found = diagnose(folder)
+    assert [finding.name for finding in found.findings] == ["lost processes", "run failed"]
+    assert found.findings[1].explained_by == "lost processes"
+    assert found.findings[1].evidence == (str(error), "last in logs/trainer-0.log: Out of memory")
+    assert "2 of 9 steps, failed" in found.course
+    with Journal.open(folder) as journal:
+        journal.record_event("coordinator", "it is resumed")
+    assert gather(folder).ending is None
+    with Journal.open(folder) as journal, pytest.raises(DamagedCheckpoint):
+        recorded(journal, lambda: (_ for _ in ()).throw(DamagedCheckpoint("step_2 is damaged")))
+    assert diagnose(folder).findings[0].name == "damaged checkpoint"
+
+
+def test_a_run_without_an_end_was_killed_unless_it_goes_on() -> None:
+    folder = write_run({}, {})
+    assert "killed" in {finding.name for finding in diagnose(folder).findings}
+    lock = os.open(folder / "lock", os.O_RDWR)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
+        found = diagnose(folder)
+    finally:
+        os.close(lock)
+    assert "killed" not in {finding.name for finding in found.findings}
+    assert "is going on" in found.course
+
+
+@pytest.mark.parametrize("outcome", ["finished", "interrupted"])
+def test_an_end_that_was_wanted_is_no_finding(outcome: Any) -> None:
+    found = diagnose(write_run({}, {}, finish=Finish(outcome=outcome)))
+    assert [finding.name for finding in found.findings] == ["lost processes"]
+    assert found.findings[0].certainty == "possible"
+
+
+def test_every_way_to_end_is_recognised() -> None:
+    assert ENDED.fullmatch("the run finished")
+    assert ENDED.fullmatch("the run was interrupted")
+    error = CommandFailed("a", "b", "c\nd")
+    failed = ENDED.fullmatch(f"the run failed (CommandFailed): {error}")
+    assert failed is not None
+    assert failed["why"] == "a failed while b: c\nd"
+    assert not ENDED.fullmatch("the run finished early")
+
+
+def test_the_command_prints_text_and_json(capsys: pytest.CaptureFixture[str]) -> None:
+    write_run({}, finish=Finish(outcome="finished"))
+    assert main(["diagnose", "run", "--json"]) == 0
+    (found,) = msgspec.json.decode(capsys.readouterr().out)
+    assert found["findings"][0]["name"] == "lost processes"
+    assert found["not_looked_at"] == ["no samples are recorded"]
+    assert main(["diagnose", "run", "run"]) == 0
+    text = capsys.readouterr().out
+    assert text == f"{format_diagnosis(diagnose(Path('run')))}\n\n{format_diagnosis(diagnose(Path('run')))}\n"
+    assert "1. lost processes (possible)" in text
+    assert main(["diagnose", "nothing"]) == 1
+    assert capsys.readouterr().err.startswith("error: nothing holds no run")
+
+
+def test_a_journal_of_another_release_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    Journal.create(Path("run"), b"{}", "grpo").close()
+    assert main(["diagnose", "run"]) == 1
+    assert capsys.readouterr().err.startswith("error: run cannot be diagnosed by another release than began it: ")
+
+
+def test_every_check_is_in_the_documentation() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "diagnose.md").read_text()
+    missing = [check.what for check in CHECKS if f"| {check.what} |" not in page]
+    assert missing == []

@@ -1,0 +1,133 @@
+"""``live.json``: what it says of the scheduler's tables and when it is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from cluster_harness import GRPO, Cluster
+from run_harness import build_config
+
+from tandem.common.messages import Hello
+from tandem.coordinator.run import live_file
+from tandem.coordinator.run.journal import StepRecord
+from tandem.coordinator.run.live import LIVE_NAME, read_live
+from tandem.coordinator.run.live_file import LiveFile
+from tandem.coordinator.run.members import Member, Registry
+from tandem.coordinator.scheduler.events import DispatchPrompts
+
+SETTINGS = {
+    "grpo": {},
+    "policy": {"model_name": "m", "train_global_batch_size": 512},
+    "data": {"dataset_name": "reasoning_gym", "task": "chain_sum"},
+}
+QUIET = {"validate_every": 0, "validate_at_start": False, "save_every": 0}
+
+
+def members(num_engines: int) -> Registry:
+    registry = Registry.__new__(Registry)  # who looks on needs no socket, only who is in the run
+    registry.members = {}
+    for service, count in (("trainer", 2), ("rollout", num_engines)):
+        for index in range(count):
+            hello = msgspec.convert(
+                {"protocol_version": 1, "service": service, "host": f"node{index}", "pid": 1}, Hello
+            )
+            registry.members[f"{service}-{index}"] = Member(hello, f"{service}-{index}", b"", 0.0)
+    return registry
+
+
+def cluster_of(num_engines: int, num_groups: int = 5) -> Cluster:
+    """Return a cluster at step 2, of which one engine is slow."""
+    expected = {"trainer": 2, "rollout": num_engines, "refit": 1}
+    spec = msgspec.structs.replace(
+        GRPO, expected=expected, num_groups=num_groups, max_trajectory_age_steps=1, last_step=8, **QUIET
+    )
+    cluster = Cluster(spec)
+    cluster.join_all()
+    while cluster.plan.step < 2:
+        slow = [o for o in cluster.pending if isinstance(o, DispatchPrompts) and (o.member, o.step) == ("rollout-1", 2)]
+        cluster.pending = [order for order in cluster.pending if order not in slow]
+        cluster.answer_next()
+    return cluster
+
+
+@pytest.fixture
+def live() -> LiveFile:
+    return LiveFile(build_config(SETTINGS), Path.cwd(), 8, [])
+
+
+def test_it_says_what_the_tables_have(live: LiveFile) -> None:
+    cluster = cluster_of(2)
+    live.show(cluster.plan, members(2))
+    said = read_live(Path.cwd())
+    assert said is not None
+    assert (said.step, said.num_steps, said.outcome) == (2, 8, None)
+    groups = said.groups
+    # As `test_an_asynchronous_run_shows_what_is_generated_ahead_and_with_what` has it on the console.
+    assert (groups.ready, groups.in_flight, groups.waiting) == (3, 5, 2)
+    assert (said.buffer.size, said.buffer.by_age) == (3, {"1": 3})
+    assert [(engine.name, engine.version, engine.host) for engine in said.engines] == [
+        ("rollout-0", 1, "node0"),
+        ("rollout-1", 0, "node1"),
+    ]
+    assert sum(engine.in_flight for engine in said.engines) == 5
+    assert all(engine.outstanding_tokens > 0 for engine in said.engines)
+    assert [(trainer.name, trainer.version) for trainer in said.trainers] == [("trainer-0", 1), ("trainer-1", 1)]
+    assert said.versions is not None
+    assert (said.versions.trained, said.versions.published, said.versions.attested) == (1, 1, 0)
+
+
+def test_it_is_written_only_when_something_changed_and_at_most_twice_a_second(
+    live: LiveFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(live_file.time, "monotonic", lambda: now[0])
+    cluster, registry, path = cluster_of(2), members(2), Path(LIVE_NAME)
+    live.show(cluster.plan, registry)
+    first = path.stat().st_ino
+    live.note("something")
+    now[0] += 0.4
+    live.show(cluster.plan, registry)
+    assert path.stat().st_ino == first, "less than half a second has passed"
+    now[0] += 0.2
+    live.show(cluster.plan, registry)
+    second = path.stat().st_ino
+    assert second != first
+    said = read_live(Path.cwd())
+    assert said is not None
+    assert said.notes == ("something",)
+    now[0] += 5
+    live.show(cluster.plan, registry)
+    assert path.stat().st_ino == second, "nothing has changed"
+
+
+def test_the_end_is_what_it_says_last_and_the_next_begins_without(live: LiveFile) -> None:
+    live.show(cluster_of(2).plan, members(2))
+    live.end("failed", "rollout-0 was lost")
+    said = read_live(Path.cwd())
+    assert said is not None
+    assert (said.outcome, said.error, said.step) == ("failed", "rollout-0 was lost", 2)
+    LiveFile(build_config(SETTINGS), Path.cwd(), 8, [])
+    assert read_live(Path.cwd()) is None
+
+
+def test_what_the_disk_says_stops_nothing(live: LiveFile) -> None:
+    Path(LIVE_NAME).mkdir()
+    live.show(cluster_of(2).plan, members(2))
+    live.end("finished", "")
+    assert read_live(Path.cwd()) is None
+
+
+def test_how_long_it_will_take_is_what_the_last_steps_took() -> None:
+    def record(step: int, total: float) -> StepRecord:
+        return StepRecord(step=step, version=step, metrics={"groups_too_old": 2.0}, seconds={"total": total})
+
+    live = LiveFile(build_config(SETTINGS), Path.cwd(), 8, [record(1, 100.0)])
+    cluster = cluster_of(2)
+    assert live.look(cluster.plan, members(2)).eta_s == pytest.approx(700.0, abs=60)
+    for step in (2, 3):
+        live.commit(record(step, 10.0))
+    said = live.look(cluster.plan, members(2))
+    assert said.eta_s == pytest.approx(70.0, abs=60)
+    assert said.groups.dropped == 4
