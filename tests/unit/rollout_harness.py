@@ -86,7 +86,7 @@ class Rollout:
     def __init__(
         self,
         folder: Path,
-        environment: str,
+        environment: str | None,
         *,
         turns: int = 3,
         total: int = 64,
@@ -96,7 +96,9 @@ class Rollout:
         samples_folder: Path | None = None,
         **settings: Any,
     ) -> None:
-        """`environment` is the path of its class; `model` and `generation` are settings beside the usual ones.
+        """`environment` is the path of its class, None where settings name an agent.
+
+        `model` and `generation` are settings beside the usual ones.
 
         With `async_grpo`, settings as well, it generates beside training.
         """
@@ -120,7 +122,7 @@ class Rollout:
                     },
                 },
                 "data": {"dataset_name": "jsonl", "train_data_path": "train.jsonl"},
-                "env": {"mine": {"class": environment, **settings}},
+                "env": {"mine": settings | ({} if environment is None else {"class": environment})},
                 "cluster": {"threads_per_process": 1},
             }
         )
@@ -194,10 +196,12 @@ class Rollout:
         for message, frames in self.member.sent:
             if isinstance(message, SamplesFinished):
                 assert not frames, "the tokens stay"
-                arrays = self.fetch(message)
-                for row, sample in enumerate(message.samples):
+                arrays, row = self.fetch(message), 0
+                for sample in message.samples:
                     assert (sample.group, sample.sample) not in samples
-                    samples[sample.group, sample.sample] = (sample, arrays.take([row]))
+                    rows = range(row, row + max(1, len(sample.branches)))
+                    samples[sample.group, sample.sample] = (sample, arrays.take(rows))
+                    row = rows.stop
         return samples
 
     def record(
@@ -235,7 +239,11 @@ class Rollout:
 
     def fetch(self, message: SamplesFinished) -> SampleArrays:
         """Return the arrays of samples as a trainer gets them."""
-        keys = [(message.command_id, sample.group, sample.sample) for sample in message.samples]
+        keys = [
+            (message.command_id, sample.group, sample.sample, branch)
+            for sample in message.samples
+            for branch in range(max(1, len(sample.branches)))
+        ]
         arrays = fetch(self.samples_address, keys)
         assert isinstance(arrays, SampleArrays), arrays
         return arrays

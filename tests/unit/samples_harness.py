@@ -18,6 +18,7 @@ from tandem.common.messages import (
     SamplesFetched,
     SamplesFinished,
     SamplesGone,
+    SequenceKey,
 )
 from tandem.common.sample_record import RecordedSample
 from tandem.common.wire import Callers, Codec, Frames, encode
@@ -77,6 +78,11 @@ def recorded(known: SampleScored, arrays: SampleArrays, **more: Any) -> Recorded
     return RecordedSample(scored=known, arrays=arrays, **usual | more)
 
 
+def sequence_key(command_id: int, group: int, sample: int, branch: int = 0) -> SequenceKey:
+    """How a sequence is asked for: of a sample that has no branches, its only one."""
+    return command_id, group, sample, branch
+
+
 def ask(address: str, frames: Frames, wait_s: float = WAIT_S) -> Any:
     """Send a request as it stands; return the answer with its arrays, None if there is none in time."""
     codec: Codec[SamplesFetched | SamplesGone] = Codec(FromSampleStore)
@@ -93,9 +99,10 @@ def ask(address: str, frames: Frames, wait_s: float = WAIT_S) -> Any:
     return None
 
 
-def fetch(address: str, keys: Sequence[SampleKey], run_id: str = RUN_ID) -> SampleArrays | str:
+def fetch(address: str, keys: Sequence[SampleKey | SequenceKey], run_id: str = RUN_ID) -> SampleArrays | str:
     """Return samples, or why they are not there."""
-    answer = ask(address, encode(FetchSamples(run_id=run_id, request_id=5, keys=tuple(keys))))
+    wanted = tuple(sequence_key(*key) for key in keys)
+    answer = ask(address, encode(FetchSamples(run_id=run_id, request_id=5, keys=wanted)))
     assert answer is not None
     assert answer.message.request_id == 5
     if isinstance(answer.message, SamplesGone):

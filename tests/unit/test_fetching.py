@@ -59,6 +59,7 @@ def table_of(**changes: Any) -> BatchTable:
         command_S=np.array([11, 12] * 3, dtype=np.int64),
         group_S=column(0, 0, 1, 1, 2, 2),
         sample_S=column(0, 1, 0, 1, 0, 1),
+        branch_S=column(*[0] * 6),
     )
     return msgspec.structs.replace(table, **changes)
 

@@ -17,7 +17,7 @@ from samples_harness import RUN_ID, recorded, sample_of, scored
 
 from tandem.common.batch import SampleArrays
 from tandem.common.errors import SamplesError
-from tandem.common.messages import SampleScored
+from tandem.common.messages import Branch, SampleScored
 from tandem.common.sample_files import SHARD, STREAM, UNFINISHED, files, shard_path, unfinished_path
 from tandem.common.sample_record import (
     SCHEMA,
@@ -55,6 +55,10 @@ FULL = scored(
     prompt_length=2,
     response_length=3,
     num_tokens=7,
+    branches=(
+        Branch(prompt_length=2, num_made=2, num_tokens=4),
+        Branch(prompt_length=2, num_made=1, num_tokens=3),
+    ),
     oldest_version=2,
     newest_version=3,
     tokens_by_version=(1, 2),
@@ -69,11 +73,12 @@ FULL = scored(
     timed_out=True,
     dropped=True,
 )
+BRANCHED = msgspec.structs.replace(sample_of(7), lengths_S=np.array([4, 3], dtype=np.int32))
 
 
 def test_what_is_written_is_what_is_read_in_the_order_of_groups(tmp_path: Path) -> None:
     samples = [
-        recorded(FULL, sample_of(7), advantage=0.75),
+        recorded(FULL, BRANCHED, advantage=0.75),
         recorded(scored(0, 1), sample_of(2)),
         recorded(scored(0, 0), sample_of(2, first_token=9), rollout="rollout-1"),
     ]
@@ -99,7 +104,7 @@ def test_every_field_of_a_sample_is_a_column_of_its_own() -> None:
 
 
 def test_pandas_reads_a_shard(tmp_path: Path) -> None:
-    path = write(tmp_path, [recorded(FULL, sample_of(7), advantage=0.75), recorded(scored(0, 0), sample_of(2))])
+    path = write(tmp_path, [recorded(FULL, BRANCHED, advantage=0.75), recorded(scored(0, 0), sample_of(2))])
     frame = pd.read_parquet(path)
     assert frame["reward"].tolist() == [FULL.reward, 0.0]
     assert frame["response"][0] == FULL.response

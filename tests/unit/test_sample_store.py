@@ -48,6 +48,16 @@ def test_a_sample_that_comes_again_stays_as_it_was(store: SampleStore) -> None:
     assert tokens(fetch(store.address, [(3, 0, 0)])) == [0, 1, 2, 3, 4]
 
 
+def test_branches_of_a_sample_come_one_by_one(store: SampleStore) -> None:
+    store.put((3, 0, 0), SampleArrays.concatenate([sample_of(5), sample_of(7, first_token=10)]))
+    assert store.num_tokens == 12
+    assert tokens(fetch(store.address, [(3, 0, 0, 1)])) == [*range(10, 17)]
+    both = fetch(store.address, [(3, 0, 0, 1), (3, 0, 0, 0)])
+    assert isinstance(both, SampleArrays)
+    assert both.lengths_S.tolist() == [7, 5]
+    assert fetch(store.address, [(3, 0, 0, 2)]) == "it does not have branch 2 of sample 0 of group 0 of order 3"
+
+
 def test_what_has_no_room_is_refused_and_what_is_released_makes_some(store: SampleStore) -> None:
     for number in range(6):
         store.put((number, 0, 0), sample_of(5))
@@ -96,7 +106,7 @@ def test_it_gives_to_its_own_run_alone_and_no_more_than_is_meant_to_be_asked_for
         [b"\xc1"],
         [b"\x80\x04\x95"],
         [msgspec.msgpack.encode({"type": "FetchSamples", "run_id": RUN_ID, "request_id": 1, "keys": [[1, 2]]})],
-        [*encode(FetchSamples(run_id=RUN_ID, request_id=1, keys=((1, 0, 0),))), b"\x91", b"more"],
+        [*encode(FetchSamples(run_id=RUN_ID, request_id=1, keys=((1, 0, 0, 0),))), b"\x91", b"more"],
         [b"\x91" * 100_000],
         [b"\0" * 2**25],
     ],

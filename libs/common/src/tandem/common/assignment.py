@@ -35,7 +35,7 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     num_ranks: int
     """Data-parallel ranks."""
     batch_size: int
-    """Sequences of a global batch."""
+    """Sequences of a global batch, where no sample has more than one."""
     unit: int
     """Consecutive sequences that must stay together; batches are whole numbers of units."""
     by_tokens: bool
@@ -59,16 +59,17 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
         """Return the table with its sequences assigned, each of the `parts` that are evaluated by themselves alone."""
         ends = np.cumsum(parts or [len(table)])
         ranks = [
-            self.ranks(table.lengths_S[rows], table.prompt_S[rows])
+            self.ranks(table.lengths_S[rows], table.prompt_S[rows], table.branch_S[rows])
             for rows in itertools.starmap(slice, itertools.pairwise([0, *ends]))
         ]
         return msgspec.structs.replace(table, rank_S=np.concatenate(ranks))
 
-    def ranks(self, lengths_S: Ints, prompt_S: Ints) -> NDArray[np.int32]:
-        """Return the data-parallel rank of each sequence of a batch."""
+    def ranks(self, lengths_S: Ints, prompt_S: Ints, branch_S: Ints | None = None) -> NDArray[np.int32]:
+        """Return the data-parallel rank of each sequence of a batch; `branch_S` None: of samples of one each."""
         rank_S = np.empty(len(lengths_S), dtype=np.int32)
         lengths_U = lengths_S.astype(np.int64).reshape(-1, self.unit).sum(axis=1)
-        for rows in global_batches(len(lengths_S), self.batch_size):
+        branch_S = np.zeros(len(lengths_S), dtype=np.int32) if branch_S is None else branch_S
+        for rows in batches_of_samples(branch_S, self.batch_size):
             units = range(rows.start // self.unit, rows.stop // self.unit)
             if self.by_tokens:
                 assigned = assign_by_tokens(units, lengths_U, self.num_ranks)
@@ -84,6 +85,15 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
 def global_batches(num_sequences: int, size: int) -> list[range]:
     """Cut a rollout batch into the consecutive sequences of each optimizer step; the last may be smaller."""
     return [range(first, min(first + size, num_sequences)) for first in range(0, num_sequences, size)]
+
+
+def batches_of_samples(branch_S: Ints, size: int) -> list[range]:
+    """Do the same where each sample may have several sequences: `size` samples each, whatever they have.
+
+    A sample begins where `branch_S` is 0.
+    """
+    starts = [*np.flatnonzero(branch_S == 0).tolist(), len(branch_S)]
+    return [range(starts[rows.start], starts[rows.stop]) for rows in global_batches(len(starts) - 1, size)]
 
 
 def assign(

@@ -242,6 +242,7 @@ class TrainingBatch(RaggedArrays, frozen=True, kw_only=True):
             command_S=nothing_S.astype(np.int64),
             group_S=nothing_S,
             sample_S=nothing_S,
+            branch_S=nothing_S,
         )
 
 
@@ -294,6 +295,8 @@ class BatchTable(Bundle, frozen=True, kw_only=True):
     """With group and sample its key there (`tandem.common.messages.SampleKey`); zero where there is no source."""
     group_S: Int32s
     sample_S: Int32s
+    branch_S: Int32s
+    """Its place among the sequences of its sample, which follow one another; 0 where that has one alone."""
     columns: Mapping[str, NDArray[Any]] = {}
     """What else a loss of the user's reads of each sequence: a frame NAME_S for each of `loss_fn.columns` that comes
     from the environment, finite."""
@@ -319,6 +322,8 @@ class BatchTable(Bundle, frozen=True, kw_only=True):
         self.refuse("source_S", (self.source_S < first) | (self.source_S > last), f"must be from {first} to {last}")
         for field in ("command_S", "group_S", "sample_S"):
             self.refuse(field, getattr(self, field) < 0, "must be at least 0")
+        follows_S = self.branch_S == np.concatenate([[-1], self.branch_S[:-1]]) + 1
+        self.refuse("branch_S", (self.branch_S != 0) & ~follows_S, "must be 0, or follow the one before it")
         if not (may_mask_all or self.num_counted_S.any()):
             raise WireError("num_counted_S: no token counts in the loss")
 

@@ -58,7 +58,7 @@ BUILT_IN = {
 
 
 TAKEN = frozenset(
-    {"lengths", "num_counted", "prompt", "prompt_lengths", "rank", "source", "command", "group", "sample"}
+    {"lengths", "num_counted", "prompt", "prompt_lengths", "rank", "source", "command", "group", "sample", "branch"}
 )
 """What else a batch's table has of each sequence: no column can have such a name."""
 

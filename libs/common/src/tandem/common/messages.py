@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 """Raised whenever a message changes shape; both ends of a link must hold the same number."""
 
 ServiceKind = Literal["trainer", "rollout", "refit"]
@@ -30,6 +30,8 @@ MAX_NAME, MAX_TEXT, MAX_TRACEBACK = 200, 10_000, 200_000
 """Characters; senders cut longer texts off."""
 MAX_COMPONENTS = 100
 """Of a reward."""
+MAX_BRANCHES = 4096
+"""Of an agent's episode."""
 MAX_VERSIONS = 1000
 """Weight versions that the tokens of one sample are made with."""
 
@@ -394,6 +396,20 @@ class Generate(Command, frozen=True, kw_only=True, tag=True):
     groups: tuple[PromptGroup, ...]
 
 
+class Branch(Message, frozen=True, kw_only=True):
+    """One sequence of an agent's episode: a path of its tree of requests, from the first to one that none follows.
+
+    Tokens that several of them begin with count in the first.
+    """
+
+    prompt_length: Positive
+    """Tokens before the first that counts here."""
+    num_made: Positive
+    """Tokens that count here."""
+    num_tokens: Positive
+    """Of the whole sequence."""
+
+
 class SampleScored(Message, frozen=True, kw_only=True):
     """What is known of one finished sample beside its tokens, which stay with the rollout."""
 
@@ -401,17 +417,20 @@ class SampleScored(Message, frozen=True, kw_only=True):
     sample: Count
     """Position within its group."""
     prompt_length: Positive
-    response_length: Positive
-    """Tokens the policy made, in all turns."""
+    response_length: Count
+    """Tokens the policy made, in all turns; none only where an agent asked for none before it failed."""
     num_tokens: Positive
-    """Tokens of the whole sequence: the prompt, what the policy made, and what an environment said in between."""
+    """Tokens of the whole sequence: the prompt, what the policy made, and what an environment said in between. Of an
+    agent's episode, those of all of its branches."""
+    branches: Annotated[tuple[Branch, ...], Meta(max_length=MAX_BRANCHES)] = ()
+    """Its sequences, where an agent has made it; empty: it is one, which begins with its group's prompt."""
     oldest_version: Count
     newest_version: Count
     """The weight versions that the tokens were made with: from the oldest to this one."""
     tokens_by_version: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=MAX_VERSIONS)]
     """Tokens that each of these made, from the oldest to the newest."""
-    num_turns: Positive
-    """Responses the policy gave: one, unless the environment answers."""
+    num_turns: Count
+    """Responses the policy gave: one, unless the environment answers, or an agent asks as often as it likes."""
     finish_reason: Literal["stop", "length", "turns"]
     """How the sample ended: as it should, at a limit of tokens, or at ``grpo.max_rollout_turns``."""
     reward: Finite
@@ -513,18 +532,21 @@ class RestoreSamples(Command, frozen=True, kw_only=True, tag=True):
 SampleKey = tuple[Count, Count, Count]
 """One sample of a rollout: command id of its `Generate`, its group, its place in the group."""
 
+SequenceKey = tuple[Count, Count, Count, Count]
+"""One sequence of it: the same, and its place among the sample's branches; 0 where it has none."""
+
 
 MAX_TOKENS_FETCHED = 2**21
 """That one request may ask for, unless it asks for a single sample: the arrays of a reply are some 27 MB at most."""
 
 
 class FetchSamples(Message, frozen=True, kw_only=True, tag=True):
-    """A trainer rank asks a rollout for samples."""
+    """A trainer rank asks a rollout for sequences of samples."""
 
     run_id: Name
     """Of the trainer's run, in case the address is another run's by now."""
     request_id: Count
-    keys: tuple[SampleKey, ...]
+    keys: tuple[SequenceKey, ...]
 
 
 class SamplesFetched(Message, frozen=True, kw_only=True, tag=True):

@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 
 from tandem.common.batch import Float32s, Int32s, SampleArrays
 from tandem.common.errors import SamplesError
-from tandem.common.messages import Purpose, SampleKey, SampleScored
+from tandem.common.messages import Branch, Purpose, SampleKey, SampleScored
 from tandem.common.sample_files import LOGPROBS, SHARD, files, shard_path, temporary_path
 
 FORMAT = 2
@@ -59,6 +59,7 @@ SCHEMA = pa.schema(
         ("prompt_length", pa.int64()),
         ("response_length", pa.int64()),
         ("num_tokens", pa.int64()),
+        ("branches", pa.list_(pa.struct([(name, pa.int64()) for name in Branch.__struct_fields__]))),
         ("oldest_version", pa.int64()),
         ("newest_version", pa.int64()),
         ("tokens_by_version", pa.list_(pa.int64())),
@@ -74,11 +75,18 @@ SCHEMA = pa.schema(
 )
 """The columns of every file of samples; ``docs/samples.md`` says what is in them."""
 _LOGPROBS = pa.schema(
-    [("step", pa.int64()), ("group", pa.int64()), ("sample", pa.int64()), ("logprobs", pa.list_(pa.float32()))]
+    [
+        *((name, pa.int64()) for name in ("step", "group", "sample", "branch")),
+        ("logprobs", pa.list_(pa.float32())),
+    ]
 )
 """The columns of every file of log-probabilities: of each token of the sequence, NaN where the trainer has none."""
 _SCORED = SampleScored.__struct_fields__
-_FROM_ARROW: dict[str, Callable[[Any], Any]] = {"components": dict, "tokens_by_version": tuple}
+_FROM_ARROW: dict[str, Callable[[Any], Any]] = {
+    "components": dict,
+    "tokens_by_version": tuple,
+    "branches": lambda branches: tuple(Branch(**branch) for branch in branches),
+}
 """What makes a field of what Arrow has in its column, where that is not the same."""
 _ARRAYS = {name.removesuffix("_T"): name for name in SampleArrays.__struct_fields__ if name.endswith("_T")}
 """The field of `SampleArrays` that a column has."""
@@ -99,7 +107,7 @@ class RecordedSample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     scored: SampleScored
     """With the text of the response."""
     arrays: SampleArrays
-    """Of this one sequence."""
+    """Of this one sequence, or of each of an agent's branches."""
     advantage: float | None = None
     """None where the sample was not trained on, as when dynamic sampling filters its group out."""
     problem_id: str
@@ -202,18 +210,18 @@ def write_logprobs(
     run_id: str,
     step: int,
     trainer: str,
-    keys: Sequence[tuple[int, int]],
+    keys: Sequence[tuple[int, int, int]],
     lengths_S: Int32s,
     logprobs_T: Float32s,
 ) -> None:
-    """Write what a trainer's policy says of the tokens of its samples, whose groups and places are `keys`.
+    """Write what a trainer's policy says of the tokens of its sequences; groups, samples and branches are `keys`.
 
     Raises `OSError`.
     """
     offsets = pa.array(np.concatenate([[0], np.cumsum(lengths_S)]), pa.int32())
     columns = [
         pa.array([step] * len(keys), pa.int64()),
-        *(pa.array([key[place] for key in keys], pa.int64()) for place in range(2)),
+        *(pa.array([key[place] for key in keys], pa.int64()) for place in range(3)),
         pa.ListArray.from_arrays(offsets, pa.array(logprobs_T, pa.float32()), type=_LOGPROBS.field("logprobs").type),
     ]
     table = pa.Table.from_arrays(columns, schema=_LOGPROBS)
@@ -223,14 +231,17 @@ def write_logprobs(
 def read_logprobs(folder: Path, step: int, run_id: str | None = None) -> dict[tuple[int, int], Float32s]:
     """Return what trainers say of the tokens of a step's samples, by group and place; nothing where it is not there.
 
-    Of each token of the sequence, NaN where the trainer has none. Raises `SamplesError`, as `read_step` does.
+    Of each token of the sequence, or of all branches end to end, NaN where the trainer has none. Raises `SamplesError`,
+    as `read_step` does.
     """
-    found: dict[tuple[int, int], Float32s] = {}
+    found: dict[tuple[int, int], dict[int, Float32s]] = {}
     for path in [file.path for file in files(folder / LOGPROBS, SHARD) if file.step == step]:
         table = read_shard(path, run_id, schema=_LOGPROBS)
-        keys = zip(table["group"].to_pylist(), table["sample"].to_pylist(), strict=True)
-        found |= zip(keys, _lists(table["logprobs"]), strict=True)
-    return found
+        names = ("group", "sample", "branch")
+        keys = zip(*(table[name].to_pylist() for name in names), strict=True)
+        for (group, sample, branch), logprobs in zip(keys, _lists(table["logprobs"]), strict=True):
+            found.setdefault((group, sample), {})[branch] = logprobs
+    return {key: np.concatenate([branches[number] for number in sorted(branches)]) for key, branches in found.items()}
 
 
 class UnfinishedFile:
@@ -277,7 +288,8 @@ def read_unfinished(path: Path, run_id: str | None = None) -> pa.Table:
 def table_of(samples: Sequence[RecordedSample]) -> pa.Table:
     """Return samples as a table."""
     arrays = SampleArrays.concatenate([sample.arrays for sample in samples])
-    offsets = pa.array(arrays.offsets(), pa.int32())
+    num_tokens = [len(sample.arrays.token_ids_T) for sample in samples]
+    offsets = pa.array(np.concatenate([[0], np.cumsum(num_tokens)]), pa.int32())
     columns = [
         pa.ListArray.from_arrays(offsets, pa.array(getattr(arrays, _ARRAYS[field.name])), type=field.type)
         if field.name in _ARRAYS
@@ -297,7 +309,9 @@ def samples_of(table: pa.Table) -> list[RecordedSample]:
             command_id=row["command_id"],
             scored=SampleScored(**{name: _FROM_ARROW.get(name, _as_it_is)(row[name]) for name in _SCORED}),
             arrays=SampleArrays(
-                lengths_S=np.array([len(row["token_ids"])], dtype=np.int32),
+                lengths_S=np.array(
+                    [branch["num_tokens"] for branch in row["branches"]] or [len(row["token_ids"])], dtype=np.int32
+                ),
                 **{field: row[column] for column, field in _ARRAYS.items()},
             ),
             advantage=row["advantage"],
@@ -320,6 +334,8 @@ def keys_of(table: pa.Table) -> list[SampleKey]:
 def _value(sample: RecordedSample, column: str) -> Any:
     """Return what a sample has in a column that is no array."""
     value = getattr(sample.scored if column in _SCORED else sample, _FIELDS.get(column, column))
+    if column == "branches":
+        return msgspec.to_builtins(value)
     # Half of a character that is written as two, as an environment may say it, is no UTF-8.
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
 

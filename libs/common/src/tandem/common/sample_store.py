@@ -13,7 +13,14 @@ from collections.abc import Callable, Collection, Sequence
 
 from tandem.common.batch import SampleArrays
 from tandem.common.errors import SamplesError, WireError
-from tandem.common.messages import MAX_TOKENS_FETCHED, FetchSamples, SampleKey, SamplesFetched, SamplesGone
+from tandem.common.messages import (
+    MAX_TOKENS_FETCHED,
+    FetchSamples,
+    SampleKey,
+    SamplesFetched,
+    SamplesGone,
+    SequenceKey,
+)
 from tandem.common.wire import Codec, Frames, Hub, encode
 
 _MAX_REQUEST_BYTES = 2**24
@@ -117,9 +124,15 @@ class SampleStore:
             raise SamplesError(f"it was asked for {num_tokens} tokens at once, {MAX_TOKENS_FETCHED} are the most")
         return SampleArrays.concatenate(samples)
 
-    def _taken(self, keys: Sequence[SampleKey]) -> list[SampleArrays]:
+    def _taken(self, keys: Sequence[SequenceKey]) -> list[SampleArrays]:
         with self._lock:
-            for command_id, group, sample in keys:
-                if (group, sample) not in self._samples.get(command_id, {}):
-                    raise SamplesError(f"it does not have sample {sample} of group {group} of order {command_id}")
-            return [self._samples[command_id][group, sample] for command_id, group, sample in keys]
+            found = [self._samples.get(command_id, {}).get((group, sample)) for command_id, group, sample, _ in keys]
+        taken = []
+        for (command_id, group, sample, branch), arrays in zip(keys, found, strict=True):
+            what = f"sample {sample} of group {group} of order {command_id}"
+            if arrays is None:
+                raise SamplesError(f"it does not have {what}")
+            if branch >= len(arrays.lengths_S):
+                raise SamplesError(f"it does not have branch {branch} of {what}")
+            taken.append(arrays if len(arrays.lengths_S) == 1 else arrays.take([branch]))
+        return taken

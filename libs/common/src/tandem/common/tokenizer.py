@@ -105,7 +105,9 @@ class Tokenizer:
         """Return the tokens of a conversation. Raises what `render_chat` and `encode` raise."""
         return self.encode(self.render_chat(messages, add_generation_prompt=add_generation_prompt, variables=variables))
 
-    def encode_continuation(self, messages: Messages, last_id: int) -> list[int]:
+    def encode_continuation(
+        self, messages: Sequence[Mapping[str, Any]], last_id: int, variables: Mapping[str, Any] | None = None
+    ) -> list[int]:
         """Return the tokens between the end of an assistant's turn, `last_id`, and the beginning of its next one.
 
         `messages` are what others say in between. They are rendered by the chat template behind a turn of the
@@ -114,7 +116,7 @@ class Tokenizer:
         Raises what `render_chat` and `encode` raise.
         """
         before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _TURN}]
-        rendered = self.render_chat([*before, *messages], add_generation_prompt=True)
+        rendered = self.render_chat([*before, *messages], add_generation_prompt=True, variables=variables)
         _, turn, rest = rendered.partition(_TURN)
         if not turn:
             raise ConfigError(f"policy.tokenizer.chat_template: the chat template of {self.where} drops earlier turns")

@@ -270,7 +270,10 @@ class SampleRecorder:
             problem_id=group.problem.problem_id,
             question=group.problem.question,
             answer=group.problem.answer,
-            prompt=self._tokenizer.decode(group.prompt_ids, skip_special_tokens=False),
+            # As the model saw it: an agent's own, where one plays.
+            prompt=self._tokenizer.decode(
+                arrays.token_ids_T[: scored.prompt_length].tolist(), skip_special_tokens=False
+            ),
             started_at=finished.started_at,
             finished_at=finished.finished_at,
         )

@@ -58,6 +58,7 @@ from tandem.rollout.environments import Score, Scorer, Turn, Unscored
 from tandem.rollout.environments.program import Program
 
 if TYPE_CHECKING:
+    from tandem.rollout.agents.agents import Agents
     from tandem.rollout.sample_recorder import SampleRecorder
 
 _REWARD_POLL_S = 0.001
@@ -65,6 +66,10 @@ _UNSCORED = Score(0.0, correct=False)
 """A sample that a limit ended before the environment did; it has the rewards of its turns."""
 _DIGEST_SHARE = 0.25
 """Of the time between tokens that goes into attesting the version they are made with."""
+
+
+_Finished = dict[int, list[tuple[PromptGroup, SampleScored, SampleArrays]]]
+"""Samples that have finished together, by the order that they are of."""
 
 
 class Generation:
@@ -93,6 +98,8 @@ class RolloutService:
         self._engine: Engine | None = None
         self._endpoint: Endpoint | None = None
         self._scorer: Scorer | None = None
+        """None where agents play."""
+        self._agents: Agents | None = None
         self._store: SampleStore | None = None
         self._recorder: SampleRecorder | None = None
         """None where no record of samples is kept."""
@@ -157,6 +164,8 @@ class RolloutService:
         """Release the engine and the environments."""
         if self._recorder is not None:
             self._recorder.close()
+        if self._agents is not None:
+            self._agents.close()
         if self._scorer is not None:
             self._scorer.close()
         if self._store is not None:
@@ -172,10 +181,14 @@ class RolloutService:
     def _build(self, order: BuildEngine) -> None:
         limit_threads(self._config, "rollouts")
         self._tokenizer = load_tokenizer(self._config)
-        self._scorer = Scorer(self._config, _program(order.reward_server, self._member.coordinator))
+        program = _program(order.reward_server, self._member.coordinator)
+        self._scorer = Scorer(self._config, program) if self._config.agent is None else None
         self._engine = _make_engine(self._config)
         self._endpoint = Endpoint(self._member, self._engine)
-        self._scorer.await_ready()  # it has begun beside the engine
+        if self._scorer is not None:
+            self._scorer.await_ready()  # it has begun beside the engine
+        else:
+            self._agents = self._make_agents(self._engine, self._tokenizer)
         layouts = tuple(map(layout.encode, self._engine.layouts()))
         # After the engine: processes that it forks must not hold the socket.
         max_tokens = self._config.policy.generation.max_stored_tokens
@@ -184,6 +197,12 @@ class RolloutService:
             self._recorder = self._make_recorder(Path(order.samples_folder), self._store, self._tokenizer)
         reply = EngineBuilt(command_id=order.command_id, layouts=layouts, samples_address=self._store.address)
         self._member.reply(order.command_id, reply)
+
+    def _make_agents(self, engine: Engine, tokenizer: Tokenizer) -> Agents:
+        # Imported where agents play: it serves HTTP.
+        from tandem.rollout.agents.agents import Agents
+
+        return Agents(self._config, engine, tokenizer, address_towards(self._member.coordinator))
 
     def _make_recorder(self, folder: Path, store: SampleStore, tokenizer: Tokenizer) -> SampleRecorder:
         # Arrow has threads from its import on, and services are forked by a process that must have none.
@@ -255,7 +274,10 @@ class RolloutService:
         self._generations[order.command_id] = generation
         for number, conversation in generation.conversations.items():
             self._generation_of[number] = generation
-            engine.add_request(conversation.request(number, order.sampling))
+            if self._agents is not None:
+                self._agents.begin(number, conversation.group, conversation.sample, order)
+            else:
+                engine.add_request(conversation.request(number, order.sampling))
 
     def _check(self, order: Generate) -> None:
         """Raise `WireError`, which names the field, for prompts that the model cannot read, or not answer."""
@@ -277,13 +299,41 @@ class RolloutService:
             self._samples().release_groups(command_id, {each.group.group for each in conversations.values()})
             numbers = conversations.keys()
             for number in numbers:
-                self._built().abort(number)
                 del self._generation_of[number]
+            if self._agents is not None:
+                self._agents.forget(numbers)
+                continue
+            for number in numbers:
+                self._built().abort(number)
             self._environments().forget(numbers)
             self._awaited.difference_update(numbers)
             self._answered = [number for number in self._answered if number not in numbers]
 
     def _advance(self) -> None:
+        if self._agents is not None:
+            self._play(self._agents)
+        else:
+            self._converse()
+        for generation in [*self._generations.values()]:
+            if not generation.conversations:
+                self._finish(generation)
+
+    def _play(self, agents: Agents) -> None:
+        """Have a token made for each request of an agent; take the episodes that have ended."""
+        started = time.perf_counter()
+        phase = "generation" if agents.work() else "rewards"
+        for generation in self._generations.values():
+            generation.seconds[phase] += time.perf_counter() - started
+        finished: _Finished = {}
+        for number, session, result in agents.poll():
+            score, unscored = (result, None) if isinstance(result, Score) else (_UNSCORED, result)
+            sample, arrays = session.finish(score, self._built().version or 0, unscored)
+            self._generation_of[number].num_tokens += sample.response_length
+            self._end(finished, number, sample, arrays)
+        self._send(finished)
+
+    def _converse(self) -> None:
+        """Have a token made for each conversation; let environments answer those that have a response."""
         engine, environments = self._built(), self._environments()
         started = time.perf_counter()
         phase = "rewards"
@@ -301,9 +351,6 @@ class RolloutService:
                 generation = self._generation_of[number]
                 engine.add_request(generation.conversations[number].request(number, generation.order.sampling))
             self._answered.clear()
-        for generation in [*self._generations.values()]:
-            if not generation.conversations:
-                self._finish(generation)
 
     def _take(self, completion: Completion) -> None:
         """Hand a response to the environment."""
@@ -319,7 +366,7 @@ class RolloutService:
 
     def _answer(self, results: list[tuple[int, Score | Turn | Unscored]]) -> None:
         """Say which samples have ended; let the others go on."""
-        finished: dict[int, list[tuple[PromptGroup, SampleScored, SampleArrays]]] = {}
+        finished: _Finished = {}
         for number, result in results:
             self._awaited.discard(number)
             generation = self._generation_of[number]
@@ -335,8 +382,17 @@ class RolloutService:
                     sample = conversation.finish(_UNSCORED, "score", ended)
                 case _:
                     sample = conversation.finish(_UNSCORED, ended)
-            finished.setdefault(generation.order.command_id, []).append((conversation.group, *sample))
-            del generation.conversations[number], self._generation_of[number]
+            self._end(finished, number, *sample)
+        self._send(finished)
+
+    def _end(self, finished: _Finished, number: int, scored: SampleScored, arrays: SampleArrays) -> None:
+        """Note a sample as finished, to be said with the others of its order."""
+        generation = self._generation_of.pop(number)
+        group = generation.conversations.pop(number).group
+        finished.setdefault(generation.order.command_id, []).append((group, scored, arrays))
+
+    def _send(self, finished: _Finished) -> None:
+        """Keep the samples that have finished, and say so."""
         for command_id, samples in finished.items():
             order = self._generations[command_id].order
             if order.purpose == "train":
@@ -381,6 +437,8 @@ class RolloutService:
 
     def _finish(self, generation: Generation) -> None:
         del self._generations[generation.order.command_id]
+        if self._agents is not None and not self._generations:
+            self._agents.rest()
         if self._config.takes_turns and not self._generations:
             self._built().sleep()
         reply = Generated(

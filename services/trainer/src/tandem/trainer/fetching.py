@@ -16,7 +16,14 @@ import numpy as np
 from tandem.common.assignment import NO_PROMPT
 from tandem.common.batch import BatchTable, Int32s, Int64s, SampleArrays, TrainingBatch
 from tandem.common.errors import WireError
-from tandem.common.messages import MAX_TOKENS_FETCHED, FetchSamples, FromSampleStore, SamplesFetched, SamplesGone
+from tandem.common.messages import (
+    MAX_TOKENS_FETCHED,
+    FetchSamples,
+    FromSampleStore,
+    SamplesFetched,
+    SamplesGone,
+    SequenceKey,
+)
 from tandem.common.wire import Arrays, Callers, Codec, Frames, encode
 
 _PATIENCE_S = 5.0
@@ -35,7 +42,7 @@ class SampleFetcher:
         self._run_id = run_id
         self._vocabulary = vocabulary
         self._step: int | None = None
-        self._kept: dict[tuple[str, int, int, int], SampleArrays] = {}
+        self._kept: dict[tuple[str, int, int, int, int], SampleArrays] = {}
         """By rollout and key."""
 
     def fetch(
@@ -56,10 +63,8 @@ class SampleFetcher:
             self._step = step
         names = sorted(sources)
         keys = {
-            int(row): (names[table.source_S[row]], int(command), int(group), int(sample))
-            for row, command, group, sample in zip(
-                rows, table.command_S[rows], table.group_S[rows], table.sample_S[rows], strict=True
-            )
+            int(row): (names[table.source_S[row]], *key)
+            for row, key in zip(rows, _keys_of(table.take(rows)), strict=True)
         }
         wanted: dict[str, Rows] = {}
         for row, key in keys.items():
@@ -102,8 +107,7 @@ class _Inquiry:
 
     def request(self) -> Frames:
         """Return what to ask next."""
-        part = self._table.take(np.array(self._requests[self._next]))
-        keys = zip(part.command_S.tolist(), part.group_S.tolist(), part.sample_S.tolist(), strict=True)
+        keys = _keys_of(self._table.take(np.array(self._requests[self._next])))
         return encode(FetchSamples(run_id=self._run_id, request_id=self._next, keys=tuple(keys)))
 
     def take(self, reply: SamplesFetched | SamplesGone, frames: Arrays, vocabulary: int) -> None:
@@ -152,6 +156,12 @@ def _ask(
     return {name: inquiry.why_missing for name, inquiry in inquiries.items() if inquiry.why_missing}
 
 
+def _keys_of(table: BatchTable) -> list[SequenceKey]:
+    """Return how the sequences of a table are asked for, each at its source."""
+    columns = (table.command_S, table.group_S, table.sample_S, table.branch_S)
+    return [*zip(*(column.tolist() for column in columns), strict=True)]
+
+
 def _cut(rows: Rows, lengths_S: Int32s) -> Iterator[Rows]:
     """Cut what is asked for into requests of no more tokens than one may have."""
     request: Rows = []
@@ -179,6 +189,7 @@ def samples_from(frames: Arrays, table: BatchTable, vocabulary: int) -> SampleAr
     num_made = np.concatenate([[0], np.cumsum(made_T, dtype=np.int64)])
     ends_of_prompts = starts + table.prompt_lengths_S
     is_made_S = made_T[np.minimum(ends_of_prompts, len(made_T) - 1)] & (table.prompt_lengths_S < table.lengths_S)
+    is_made_S |= table.num_counted_S == 0  # an agent that failed may have asked for nothing
     if not is_made_S.all() or (num_made[ends_of_prompts] != num_made[starts]).any():
         raise WireError("loss_mask_T: not the prompts that were announced")
     if ((table.num_counted_S > 0) & (arrays.num_counted() != table.num_counted_S)).any():

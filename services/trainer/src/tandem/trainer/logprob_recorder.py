@@ -26,8 +26,8 @@ class _Step(NamedTuple):
     """What is to be written of a step."""
 
     step: int
-    keys: Sequence[tuple[int, int]]
-    """Group and place of each sample."""
+    keys: Sequence[tuple[int, int, int]]
+    """Group, sample and branch of each sequence."""
     lengths_S: Int32s
     logprobs: Callable[[], Float32s]
 
@@ -46,7 +46,7 @@ class LogprobRecorder:
         self._thread.start()
 
     def add(
-        self, step: int, keys: Sequence[tuple[int, int]], lengths_S: Int32s, logprobs: Callable[[], Float32s]
+        self, step: int, keys: Sequence[tuple[int, int, int]], lengths_S: Int32s, logprobs: Callable[[], Float32s]
     ) -> None:
         """Have what `logprobs` returns written, end to end for these samples; it is called by the thread."""
         try:

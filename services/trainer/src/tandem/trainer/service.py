@@ -277,7 +277,7 @@ class TrainerService:
         self._version = order.step
         if self._recorder is not None and result.logprobs is not None:
             own = table.take(table.rows_of(self._rank))
-            keys = [*zip(own.group_S.tolist(), own.sample_S.tolist(), strict=True)]
+            keys = [*zip(own.group_S.tolist(), own.sample_S.tolist(), own.branch_S.tolist(), strict=True)]
             self._recorder.add(order.step, keys, own.lengths_S, result.logprobs)
         reply = Trained(
             command_id=order.command_id,
@@ -320,6 +320,6 @@ def _all_have(share: TrainingBatch | None) -> bool:
 
 
 def _may_mask_all(config: Config) -> bool:
-    """Tell whether a batch may have no token that counts: all truncated, or all dropped by their environment."""
-    drops = any(environment.on_error == "drop" for environment in config.env.values())
+    """Tell whether a batch may have no token that counts: all truncated, all dropped by their environment, or none."""
+    drops = any(environment.on_error == "drop" or environment.is_agent for environment in config.env.values())
     return config.declaration.rolls_out and (config.rollout_section.overlong_filtering or drops)

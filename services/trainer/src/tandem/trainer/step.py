@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tandem.common.assignment import EMPTY_ROW, global_batches
+from tandem.common.assignment import EMPTY_ROW, batches_of_samples
 from tandem.common.batch import BatchTable, Float32s, TrainingBatch
 from tandem.common.columns import ADVANTAGES, Column, Model, Source
 from tandem.common.config import Config
@@ -192,7 +192,7 @@ class _Share:
         self._counted_S = table.num_counted_S
         self._rewards_S = table.rewards_S
         size = policy.train_global_batch_size * config.sequences_per_sample
-        self.global_batches = global_batches(len(table), size)
+        self.global_batches = batches_of_samples(table.branch_S, size)
 
     def counts(self, rows: Sequence[int]) -> Counts:
         """Return what the means over these sequences of all ranks divide by."""

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +38,14 @@ from tandem.coordinator.data import (
 from tandem.coordinator.data.step_size import check_step_size
 from tandem.coordinator.run.step_batch import StepBatch
 from tandem.coordinator.scheduler.groups import SampleRecord
+
+
+class _Sequence(NamedTuple):
+    """The sizes of a sequence, as `tandem.common.messages.Branch` has them."""
+
+    prompt_length: int
+    num_made: int
+    num_tokens: int
 
 
 class GrpoAlgorithm:
@@ -210,43 +219,59 @@ def batch_of(
     filters_overlong: bool,
     columns: Mapping[str, NDArray[np.float32]] | None = None,
 ) -> StepBatch:
-    """Return the batch of these samples, in this order.
+    """Return the batch of these samples, in this order, each branch of an agent's episode a sequence.
 
-    No token counts of a sample that was dropped or, with `filters_overlong`, truncated.
+    No token counts of a sample that was dropped or, with `filters_overlong`, truncated. Numbers of samples are those of
+    each of their sequences.
     """
-    samples = [record.scored for record in records]
     rollouts = tuple(sorted({record.rollout for record in records}))
-    # Nothing predicts the first token of a sequence, so that it does not count even where the policy made it.
+    rows = [
+        (place, record, branch, sequence)
+        for place, record in enumerate(records)
+        for branch, sequence in enumerate(_sequences(record.scored))
+    ]
     counted = [
         0
-        if sample.dropped or (filters_overlong and is_truncated(sample))
-        else sample.response_length - (sample.prompt_length == 0)
-        for sample in samples
+        if record.scored.dropped or (filters_overlong and is_truncated(record.scored))
+        # Nothing predicts the first token of a sequence, so that it does not count even where the policy made it.
+        else sequence.num_made - (sequence.prompt_length == 0)
+        for _, record, _, sequence in rows
     ]
     first_rows: dict[Hashable, int] = {}
     numbers = [
-        first_rows.setdefault(prompts[sample.group], row) if num_counted else NO_PROMPT
-        for row, (sample, num_counted) in enumerate(zip(samples, counted, strict=True))
+        first_rows.setdefault(prompts[record.scored.group], row)
+        if num_counted and not record.scored.branches
+        else NO_PROMPT
+        for row, ((_, record, *_), num_counted) in enumerate(zip(rows, counted, strict=True))
     ]
 
     def column(values: Sequence[int]) -> NDArray[np.int32]:
         return np.array(values, dtype=np.int32)
 
+    places = [place for place, *_ in rows]
     table = BatchTable(
-        lengths_S=column([sample.num_tokens for sample in samples]),
+        lengths_S=column([sequence.num_tokens for *_, sequence in rows]),
         num_counted_S=column(counted),
         prompt_S=column(numbers),
-        prompt_lengths_S=column([sample.prompt_length for sample in samples]),
-        rank_S=column([0] * len(samples)),
-        advantages_S=advantages_S,
-        rewards_S=rewards_S,
-        source_S=column([rollouts.index(record.rollout) for record in records]),
-        command_S=np.array([record.command_id for record in records], dtype=np.int64),
-        group_S=column([sample.group for sample in samples]),
-        sample_S=column([sample.sample for sample in samples]),
-        columns=columns or {},
+        prompt_lengths_S=column([sequence.prompt_length for *_, sequence in rows]),
+        rank_S=column([0] * len(rows)),
+        advantages_S=advantages_S[places],
+        rewards_S=rewards_S[places],
+        source_S=column([rollouts.index(record.rollout) for _, record, *_ in rows]),
+        command_S=np.array([record.command_id for _, record, *_ in rows], dtype=np.int64),
+        group_S=column([record.scored.group for _, record, *_ in rows]),
+        sample_S=column([record.scored.sample for _, record, *_ in rows]),
+        branch_S=column([branch for _, _, branch, _ in rows]),
+        columns={name: values[places] for name, values in (columns or {}).items()},
     )
     return StepBatch(table=table, rollouts=rollouts)
+
+
+def _sequences(sample: SampleScored) -> Sequence[_Sequence]:
+    """Return the sequences of a sample: its branches, or the one that it is."""
+    whole = (sample.prompt_length, sample.response_length, sample.num_tokens)
+    of_agent = ((branch.prompt_length, branch.num_made, branch.num_tokens) for branch in sample.branches)
+    return [_Sequence(*sizes) for sizes in of_agent] or [_Sequence(*whole)]
 
 
 def sample_metrics(config: Config, samples: Sequence[SampleScored]) -> dict[str, float]:
@@ -285,7 +310,7 @@ def age_metrics(step: int, samples: Sequence[SampleScored], oldest_age: int) -> 
     for age, sample in zip(ages_S.tolist(), samples, strict=True):
         for newer, count in enumerate(sample.tokens_by_version):
             num_tokens[age - newer] += count
-    shares = num_tokens / num_tokens.sum()
+    shares = num_tokens / max(1.0, num_tokens.sum())  # agents that failed may have asked for none
     return {
         "avg_trajectory_age": float(ages_S.mean()),
         "max_trajectory_age": float(ages_S.max()),
@@ -369,6 +394,11 @@ def _components(config: Config, samples: Sequence[SampleScored]) -> NDArray[np.f
 
 def turn_metrics(config: Config, samples: Sequence[SampleScored]) -> dict[str, float]:
     """Return how many turns the samples took, where they may take more than one; under NeMo-RL's names."""
+    if config.agent is not None:
+        return {
+            "avg_turns_per_sample": float(np.mean([sample.num_turns for sample in samples])),
+            "avg_branches_per_sample": float(np.mean([len(sample.branches) for sample in samples])),
+        }
     if config.grpo.max_rollout_turns == 1:
         return {}
     return {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,7 @@ from tandem.common import gc_tuning, wire
 from tandem.common.config import Config, config_to_json, load_config
 from tandem.common.config.checks.data import PYTHON_REWARDS
 from tandem.common.errors import ConfigError, DataError, ModelError, TandemError
+from tandem.common.programs import search_path
 from tandem.common.sources import package_folder
 from tandem.common.threads import refuse_threads
 from tandem.common.tokenizer import Tokenizer, load_tokenizer, write_new_model
@@ -76,7 +78,7 @@ def _look_through(
             earlier = _look_through(path, its_config, mode, scratch / "earlier", (*wanted_by, path))
     problems: list[TandemError] = []
     with _own_code_imported(config, scratch) as own_code:
-        for look in (_find_extras, refuse_threads, _find_folders, _listen):
+        for look in (_find_extras, _find_agent, refuse_threads, _find_folders, _listen):
             with _noted(problems):
                 look(config)
         algorithm = None
@@ -129,6 +131,15 @@ def _find_extras(config: Config) -> None:
         missing.append("policy.generation.backend: vllm, but vLLM is not installed; pip install 'tandem[vllm]'")
     if missing:
         raise ConfigError(*missing)
+
+
+def _find_agent(config: Config) -> None:
+    """Find the program that plays, where rollouts are started here."""
+    agent = config.agent
+    if agent is None or agent.command is None or not launched_processes(config).get("rollout"):
+        return
+    if shutil.which(agent.command[0], path=search_path()) is None:
+        raise ConfigError(f"env.{config.data.environment}.command: there is no program {agent.command[0]!r}")
 
 
 def _find_folders(config: Config) -> None:

@@ -234,12 +234,14 @@ def _whole_steps(folder: Path, run_id: str, config: Config, last: int) -> tuple[
     for step, files in itertools.groupby(sample_files.files(folder), key=lambda file: file.step):
         if not 0 < step <= last:
             continue
-        columns = ("group", "sample", "num_tokens")
+        columns = ("group", "sample", "num_tokens", "branches")
         tables = [sample_record.read_shard(file.path, run_id, columns).to_pydict() for file in files]
-        groups, samples, lengths = ([value for table in tables for value in table[name]] for name in columns)
+        groups, samples, sizes, branches = ([value for table in tables for value in table[name]] for name in columns)
         if is_whole(config, list(zip(groups, samples, strict=True))):
             whole.add(step)
-            longest = max(longest, *lengths)
+            of_agents = (branch["num_tokens"] for sequences in branches for branch in sequences)
+            of_others = (size for size, sequences in zip(sizes, branches, strict=True) if not sequences)
+            longest = max(longest, *of_agents, *of_others)
     return whole, longest
 
 

@@ -81,6 +81,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int
     """Of a whole sequence."""
     max_turns: int
+    plays: bool = False
+    """Whether an agent makes them, whose prompts are its own."""
 
     @staticmethod
     def of(config: Config) -> Limits:
@@ -88,7 +90,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         policy, longest = config.policy, config.policy.max_total_sequence_length
         if policy.generation.backend == "vllm":
             longest = max(longest, policy.generation.vllm_cfg.max_model_len)
-        return Limits(vocabulary=vocabulary_size(policy), max_tokens=longest, max_turns=config.grpo.max_rollout_turns)
+        agent = config.agent
+        turns = config.grpo.max_rollout_turns if agent is None else agent.max_completions
+        known = vocabulary_size(policy)
+        return Limits(vocabulary=known, max_tokens=longest, max_turns=turns, plays=agent is not None)
 
 
 class _Member:
@@ -281,14 +286,11 @@ def _samples_restored(asked: _Asked, reply: SamplesFinished) -> None:
         _fits(sample.group in groups, row, "group", sample, "one that was asked for")
         _fits(sample.sample < asked.order.num_samples, row, "sample", sample, "below {}", asked.order.num_samples)
         _fits((sample.group, sample.sample) not in seen, row, "sample", sample, "one that is not there twice")
-        _fits(
-            sample.num_tokens <= asked.limits.max_tokens,
-            row,
-            "num_tokens",
-            sample,
-            "at most {}",
-            asked.limits.max_tokens,
-        )
+        most = asked.limits.max_tokens
+        if sample.branches:
+            _check_branches(asked.limits, row, sample)
+        else:
+            _fits(sample.num_tokens <= most, row, "num_tokens", sample, "at most {}", most)
         made = sample.prompt_length + sample.response_length
         _fits(made <= sample.num_tokens, row, "num_tokens", sample, "at least {}", made)
         _fits(sample.oldest_version <= sample.newest_version, row, "oldest_version", sample, "at most the newest")
@@ -418,6 +420,12 @@ def _check_samples(asked: _Asked, samples: Iterable[SampleScored]) -> None:
         prompt, made, turns = len(group.prompt_ids), sample.response_length, sample.num_turns
         _fits(sample.sample < len(group.seeds), row, "sample", sample, "below {}", len(group.seeds))
         _fits((sample.group, sample.sample) not in seen, row, "sample", sample, "one that is not there twice")
+        seen.add((sample.group, sample.sample))
+        if limits.plays and made:
+            _check_episode(asked, row, sample)
+            continue
+        _fits(not sample.branches, row, "branches", sample, "none: no agent has asked for anything")
+        _fits(turns >= 1 or limits.plays, row, "num_turns", sample, "at least 1")
         _fits(sample.prompt_length == prompt, row, "prompt_length", sample, "{}, as asked for", prompt)
         _fits(turns <= limits.max_turns, row, "num_turns", sample, "at most {}", limits.max_turns)
         most = min(turns * order.sampling.max_new_tokens, limits.max_tokens - prompt)
@@ -425,11 +433,33 @@ def _check_samples(asked: _Asked, samples: Iterable[SampleScored]) -> None:
         length = sample.num_tokens
         _fits(length <= limits.max_tokens, row, "num_tokens", sample, "at most {}", limits.max_tokens)
         # Between two responses the environment has spoken.
-        is_all = length == prompt + made if turns == 1 else length >= prompt + made
+        is_all = length == prompt + made if turns <= 1 else length >= prompt + made
         _fits(is_all, row, "num_tokens", sample, "that of the prompt, {}, and what follows, {}", prompt, made)
         can_end = sample.finish_reason != "turns" or turns == limits.max_turns
         _fits(can_end, row, "finish_reason", sample, "another after {} of {}", turns, limits.max_turns)
-        seen.add((sample.group, sample.sample))
+
+
+def _check_episode(asked: _Asked, row: int, sample: SampleScored) -> None:
+    """Compare the sizes of an agent's episode, whose prompts are its own, with each other and with its order."""
+    limits, turns, made = asked.limits, sample.num_turns, sample.response_length
+    _fits(1 <= turns <= limits.max_turns, row, "num_turns", sample, "from 1 to {}", limits.max_turns)
+    most = turns * asked.order.sampling.max_new_tokens
+    _fits(turns <= made <= most, row, "response_length", sample, "from {} to {}", turns, most)
+    _fits(1 <= len(sample.branches) <= turns, row, "branches", sample, "from 1 to {}", turns)
+    _check_branches(limits, row, sample)
+    _fits(sample.finish_reason != "turns", row, "finish_reason", sample, "another: agents have no limit of turns")
+
+
+def _check_branches(limits: Limits, row: int, sample: SampleScored) -> None:
+    """Compare the sizes of an agent's episode with each other."""
+    for branch in sample.branches:
+        fits = branch.prompt_length + branch.num_made <= branch.num_tokens <= limits.max_tokens
+        _fits(fits, row, "branches", sample, "at most {} tokens each, and at least what counts", limits.max_tokens)
+    num_made, num_tokens = (sum(getattr(b, name) for b in sample.branches) for name in ("num_made", "num_tokens"))
+    _fits(num_made == sample.response_length, row, "response_length", sample, "that of the branches, {}", num_made)
+    _fits(num_tokens == sample.num_tokens, row, "num_tokens", sample, "that of the branches, {}", num_tokens)
+    first = sample.branches[0].prompt_length
+    _fits(first == sample.prompt_length, row, "prompt_length", sample, "that of the first branch, {}", first)
 
 
 def _check_digests(asked: _Asked, digests: tuple[bytes, ...]) -> None:

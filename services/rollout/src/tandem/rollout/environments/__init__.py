@@ -9,6 +9,15 @@ from tandem.rollout.environments.environment import (
     Turn,
 )
 from tandem.rollout.environments.making import make_environment
-from tandem.rollout.environments.scorer import Scorer, Unscored
+from tandem.rollout.environments.scorer import FaultPolicy, Scorer, Unscored
 
-__all__ = ["ConversingEnvironment", "Environment", "Score", "Scorer", "Turn", "Unscored", "make_environment"]
+__all__ = [
+    "ConversingEnvironment",
+    "Environment",
+    "FaultPolicy",
+    "Score",
+    "Scorer",
+    "Turn",
+    "Unscored",
+    "make_environment",
+]

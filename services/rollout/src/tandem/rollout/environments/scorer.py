@@ -36,6 +36,39 @@ class Unscored(msgspec.Struct, frozen=True):
     dropped: bool
 
 
+class FaultPolicy:
+    """What becomes of samples that an environment has failed on."""
+
+    def __init__(self, config: Config) -> None:
+        self._name = str(config.data.environment)
+        self._settings = config.env[self._name]
+        self._on_error = on_error(self._name, self._settings)
+        self._num_failures = 0
+
+    def judged(self, problem: Problem, conversation: Messages, failure: Failure) -> Unscored:
+        """Return what becomes of a sample, and log all there is to say. Raises `RewardError` if that ends the run."""
+        self._num_failures += 1
+        said = self._said(problem, failure)
+        _log(said, problem, conversation, failure)
+        most = self._settings.max_failures
+        if self._on_error == "fail" or (failure.on_purpose and self._settings.on_error is None):
+            raise RewardError(said)
+        if most is not None and self._num_failures > most:
+            raise RewardError(f"{said}; this is failure {self._num_failures} (env.{self._name}.max_failures: {most})")
+        return Unscored(said, failure.timed_out, dropped=self._on_error == "drop")
+
+    def _said(self, problem: Problem, failure: Failure) -> str:
+        if failure.timed_out:
+            doing = "play an episode of" if self._settings.is_agent else "score a response to"
+            return (
+                f"environment {self._name!r} {failure.what} to {doing} problem {problem.problem_id!r} "
+                f"(env.{self._name}.timeout_s)"
+            )
+        if failure.on_purpose:
+            return f"environment {self._name!r}: {failure.what}"
+        return f"environment {self._name!r}, problem {problem.problem_id!r}: {failure.what}"
+
+
 class Scorer:
     """One environment, with what runs it.
 
@@ -48,16 +81,14 @@ class Scorer:
         self._config = config
         self._program = program
         self._name = str(config.data.environment)
-        self._settings = config.env[self._name]
-        is_own = self._settings.class_path is not None
-        self._on_error = on_error(self._name, self._settings)
+        is_own = config.env[self._name].is_own
+        self._faults = FaultPolicy(config)
         self.converses = False
         """Whether a response may be answered; without that, each is scored."""
         self._server = ForkServer(config) if is_own or self._name in HEAVY else None
         self._pool: ThreadPool | WorkerPool | ProgramPool | None = None
         self._wanted: dict[int, Job] = {}
         self._num_calls = 0
-        self._num_failures = 0
 
     def await_ready(self) -> None:
         """Wait until responses can be scored. Raises `ConfigError` if the environment cannot be made."""
@@ -113,7 +144,7 @@ class Scorer:
 
     def refuse(self, problem: Problem, conversation: Messages, what: str) -> Unscored:
         """Judge an answer of the environment's that cannot be used. Raises `RewardError` if that ends the run."""
-        return self._unscored(problem, conversation, Failure(what))
+        return self._faults.judged(problem, conversation, Failure(what))
 
     def close(self) -> None:
         """End what runs the environment; a thread that hangs is left to the end of the process."""
@@ -131,29 +162,8 @@ class Scorer:
 
     def _judged(self, job: Job, outcome: Outcome) -> Score | Turn | Unscored:
         if isinstance(outcome, Failure):
-            return self._unscored(job.call.problem, job.call.conversation, outcome)
+            return self._faults.judged(job.call.problem, job.call.conversation, outcome)
         return outcome
-
-    def _unscored(self, problem: Problem, conversation: Messages, failure: Failure) -> Unscored:
-        self._num_failures += 1
-        said = self._said(problem, failure)
-        _log(said, problem, conversation, failure)
-        most = self._settings.max_failures
-        if self._on_error == "fail" or (failure.on_purpose and self._settings.on_error is None):
-            raise RewardError(said)
-        if most is not None and self._num_failures > most:
-            raise RewardError(f"{said}; this is failure {self._num_failures} (env.{self._name}.max_failures: {most})")
-        return Unscored(said, failure.timed_out, dropped=self._on_error == "drop")
-
-    def _said(self, problem: Problem, failure: Failure) -> str:
-        if failure.timed_out:
-            return (
-                f"environment {self._name!r} {failure.what} to score a response to problem {problem.problem_id!r} "
-                f"(env.{self._name}.timeout_s)"
-            )
-        if failure.on_purpose:
-            return f"environment {self._name!r}: {failure.what}"
-        return f"environment {self._name!r}, problem {problem.problem_id!r}: {failure.what}"
 
 
 def _log(said: str, problem: Problem, conversation: Iterable[Mapping[str, str]], failure: Failure) -> None:

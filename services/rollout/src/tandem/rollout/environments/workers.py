@@ -15,8 +15,6 @@ import queue
 import selectors
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -28,6 +26,7 @@ from tandem.common.errors import ConfigError, RewardError
 from tandem.common.process_lifetime import TRACE, WATCH
 from tandem.common.returned import line
 from tandem.rollout.environments.channel import Answer, Imported, Reader, Ready, framed, packed
+from tandem.rollout.environments.guarded import GuardedProcess
 from tandem.rollout.environments.outcomes import Failure, Job, Outcome, timed_out
 
 _COROUTINES = 256
@@ -37,10 +36,9 @@ _AHEAD_S, _MOST_AHEAD = 0.02, 64
 _SAY_SO_S = 1.0
 """How much longer than a call's deadline an asynchronous worker may take to say that it was exceeded."""
 _PATIENCE_S = 1.0
-_CLOSE_S, _GUARDIAN_S = 0.5, 8.0
+_CLOSE_S = 0.5
 _MOST_IDLE_DEATHS = 10
 """Of workers that had nothing to do, since the last answer of any."""
-_MAIN = "import sys; sys.path[:] = sys.argv[4:]; from {module} import main; main(*map(int, sys.argv[1:4]))"
 _imported = msgspec.msgpack.Decoder(Imported)
 _ready = msgspec.msgpack.Decoder(Ready)
 _answers = msgspec.msgpack.Decoder(Answer)
@@ -52,14 +50,8 @@ class ForkServer:
     def __init__(self, config: Config) -> None:
         """Start it; it imports the environment's class while this process does something else."""
         self._name = str(config.data.environment)
-        self._orders, theirs = socket.socketpair()
-        self._lifeline, far = socket.socketpair()
-        main = _MAIN.format(module=f"{__package__}.fork_server")
-        with theirs, far:
-            descriptors = (theirs.fileno(), far.fileno())
-            # Found where this process finds it, too: a module beside the configuration file, for example.
-            words = [sys.executable, "-c", main, *map(str, descriptors), str(os.getpid()), *sys.path]
-            self._process = subprocess.Popen(words, pass_fds=descriptors, stdin=subprocess.DEVNULL)
+        self._process = GuardedProcess(f"{__package__}.fork_server")
+        self._orders, self._lifeline = self._process.orders, self._process.lifeline
         self._orders.sendall(framed(config_to_json(config)))
 
     def imported(self, deadline_s: float) -> Imported:
@@ -102,13 +94,7 @@ class ForkServer:
 
     def close(self) -> None:
         """End it, and everything below it."""
-        self._orders.close()
-        self._lifeline.close()
-        try:
-            self._process.wait(_GUARDIAN_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._process.close()
 
 
 class _Worker:
@@ -380,7 +366,11 @@ def how_it_ended(lifeline: socket.socket, patience_s: float = 1.0) -> str:
     """Ask the guardian how the process behind it has ended."""
     try:
         lifeline.settimeout(max(0.001, patience_s))
-        code = int(lifeline.recv(16) or b"-9")
+        return said_of(int(lifeline.recv(16) or b"-9"))
     except (OSError, ValueError):
         return "nobody knows how"
+
+
+def said_of(code: int) -> str:
+    """Say how a process ended that a guardian has seen end so."""
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"it exited with code {code}"

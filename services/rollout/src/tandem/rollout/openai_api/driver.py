@@ -117,11 +117,21 @@ class EngineDriver:
             sent += self._step()
         _send(sent)
 
+    def drop(self, why: str) -> None:
+        """Take all requests out of the engine, and tell who waits for them; others may follow."""
+        for number in self._streams:
+            self._engine.abort(number)
+        self._refuse_all(Refused(why, status=503, kind="server_error", code="unavailable"))
+
     def close(self, why: str) -> None:
         """Tell all who wait, and all who will ask, that nothing more is generated."""
         refused = Refused(why, status=503, kind="server_error", code="unavailable")
         with self._changed:
             self._closed = refused
+        self._refuse_all(refused)
+
+    def _refuse_all(self, refused: Refused) -> None:
+        with self._changed:
             streams = [*self._streams.values(), *(stream for _, stream in self._arrived)]
             self._streams.clear()
             self._arrived.clear()

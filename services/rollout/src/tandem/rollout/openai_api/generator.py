@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -79,13 +79,14 @@ class ServedModel:
 
         Raises `Refused` and what `Tokenizer.encode_chat` raises.
         """
+        messages = [message.for_template() for message in request.messages]
+        return self.tokenizer.encode_chat(messages, add_generation_prompt=True, variables=self.variables_of(request))
+
+    def variables_of(self, request: ChatRequest) -> dict[str, Any]:
+        """Return what the chat template is told beside the messages. Raises `Refused`."""
         tools = request.offered_tools
         if tools and not self.tokenizer.reads_tools:
             raise Refused(f"tools: the chat template of {self.name} knows nothing of tools", param="tools")
         known = self.tokenizer.template_variables
         variables = {name: value for name, value in (request.chat_template_kwargs or {}).items() if name in known}
-        return self.tokenizer.encode_chat(
-            [message.for_template() for message in request.messages],
-            add_generation_prompt=True,
-            variables={**variables, "tools": tools} if tools else variables,
-        )
+        return {**variables, "tools": tools} if tools else variables

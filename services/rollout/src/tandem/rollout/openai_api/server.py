@@ -12,6 +12,8 @@ from starlette.types import ASGIApp
 
 from tandem.common.network import url_of
 
+_IDLE_S = 75
+"""For a connection on which nothing is asked: longer than most clients keep one, so that it is not they who notice."""
 _END_S = 5.0
 """For answers that are on their way when the server ends."""
 
@@ -31,9 +33,12 @@ class HttpServer:
             ws="none",
             loop="asyncio",
             timeout_graceful_shutdown=int(_END_S),
+            timeout_keep_alive=_IDLE_S,
             server_header=False,
         )
         self._server = uvicorn.Server(config)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._has_loop = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="http", daemon=True)
         self._thread.start()
 
@@ -50,6 +55,13 @@ class HttpServer:
         """Where it is."""
         return url_of(self._socket)
 
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop that answers, for what else is to run in it."""
+        self._has_loop.wait()
+        assert self._loop is not None, "set before the event is"
+        return self._loop
+
     def close(self) -> None:
         """Accept nothing more, let what is being answered end for a moment, then cut it off."""
         self._server.should_exit = True
@@ -60,7 +72,12 @@ class HttpServer:
         self._socket.close()
 
     def _serve(self) -> None:
-        asyncio.run(self._server.serve(sockets=[self._socket]))
+        asyncio.run(self._answer())
+
+    async def _answer(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._has_loop.set()
+        await self._server.serve(sockets=[self._socket])
 
 
 def listen(host: str, port: int) -> socket.socket:

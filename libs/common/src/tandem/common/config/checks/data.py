@@ -94,16 +94,20 @@ def the_system_message_is_given_once(config: Config) -> None:
 def environments_are_known(config: Config) -> None:
     """An environment is built in or names its class."""
     for name, entry in config.env.items():
-        if entry.class_path is None:
+        if entry.persistent and entry.command is None:
+            raise Invalid(f"env.{name}.persistent", f"only programs of agents stay: set env.{name}.command")
+        if entry.is_agent:
+            _check_agent(name, entry)
+        elif entry.class_path is None:
             if name not in (*BUILT_IN_ENVIRONMENTS, PYTHON_REWARDS):
                 built_in = ", ".join(BUILT_IN_ENVIRONMENTS)
                 raise Invalid(
                     f"env.{name}",
-                    f"not built in ({built_in}) and without a class{nearest(name, BUILT_IN_ENVIRONMENTS)}",
+                    f"not built in ({built_in}) and without a class or a command{nearest(name, BUILT_IN_ENVIRONMENTS)}",
                 )
         else:
             check_dotted_path(f"env.{name}.class", entry.class_path)
-        if name == PYTHON_REWARDS and entry.class_path is not None:
+        if name == PYTHON_REWARDS and entry.is_own:
             raise Invalid(f"env.{name}.class", "the name is that of functions given to tandem.train: choose another")
         if entry.max_failures is not None and on_error(name, entry) == "fail":
             raise Invalid(f"env.{name}.max_failures", f"the first failure ends the run; set env.{name}.on_error, too")
@@ -111,7 +115,20 @@ def environments_are_known(config: Config) -> None:
 
 def on_error(name: str, entry: Environment) -> Literal["zero", "drop", "fail"]:
     """Return what becomes of a sample that an environment fails on; code of the user's had better be mended."""
-    return entry.on_error or ("fail" if entry.class_path or name == PYTHON_REWARDS else "zero")
+    return entry.on_error or ("fail" if entry.is_own or name == PYTHON_REWARDS else "zero")
+
+
+def _check_agent(name: str, entry: Environment) -> None:
+    """An agent is a program or a server, and no class."""
+    if entry.command is not None and entry.url is not None:
+        raise Invalid(f"env.{name}.url", f"env.{name}.command is given too: an agent is a program or a server")
+    key = f"env.{name}.{'url' if entry.command is None else 'command'}"
+    if entry.class_path is not None:
+        raise Invalid(key, f"env.{name}.class is given too: an agent plays whole episodes, and has no class")
+    if entry.command == ():
+        raise Invalid(key, "is empty, must begin with the program")
+    if entry.url is not None and not re.fullmatch(r"https?://[^\s/]+(/\S*)?", entry.url):
+        raise Invalid(key, f"{shown(entry.url)}, must be http://HOST:PORT/PATH")
 
 
 def samples_are_scored(config: Config) -> None:
@@ -124,7 +141,7 @@ def samples_are_scored(config: Config) -> None:
     if chosen not in names:
         raise Invalid("data.environment", f"{shown(chosen)} is not an entry of env ({', '.join(names)})")
     dataset = config.data.dataset_name
-    built_in = config.env[chosen].class_path is None
+    built_in = not config.env[chosen].is_own
     if built_in and chosen == "reasoning_gym" and dataset != "reasoning_gym":
         raise Invalid("data.environment", f"reasoning_gym cannot score data.dataset_name {dataset}")
     if built_in and chosen == "sliding_puzzle_game" and dataset != "sliding_puzzle":
@@ -134,7 +151,7 @@ def samples_are_scored(config: Config) -> None:
 def conversations_have_turns(config: Config) -> None:
     """An environment that answers must be listened to."""
     chosen = config.data.environment
-    if chosen not in CONVERSING_ENVIRONMENTS or config.env[chosen].class_path is not None:
+    if chosen not in CONVERSING_ENVIRONMENTS or config.env[chosen].is_own:
         return
     if config.rollout_section.max_rollout_turns == 1:
         raise Invalid(

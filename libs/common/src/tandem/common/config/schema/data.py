@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from tandem.common.config.schema.base import NonEmptyStr, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
@@ -95,15 +96,16 @@ class Data(Section, frozen=True, kw_only=True):
 
 class Environment(Section, frozen=True, kw_only=True):
     """One way to score samples. Built in are ``reasoning_gym``, ``math`` (math-verify) and ``exact_match``, and two
-    that answer the policy: ``calculator`` and ``sliding_puzzle_game``. Any other name needs a `class`.
-    ``python_rewards`` are the functions given to `tandem.train`; its `num_workers` are threads of that program."""
+    that answer the policy: ``calculator`` and ``sliding_puzzle_game``. Any other name needs a `class`, or is an agent:
+    a program outside that plays episodes, which `command` starts or `url` asks. ``python_rewards`` are the functions
+    given to `tandem.train`; its `num_workers` are threads of that program."""
 
     num_workers: PositiveInt = 1
     """Worker processes of each rollout process, or threads where the class says `runs_in = "threads"`: so many samples
     are scored at once, and more where the class is asynchronous. NeMo-RL's base files say 8."""
     timeout_s: PositiveFloat = 10.0
     """New. Seconds that one score, or one answer to a response, may take; a worker process that takes longer is killed,
-    with all that it has started, and replaced."""
+    with all that it has started, and replaced. Of an agent: that an episode may take."""
     on_error: Literal["zero", "drop", "fail"] | None = None
     """New. What becomes of a sample whose response the environment raised an exception on, took longer than `timeout_s`
     for, or returned no valid reward for. zero: the response is worth nothing, and is not correct. drop: the sample is
@@ -119,3 +121,25 @@ class Environment(Section, frozen=True, kw_only=True):
     cfg: dict[str, Any] = msgspec.field(default_factory=dict)
     """Settings in the shape NeMo-RL's environments have them, handed to the class as its argument `cfg` if there are
     any."""
+    command: tuple[NonEmptyStr, ...] | None = None
+    """New. Program, and its arguments, that plays one episode against the rollout's OpenAI-compatible endpoint
+    (``docs/agents.md``), in the working directory of the run; it is started once an episode."""
+    persistent: bool = False
+    """New. Whether `command` stays: `num_workers` of it in each rollout process, which read the episodes to play from
+    their standard input, a line each, until that ends."""
+    url: NonEmptyStr | None = None
+    """New. Server that is asked to play an episode, in the place of a `command`: ``http://HOST:PORT/PATH``."""
+    max_concurrency: PositiveInt = 16
+    """New. Episodes of an agent that each rollout process has going at once."""
+    max_completions: Annotated[int, Meta(ge=1, le=4096)] = 64
+    """New. Responses that one episode of an agent may ask for."""
+
+    @property
+    def is_agent(self) -> bool:
+        """Whether it is a program outside that plays episodes."""
+        return self.command is not None or self.url is not None
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is the user's own, and not built in."""
+        return self.class_path is not None or self.is_agent

@@ -60,6 +60,12 @@ class Config(Section, frozen=True, kw_only=True):
         return self.declaration.rolls_out and self.replay is None
 
     @property
+    def agent(self) -> Environment | None:
+        """The program outside that plays the episodes of the run, if one does."""
+        environment = self.env.get(self.data.environment or "") if self.declaration.rolls_out else None
+        return environment if environment is not None and environment.is_agent else None
+
+    @property
     def takes_turns(self) -> bool:
         """Whether training and generation share their devices, so that each gives up what only it needs while the other
         works."""

@@ -1,0 +1,226 @@
+"""Episodes of agents beside generation.
+
+Two threads meet here. The one that drives the engine begins episodes, has tokens made (`work`), and takes the episodes
+that have ended (`poll`). The other has an event loop, in which everything else runs: HTTP, the agents' programs, their
+deadlines. An episode waits for room (``max_concurrency``) and then, until its deadline, for its agent to post a reward
+or to end. Requests wait for the engine, and are refused where that gives them up. Neither thread waits for the other
+but when all of it begins and ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from tandem.common.config import Config
+from tandem.common.errors import RewardError
+from tandem.common.messages import Generate, PromptGroup
+from tandem.common.tokenizer import Tokenizer
+from tandem.rollout.agents.episodes import Episode, over
+from tandem.rollout.agents.players import make_player
+from tandem.rollout.agents.programs import Launcher
+from tandem.rollout.agents.session import Session
+from tandem.rollout.engine import Engine
+from tandem.rollout.environments import FaultPolicy, Score, Unscored
+from tandem.rollout.environments.outcomes import Failure, failure_of, timed_out
+from tandem.rollout.openai_api.app import api_routes, read_body, refusal
+from tandem.rollout.openai_api.driver import EngineDriver
+from tandem.rollout.openai_api.refusals import Refused
+from tandem.rollout.openai_api.server import HttpServer, listen
+
+_WAIT_S = 0.005
+"""For a request, where there is nothing to generate."""
+_GRACE_S = 5.0
+"""For a program to end by itself once it has posted its reward."""
+_PREFIX = "/sessions/{secret}"
+_CLOSE_S = 10.0
+
+
+class Played(NamedTuple):
+    """An episode that has ended."""
+
+    number: int
+    session: Session
+    score: Score | Unscored
+
+
+class Agents:
+    """The episodes of one rollout process."""
+
+    def __init__(self, config: Config, engine: Engine, tokenizer: Tokenizer, host: str) -> None:
+        """Begin to listen, on `host` if a server elsewhere plays."""
+        assert config.agent is not None, "or nobody plays"
+        self._config = config
+        self._settings = config.agent
+        self._tokenizer = tokenizer
+        self._faults = FaultPolicy(config)
+        self._driver = EngineDriver(engine)
+        self._ended: queue.SimpleQueue[tuple[Episode, Score | Failure] | Exception] = queue.SimpleQueue()
+        self._wanted: set[int] = set()
+        """Numbers of the episodes that somebody waits for."""
+        # Before there are threads.
+        self._launcher = Launcher() if self._settings.command is not None else None
+        self._player = make_player(self._settings, self._launcher)
+        self._open: dict[str, Episode] = {}
+        """Episodes that are played, by their secrets. This, and what follows, is the event loop's."""
+        self._playing: dict[int, asyncio.Task[None]] = {}
+        self._room = asyncio.Semaphore(self._settings.max_concurrency)
+        timeout_s = self._settings.timeout_s
+        paths = [
+            *api_routes(self._find, deadline_s=timeout_s, prefix=_PREFIX),
+            Route(_PREFIX, self._describe, methods=["GET"]),
+            Route(f"{_PREFIX}/reward", self._take_reward, methods=["POST"]),
+            Route(f"{_PREFIX}/error", self._take_error, methods=["POST"]),
+        ]
+        self._server = HttpServer(Starlette(routes=paths), listen(host if self._settings.url else "127.0.0.1", 0))
+        self._loop = self._server.loop
+
+    # --- called by the thread that drives the engine -----------------------------------------------------------------
+
+    def begin(self, number: int, group: PromptGroup, sample: int, order: Generate) -> None:
+        """Have an episode played, as soon as there is room."""
+        self._wanted.add(number)
+        self._loop.call_soon_threadsafe(self._start, number, group, sample, order)
+
+    def work(self) -> bool:
+        """Have a token made for each request, or wait a moment for one; tell whether there was any."""
+        if not self._driver.num_unfinished:
+            self._driver.wait(_WAIT_S)
+        has_requests = self._driver.num_unfinished > 0
+        self._driver.work()
+        return has_requests
+
+    def poll(self) -> list[Played]:
+        """Return the episodes that have ended, in the order in which they did.
+
+        Raises `RewardError` where a failure of an agent ends the run.
+        """
+        played = []
+        while not self._ended.empty():
+            ended = self._ended.get()
+            if isinstance(ended, Exception):
+                raise RewardError(f"environment {self._config.data.environment!r}: {ended}") from ended
+            episode, outcome = ended
+            if episode.number in self._wanted:
+                self._wanted.discard(episode.number)
+                session = episode.session
+                if isinstance(outcome, Failure):
+                    said = [message for exchange in session.exchanges[-1:] for message in exchange.messages]
+                    judged: Score | Unscored = self._faults.judged(session.group.problem, said, outcome)
+                else:
+                    judged = outcome
+                played.append(Played(episode.number, session, judged))
+        return played
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        """Abandon episodes, and end their programs."""
+        numbers = {*numbers} & self._wanted
+        self._wanted -= numbers
+        self._loop.call_soon_threadsafe(self._cancel, numbers)
+        if not self._wanted:
+            self.rest("the episode was given up: the policy's weights change")
+
+    def rest(self, why: str = "this episode is over") -> None:
+        """Take all requests out of the engine, which does something else now."""
+        self._driver.drop(why)
+
+    def close(self) -> None:
+        """End all episodes, and their programs."""
+        self._wanted.clear()
+        self._driver.close("the rollout ends")
+        with contextlib.suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(_CLOSE_S)
+        self._server.close()
+        if self._launcher is not None:
+            self._launcher.close()
+
+    # --- the event loop ----------------------------------------------------------------------------------------------
+
+    def _start(self, number: int, group: PromptGroup, sample: int, order: Generate) -> None:
+        episode = Episode(number, group, sample, order, self._config, self._driver, self._tokenizer)
+        self._playing[number] = task = asyncio.create_task(self._play(episode))
+        task.add_done_callback(lambda _: self._playing.pop(number, None))
+
+    def _cancel(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            if (task := self._playing.get(number)) is not None:
+                task.cancel()
+
+    async def _play(self, episode: Episode) -> None:
+        try:
+            async with self._room:
+                await self._play_now(episode)
+        except Exception as error:  # ours: it ends the run
+            self._ended.put(error)
+
+    async def _play_now(self, episode: Episode) -> None:
+        self._open[episode.secret] = episode
+        playing = asyncio.create_task(self._player.play(episode, episode.described(self._server.url)))
+        try:
+            timeout_s = self._settings.timeout_s
+            await asyncio.wait({playing, episode.told}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            episode.is_over = True
+            self._ended.put((episode, self._outcome(episode, playing)))
+            if episode.told.done():
+                await asyncio.wait({playing}, timeout=_GRACE_S)
+        finally:
+            episode.is_over = True
+            del self._open[episode.secret]
+            playing.cancel()
+            await asyncio.gather(playing, return_exceptions=True)
+
+    def _outcome(self, episode: Episode, playing: asyncio.Task[Score | Failure]) -> Score | Failure:
+        if episode.told.done():
+            return episode.told.result()
+        if not playing.done():
+            return timed_out(self._settings.timeout_s)
+        error = playing.exception()
+        return playing.result() if error is None else failure_of(error, "")
+
+    async def _end(self) -> None:
+        tasks = [*self._playing.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._player.close()
+
+    def _find(self, request: Request) -> Episode:
+        episode = self._open.get(request.path_params["secret"])
+        if episode is None or episode.is_over:
+            raise over()
+        return episode
+
+    async def _describe(self, request: Request) -> Response:
+        try:
+            return _json(self._find(request).described(self._server.url))
+        except Refused as error:
+            return refusal(error)
+
+    async def _take_reward(self, request: Request) -> Response:
+        try:
+            episode = self._find(request)
+            score = episode.reward(await read_body(request))
+        except Refused as error:
+            return refusal(error)
+        return _json(score)
+
+    async def _take_error(self, request: Request) -> Response:
+        try:
+            episode = self._find(request)
+            episode.fail(await read_body(request))
+        except Refused as error:
+            return refusal(error)
+        return _json({})
+
+
+def _json(answer: object) -> Response:
+    return Response(msgspec.json.encode(answer), media_type="application/json")

@@ -1,0 +1,218 @@
+"""One episode as its agent sees it: an endpoint like OpenAI's, and where the reward goes."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from tandem.common.config import Config
+from tandem.common.errors import RewardError
+from tandem.common.messages import Generate, PromptGroup, SamplingParameters
+from tandem.common.model_sizes import vocabulary_size
+from tandem.common.returned import line
+from tandem.common.tokenizer import Tokenizer
+from tandem.rollout.agents.session import ChatMessages, Session
+from tandem.rollout.conversation import turn_seed
+from tandem.rollout.engine import Completion
+from tandem.rollout.environments import Score
+from tandem.rollout.environments.outcomes import Failure, checked
+from tandem.rollout.openai_api.choices import Growing
+from tandem.rollout.openai_api.driver import EngineDriver
+from tandem.rollout.openai_api.generator import Chunk, ServedModel
+from tandem.rollout.openai_api.protocol import ChatRequest
+from tandem.rollout.openai_api.refusals import Refused
+
+MODEL = "policy"
+"""What agents call the model."""
+
+
+class _Asked(NamedTuple):
+    """The chat that a prompt was made of."""
+
+    request: ChatRequest
+    messages: ChatMessages
+    variables: dict[str, Any]
+
+
+class Episode(ServedModel):
+    """An episode while it is played. All of it runs in the event loop that answers HTTP."""
+
+    def __init__(
+        self,
+        number: int,
+        group: PromptGroup,
+        sample: int,
+        order: Generate,
+        config: Config,
+        driver: EngineDriver,
+        tokenizer: Tokenizer,
+    ) -> None:
+        assert config.agent is not None, "or nobody plays"
+        super().__init__(
+            MODEL,
+            tokenizer,
+            self,
+            max_length=config.policy.max_total_sequence_length,
+            vocabulary=vocabulary_size(config.policy),
+            stop_token_ids=order.sampling.stop_token_ids,
+            aliases=[config.policy.model_name],
+        )
+        self.number = number
+        self.order = order
+        self.session = Session(group, sample, tokenizer)
+        self.secret = secrets.token_urlsafe(24)
+        self.told: asyncio.Future[Score | Failure] = asyncio.get_running_loop().create_future()
+        """What the agent says that the episode was worth."""
+        self.is_over = False
+        self._driver = driver
+        self._max_completions = config.agent.max_completions
+        self._num_asked = 0
+        self._asked: dict[tuple[int, ...], _Asked] = {}
+        """By the tokens of the prompt."""
+        self._why_refused = ""
+        """The last reward that was posted and is none."""
+
+    def described(self, server: str) -> dict[str, Any]:
+        """Return what the agent is told: where to ask, and what to play."""
+        url, group = f"{server}/sessions/{self.secret}", self.session.group
+        return {
+            "session_url": url,
+            "base_url": f"{url}/v1",
+            "api_key": self.secret,
+            "model": self.name,
+            "purpose": self.order.purpose,
+            "step": self.order.step,
+            "sample": self.session.sample,
+            "seed": group.seeds[self.session.sample],
+            "problem": msgspec.to_builtins(group.problem),
+        }
+
+    # --- what the agent asks of the policy ---------------------------------------------------------------------------
+
+    def chat_ids(self, request: ChatRequest) -> list[int]:
+        """Return the tokens that the policy is to answer: the very ones of what was said before, where it was.
+
+        Raises what `ServedModel.chat_ids` raises.
+        """
+        messages = [message.for_template() for message in request.messages]
+        variables = self.variables_of(request)
+        prompt_ids = self.session.prompt_of(messages, variables)
+        self._asked[tuple(prompt_ids)] = _Asked(request, messages, variables)
+        return prompt_ids
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: SamplingParameters, seed: int
+    ) -> AsyncGenerator[Chunk, None]:
+        """Yield a response as it is made, and note it; the seed is the sample's own. Raises `Refused`."""
+        sampling = self._as_trained(sampling)
+        if self.is_over:
+            raise over()
+        if self._num_asked == self._max_completions:
+            what = f"an episode may ask for {self._max_completions} responses (max_completions of its environment)"
+            raise Refused(what, status=403, kind="permission_error", code="too_many_completions")
+        seed = turn_seed(self.session.group.seeds[self.session.sample], self._num_asked)
+        self._num_asked += 1
+        asked = self._asked.get(tuple(prompt_ids))
+        made: list[Chunk] = []
+        try:
+            async with aclosing(self._driver.generate(prompt_ids, sampling, seed)) as chunks:
+                async for chunk in chunks:
+                    if self.is_over:
+                        raise over()
+                    made.append(chunk)
+                    if chunk.finish_reason is not None:
+                        self._note(prompt_ids, asked, made)
+                    yield chunk
+        except (asyncio.CancelledError, GeneratorExit):
+            # Of a stream that it left, the agent has what it was sent.
+            is_part = bool(made) and made[-1].finish_reason is None
+            if asked is not None and asked.request.stream and is_part and not self.is_over:
+                self._note(prompt_ids, asked, made)
+            raise
+
+    def _as_trained(self, asked: SamplingParameters) -> SamplingParameters:
+        """Return how tokens are drawn: as training counts on. Raises `Refused` for what would change that."""
+        own = self.order.sampling
+        for name, neutral in (("temperature", 1.0), ("top_p", 1.0), ("top_k", 0)):
+            said, wanted = getattr(asked, name), getattr(own, name)
+            if said not in (neutral, wanted):
+                what = f"{name}: {said:g}, but what is trained on is drawn with policy.generation.{name}, {wanted:g}"
+                raise Refused(f"{what}: leave it out", param=name, code="unsupported")
+        return msgspec.structs.replace(
+            own,
+            max_new_tokens=min(own.max_new_tokens, asked.max_new_tokens),
+            stop_token_ids=asked.stop_token_ids,  # the configuration's, unless the agent asked to ignore them
+            stop_strings=tuple(dict.fromkeys([*own.stop_strings, *asked.stop_strings])),
+        )
+
+    def _note(self, prompt_ids: Sequence[int], asked: _Asked | None, made: Sequence[Chunk]) -> None:
+        completion = Completion(
+            request_id=self.number,
+            token_ids_T=np.array([token for chunk in made for token in chunk.token_ids], dtype=np.int32),
+            logprobs_T=np.array([logprob for chunk in made for logprob in chunk.logprobs], dtype=np.float32),
+            versions_T=np.array([version for chunk in made for version in chunk.versions], dtype=np.int32),
+            finish_reason=made[-1].finish_reason or "abort",
+        )
+        if asked is None:
+            self.session.add(prompt_ids, completion)
+            return
+        growing = Growing(self.tokenizer, asked.request)
+        text = "".join([growing.add(chunk).text for chunk in made])
+        said = [*asked.messages, {"role": "assistant", "content": text}]
+        self.session.add(prompt_ids, completion, said, asked.variables)
+
+    # --- what the agent says of it -----------------------------------------------------------------------------------
+
+    def reward(self, body: bytes) -> Score:
+        """Take the reward that the agent has posted, which ends the episode. Raises `Refused` for what is none."""
+        if self.told.done():
+            raise Refused("this episode has its reward", status=410, code="session_over")
+        try:
+            score = read_reward(body)
+        except RewardError as error:
+            self._why_refused = str(error)
+            raise Refused(str(error), status=422, param="reward") from error
+        self.told.set_result(score)
+        return score
+
+    def fail(self, body: bytes) -> None:
+        """Take the agent's word that it has failed, which ends the episode."""
+        if not self.told.done():
+            self.told.set_result(Failure(line(body.decode(errors="replace")) or "it says that it has failed"))
+
+    def unrewarded(self, how: str, errors: str = "") -> Failure:
+        """Describe the end of an agent that has posted no reward."""
+        why = f"; it posted one that is none: {self._why_refused}" if self._why_refused else ""
+        return Failure(line(f"{how} without a reward{why}"), errors)
+
+
+def read_reward(body: bytes) -> Score:
+    """Read ``{"reward": 1.0, "correct": true, "components": {...}}``; without `correct`, what is above zero is.
+
+    Raises `RewardError`.
+    """
+    try:
+        said = msgspec.json.decode(body, type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise RewardError(f'the reward is no JSON object such as {{"reward": 1.0}}: {error}') from error
+    unknown = said.keys() - {"reward", "correct", "components"}
+    if "reward" not in said or unknown:
+        what = f"has {', '.join(map(repr, sorted(unknown)))}" if unknown else "has no 'reward'"
+        raise RewardError(f"what was posted {what}; it may have 'reward', 'correct' and 'components'")
+    reward = checked(Score(said["reward"], correct=False), converses=False)
+    assert isinstance(reward, Score), "nothing else was made"
+    correct = reward.reward > 0 if said.get("correct") is None else said["correct"]
+    score = checked(Score(reward.reward, correct, said.get("components") or {}), converses=False)
+    assert isinstance(score, Score), "nothing else was made"
+    return score
+
+
+def over() -> Refused:
+    """Return the refusal of what comes after the end of an episode."""
+    return Refused("this episode is over", status=410, code="session_over")

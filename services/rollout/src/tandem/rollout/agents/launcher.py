@@ -1,0 +1,72 @@
+"""The process that starts programs of agents: each fork becomes a guardian and a program.
+
+    rollout -- guardian -- launcher -- guardian -- program        (one guardian and one program for each that runs)
+
+A program is ended by closing its guardian's lifeline, with all that it has started, daemons included; all of them end
+with the rollout process, however that comes about. It is a new interpreter, because the rollout process has threads.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+import sys
+
+import msgspec
+from setproctitle import setproctitle
+
+from tandem.common.process_lifetime import fork_guarded
+
+NUM_DESCRIPTORS = 5
+"""That come with each order: its lifeline, its standard streams, and the file with its `Program`."""
+EXIT_NOT_STARTED = 127
+
+
+class Program(msgspec.Struct, frozen=True):
+    """What to run."""
+
+    command: tuple[str, ...]
+    environment: dict[str, str]
+
+
+_programs = msgspec.msgpack.Decoder(Program)
+
+
+def main(orders_fd: int, lifeline_fd: int, owner: int) -> None:
+    """Be the guardian, its child that forks, or a program, to its end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rollout process decides when they end
+    setproctitle("rollout: starts agents")
+    fork_guarded(lifeline_fd, owner)
+    orders = socket.socket(fileno=orders_fd)
+    os.set_inheritable(orders_fd, False)
+    launcher = os.getpid()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody needs to collect guardians
+    gc.freeze()
+    while True:
+        word, descriptors, *_ = socket.recv_fds(orders, 1, NUM_DESCRIPTORS)
+        if not word:
+            return
+        if os.fork() == 0:
+            orders.close()
+            _become(descriptors, launcher)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _become(descriptors: list[int], launcher: int) -> None:
+    """Be the guardian of a program, or the program."""
+    lifeline, *streams, order = descriptors
+    fork_guarded(lifeline, launcher)
+    os.setsid()  # who kills its own process group shall not kill the run
+    program = _programs.decode(os.pread(order, os.fstat(order).st_size, 0))
+    for number, descriptor in enumerate(streams):
+        os.dup2(descriptor, number)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        os.execvpe(program.command[0], program.command, program.environment)
+    except OSError as error:
+        print(f"{program.command[0]}: {error.strerror}", file=sys.stderr, flush=True)
+    os._exit(EXIT_NOT_STARTED)

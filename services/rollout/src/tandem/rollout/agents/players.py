@@ -1,0 +1,241 @@
+"""How an agent is had to play: a program for each episode, one that stays, or a server.
+
+A player returns what the agent says as it ends. Most agents post the reward before: whoever awaits a player does not
+wait for it then, and cancels it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import h11
+import msgspec
+
+from tandem.common.config.schema import Environment
+from tandem.common.errors import RewardError
+from tandem.common.programs import search_path
+from tandem.common.returned import line
+from tandem.rollout.agents.episodes import MODEL, Episode, read_reward
+from tandem.rollout.agents.programs import Ended, Launcher, memory_file, run
+from tandem.rollout.environments import Score
+from tandem.rollout.environments.outcomes import Failure
+
+_LONGEST_ANSWER = 1 << 20
+
+
+class Player(Protocol):
+    """Has episodes played."""
+
+    async def play(self, episode: Episode, described: Mapping[str, Any]) -> Score | Failure:
+        """Have one played; return what the agent says at its end, for one that has not posted a reward."""
+        ...
+
+    async def close(self) -> None:
+        """End what stays."""
+        ...
+
+
+def make_player(settings: Environment, launcher: Launcher | None) -> Player:
+    """Return what the configuration asks for."""
+    if settings.url is not None:
+        return ByServer(settings.url)
+    assert launcher is not None, "made where there is a command"
+    if settings.persistent:
+        return ByStayingPrograms(settings, launcher)
+    return ByPrograms(settings, launcher)
+
+
+class ByPrograms:
+    """A program for each episode, which reads what to play from its standard input."""
+
+    def __init__(self, settings: Environment, launcher: Launcher) -> None:
+        assert settings.command is not None
+        self._command = settings.command
+        self._launcher = launcher
+
+    async def play(self, episode: Episode, described: Mapping[str, Any]) -> Score | Failure:
+        """Start the program, and wait for its end."""
+        with memory_file(msgspec.json.encode(described) + b"\n") as stdin:
+            ended = await run(self._launcher, self._command, _variables(described), stdin)
+        if ended.code != 0:
+            return _failure(episode, ended)
+        last = ended.output.rstrip().rpartition("\n")[2]
+        if not last.startswith("{"):
+            return episode.unrewarded("its program ended", ended.errors)
+        try:
+            return read_reward(last.encode())
+        except RewardError as error:
+            return Failure(line(f"the last line of its program's output: {error}"), ended.errors)
+
+    async def close(self) -> None:
+        """Nothing stays."""
+
+
+class ByStayingPrograms:
+    """Programs that read what to play, a line an episode, and may play several at once."""
+
+    def __init__(self, settings: Environment, launcher: Launcher) -> None:
+        assert settings.command is not None
+        self._command = settings.command
+        self._launcher = launcher
+        self._programs: list[_Staying | None] = [None] * settings.num_workers
+
+    async def play(self, episode: Episode, described: Mapping[str, Any]) -> Score | Failure:
+        """Send the episode to the program that has the fewest, and wait for the end of that."""
+        place = min(range(len(self._programs)), key=lambda place: self._load(place))
+        program = self._programs[place]
+        if program is None or program.running.done():
+            program = self._programs[place] = _Staying(self._launcher, self._command)
+        began = time.monotonic()
+        program.num_episodes += 1
+        try:
+            program.send(msgspec.json.encode(described) + b"\n")
+            ended = await asyncio.shield(program.running)
+            return _failure(episode, ended)
+        finally:
+            program.num_episodes -= 1
+            if episode.told.done():
+                program.last_told = time.monotonic()
+            elif program.last_told < began:  # it took too long, and nothing else has come of it meanwhile
+                program.end()
+
+    async def close(self) -> None:
+        """End the programs."""
+        programs = [program for program in self._programs if program is not None]
+        for program in programs:
+            program.end()
+        await asyncio.gather(*(program.running for program in programs), return_exceptions=True)
+
+    def _load(self, place: int) -> int:
+        program = self._programs[place]
+        return 0 if program is None or program.running.done() else program.num_episodes
+
+
+class _Staying:
+    """A program that stays."""
+
+    def __init__(self, launcher: Launcher, command: tuple[str, ...]) -> None:
+        theirs, self._stdin = os.pipe()
+        os.set_blocking(self._stdin, False)
+        self._waiting = bytearray()
+        self.running = asyncio.create_task(self._run(launcher, command, theirs))
+        self.num_episodes = 0
+        self.last_told = time.monotonic()
+        """When an episode of it had its reward, at the latest."""
+
+    def send(self, text: bytes) -> None:
+        """Have it read this."""
+        self._waiting += text
+        self._write()
+
+    def end(self) -> None:
+        """End it."""
+        self.running.cancel()
+
+    def _write(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_writer(self._stdin)
+        try:
+            while self._waiting:
+                del self._waiting[: os.write(self._stdin, self._waiting)]
+        except BlockingIOError:
+            loop.add_writer(self._stdin, self._write)
+        except BrokenPipeError:  # its end is noticed elsewhere
+            self._waiting.clear()
+
+    async def _run(self, launcher: Launcher, command: tuple[str, ...], theirs: int) -> Ended:
+        try:
+            return await run(launcher, command, _own_variables(), theirs, logs=True)
+        finally:
+            asyncio.get_running_loop().remove_writer(self._stdin)
+            os.close(self._stdin)
+            os.close(theirs)
+
+
+class ByServer:
+    """A server that is asked by an HTTP POST, whose answer may be the reward."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    async def play(self, episode: Episode, described: Mapping[str, Any]) -> Score | Failure:
+        """Ask the server; without a reward in its answer, it goes on playing."""
+        try:
+            status, body = await _post(self._url, msgspec.json.encode(described))
+        except (OSError, h11.ProtocolError, EOFError) as error:
+            return Failure(line(f"cannot ask {self._url}: {error or type(error).__name__}"))
+        if not 200 <= status < 300:
+            return Failure(line(f"{self._url} answered {status}: {body.decode(errors='replace')}"))
+        if b'"reward"' in body:
+            try:
+                return read_reward(body)
+            except RewardError as error:
+                return Failure(line(f"the answer of {self._url}: {error}"))
+        await episode.told
+        return episode.unrewarded("it ended")
+
+    async def close(self) -> None:
+        """Nothing stays."""
+
+
+def _own_variables() -> dict[str, str]:
+    """Return the environment of this process, in which `python` is the interpreter that it runs on."""
+    return {**os.environ, "PATH": search_path()}
+
+
+def _variables(described: Mapping[str, Any]) -> dict[str, str]:
+    """Return the environment of a program that plays one episode: what every client of OpenAI's reads."""
+    return {
+        **_own_variables(),
+        "OPENAI_BASE_URL": described["base_url"],
+        "OPENAI_API_KEY": described["api_key"],
+        "OPENAI_MODEL": MODEL,
+        "TANDEM_SESSION_URL": described["session_url"],
+    }
+
+
+def _failure(episode: Episode, ended: Ended) -> Failure:
+    last = ended.errors.rstrip().rpartition("\n")[2]
+    return episode.unrewarded(f"its program ended ({ended.how}{': ' if last else ''}{last})", ended.errors)
+
+
+async def _post(url: str, body: bytes) -> tuple[int, bytes]:
+    """Post JSON to a server; return the status and the body of its answer."""
+    parts = urlsplit(url)
+    is_encrypted = parts.scheme == "https"
+    port = parts.port or (443 if is_encrypted else 80)
+    reader, writer = await asyncio.open_connection(parts.hostname, port, ssl=is_encrypted or None)
+    connection = h11.Connection(h11.CLIENT)
+    target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    headers = [
+        ("Host", parts.netloc.rpartition("@")[2]),
+        ("Content-Type", "application/json"),
+        ("Content-Length", str(len(body))),
+        ("Connection", "close"),
+    ]
+    request = h11.Request(method="POST", target=target, headers=headers)
+    status, answer = 0, b""
+    try:
+        for part in (request, h11.Data(data=body), h11.EndOfMessage()):
+            writer.write(connection.send(part) or b"")
+        await writer.drain()
+        while True:
+            event = connection.next_event()
+            if event is h11.NEED_DATA:
+                connection.receive_data(await reader.read(1 << 16))
+            elif isinstance(event, h11.Response):
+                status = event.status_code
+            elif isinstance(event, h11.Data):
+                answer = (answer + event.data)[:_LONGEST_ANSWER]
+            elif isinstance(event, (h11.EndOfMessage, h11.ConnectionClosed)):
+                return status, answer
+    finally:
+        writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()

@@ -1,0 +1,128 @@
+"""The programs of agents as the rollout process sees them: started, fed, listened to, ended.
+
+All of it runs in the event loop of `tandem.rollout.agents.agents`. It waits for what a program writes, and for its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from tandem.rollout.agents.launcher import Program
+from tandem.rollout.environments.guarded import GuardedProcess
+from tandem.rollout.environments.workers import said_of
+
+_KEPT = 20_000
+"""Bytes that are kept of each of a program's streams: the last ones."""
+
+
+class Launcher:
+    """The process that starts programs."""
+
+    def __init__(self) -> None:
+        self._process = GuardedProcess(f"{__package__}.launcher")
+
+    def start(
+        self, command: Sequence[str], environment: Mapping[str, str], streams: tuple[int, int, int]
+    ) -> socket.socket:
+        """Start a program with these standard streams; return its lifeline."""
+        lifeline, far = socket.socketpair()
+        with far, memory_file(msgspec.msgpack.encode(Program(tuple(command), dict(environment)))) as order:
+            socket.send_fds(self._process.orders, [b"."], [far.fileno(), *streams, order])
+        return lifeline
+
+    def close(self) -> None:
+        """End it, and all programs."""
+        self._process.close()
+
+
+class memory_file(contextlib.AbstractContextManager[int]):
+    """A descriptor of a file that is nowhere, to be read from its beginning."""
+
+    def __init__(self, content: bytes) -> None:
+        self._descriptor = os.memfd_create("tandem")
+        os.pwrite(self._descriptor, content, 0)
+
+    def __enter__(self) -> int:
+        return self._descriptor
+
+    def __exit__(self, *exc_info: object) -> None:
+        os.close(self._descriptor)
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """How a program has ended."""
+
+    code: int | None
+    """Its exit code, negative for a signal; None where nobody knows."""
+    output: str
+    """The end of what it wrote to its standard output."""
+    errors: str
+
+    @property
+    def how(self) -> str:
+        """How, in words."""
+        return "nobody knows how" if self.code is None else said_of(self.code)
+
+
+async def run(
+    launcher: Launcher, command: Sequence[str], environment: Mapping[str, str], stdin: int, *, logs: bool = False
+) -> Ended:
+    """Run a program to its end, and that of all that it has started; cancelled, it ends them.
+
+    `logs`: what it writes to its standard error goes to this process's as it comes.
+    """
+    out, their_out = os.pipe()
+    errors, their_errors = os.pipe()
+    try:
+        lifeline = launcher.start(command, environment, (stdin, their_out, their_errors))
+    except BaseException:
+        os.close(out)
+        os.close(errors)
+        raise
+    finally:
+        os.close(their_out)
+        os.close(their_errors)
+    lifeline.setblocking(False)
+    with lifeline:
+        reading = [asyncio.create_task(_last_of(out)), asyncio.create_task(_last_of(errors, logs=logs))]
+        try:
+            code = await _code(lifeline)
+            output, said = await asyncio.gather(*reading)
+        finally:
+            for task in reading:
+                task.cancel()
+            await asyncio.gather(*reading, return_exceptions=True)
+    return Ended(code, output, said)
+
+
+async def _code(lifeline: socket.socket) -> int | None:
+    """Wait for the end of a program's guardian; return the exit code that it has seen."""
+    loop, words = asyncio.get_running_loop(), b""
+    with contextlib.suppress(ConnectionError):
+        while word := await loop.sock_recv(lifeline, 16):
+            words += word
+    return int(words) if words else None
+
+
+async def _last_of(pipe: int, *, logs: bool = False) -> str:
+    """Read a pipe to its end; return the last of it."""
+    loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
+    file = os.fdopen(pipe, "rb", buffering=0)
+    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), file)
+    kept = b""
+    try:
+        while data := await reader.read(1 << 16):
+            kept = (kept + data)[-_KEPT:]
+            if logs:
+                with contextlib.suppress(OSError):  # the disk may be full
+                    print(data.decode(errors="replace"), end="", file=sys.stderr, flush=True)
+    finally:
+        transport.close()
+    return kept.decode(errors="replace")

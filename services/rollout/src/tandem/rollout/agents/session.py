@@ -1,0 +1,192 @@
+"""A session: what one episode of an agent asks of the policy, and gets, as a tree of tokens.
+
+A request continues the longest exchange whose messages it repeats: it is generated from the very tokens of that
+exchange, and only the messages that are new are rendered and tokenised. A request that repeats none of them begins
+anew, and so does one that has changed something of what was said. One that is asked twice is answered twice. So an
+episode is a tree, whose nodes are responses, and what is trained on are its branches: the way from a first request to
+each response that nothing follows. Tokens that several branches have in common count in the first of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from tandem.common.batch import SampleArrays
+from tandem.common.messages import Branch, PromptGroup, SampleScored
+from tandem.common.tokenizer import Tokenizer
+from tandem.rollout.engine import Completion
+from tandem.rollout.environments import Score, Unscored
+
+ChatMessages = Sequence[Mapping[str, Any]]
+
+
+class Exchange(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """A response, and what it answers."""
+
+    parent: int | None
+    """The exchange that it continues, by its number."""
+    messages: ChatMessages
+    """Of the whole conversation, the response included; none where tokens or a text were continued, and no chat."""
+    variables: Mapping[str, Any]
+    """What the chat template was told beside them."""
+    token_ids: tuple[int, ...]
+    """Of the whole sequence."""
+    num_given: int
+    """Tokens before the response."""
+    completion: Completion
+
+
+class Session:
+    """The exchanges of one episode."""
+
+    def __init__(self, group: PromptGroup, sample: int, tokenizer: Tokenizer) -> None:
+        self.group = group
+        self.sample = sample
+        self.exchanges: list[Exchange] = []
+        """In the order in which they were answered."""
+        self._tokenizer = tokenizer
+
+    def prompt_of(self, messages: ChatMessages, variables: Mapping[str, Any]) -> list[int]:
+        """Return the tokens that a conversation is to be continued from. Raises what `Tokenizer.encode_chat` raises."""
+        known = self._continued(messages, variables)
+        if known is None:
+            return self._tokenizer.encode_chat(messages, add_generation_prompt=True, variables=variables)
+        rest = messages[len(known.messages) :]
+        return [*known.token_ids, *self._tokenizer.encode_continuation(rest, known.token_ids[-1], variables)]
+
+    def add(
+        self,
+        prompt_ids: Sequence[int],
+        completion: Completion,
+        messages: ChatMessages = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Note a response as the agent is given it. The prompt's tokens say which exchange it continues.
+
+        `messages` are those of the whole conversation, the response included.
+        """
+        exchange = Exchange(
+            parent=self._parent(prompt_ids),
+            messages=messages,
+            variables=variables or {},
+            token_ids=(*prompt_ids, *completion.token_ids_T.tolist()),
+            num_given=len(prompt_ids),
+            completion=completion,
+        )
+        self.exchanges.append(exchange)
+
+    def finish(self, score: Score, version: int, unscored: Unscored | None = None) -> tuple[SampleScored, SampleArrays]:
+        """Return the episode as a sample, whose sequences are its branches.
+
+        `version` is that of the weights now, for an episode that has asked for nothing.
+        """
+        parts = self._branches()
+        arrays = SampleArrays.concatenate([arrays for arrays, _ in parts] or [_sequence(self.group.prompt_ids, [])])
+        branches = tuple(branch for _, branch in parts)
+        made_versions_T = arrays.versions_T[arrays.loss_mask_T] if branches else np.array([version])
+        counts = np.bincount(made_versions_T - made_versions_T.min()) * bool(branches)
+        was_cut = bool(self.exchanges) and self.exchanges[-1].completion.finish_reason == "length"
+        sample = SampleScored(
+            group=self.group.group,
+            sample=self.sample,
+            prompt_length=branches[0].prompt_length if branches else len(self.group.prompt_ids),
+            response_length=sum(branch.num_made for branch in branches),
+            num_tokens=len(arrays.token_ids_T),
+            branches=branches,
+            oldest_version=int(made_versions_T.min()),
+            newest_version=int(made_versions_T.max()),
+            tokens_by_version=tuple(counts.tolist()),
+            num_turns=len(self.exchanges),
+            finish_reason="length" if was_cut else "stop",
+            reward=score.reward,
+            components=dict(score.components),
+            correct=score.correct,
+            response=self._text(),
+            failure=unscored.failure if unscored else "",
+            timed_out=unscored is not None and unscored.timed_out,
+            dropped=unscored is not None and unscored.dropped,
+        )
+        return sample, arrays
+
+    def _continued(self, messages: ChatMessages, variables: Mapping[str, Any]) -> Exchange | None:
+        """Return the longest exchange that a conversation repeats, and goes on from."""
+        known = [
+            exchange
+            for exchange in self.exchanges
+            if exchange.messages
+            and exchange.variables == variables
+            and len(exchange.messages) < len(messages)
+            and [*exchange.messages] == [*messages[: len(exchange.messages)]]
+        ]
+        return max(known, key=lambda exchange: len(exchange.messages), default=None)
+
+    def _parent(self, prompt_ids: Sequence[int]) -> int | None:
+        known = [
+            (len(exchange.token_ids), number)
+            for number, exchange in enumerate(self.exchanges)
+            if len(exchange.token_ids) < len(prompt_ids)
+            and exchange.token_ids == tuple(prompt_ids[: len(exchange.token_ids)])
+        ]
+        return max(known, key=lambda item: item[0], default=(0, None))[1]  # of several that say the same, the first
+
+    def _branches(self) -> list[tuple[SampleArrays, Branch]]:
+        """Return a sequence for each response that nothing follows, in the order of these."""
+        followed = {exchange.parent for exchange in self.exchanges}
+        counted: set[int] = set()
+        branches = []
+        for leaf in range(len(self.exchanges)):
+            if leaf in followed:
+                continue
+            path = self._path(leaf)
+            own = [number for number in path if number not in counted]
+            counted.update(own)
+            made = [(self.exchanges[number].num_given, self.exchanges[number].completion) for number in own]
+            token_ids = self.exchanges[leaf].token_ids
+            branch = Branch(
+                prompt_length=made[0][0],
+                num_made=sum(len(completion.token_ids_T) for _, completion in made),
+                num_tokens=len(token_ids),
+            )
+            branches.append((_sequence(token_ids, made), branch))
+        return branches
+
+    def _path(self, leaf: int) -> list[int]:
+        path: list[int] = []
+        number: int | None = leaf
+        while number is not None:
+            path.append(number)
+            number = self.exchanges[number].parent
+        return path[::-1]
+
+    def _text(self) -> str:
+        """Return what followed the first prompt, for people: branch by branch."""
+        followed = {exchange.parent for exchange in self.exchanges}
+        texts = []
+        for leaf in range(len(self.exchanges)):
+            if leaf not in followed:
+                exchange = self.exchanges[leaf]
+                num_first = self.exchanges[self._path(leaf)[0]].num_given
+                texts.append(self._tokenizer.decode(exchange.token_ids[num_first:]))
+        return "\n---\n".join(texts)
+
+
+def _sequence(token_ids: Sequence[int], made: Sequence[tuple[int, Completion]]) -> SampleArrays:
+    """Lay out a sequence in which these responses count, each from its place on."""
+    num_tokens = len(token_ids)
+    mask_T = np.zeros(num_tokens, dtype=np.bool_)
+    logprobs_T = np.zeros(num_tokens, dtype=np.float32)
+    versions_T = np.full(num_tokens, -1, dtype=np.int32)
+    for first, completion in made:
+        place = slice(first, first + len(completion.token_ids_T))
+        mask_T[place], logprobs_T[place], versions_T[place] = True, completion.logprobs_T, completion.versions_T
+    return SampleArrays(
+        lengths_S=np.array([num_tokens], dtype=np.int32),
+        token_ids_T=np.array(token_ids, dtype=np.int32),
+        loss_mask_T=mask_T,
+        generation_logprobs_T=logprobs_T,
+        versions_T=versions_T,
+    )
