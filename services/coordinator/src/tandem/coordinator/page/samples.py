@@ -1,4 +1,4 @@
-"""The samples of a run in the shape that the page asks for them: a page at a time, and one with its tokens."""
+"""The samples of a run as the page shows them: a list of some, and one with its tokens."""
 
 from __future__ import annotations
 
