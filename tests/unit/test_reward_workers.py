@@ -97,7 +97,8 @@ def test_answers_that_freeze_math_verify_are_worth_nothing(start: Start, capfd: 
     found = results(scorer, "$9^{9^{9^9}}$", "7", "$100000000!$", "\\boxed{8}", "\\boxed{7}")
     late = "environment 'math' took longer than 1 s to score a response to problem 'p1' (env.math.timeout_s)"
     assert failures(found) == [late, None, late, None, None]
-    assert [found[1], found[3], found[4]] == [Score(1.0, True), Score(0.0, False), Score(1.0, True)]
+    said = [Score(1.0, True, answer="7"), Score(0.0, False, answer="8"), Score(1.0, True, answer="7")]
+    assert [found[1], found[3], found[4]] == said
     assert time.monotonic() - began < 10
     logged = capfd.readouterr().err
     assert logged.count(late) == 2

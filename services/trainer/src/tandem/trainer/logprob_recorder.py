@@ -1,4 +1,4 @@
-"""Write the policy's log-probabilities of a step's tokens to the record of samples, on a thread beside training.
+"""Write the policy's log-probabilities of a step's tokens to the record, on a thread beside training.
 
 The service adds those of a step that has trained, and waits for nothing. The thread gets them from the device and
 writes them. A disk that is slow or full stops nothing: what is missing is said once.

@@ -1,4 +1,4 @@
-"""Recording: the samples of steps that have trained, or were validated, on their way to the record, by rollout.
+"""Recording: the samples of steps that are done, on their way to the record, by rollout.
 
 A part is best written by the rollout whose samples they are. They are on disk since they finished, so that any other
 can do it where that one is lost. The run waits for it with two things only: a checkpoint is not published before the
