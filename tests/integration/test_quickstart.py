@@ -38,7 +38,7 @@ def test_the_quickstart_is_complete() -> None:
     make_data, *rest = commands(QUICKSTART)
     assert make_data == "python make_data.py"
     subprocess.run([sys.executable, "make_data.py"], check=True, timeout=60)
-    assert len(rest) == 4
+    assert len(rest) == 5
     for command in rest:
         more = [word for begin, words in SHORT.items() if command.startswith(begin) for word in words]
         ended = typed(*command.split(), *more, timeout_s=250)
