@@ -69,12 +69,12 @@ def _trainer(arguments: Sequence[str]) -> int:
         seen["weights"].append(weights_BT[mask_BT].numpy())
         return weights_BT, is_outside_BT
 
-    def training(*args: Any) -> Any:
+    def training(*args: Any, **kwargs: Any) -> Any:
         started = time.monotonic()
         _hold("train")
         if seen["step"] == 1:
             args[0].save(Path("step_0")).num_bytes.result()  # what no checkpoint has
-        result = train(*args)
+        result = train(*args, **kwargs)
         time.sleep(max(0.0, PACE_S - (time.monotonic() - started)))
         _note("trained", step=seen["step"], began=started, ended=time.monotonic())
         np.savez(f"trained_{seen['step']}", weights=np.concatenate(seen["weights"]), **seen["samples"].to_frames())

@@ -61,7 +61,7 @@ def test_configurations_of_pages_load(page: str) -> None:
     config = load_config("run.yaml", to_run=False)
     assert config.grpo.num_generations_per_prompt == 8
     assert config.loss_fn.ratio_clip_max == 0.2
-    assert config.env["mine"].class_ == "rewards.Answers"
+    assert config.env["mine"].class_path == "rewards.Answers"
 
 
 def test_a_reward_function_of_verl_is_a_class_here() -> None:

@@ -41,7 +41,7 @@ ENGINES: list[tuple[int, Tampering, str]] = [
     (1, nan_reward, r"samples\[\d+\].reward: Expected `float` .*"),
     (2, another_version, r"samples\[0\].newest_version: 100, must be .*"),
     (3, too_many_tokens, r"samples\[0\].num_tokens: 1000000000, must be at most \d+"),
-    (4, negative_response, r"samples\[0\].response_length: Expected `int` >= 1"),
+    (4, negative_response, r"samples\[0\].response_length: Expected `int` >= 0"),
 ]
 """In which step each engine's samples are changed, how, and what is said of it."""
 
