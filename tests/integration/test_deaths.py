@@ -93,7 +93,7 @@ def test_who_asks_all_processes_to_end_has_the_run_saved_and_it_goes_on_from_the
     resumed = coordinator("up", config, "--resume")
     assert resumed.returncode == 0, resumed.stderr
     assert f"resuming at step {done + 1}" in resumed.stdout
-    assert_same_results("run", undisturbed)
+    assert_same_results("run", undisturbed, interrupted_at=done)
 
 
 def test_a_terminal_that_closes_has_the_run_saved() -> None:
