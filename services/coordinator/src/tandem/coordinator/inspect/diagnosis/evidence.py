@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
-import os
 import re
 import statistics
 import time
@@ -20,7 +18,7 @@ from tandem.common.errors import ConfigError, RunFolderError, SamplesError
 from tandem.coordinator.run.ending import ENDED
 from tandem.coordinator.run.health import NUM_STEPS, Condition, conditions
 from tandem.coordinator.run.journal import RefitRecord, RunRecord, StepRecord, read_journal
-from tandem.coordinator.run.journal_file import LOCK_NAME
+from tandem.coordinator.run.journal_file import is_taken
 
 SHORT_RUN = 3
 """Steps of the shortest run that a condition can hold for, if it does so in all of them; see `Evidence.streak`."""
@@ -165,7 +163,7 @@ def gather(folder: Path) -> Evidence:
         refits=tuple(refits),
         events=tuple(lines),
         ending=_ending(lines),
-        is_running=_is_taken(folder),
+        is_running=is_taken(folder),
         quiet_s=time.time() - max(times),
         samples=samples,
         unread=unread,
@@ -183,21 +181,6 @@ def _ending(lines: Iterable[str]) -> Ending | None:
         elif last is not None:
             last = None  # it was resumed
     return last
-
-
-def _is_taken(folder: Path) -> bool:
-    """Tell whether a coordinator runs there."""
-    try:
-        lock = os.open(folder / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(lock)
-    return False
 
 
 def _samples(folder: Path, run_id: str) -> tuple[tuple[SampleRow, ...], str]:
