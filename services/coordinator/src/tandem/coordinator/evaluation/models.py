@@ -83,10 +83,10 @@ def _folders_of(path: Path, which: Which) -> Iterator[tuple[Path, Path]]:
 
 
 def _of_run(run: Path, which: Which) -> Iterator[tuple[Path, Path]]:
-    from tandem.coordinator.run.replay import checkpoints_of
+    from tandem.coordinator.run.replay import checkpoints_of, config_of
 
     with read_journal(run) as journal:
-        config = config_from_json(journal.config_json)
+        config = config_of(journal)
     checkpoints = checkpoints_of(run, config)
     steps = checkpoints.steps()
     if not steps:

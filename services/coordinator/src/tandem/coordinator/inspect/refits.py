@@ -53,7 +53,7 @@ def refit_table(records: Sequence[RefitRecord]) -> Table:
         table.add_row(
             str(record.version),
             str(len(record.engines)),
-            f"{sum(record.num_bytes.values()) / 1e6:.1f}" if any(record.num_bytes.values()) else "in place",
+            "in place" if record.is_aliased else f"{sum(record.num_bytes.values()) / 1e6:.1f}",
             _milliseconds(record.seconds.get("copy")),
             _milliseconds(record.predicted_s),
             f"{record.share_of_bound:.2f}" if record.bound_s else "",

@@ -197,5 +197,5 @@ def _refit(record: RefitRecord) -> Refit:
         digest=f"{record.digest:016x}" if record.digest else "",
         verify=record.verify,
         quarantined=record.quarantined,
-        aliased=not any(record.num_bytes.values()),
+        aliased=record.is_aliased,
     )

@@ -78,6 +78,11 @@ class RefitRecord(msgspec.Struct, frozen=True, kw_only=True):
         copy_s = self.seconds.get("copy", 0.0)
         return self.bound_s / copy_s if copy_s else 1.0
 
+    @property
+    def is_aliased(self) -> bool:
+        """Whether engines read all of it where the trainer keeps it: not a byte was copied."""
+        return not any(self.num_bytes.values())
+
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What a journal says about its run as a whole."""
