@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import msgspec
 
 from tandem.common.config import Config, build_config
 from tandem.common.messages import Problem
-from tandem.rollout.environments import Score, Turn
+from tandem.rollout.environments import Score, Scorer, Turn, Unscored
+
+WAIT_S = 30.0
+Result = Score | Turn | Unscored
 
 
 def config(environment: str, settings: dict[str, Any] | None = None, task: str | None = None) -> Config:
@@ -32,3 +36,16 @@ def problem(answer: str = "7", name: str = "p1") -> Problem:
 def worth(scored: Score | Turn) -> Score | Turn:
     """Return a score without the answer that was found, which tests of evaluation look at."""
     return msgspec.structs.replace(scored, answer=None) if isinstance(scored, Score) else scored
+
+
+def results(scorer: Scorer, *responses: str, of: Problem | None = None) -> list[Result]:
+    """Return what becomes of responses to one problem, in their order."""
+    for key, response in enumerate(responses):
+        scorer.submit(key, of or problem(), said(response))
+    found: dict[int, Result] = {}
+    deadline = time.monotonic() + WAIT_S
+    while len(found) < len(responses):
+        assert time.monotonic() < deadline, found
+        found |= scorer.poll()
+        time.sleep(0.001)
+    return [found[key] for key in range(len(responses))]

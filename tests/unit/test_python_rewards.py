@@ -10,13 +10,12 @@ import contextlib
 import functools
 import math
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-from environment_harness import said
+from environment_harness import WAIT_S, results
 
 from tandem.common.config import Config, build_config
 from tandem.common.errors import ConfigError, RewardError
@@ -25,11 +24,9 @@ from tandem.common.wire import Hub
 from tandem.coordinator.api.configuration import of_rewards
 from tandem.coordinator.api.reward_server import RewardServer
 from tandem.coordinator.api.rewards import check_columns, reward_functions
-from tandem.rollout.environments import Score, Scorer, Turn, Unscored
+from tandem.rollout.environments import Score, Scorer, Unscored
 from tandem.rollout.environments.program import Program
 
-WAIT_S = 30.0
-Result = Score | Turn | Unscored
 Start = Callable[..., Scorer]
 
 
@@ -68,19 +65,6 @@ def config_of(settings: dict[str, Any], *, silence_s: float = 20.0, **environmen
 
 def problem(name: str = "p1", **metadata: Any) -> Problem:
     return Problem(problem_id=name, question="3 + 4", answer="7", metadata=metadata)
-
-
-def results(scorer: Scorer, *responses: str, of: Problem | None = None) -> list[Result]:
-    """Return what becomes of responses to one problem, in their order."""
-    for key, response in enumerate(responses):
-        scorer.submit(key, of or problem(), said(response))
-    found: dict[int, Result] = {}
-    deadline = time.monotonic() + WAIT_S
-    while len(found) < len(responses):
-        assert time.monotonic() < deadline, found
-        found |= scorer.poll()
-        time.sleep(0.001)
-    return [found[key] for key in range(len(responses))]
 
 
 def failure_of(scorer: Scorer, *responses: str) -> str:

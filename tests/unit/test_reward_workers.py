@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from environment_harness import config, problem, said
+from environment_harness import WAIT_S, config, problem, results, said
 
 from tandem.common.config import Config, config_to_json
 from tandem.common.errors import ConfigError, RewardError
@@ -25,7 +25,6 @@ from tandem.common.messages import Problem
 from tandem.rollout.environments import Score, Scorer, Turn, Unscored
 from tandem.rollout.environments.outcomes import checked
 
-WAIT_S = 30.0
 Start = Callable[[Config], Scorer]
 
 
@@ -45,19 +44,6 @@ def start() -> Iterator[Start]:
     yield started
     for scorer in scorers:
         scorer.close()
-
-
-def results(scorer: Scorer, *responses: str) -> list[Score | Turn | Unscored]:
-    """Return what becomes of responses to one problem, in their order."""
-    for key, response in enumerate(responses):
-        scorer.submit(key, problem(), said(response))
-    found: dict[int, Score | Turn | Unscored] = {}
-    deadline = time.monotonic() + WAIT_S
-    while len(found) < len(responses):
-        assert time.monotonic() < deadline, found
-        found |= scorer.poll()
-        time.sleep(0.001)
-    return [found[key] for key in range(len(responses))]
 
 
 def failures(found: list[Score | Turn | Unscored]) -> list[str | None]:
