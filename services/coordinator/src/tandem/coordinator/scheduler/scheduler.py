@@ -36,7 +36,6 @@ from typing import Literal, assert_never
 
 from tandem.common.errors import CommandFailed, DeadlineExceeded, SamplingExhausted, ServiceError, ServiceLost
 from tandem.common.messages import (
-    BuildEngine,
     BuildTrainer,
     CheckpointSaved,
     EngineBuilt,
@@ -331,17 +330,12 @@ class Scheduler:
         trainers, engines = self._membership.all("trainer"), self._membership.all("rollout")
         match stage:
             case Phase.JOINING:
-                stage = self._stage = Phase.BUILDING
-                folder, server = self.spec.samples_folder, self.spec.reward_server
+                self._stage = Phase.BUILDING
                 meet = OpenRendezvous(**self._open("trainer-0", Phase.BUILDING))
-                built = [
-                    Dispatch(
-                        member=engine,
-                        order=BuildEngine(samples_folder=folder, reward_server=server, **self._open(engine, stage)),
-                    )
-                    for engine in engines
+                return [
+                    Dispatch(member="trainer-0", order=meet),
+                    *[self.publication.transfers.order_build(engine) for engine in engines],
                 ]
-                return [Dispatch(member="trainer-0", order=meet), *built]
             case Phase.BUILDING if self.spec.has_engines:
                 self._stage = Phase.PLANNING
                 return self.publication.transfers.order_plan(trainers, engines)
