@@ -28,6 +28,8 @@ class Phase(enum.Enum):
     FINISHED = "finished"
 
 
+GENERATION = (Phase.GENERATING, Phase.VALIDATING)
+"""What engines are asked to generate for."""
 _BREAKDOWN: dict[Phase, str] = {
     Phase.GENERATING: "generation",
     Phase.TRAINING: "training",
