@@ -1,4 +1,4 @@
-"""Attestation: prove that engines hold what trainers held, by digests that are taken beside whatever goes on.
+"""Attestation: prove that engines hold what trainers held, by digests taken beside what goes on.
 
 digests are asked for ─▶ all of them have come ─▶ the refit service compares them ─▶ equal: the engine is attested
 """

@@ -1,4 +1,4 @@
-"""Deadlines: nothing waits for ever. Whoever is late is given up, or ends the run with an error that names it."""
+"""Deadlines: who is late is given up, or ends the run with an error that names it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bring engines back: a new process in the place of one that was lost, another refit for one that is torn.
+"""Bring engines back: a new process in the place of a lost one, another refit for one that is torn.
 
     lost ─▶ ABSENT ─▶ joined: BUILDING ─▶ INSTALLING ─▶ CONNECTING ─▶ refitted like any other
     torn ──────────────────────────────────────────────────▲

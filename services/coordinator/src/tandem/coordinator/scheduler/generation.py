@@ -1,4 +1,4 @@
-"""Generation: groups are drawn for the steps to come, and assigned to engines that may generate them."""
+"""Generation: groups are drawn for the steps to come, and assigned to engines that may make them."""
 
 from __future__ import annotations
 

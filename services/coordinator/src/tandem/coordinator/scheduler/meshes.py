@@ -1,4 +1,4 @@
-"""Meshes of engines that weights are streamed to: which are connected anew, and who passes on what to whom.
+"""Meshes that weights are streamed over: which are connected anew, and who passes on what to whom.
 
 Engines that pass weights on to each other are in one mesh. Those of them that come back wait for each other before it
 is connected anew and they are refitted together: what is torn is passed on by nobody.

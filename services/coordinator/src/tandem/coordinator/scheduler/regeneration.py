@@ -1,4 +1,4 @@
-"""Have groups generated again: what was made of them does not count, or cannot be read, or takes too long.
+"""Have groups generated again whose samples do not count, or cannot be read, or take too long.
 
 A group that waits again is the same group, with the same seeds. What was made of it is discarded, also in the record.
 """

@@ -32,6 +32,7 @@ from collections.abc import Callable
 from tandem.coordinator.scheduler.ending import finish
 from tandem.coordinator.scheduler.events import Action
 from tandem.coordinator.scheduler.generation import assign, draw
+from tandem.coordinator.scheduler.publishing import publish
 from tandem.coordinator.scheduler.regeneration import discard
 from tandem.coordinator.scheduler.setting_up import set_up, start
 from tandem.coordinator.scheduler.steps import advance, commit, publish_checkpoint, save, validate
@@ -39,11 +40,6 @@ from tandem.coordinator.scheduler.tables import Tables
 from tandem.coordinator.scheduler.training import offer, train
 
 Rule = Callable[[Tables], list[Action] | None]
-
-
-def publish(tables: Tables) -> list[Action] | None:
-    """Bring the version that trainers hold to engines that may take it, and have it attested and recorded."""
-    return tables.publication.run_rules(tables.is_free) or None
 
 
 def record(tables: Tables) -> list[Action] | None:

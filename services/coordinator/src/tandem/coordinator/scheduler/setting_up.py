@@ -1,4 +1,4 @@
-"""Set a run up: every process is built, transfers are planned, and engines get the weights to start from."""
+"""Set a run up: processes are built, transfers planned, and engines get the first weights."""
 
 from __future__ import annotations
 

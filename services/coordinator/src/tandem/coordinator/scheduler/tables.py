@@ -1,4 +1,4 @@
-"""The tables: all that the scheduler knows of a run, and the conditions that several rules read off them.
+"""The tables: all that the scheduler knows of a run, and conditions that several rules read off them.
 
 Who decides is a function of the tables: `rules` has the rules in their order, `scheduler` gives each event to whom it
 concerns. Nothing here orders anything.

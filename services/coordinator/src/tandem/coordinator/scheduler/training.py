@@ -1,4 +1,4 @@
-"""Training: every rank trains on a step's groups, and then holds a version of the weights that engines may have."""
+"""Training: every rank trains on a step's groups, and then offers engines a version of the weights."""
 
 from __future__ import annotations
 
