@@ -12,9 +12,9 @@ def finish(tables: Tables) -> list[Action] | None:
     """End the run once nothing is pending: a last version to attest, or a checkpoint to write."""
     if tables.error is not None:
         return None if tables.saving.is_out else _end(tables, "failed", tables.error)
-    is_over = tables.has_started and tables.progress.is_committed and (tables.is_interrupted or tables.is_last)
-    is_recorded = not tables.recording.is_pending(tables.step)
-    if not is_over or not is_recorded or len(tables.requests) or not tables.publication.is_settled:
+    if not tables.has_started or not tables.progress.is_committed or not (tables.is_interrupted or tables.is_last):
+        return None
+    if tables.recording.is_pending(tables.step) or len(tables.requests) or not tables.publication.is_settled:
         return None
     return _end(tables, "interrupted" if tables.is_interrupted else "finished")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from tandem.common.errors import SamplingExhausted
 from tandem.common.messages import Purpose, RestoreSamples, SamplesFinished
@@ -54,6 +54,8 @@ def assign(tables: Tables) -> list[Action] | None:
 
     chosen_groups = tables.assignment.choose(can_generate, tables.requests.now)
     actions = _say_who_is_full(tables, full)
+    if not chosen_groups:
+        return actions or None
     dropped = regeneration.drop_kept(tables, [group for groups in chosen_groups.values() for group in groups])
     for engine, groups in chosen_groups.items():
         while groups:
@@ -61,7 +63,7 @@ def assign(tables: Tables) -> list[Action] | None:
             together = [g for g in groups if (g.step, g.purpose) == (first.step, first.purpose)]
             groups = [g for g in groups if g not in together]
             actions += _dispatch_groups(tables, engine, together)
-    return [*dropped, *actions] or None
+    return [*dropped, *actions]
 
 
 # --- events ----------------------------------------------------------------------------------------------------------
@@ -129,11 +131,10 @@ def _has_room(tables: Tables, engine: str, group: Group, num_chosen: int) -> boo
     return most is None or tables.groups.num_tokens(engine) + num_chosen + num_tokens <= most
 
 
-def _say_who_is_full(tables: Tables, full: Iterable[str]) -> list[Action]:
+def _say_who_is_full(tables: Tables, full: dict[str, None]) -> list[Action]:
     """Say of each engine once a step that its samples hold up new ones."""
-    now_full = dict.fromkeys(full)
-    new = [engine for engine in now_full if engine not in tables.full]
-    tables.full = now_full
+    new = [engine for engine in full if engine not in tables.full]
+    tables.full = full
     most = tables.spec.max_stored_tokens
     return [
         Say(

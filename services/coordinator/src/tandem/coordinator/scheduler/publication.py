@@ -145,6 +145,12 @@ class Publication:
 
     # --- what the rules in `publishing` ask --------------------------------------------------------------------------
 
+    @property
+    def is_done(self) -> bool:
+        """Whether every engine has the version, and all of that is proven and recorded, as it is most of the time."""
+        is_read = self.is_transferred and not self.num_behind
+        return is_read and self.engines.num_attested == len(self.engines) and not self.record.engines
+
     def is_everything_attested(self) -> bool:
         """Tell whether no engine holds what is not attested; in synchronous training, whether all hold the version."""
         expected = len(self.engines) if self.spec.is_synchronous else self.engines.num_having(Status.HOLDING)

@@ -23,7 +23,7 @@ _SHARE_OF_TRANSFER = 0.8
 def publish(tables: Tables) -> list[Action] | None:
     """Do what can be done now for the version to reach engines, and to be attested."""
     publication = tables.publication
-    if not len(publication.engines):
+    if not len(publication.engines) or publication.is_done:
         return None
     actions = [
         *publication.meshes.connect(may_join=publication.is_readable),

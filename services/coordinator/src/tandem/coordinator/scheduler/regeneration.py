@@ -35,6 +35,8 @@ def discard(tables: Tables) -> list[Action] | None:
 def drop_too_old(tables: Tables, groups: Sequence[Group]) -> list[Action]:
     """Have groups made again that were begun with weights too old for their step."""
     old = [g for g in groups if g.purpose == "train" and g.oldest_version < tables.spec.oldest_version(g.step)]
+    if not old:
+        return []
     tables.num_too_old += len(old)
     return put_back(tables, old)
 

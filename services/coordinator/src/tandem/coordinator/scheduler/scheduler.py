@@ -102,7 +102,8 @@ class Scheduler:
         except ServiceError as error:
             actions = ending.fail(tables, error)
         tables.watch.enter(tables.phase, event.now)
-        _note_idleness(tables)
+        if not tables.spec.is_synchronous:
+            _note_idleness(tables)
         return actions
 
 

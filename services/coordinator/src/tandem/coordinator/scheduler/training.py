@@ -20,9 +20,9 @@ def train(tables: Tables) -> list[Action] | None:
         return None
     if tables.spec.has_engines:
         of_step = tables.groups.of_step(tables.step, "train")
-        if of_step is None or not tables.publication.may_step:
+        if of_step is None or not generation.is_complete(tables, of_step) or not tables.publication.may_step:
             return None
-        if not generation.is_complete(tables, of_step) or generation.lacks_groups(tables, of_step):
+        if generation.lacks_groups(tables, of_step):
             return None
         tables.groups.take(tables.step, "train")
         tables.num_in_store = tables.groups.num_ready_after(tables.step)
