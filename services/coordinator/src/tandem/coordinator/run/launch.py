@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import secrets
 import signal
 import sys
 import time
@@ -13,7 +12,9 @@ from pathlib import Path
 
 import msgspec
 
-from tandem.common.messages import ServiceKind
+from tandem.common.curve import Admitted, new_key_pair
+from tandem.common.keys import MemberKeys, encode
+from tandem.common.messages import Listener, ServiceKind
 from tandem.coordinator.run.fork_server import Child, ForkServer
 
 _KILLED_S = 3.0
@@ -43,8 +44,8 @@ def preload(kinds: Iterable[ServiceKind], environment: Mapping[str, str] | None 
 class Launched(msgspec.Struct, frozen=True, kw_only=True):
     """A process the coordinator started."""
 
-    launch_id: str
-    """Its `Hello` carries this, so that the process is known when it joins."""
+    public_key: str
+    """By which it is known when it joins."""
     kind: ServiceKind
     number: int
     log: Path
@@ -66,23 +67,30 @@ class Launched(msgspec.Struct, frozen=True, kw_only=True):
 class LocalProcesses:
     """The launched processes. They die with this one, whatever ends it: the kernel sees to that."""
 
-    def __init__(self, coordinator: str, log_folder: Path, fork_server: ForkServer) -> None:
+    def __init__(self, coordinator: Listener, admitted: Admitted, log_folder: Path, fork_server: ForkServer) -> None:
+        """`admitted` are the keys that the coordinator hears, to which those of these processes come."""
         self._coordinator = coordinator
+        self._admitted = admitted
         self._fork_server = fork_server
         self._log_folder = log_folder
         self._running: dict[str, Launched] = {}
+        """By their keys."""
         self._launched: dict[str, ServiceKind] = {}
         """Every process ever launched, by name."""
 
     def start(self, kind: ServiceKind, number: int) -> Launched:
         """Start one process; its output goes to ``<kind>-<number>.log`` in the log folder."""
-        launch_id = secrets.token_hex(8)
+        own = new_key_pair()
+        self._admitted.add(own.public)  # before there is anyone to prove it
+        keys = MemberKeys(coordinator=self._coordinator.public_key, own=own, is_joining=False)
         log = self._log_folder / f"{kind}-{number}.log"
-        arguments = ("--coordinator", self._coordinator, "--launch-id", launch_id, "--launched-by", str(os.getpid()))
+        arguments = ("--coordinator", self._coordinator.address, "--launched-by", str(os.getpid()))
         with log.open("ab") as out:
-            process = self._fork_server.start(f"tandem.{kind}.cli", arguments, out, heeds_signals=False)
-        launched = Launched(launch_id=launch_id, kind=kind, number=number, log=log, process=process)
-        self._running[launch_id] = launched
+            process = self._fork_server.start(
+                f"tandem.{kind}.cli", arguments, out, heeds_signals=False, keys=encode(keys)
+            )
+        launched = Launched(public_key=own.public, kind=kind, number=number, log=log, process=process)
+        self._running[own.public] = launched
         self._launched[launched.name] = kind
         return launched
 
@@ -95,14 +103,14 @@ class LocalProcesses:
             if launched.name == name:
                 launched.process.kill()
                 launched.process.wait(_KILLED_S)
-                del self._running[launched.launch_id]
+                del self._running[launched.public_key]
         return self.start(kind, int(name.rpartition("-")[2]))
 
     def died(self) -> list[Launched]:
         """Return the processes that ended since the last call."""
         dead = [launched for launched in self._running.values() if launched.process.poll() is not None]
         for launched in dead:
-            del self._running[launched.launch_id]
+            del self._running[launched.public_key]
         return dead
 
     def stop(self, grace_s: float) -> None:
