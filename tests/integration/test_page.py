@@ -164,6 +164,16 @@ def test_the_page_beside_a_run_moves_with_it_and_its_death_is_a_note() -> None:
     assert RunReader(Path("run")).summary(0).state == "interrupted"
 
 
+def test_the_page_beside_a_run_says_how_that_ended_before_it_ends() -> None:
+    config = write_config({"grpo": {"max_num_steps": 4}, "logger": {"page": "auto"}})
+    with Command("coordinator", "up", config) as run:
+        page = Page(run)
+        last = [*page.changes()][-1]
+        assert run.wait() == 0
+    assert (last["state"], last["last_step"]) == ("finished", 4)
+    assert all_gone([page.process], TIMEOUT_S) == []
+
+
 def test_the_page_ends_with_a_coordinator_that_is_killed() -> None:
     config = write_config({"grpo": {"max_num_steps": 1000}, "logger": {"page": "auto"}})
     with Command("coordinator", "up", config) as run:

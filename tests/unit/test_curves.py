@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from page_harness import commit, make_run
 
-from tandem.coordinator.page import series
+from tandem.coordinator.page import series, steps
 from tandem.coordinator.page.reader import RunReader
 from tandem.coordinator.page.series import Curves, bucketed
+from tandem.coordinator.page.steps import Steps
 from tandem.coordinator.run.curves_file import CURVES_NAME, CurvesFile, read_curves
 from tandem.coordinator.run.journal import StepRecord, read_journal
 
@@ -77,6 +78,46 @@ def test_steps_that_were_done_over_again_are_none() -> None:
         assert curves_of(["reward"])["reward"] == ([1, 2, 3], [0.1, 0.2, 9.0])
 
 
+@pytest.mark.parametrize("most", [2, 256])
+def test_steps_are_taken_from_the_file_where_they_are_the_journals(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """Also of a run that was resumed twice, and whose file therefore has rows that count no more."""
+    monkeypatch.setattr(steps, "_MOST_COMPARED", most)
+    with make_run(num_steps=9) as journal:
+        file = CurvesFile(Path("run"), history())
+        for again, last in ((5, 8), (3, 10)):
+            journal.forget_after(again)
+            for step in range(again + 1, last + 1):
+                commit(journal, step)
+                file.append(history()[-1])
+        commit(journal, 11)  # the file does not have it yet
+        known, none = Steps(), Steps()
+        with RunReader(Path("run")).journal() as connection:
+            table = read_curves(Path("run"))
+            known._take(connection, table)  # type: ignore[arg-type]
+            assert known.steps.tolist() == [*range(1, 11)]
+            assert not known.update(connection, table)
+            none.update(connection, None)
+        for name in ("ids", "steps", "committed_at"):
+            assert getattr(known, name).tolist() == getattr(none, name).tolist()
+        assert none.steps.tolist() == [*range(1, 12)]
+        file.close()
+
+
+@pytest.mark.parametrize("column", [0, 1])
+@pytest.mark.parametrize("place", [0, 4, 8])
+def test_steps_of_a_file_that_says_otherwise_are_the_journals(column: int, place: int) -> None:
+    make_run(num_steps=9).close()
+    CurvesFile(Path("run"), history()).close()
+    of_journal = curves_of()
+    path = Path("run", CURVES_NAME)
+    table = read_curves(Path("run"))
+    assert table is not None
+    rows = np.array(table._rows)
+    rows[place, column] += 0.25
+    path.write_bytes(path.read_bytes()[: -rows.nbytes] + rows.tobytes())
+    assert curves_of() == of_journal
+
+
 def test_what_was_cut_off_or_damaged_is_written_anew() -> None:
     make_run(num_steps=4).close()
     of_journal = curves_of()
@@ -89,7 +130,7 @@ def test_what_was_cut_off_or_damaged_is_written_anew() -> None:
         CurvesFile(Path("run"), history()).close()
         table = read_curves(Path("run"))
         assert table is not None
-        assert table.column("reward", np.arange(4))[0].tolist() == [0.1, 0.2, 0.3, 0.4]
+        assert table.columns(["reward"], np.arange(4))["reward"][0].tolist() == [0.1, 0.2, 0.3, 0.4]
     path.write_bytes(whole + b"part of a row")
     file = CurvesFile(Path("run"), history())
     file.close()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import msgspec
 import pytest
 from cluster_harness import GRPO, Cluster
+from rich.console import Console
 from run_harness import build_config
 
 from tandem.common.messages import Hello
@@ -15,6 +17,8 @@ from tandem.coordinator.run.journal import StepRecord
 from tandem.coordinator.run.live import LIVE_NAME, read_live
 from tandem.coordinator.run.live_file import LiveFile
 from tandem.coordinator.run.members import Member, Registry
+from tandem.coordinator.run.progress import Progress
+from tandem.coordinator.run.time_left import seconds_left
 from tandem.coordinator.scheduler.events import DispatchPrompts
 
 SETTINGS = {
@@ -62,7 +66,7 @@ def test_it_says_what_the_tables_have(live: LiveFile) -> None:
     live.show(cluster.plan, members(2))
     said = read_live(Path.cwd())
     assert said is not None
-    assert (said.step, said.num_steps, said.outcome) == (2, 8, None)
+    assert (said.step, said.num_steps) == (2, 8)
     groups = said.groups
     # As `test_an_asynchronous_run_shows_what_is_generated_ahead_and_with_what` has it on the console.
     assert (groups.ready, groups.in_flight, groups.waiting) == (3, 5, 2)
@@ -102,12 +106,11 @@ def test_it_is_written_only_when_something_changed_and_at_most_twice_a_second(
     assert path.stat().st_ino == second, "nothing has changed"
 
 
-def test_the_end_is_what_it_says_last_and_the_next_begins_without(live: LiveFile) -> None:
+def test_the_next_begins_without_what_was_said(live: LiveFile) -> None:
     live.show(cluster_of(2).plan, members(2))
-    live.end("failed", "rollout-0 was lost")
     said = read_live(Path.cwd())
     assert said is not None
-    assert (said.outcome, said.error, said.step) == ("failed", "rollout-0 was lost", 2)
+    assert said.step == 2
     LiveFile(build_config(SETTINGS), Path.cwd(), 8, [])
     assert read_live(Path.cwd()) is None
 
@@ -115,7 +118,6 @@ def test_the_end_is_what_it_says_last_and_the_next_begins_without(live: LiveFile
 def test_what_the_disk_says_stops_nothing(live: LiveFile) -> None:
     Path(LIVE_NAME).mkdir()
     live.show(cluster_of(2).plan, members(2))
-    live.end("finished", "")
     assert read_live(Path.cwd()) is None
 
 
@@ -131,3 +133,23 @@ def test_how_long_it_will_take_is_what_the_last_steps_took() -> None:
     said = live.look(cluster.plan, members(2))
     assert said.eta_s == pytest.approx(70.0, abs=60)
     assert said.groups.dropped == 4
+
+
+def test_the_console_and_the_page_expect_the_end_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step warms up, and one of the others had a validation."""
+    totals = {1: 100.0, 2: 10.0, 3: 10.0, 4: 40.0}
+    history = [StepRecord(step=s, version=s, metrics={}, seconds={"total": total}) for s, total in totals.items()]
+    now = [50.0]
+    monkeypatch.setattr("tandem.coordinator.run.live_file.time.monotonic", lambda: now[0])
+    config, cluster, out = build_config(SETTINGS), cluster_of(2), io.StringIO()
+    live = LiveFile(config, Path.cwd(), 8, history)
+    progress = Progress(config, cluster.plan.spec, history, Console(file=out, width=200), lambda: now[0])
+    now[0] += 30.0  # of the 20 s that each of four steps takes
+    registry = members(2)
+    assert live.look(cluster.plan, registry).eta_s == 50.0
+    progress.show(cluster.plan, registry)
+    assert out.getvalue().rstrip().endswith("0:00:30 elapsed, 0:00:50 left")
+    now[0] += 1000.0
+    assert live.look(cluster.plan, registry).eta_s == 0.0
+    assert seconds_left([], 8) is None
+    assert seconds_left(history[:1], 8) == 700.0, "there is no other"

@@ -13,8 +13,10 @@ from page_harness import a_refit, a_sample, client, commit, get, make_run, recor
 from tandem.common.config import build_config
 from tandem.common.errors import ConfigError, RunFolderError
 from tandem.coordinator.page.server import make_app
+from tandem.coordinator.run.ending import recorded
 from tandem.coordinator.run.journal import Journal
 from tandem.coordinator.run.live import LIVE_NAME, Live
+from tandem.coordinator.scheduler.events import Finish, Outcome
 
 SETTINGS = {
     "grpo": {},
@@ -44,11 +46,17 @@ def test_runs_are_listed_with_how_they_are() -> None:
 
 
 @pytest.mark.parametrize("outcome", ["finished", "failed", "interrupted"])
-def test_how_a_run_ended_is_what_its_coordinator_said_last(outcome: str) -> None:
-    make_run().close()
-    say_live(outcome=outcome)
-    assert get(client("run"), "/api/runs")[0]["state"] == outcome
-    assert get(client("run"), "/api/runs/0/live") is None
+def test_how_a_run_ended_is_what_its_journal_says_last(outcome: Outcome) -> None:
+    with make_run() as journal:
+        say_live()
+        recorded(journal, lambda: Finish(outcome=outcome))
+        page = client("run")
+        assert get(page, "/api/runs")[0]["state"] == outcome, "before its coordinator is gone"
+        assert get(page, "/api/runs/0/live") is None
+        journal.record_config(b"{}")
+        assert get(page, "/api/runs")[0]["state"] == "running", "it was resumed"
+        assert get(page, "/api/runs/0/live")["phase"] == "training"
+    assert get(page, "/api/runs")[0]["state"] == "ended", "and killed before it said anything"
 
 
 def test_a_run_is_killed_if_nobody_holds_its_lock() -> None:

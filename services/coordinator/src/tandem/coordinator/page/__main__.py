@@ -13,7 +13,7 @@ from tandem.common.process_lifetime import die_with
 
 
 def main() -> None:
-    """Serve the page of one run, on a socket that the coordinator listens with, until this process is killed."""
+    """Serve the page of one run, on a socket that the coordinator listens with, until that asks this process to end."""
     parser = argparse.ArgumentParser(prog="page")
     parser.add_argument("run", type=Path)
     parser.add_argument("--socket", type=int, required=True, help="its descriptor")

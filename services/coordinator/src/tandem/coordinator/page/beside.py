@@ -13,7 +13,11 @@ from typing import Literal
 from tandem.common.errors import ConfigError
 from tandem.coordinator.page.address import listen, url_of
 
+END = signal.SIGUSR1
+"""Asks the process to end. What asks the whole of a run to end it leaves to the coordinator."""
 _HOST = "127.0.0.1"
+_END_S = 2.0
+"""How long it may take to tell those who look how the run ended, before it is killed."""
 _KILLED_S = 10.0
 """How long the kernel may take to end a process that was killed."""
 _TAIL_LINES = 2
@@ -65,6 +69,10 @@ class PageProcess:
     def close(self) -> None:
         """End it."""
         if self._process is not None:
-            self._process.kill()
-            self._process.wait(_KILLED_S)
+            self._process.send_signal(END)
+            try:
+                self._process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait(_KILLED_S)
             self._process = None

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import uvicorn
 
+from tandem.coordinator.page.beside import END
 from tandem.coordinator.page.server import make_app
 from tandem.coordinator.page.stream import Watch
 
@@ -20,7 +22,7 @@ _END_S = 5
 def serve(
     folders: Sequence[Path], listener: socket.socket, token: str | None = None, *, heeds_signals: bool = True
 ) -> None:
-    """Serve the page of these runs until this process gets SIGINT or SIGTERM, or for ever."""
+    """Serve the page of these runs until this process gets SIGINT or SIGTERM; `END` if it does not heed these."""
     app = make_app(folders, token)
     config = uvicorn.Config(
         app,
@@ -53,6 +55,7 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Take a signal as a request to end; uvicorn would raise it once more afterwards."""
         if not self._heeds_signals:
+            signal.signal(END, self.handle_exit)
             yield
             return
         with super().capture_signals():

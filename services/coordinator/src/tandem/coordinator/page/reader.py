@@ -14,6 +14,7 @@ from typing import Literal
 
 import msgspec
 
+from tandem.coordinator.run.ending import outcome_in
 from tandem.coordinator.run.journal import RefitRecord
 from tandem.coordinator.run.journal_file import connect_checked, file_errors, is_taken, require_journal
 from tandem.coordinator.run.live import Live, read_live
@@ -73,6 +74,7 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True):
     last_step: int | None
     last_event: int
     live_at: float
+    state: State
 
 
 class RunReader:
@@ -103,6 +105,7 @@ class RunReader:
                 "SELECT max((SELECT committed_at FROM steps ORDER BY id DESC LIMIT 1), "
                 "coalesce((SELECT at FROM events ORDER BY id DESC LIMIT 1), 0))"
             ).fetchone()[0]
+            state = self._state(journal)
         config = msgspec.json.decode(config_json)
         live = read_live(self.folder)
         num_steps = config.get(algorithm, {}).get("max_num_steps") if live is None else live.num_steps
@@ -114,22 +117,27 @@ class RunReader:
             algorithm=algorithm,
             model=config.get("policy", {}).get("model_name", ""),
             created_at=created_at,
-            state=self.state(live),
+            state=state,
             last_step=last_step,
             num_steps=num_steps,
             updated_at=max(created_at, newest or 0.0, 0.0 if live is None else live.at),
         )
 
-    def state(self, live: Live | None) -> State:
-        """Return how the run is, of which `live` was said last."""
-        if live is not None and live.outcome is not None:
-            return live.outcome
+    def _state(self, journal: sqlite3.Connection) -> State:
+        """Return how the run is; what ended before it was begun the last time is over."""
+        (begun_at,) = journal.execute("SELECT at FROM configs ORDER BY id DESC LIMIT 1").fetchone()
+        newest = journal.execute("SELECT at, text FROM events ORDER BY id DESC LIMIT 1").fetchone()
+        if newest is not None and newest[0] >= begun_at and (outcome := outcome_in(newest[1])) is not None:
+            return outcome
         return "running" if is_taken(self.folder) else "ended"
 
     def live(self) -> Live | None:
         """Return what the coordinator said last; None once the run has ended."""
         live = read_live(self.folder)
-        return live if live is not None and self.state(live) == "running" else None
+        if live is None:
+            return None
+        with self.journal() as journal:
+            return live if self._state(journal) == "running" else None
 
     def run_id(self) -> str:
         """Return the run's name."""
@@ -181,8 +189,10 @@ class RunReader:
         with self.journal() as journal:
             (last_step,) = journal.execute("SELECT max(step) FROM steps WHERE superseded_at IS NULL").fetchone()
             (last_event,) = journal.execute("SELECT max(id) FROM events").fetchone()
+            state = self._state(journal)
         live = read_live(self.folder)
-        return Mark(last_step=last_step, last_event=last_event or 0, live_at=0.0 if live is None else live.at)
+        live_at = 0.0 if live is None else live.at
+        return Mark(last_step=last_step, last_event=last_event or 0, live_at=live_at, state=state)
 
 
 def _refit(record: RefitRecord) -> Refit:

@@ -10,18 +10,23 @@ from __future__ import annotations
 import sqlite3
 import threading
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 import msgspec
 import numpy as np
 
 from tandem.coordinator.page.reader import RunReader
-from tandem.coordinator.run.curves_file import SECONDS, CurvesTable, Ids, Numbers, read_curves
+from tandem.coordinator.page.steps import Steps
+from tandem.coordinator.run.curves_file import SECONDS, CurvesTable, Flags, Ids, Numbers, read_curves
 
 _CHUNK = 1000
 """Steps read at once: a commit of the coordinator waits for no more."""
 _MAX_BYTES = 256e6
 _SPARSE = 400
 """Steps that are looked at for names of metrics, of a run with many, beside its newest."""
+
+
+_Array = TypeVar("_Array", Ids, Numbers)
 
 
 class MetricName(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,9 +57,10 @@ class _Column:
 
     def extend(self, ids: Ids, values: Numbers, read_to: int) -> None:
         """Add what was found after `read_to`, in any order."""
-        order = np.argsort(ids, kind="stable")
-        self.ids = np.concatenate([self.ids, ids[order]])
-        self.values = np.concatenate([self.values, values[order]])
+        if (ids[1:] < ids[:-1]).any():
+            order = np.argsort(ids, kind="stable")
+            ids, values = ids[order], values[order]
+        self.ids, self.values = _joined(self.ids, ids), _joined(self.values, values)
         self.read_to = read_to
 
 
@@ -64,11 +70,7 @@ class Curves:
     def __init__(self, reader: RunReader) -> None:
         self._reader = reader
         self._lock = threading.Lock()
-        self._of: tuple[str, int] | None = None
-        """The run, and how many of its steps a resume did over again: what was read is of these."""
-        self._ids: Ids = np.zeros(0, np.int64)
-        self._steps: Ids = np.zeros(0, np.int64)
-        self._committed_at: Numbers = np.zeros(0)
+        self._steps = Steps()
         self._columns: dict[str, _Column] = {}
         """The one that was asked for last is the last."""
         self._names: dict[str, None] = {}
@@ -76,19 +78,23 @@ class Curves:
 
     def names(self) -> list[MetricName]:
         """Return the curves that there are, by group and name."""
-        with self._lock, self._reader.journal() as journal:
-            self._read_steps(journal)
-            self._read_names(journal)
+        with self._lock:
+            table = read_curves(self._reader.folder)
+            with self._reader.journal() as journal:
+                self._read_steps(journal, table)
+                self._read_names(journal, table)
             names = [MetricName(name=name, group=group_of(name)) for name in self._names]
         return sorted(names, key=lambda each: (each.group, each.name))
 
     def series(self, names: Iterable[str], points: int, first: int | None, last: int | None) -> dict[str, Series]:
         """Return curves from a step to another, in at most so many points each; without those that there are not."""
         found: dict[str, Series] = {}
-        with self._lock, self._reader.journal() as journal:
-            self._read_steps(journal)
-            wanted = list(dict.fromkeys(names))
-            self._read(journal, wanted)
+        wanted = list(dict.fromkeys(names))
+        with self._lock:
+            table = read_curves(self._reader.folder)
+            with self._reader.journal() as journal:
+                self._read_steps(journal, table)
+                self._read(journal, table, wanted)
             for name in wanted:
                 steps, values = self._curve(name, first, last)
                 if len(steps):
@@ -98,75 +104,60 @@ class Curves:
 
     def _curve(self, name: str, first: int | None, last: int | None) -> tuple[Ids, Numbers]:
         """Return steps that count, and what a metric was there."""
-        column = self._columns[name]
-        if np.array_equal(self._ids, column.ids):  # as of most metrics
-            steps, values = self._steps, column.values
+        column, known = self._columns[name], self._steps
+        if np.array_equal(known.ids, column.ids):  # as of most metrics
+            steps, values = known.steps, column.values
         else:
-            counts = np.isin(column.ids, self._ids, assume_unique=True)
-            steps = self._steps[np.searchsorted(self._ids, column.ids[counts])]
+            counts = np.isin(column.ids, known.ids, assume_unique=True)
+            steps = known.steps[np.searchsorted(known.ids, column.ids[counts])]
             values = column.values[counts]
         low = 0 if first is None else int(np.searchsorted(steps, first, "left"))
         high = len(steps) if last is None else int(np.searchsorted(steps, last, "right"))
         return steps[low:high], values[low:high]
 
-    def _read_steps(self, journal: sqlite3.Connection) -> None:
+    def _read_steps(self, journal: sqlite3.Connection, table: CurvesTable | None) -> None:
         """Bring the table of steps up to date; if the run was resumed, or is another, forget all."""
-        (run_id,) = journal.execute("SELECT run_id FROM run").fetchone()
-        (num_superseded,) = journal.execute("SELECT count(superseded_at) FROM steps").fetchone()
-        if self._of != (run_id, num_superseded):
-            self._of = (run_id, num_superseded)
-            self._ids = self._steps = np.zeros(0, np.int64)
-            self._committed_at = np.zeros(0)
+        if not self._steps.update(journal, table):
             self._columns, self._names, self._names_to = {}, {}, 0
-        newest = int(self._ids[-1]) if len(self._ids) else 0
-        query = "SELECT id, step, committed_at FROM steps WHERE id > ? AND superseded_at IS NULL ORDER BY id"
-        rows = journal.execute(query, (newest,)).fetchall()
-        if rows:
-            ids, steps, committed_at = zip(*rows, strict=True)
-            self._ids = np.concatenate([self._ids, np.array(ids, np.int64)])
-            self._steps = np.concatenate([self._steps, np.array(steps, np.int64)])
-            self._committed_at = np.concatenate([self._committed_at, np.array(committed_at, np.float64)])
 
-    def _read(self, journal: sqlite3.Connection, names: Sequence[str]) -> None:
+    def _read(self, journal: sqlite3.Connection, table: CurvesTable | None, names: Sequence[str]) -> None:
         """Bring columns up to date, those that were read as far together."""
         together: dict[tuple[bool, int], list[str]] = {}
-        newest = int(self._ids[-1]) if len(self._ids) else 0
+        newest = self._steps.newest
         for name in names:
             column = self._columns.pop(name) if name in self._columns else _Column()
             self._columns[name] = column
             if column.read_to < newest:
                 together.setdefault((name.startswith(SECONDS), column.read_to), []).append(name)
-        table = read_curves(self._reader.folder) if together else None
         for (is_seconds, read_to), alike in together.items():
-            new = self._ids > read_to
+            new = self._steps.ids > read_to
             rows = self._rows(table, new)
-            is_there, ids = rows >= 0, self._ids[new]
+            is_there, ids = rows >= 0, self._steps.ids[new]
+            of_table = {} if table is None else table.columns(alike, rows[is_there])
             of_journal = _from_journal(journal, alike, ids[~is_there], is_seconds=is_seconds)
             for name in alike:
                 found_ids, found = of_journal[name]
-                if table is not None:
-                    values, has = table.column(name, rows[is_there])
-                    found_ids = np.concatenate([ids[is_there][has], found_ids])
-                    found = np.concatenate([values[has], found])
+                if name in of_table:
+                    values, has = of_table[name]
+                    found_ids, found = _joined(ids[is_there][has], found_ids), _joined(values[has], found)
                 self._columns[name].extend(found_ids, found, newest)
 
-    def _rows(self, table: CurvesTable | None, new: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Ids:
+    def _rows(self, table: CurvesTable | None, new: Flags) -> Ids:
         """Return in which row of the table each of these steps is; -1 where it is in none."""
         if table is None:
             return np.full(int(new.sum()), -1, np.int64)
-        return table.rows_of(self._steps[new], self._committed_at[new])
+        return table.rows_of(self._steps.steps[new], self._steps.committed_at[new])
 
-    def _read_names(self, journal: sqlite3.Connection) -> None:
+    def _read_names(self, journal: sqlite3.Connection, table: CurvesTable | None) -> None:
         """Bring the names up to date: of the steps that are new, or, where these are many, of some and of the newest.
 
         The table has all names of the steps that are in it. Otherwise a metric that is there in few steps is most
         likely one of a validation, which comes every so many.
         """
-        newer = self._ids > self._names_to
+        newer = self._steps.ids > self._names_to
         if not newer.any():
             return
-        table = read_curves(self._reader.folder)
-        new = self._ids[newer][self._rows(table, newer) < 0]
+        new = self._steps.ids[newer][self._rows(table, newer) < 0]
         if table is not None and len(new) < newer.sum():
             self._names |= dict.fromkeys(table.names)
         if len(new) > 4 * _SPARSE:
@@ -179,12 +170,12 @@ class Curves:
             for place, column, prefix in (("metrics", "name", ""), ("seconds", "phase", SECONDS)):
                 query = f"SELECT DISTINCT {column} FROM {place} WHERE step_id IN ({marks})"
                 self._names |= {prefix + name: None for (name,) in journal.execute(query, ids.tolist())}
-        self._names_to = int(self._ids[-1])
+        self._names_to = self._steps.newest
 
     def _round_steps(self, count: int) -> list[int]:
         """Return ids of steps with round numbers, at which runs validate and save."""
         width = 10 ** max(1, len(str(count // _SPARSE)))
-        rounded: list[int] = self._ids[self._steps % width == 0].tolist()
+        rounded: list[int] = self._steps.ids[self._steps.steps % width == 0].tolist()
         return rounded[-2 * _SPARSE :]
 
     def _forget(self, keep: int) -> None:
@@ -195,6 +186,13 @@ class Curves:
                 return
             column = self._columns.pop(name)
             total -= column.values.nbytes + column.ids.nbytes
+
+
+def _joined(first: _Array, second: _Array) -> _Array:
+    """Return both, one after the other; not copied where one is empty, as mostly."""
+    if not len(first) or not len(second):
+        return first if len(first) else second
+    return np.concatenate([first, second])
 
 
 def _from_journal(

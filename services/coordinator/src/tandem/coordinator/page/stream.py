@@ -33,10 +33,14 @@ class Watch:
         self._has_ended = True
 
     async def changes(self, request: Request) -> AsyncIterator[bytes]:
-        """Yield how far each run is, and again whenever that is further, until nobody listens."""
+        """Yield how far each run is, and again whenever that is further, until nobody listens.
+
+        When the program is to end, all is looked at once more: that may be because the run has ended.
+        """
         seen: list[tuple[object, Mark | None]] = [(None, None)] * len(self._readers)
         silent_s = 0.0
-        while not (self._has_ended or await request.is_disconnected()):
+        while not await request.is_disconnected():
+            is_last = self._has_ended
             silent_s += _LOOK_S
             for index, reader in enumerate(self._readers):
                 before, told = seen[index]
@@ -48,6 +52,8 @@ class Watch:
             if silent_s > _ALIVE_S:
                 silent_s = 0.0
                 yield b": nothing new\n\n"
+            if is_last:
+                return
             await asyncio.sleep(_LOOK_S)
 
 

@@ -23,6 +23,7 @@ SECONDS = "seconds/"
 """Begins the name of the curve of a phase's seconds."""
 Numbers: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.float64]]"
 Ids: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.int64]]"
+Flags: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.bool_]]"
 
 _ABSENT = np.array([0x7FF8_0000_0AB5_E47F], np.int64)
 """What there is for a metric that a step has not: not a number, and not the one that a metric may be."""
@@ -40,9 +41,22 @@ class CurvesTable:
         self._rows = rows
         self._place = {name: place for place, name in enumerate(names, _KEYS)}
 
+    def steps_up_to(self, last: int) -> tuple[Ids, Numbers]:
+        """Return the steps up to one, and when they were committed; of those done over again only the last time."""
+        steps = np.array(self._rows[:, 0])
+        is_asked_for = (steps >= 0) & (steps <= last)
+        found, committed_at = steps[is_asked_for].astype(np.int64), np.array(self._rows[:, 1])[is_asked_for]
+        if not len(found):
+            return found, committed_at
+        least_later = np.minimum.accumulate(found[::-1])[::-1][1:]
+        stays = np.append(found[:-1] < least_later, True)
+        return found[stays], committed_at[stays]
+
     def rows_of(self, steps: Ids, committed_at: Numbers) -> Ids:
         """Return in which row each of these steps is; -1 where it is in none."""
         at = np.array(self._rows[:, 1])
+        if np.array_equal(at, committed_at) and np.array_equal(self._rows[:, 0], steps):
+            return np.arange(len(steps))
         order = np.argsort(at, kind="stable")
         if not len(order):
             return np.full(len(steps), -1, np.int64)
@@ -50,12 +64,15 @@ class CurvesTable:
         row = order[np.minimum(found, len(order) - 1)]
         return np.where((at[row] == committed_at) & (self._rows[row, 0] == steps), row, -1)
 
-    def column(self, name: str, rows: Ids) -> tuple[Numbers, np.ndarray[tuple[int], np.dtype[np.bool_]]]:
-        """Return a metric in these rows, and where it is."""
-        if name not in self._place:
-            return np.zeros(len(rows)), np.zeros(len(rows), np.bool_)
-        values = np.array(self._rows[:, self._place[name]])[rows]
-        return values, values.view(np.int64) != _ABSENT
+    def columns(self, names: Sequence[str], rows: Ids) -> dict[str, tuple[Numbers, Flags]]:
+        """Return what each of these metrics is in these rows, and where it is: all are read in one go over the file."""
+        there = [name for name in names if name in self._place]
+        places = [self._place[name] for name in there]
+        is_range = len(rows) > 0 and np.array_equal(rows, np.arange(rows[0], rows[0] + len(rows)))
+        which = self._rows[rows[0] : rows[-1] + 1] if is_range else self._rows[rows]
+        values = np.ascontiguousarray(which[:, places].T)
+        found = {name: (own, own.view(np.int64) != _ABSENT) for name, own in zip(there, values, strict=True)}
+        return {name: found.get(name, (np.zeros(len(rows)), np.zeros(len(rows), np.bool_))) for name in names}
 
 
 def read_curves(folder: Path) -> CurvesTable | None:
@@ -67,10 +84,8 @@ def read_curves(folder: Path) -> CurvesTable | None:
             whole = (os.fstat(file.fileno()).st_size - len(line)) // _row_bytes(names)
             if not whole:
                 return CurvesTable(names, np.zeros((0, _KEYS + len(names))))
-            shape = (
-                whole,
-                _KEYS + len(names),
-            )  # a row that is being written, or was when the writer was killed, is none
+            # A row that is being written, or was when the writer was killed, is none.
+            shape = (whole, _KEYS + len(names))
             return CurvesTable(names, np.memmap(file, np.float64, mode="r", offset=len(line), shape=shape))
     except (OSError, ValueError, msgspec.MsgspecError):
         return None

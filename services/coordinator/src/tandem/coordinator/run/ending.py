@@ -1,4 +1,7 @@
-"""How a run ended: a line among the events of its journal, which those who look back read again."""
+"""How a run ended: a line among the events of its journal, and nowhere else; one that was killed has none.
+
+Reports and diagnoses read it there, and so does the page.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,11 @@ from collections.abc import Callable
 
 from tandem.common.errors import RunFolderError, TandemError
 from tandem.coordinator.run.journal import Journal
-from tandem.coordinator.scheduler.events import Finish
+from tandem.coordinator.scheduler.events import Finish, Outcome
 
 ENDED = re.compile(r"the run (?P<outcome>finished|was interrupted|failed)( \((?P<kind>\w+)\): (?P<why>.*))?", re.DOTALL)
 """What the line looks like: a failure has the class of its error, and what that says."""
-_SAID = {"finished": "the run finished", "interrupted": "the run was interrupted", "failed": "the run failed"}
+_SAID: dict[Outcome, str] = {"finished": "finished", "interrupted": "was interrupted", "failed": "failed"}
 
 
 def recorded(journal: Journal, carry_out: Callable[[], Finish]) -> Finish:
@@ -26,7 +29,13 @@ def recorded(journal: Journal, carry_out: Callable[[], Finish]) -> Finish:
     return finish
 
 
+def outcome_in(line: str) -> Outcome | None:
+    """Return how the run ended by a line of its journal; None if that is about something else."""
+    found = ENDED.fullmatch(line)
+    return None if found is None else next(outcome for outcome, said in _SAID.items() if said == found["outcome"])
+
+
 def _record(journal: Journal, finish: Finish, error: TandemError | None) -> None:
     why = f" ({type(error).__name__}): {error}" if error is not None else ""
     with contextlib.suppress(RunFolderError):  # of a disk that is full: that is what the run failed of
-        journal.record_event("coordinator", f"{_SAID[finish.outcome]}{why}")
+        journal.record_event("coordinator", f"the run {_SAID[finish.outcome]}{why}")

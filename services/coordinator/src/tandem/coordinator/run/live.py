@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
@@ -83,9 +82,6 @@ class Live(msgspec.Struct, frozen=True, kw_only=True):
     """Samples on which an environment failed."""
     notes: tuple[str, ...] = ()
     """The newest lines of the console."""
-    outcome: Literal["finished", "failed", "interrupted"] | None = None
-    """How the run ended; None while it goes on, and for ever if its coordinator was killed."""
-    error: str = ""
 
 
 def read_live(folder: Path) -> Live | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import statistics
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -24,15 +23,13 @@ from tandem.coordinator.run.live import (
     LiveVersions,
 )
 from tandem.coordinator.run.members import Registry
+from tandem.coordinator.run.time_left import NUM_RECENT, seconds_left
 from tandem.coordinator.scheduler import Scheduler
-from tandem.coordinator.scheduler.events import Outcome
 from tandem.coordinator.scheduler.groups import GroupState
 
 _PAUSE_S = 0.5
 """Between two times that the file is written, at least."""
 _NUM_NOTES = 20
-_NUM_STEPS = 20
-"""Whose seconds say how long those to come take."""
 _DRIVER = Path("/dev/nvidiactl")
 """Is there where a machine has GPUs of NVIDIA's."""
 
@@ -45,7 +42,7 @@ class LiveFile:
         self._config = config
         self._path = folder / LIVE_NAME
         self._num_steps = num_steps
-        self._seconds = deque((record.seconds.get("total", 0.0) for record in history[-_NUM_STEPS:]), _NUM_STEPS)
+        self._records = deque(history, NUM_RECENT)
         self._notes = deque[str]((), _NUM_NOTES)
         self._num_dropped = 0
         self._num_failures = 0
@@ -71,7 +68,7 @@ class LiveFile:
     def commit(self, record: StepRecord) -> None:
         """Note that a step is done."""
         self._committed = time.monotonic()
-        self._seconds.append(record.seconds.get("total", 0.0))
+        self._records.append(record)
         for name in ("groups_too_old", "dynamic_sampling_num_dropped_groups"):
             self._num_dropped += int(record.metrics.get(name, 0))
 
@@ -84,13 +81,6 @@ class LiveFile:
         live = self.look(scheduler, registry)
         if self._last is None or _without_times(live) != _without_times(self._last):
             self._write(live)
-
-    def end(self, outcome: Outcome, error: str) -> None:
-        """Say how the run has ended."""
-        last = self._last or Live(at=0.0, step=0, num_steps=self._num_steps, phase="joining")
-        elapsed_s = time.monotonic() - self._began
-        changes = {"eta_s": None, "elapsed_s": elapsed_s, "notes": tuple(self._notes), "outcome": outcome}
-        self._write(msgspec.structs.replace(last, at=time.time(), error=error, **changes))
 
     def look(self, scheduler: Scheduler, registry: Registry) -> Live:
         """Return how the run stands."""
@@ -109,7 +99,7 @@ class LiveFile:
             step=scheduler.step,
             num_steps=self._num_steps,
             phase=scheduler.phase.value,
-            eta_s=self._eta_s(now, progress.number if progress.is_committed else progress.number - 1),
+            eta_s=seconds_left([*self._records], self._num_steps, now - self._committed),
             elapsed_s=now - self._began,
             groups=LiveGroups(
                 waiting=states[GroupState.WAITING],
@@ -164,12 +154,6 @@ class LiveFile:
         if not (self._has_gpus and self._config.cluster.gpus_per_node and gpus):
             return "CPU"
         return f"GPU {gpus[0]}" if len(gpus) == 1 else f"GPUs {gpus[0]} to {gpus[-1]}"
-
-    def _eta_s(self, now: float, done: int) -> float | None:
-        if not self._seconds:
-            return None
-        remaining = (self._num_steps - done) * statistics.median(self._seconds)
-        return max(0.0, remaining - (now - self._committed))
 
     def _write(self, live: Live) -> None:
         """Write the file, whole; what the disk says to it never stops the run."""

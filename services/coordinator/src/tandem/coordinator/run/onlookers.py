@@ -19,7 +19,7 @@ from tandem.coordinator.run.live_file import LiveFile
 from tandem.coordinator.run.members import Registry
 from tandem.coordinator.run.timeline import Timeline
 from tandem.coordinator.scheduler import Scheduler
-from tandem.coordinator.scheduler.events import Event, Outcome
+from tandem.coordinator.scheduler.events import Event
 
 
 class Onlookers:
@@ -77,9 +77,8 @@ class Onlookers:
                 self._curves.append(record)
         self._timeline.commit(record.step, record.seconds.get("total", 0.0), self._now)
 
-    def end(self, outcome: Outcome, error: str = "") -> None:
-        """Say how the run has ended."""
-        self.live.end(outcome, error)
+    def close(self) -> None:
+        """Say nothing more: how the run ended is in its journal."""
         self._timeline.close()
         if self._curves is not None:
             self._curves.close()

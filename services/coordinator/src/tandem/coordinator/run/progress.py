@@ -19,6 +19,7 @@ from tandem.common.config import Config
 from tandem.coordinator.run.display import Display
 from tandem.coordinator.run.journal import StepRecord
 from tandem.coordinator.run.members import Registry
+from tandem.coordinator.run.time_left import seconds_left
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.engines import Status
 from tandem.coordinator.scheduler.groups import GroupState
@@ -28,8 +29,6 @@ _BARS = "▁▂▃▄▅▆▇█"
 _SPARKLINE_WIDTH = 60
 _REFRESH_S = 0.25
 _LINE_EVERY_S = 30.0
-_RECENT = 10
-"""Steps whose duration says how long those to come will take."""
 _MOST_NAMED = 4
 """Processes that a line names; of more it says how many there are."""
 _PHASE_COLOURS = {
@@ -75,14 +74,6 @@ def clock(seconds: float) -> str:
     """Write a duration as hours, minutes and seconds: ``1:02:03``."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
-
-
-def seconds_left(records: Sequence[StepRecord], last_step: int) -> float | None:
-    """Return how long the steps to come will take if they take as long as the latest; None where none is done."""
-    totals = [record.seconds.get("total", 0.0) for record in records[-_RECENT:] if record.step]
-    if not totals or not sum(totals):
-        return None
-    return (last_step - records[-1].step) * sum(totals) / len(totals)
 
 
 def waiting_line(scheduler: Scheduler, registry: Registry, last_step: int) -> str:
@@ -148,7 +139,7 @@ class Progress:
         self._console = console or Console()
         self._now = now
         self._line_every_s = line_every_s
-        self._began_at = self._printed_at = now()
+        self._began_at = self._printed_at = self._committed_at = now()
         self._shown_at = -_REFRESH_S
         self._display: Display | None = None
         if self._console.is_terminal and not self._console.is_dumb_terminal:
@@ -161,6 +152,7 @@ class Progress:
     def commit(self, record: StepRecord) -> None:
         """Show a step that is done."""
         self._records.append(record)
+        self._committed_at = self._now()
         self._print(step_line(record, self._spec.last_step, self._times()))
 
     def show(self, scheduler: Scheduler, registry: Registry) -> None:
@@ -212,8 +204,9 @@ class Progress:
 
     def _times(self) -> str:
         """Say how long the run has gone on, since it was started or resumed, and how much longer it will."""
-        left = seconds_left(self._records, self._spec.last_step)
-        elapsed = f"{clock(self._now() - self._began_at)} elapsed"
+        now = self._now()
+        left = seconds_left(self._records, self._spec.last_step, now - self._committed_at)
+        elapsed = f"{clock(now - self._began_at)} elapsed"
         return elapsed if left is None else f"{elapsed}, {clock(left)} left"
 
     def _print(self, text: str) -> None:

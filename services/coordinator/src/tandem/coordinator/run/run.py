@@ -274,16 +274,15 @@ def _run(
         scheduler = Scheduler(spec, time.monotonic(), is_informative=partial(has_spread, config.grpo), kept=kept)
         loop = Loop(scheduler, registry, processes, algorithm, Batches(config, algorithm, sources), recorder)
         outcome: Outcome = "failed"
-        error: Exception | None = None
         try:
             _launch(config, processes, registry)
             finish = loop.run()
-            outcome, error = finish.outcome, finish.error
+            outcome = finish.outcome
             damage = resuming.damage_in(finish, start)
         except DamagedCheckpoint as damaged:
-            error = damage = damaged
+            damage = damaged
         finally:
-            onlookers.end(outcome, str(error or ""))
+            onlookers.close()
             loop.stop(f"the run {outcome}" if outcome == "finished" else f"the run was {outcome}")
         if damage is not None:
             raise resuming.with_way_out(damage, start.first_step - 1)

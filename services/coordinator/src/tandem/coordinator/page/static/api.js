@@ -30,7 +30,7 @@ const LONGEST_WAIT_S = 15;
 
 /**
  * Listen to changes for as long as the page is open. A connection that is lost is made again, after ever longer waits.
- * @param {(change: {run: number, last_step: number, last_event: number, live_at: number | null}) => void} changed
+ * @param {(change: any) => void} changed how far a run is: its `last_step`, `last_event`, `live_at` and `state`
  * @param {(isConnected: boolean, retryInS: number) => void} connected
  */
 export function listen(changed, connected) {

@@ -2,20 +2,16 @@
 //
 //   api/stream ──▶ changes ──▶ header (state, step, ETA) and the panel that is open
 //   the URL's hash ──▶ which panel, which run, and what it shows; panels write theirs there (state.js)
+//
+// The module of a panel is loaded when it is opened, and those of the others a little later: the first has less to wait
+// for, and a server that is gone by then is not needed to open them.
 
 import { get, listen, ofRun } from "./api.js";
 import { isDark, onTheme, toggleTheme } from "./colours.js";
-import * as curves from "./curves.js";
 import { el, empty, fill, hideTip, setText } from "./dom.js";
-import * as events from "./events.js";
 import { Header } from "./header.js";
-import * as memory from "./memory.js";
 import { refresher } from "./refresh.js";
-import * as refits from "./refits.js";
-import * as samples from "./samples.js";
-import * as scheduler from "./scheduler.js";
 import * as state from "./state.js";
-import * as timeline from "./timeline.js";
 
 /**
  * @typedef {object} Run
@@ -47,14 +43,21 @@ import * as timeline from "./timeline.js";
  * @property {() => void} [close]
  */
 
-/** @type {[string, string, (root: HTMLElement, ctx: Context) => View][]} */
+/** @typedef {{mount: (root: HTMLElement, ctx: Context) => View}} Panel */
+
+/** @type {[string, string, () => Promise<Panel>][]} */
 const TABS = [
-  ["curves", "Curves", curves.mount], ["timeline", "Timeline", timeline.mount],
-  ["scheduler", "Scheduler", scheduler.mount], ["refits", "Refits", refits.mount],
-  ["memory", "Memory", memory.mount], ["log", "Log", events.mount], ["samples", "Samples", samples.mount],
+  ["curves", "Curves", () => import("./curves.js")],
+  ["timeline", "Timeline", () => import("./timeline.js")],
+  ["scheduler", "Scheduler", () => import("./scheduler.js")],
+  ["refits", "Refits", () => import("./refits.js")],
+  ["memory", "Memory", () => import("./memory.js")],
+  ["log", "Log", () => import("./events.js")],
+  ["samples", "Samples", () => import("./samples.js")],
 ];
 
 const LOOK_MS = 3000;
+const OTHER_PANELS_MS = 1500;
 
 class Page {
   constructor() {
@@ -67,7 +70,7 @@ class Page {
     this.tab = "";
     /** @type {Map<number, any>} */
     this.heard = new Map();
-    this.missed = false;
+    this.missed = false; // changes may have come that nobody heard of, or that were not looked at
     this.main = /** @type {HTMLElement} */ (document.getElementById("main"));
     /** @type {Context} */
     this.ctx = {
@@ -84,22 +87,28 @@ class Page {
     this.buildTheme();
     document.getElementById("skip")?.addEventListener("click",
       (event) => { event.preventDefault(); this.main.focus(); });
-    state.onMove(() => this.open());
+    state.onMove(() => void this.open());
     document.addEventListener("visibilitychange", () => { if (!document.hidden && this.missed) this.catchUp(); });
     try {
       await this.loadRuns();
     } catch (error) {
-      fill(this.main, empty("The server cannot be reached.", "This page tries again by itself."));
+      this.missed = true;
+      this.unreachable();
     }
     listen((change) => this.changed(change), (isConnected, retryInS) => {
       this.header.connected(isConnected, retryInS);
-      if (isConnected) this.catchUp();
+      if (!isConnected) this.missed = true;
+      else if (this.missed) this.catchUp();
     });
-    if (this.runs.length) this.open();
     // How a run ended is known when its coordinator is gone, which changes no file.
     setInterval(() => {
       if (!document.hidden && this.runs.some((run) => run.state === "running")) this.refreshRuns();
     }, LOOK_MS);
+    setTimeout(() => { for (const [, , load] of TABS) load().catch(() => {}); }, OTHER_PANELS_MS);
+  }
+
+  unreachable() {
+    fill(this.main, empty("The server cannot be reached.", "This page tries again by itself."));
   }
 
   run() {
@@ -117,7 +126,7 @@ class Page {
   pick(index) {
     state.set({ run: index || null });
     this.live = null;
-    this.open(true);
+    void this.open(true);
   }
 
   /** @param {number} index */
@@ -136,7 +145,7 @@ class Page {
     if (before === "running" && this.run()?.state !== before) this.refreshLive();
     if (!this.runs.length) fill(this.main, empty("There is no run to look at."));
     this.header.draw();
-    if (this.runs.length && !wereThere) this.open();
+    if (this.runs.length && !wereThere) void this.open();
   }
 
   async loadLive() {
@@ -151,13 +160,18 @@ class Page {
 
   /** @param {any} change what the stream said */
   changed(change) {
-    const before = this.heard.get(change.run) ?? {};
+    const isFirst = !this.heard.has(change.run);
+    const before = this.heard.get(change.run) ?? { last_step: this.runs[change.run]?.last_step };
     this.heard.set(change.run, change);
     const isOfRun = change.run === (this.run()?.index ?? 0);
     const isNew = (/** @type {string} */ what) => change[what] !== before[what];
     const run = this.runs[change.run];
     if (run && isNew("last_step") && change.last_step !== null) run.last_step = change.last_step;
-    this.refreshRuns();
+    if (run && run.state !== change.state) { // the last thing that the page of a run says is how that ended
+      run.state = change.state;
+      this.header.draw();
+    }
+    if (!isFirst || isNew("last_step")) this.refreshRuns();
     if (document.hidden) { this.missed = true; return; }
     if (isOfRun && isNew("live_at")) this.refreshLive();
     const isShown = isOfRun || this.shown().some((other) => other.index === change.run);
@@ -176,9 +190,9 @@ class Page {
   }
 
   /** Show the panel that the hash names. @param {boolean} [isAgain] even if it is shown */
-  open(isAgain = false) {
+  async open(isAgain = false) {
     if (!this.runs.length) return;
-    const [tab, name, mount] = TABS.find(([id]) => id === state.tab()) ?? TABS[0];
+    const [tab, name, load] = TABS.find(([id]) => id === state.tab()) ?? TABS[0];
     this.header.draw();
     this.refreshLive();
     this.header.stepDone();
@@ -190,12 +204,20 @@ class Page {
       link.scrollIntoView({ block: "nearest", inline: "nearest" });
     }
     this.view?.close?.();
+    this.view = null;
     const root = el("div.view", { data: { view: tab } });
     fill(this.main, root);
     document.title = `${this.run().name} · ${name} · Tandem`;
     if (tab !== this.tab || isAgain) scrollTo(0, 0);
     this.tab = tab;
-    this.view = mount(root, this.ctx);
+    try {
+      const { mount } = await load();
+      if (root.isConnected) this.view = mount(root, this.ctx); // otherwise another was opened meanwhile
+    } catch (error) {
+      if (!(error instanceof TypeError)) throw error; // a module that cannot be had
+      this.missed = true;
+      this.unreachable();
+    }
   }
 
   buildTabs() {

@@ -26,6 +26,7 @@ const NOTES = {
 };
 const TITLES = { [PHASES]: "Seconds by phase", kl: "KL", mean_generation_length: "Response length" };
 const MOST_POINTS = 700;
+const IN_VIEW = 6; // charts that a laptop shows without scrolling
 const REREAD_NAMES_EVERY = 25; // steps
 
 /** @param {HTMLElement} root @param {Context} ctx */
@@ -102,19 +103,32 @@ class Curves {
   async load() {
     const runs = this.ctx.shown();
     await Promise.all(runs.map((run) => this.loadNames(run)));
-    const zoom = this.zoomed();
-    const metrics = [...new Set(this.wanted().flatMap(([, names]) => names))];
-    await Promise.all(runs.map(async (run) => {
-      const own = new Set(this.names.get(run.index)?.names);
-      const names = metrics.filter((name) => own.has(name));
-      const query = { names: names.join(","), points: MOST_POINTS, from: zoom?.[0], to: zoom?.[1] };
-      if (names.length) this.series.set(run.index, await ofRun(run.index, "series", query));
-    }));
+    const charts = this.wanted();
+    // What is seen first is drawn first.
+    const parts = this.series.size ? [charts] : [charts.slice(0, IN_VIEW), charts.slice(IN_VIEW)];
+    /** @type {Map<number, Record<string, any>>} */
+    const loaded = new Map();
+    for (const part of parts) {
+      await Promise.all(runs.map((run) => this.loadSeries(run, part, loaded)));
+      for (const [run, series] of loaded) this.series.set(run, series);
+      this.draw();
+    }
     const options = [...this.allNames()].sort();
     if (this.options.childElementCount !== options.length) {
       fill(this.options, options.map((name) => el("option", { value: name }, title(name))));
     }
-    this.draw();
+  }
+
+  /** Add the curves of these charts to what was loaded of a run.
+   * @param {import("./app.js").Run} run @param {[string, string[]][]} charts
+   * @param {Map<number, Record<string, any>>} loaded */
+  async loadSeries(run, charts, loaded) {
+    const own = new Set(this.names.get(run.index)?.names);
+    const names = [...new Set(charts.flatMap(([, metrics]) => metrics))].filter((name) => own.has(name));
+    if (!names.length) return;
+    const zoom = this.zoomed();
+    const query = { names: names.join(","), points: MOST_POINTS, from: zoom?.[0], to: zoom?.[1] };
+    loaded.set(run.index, { ...loaded.get(run.index), ...await ofRun(run.index, "series", query) });
   }
 
   /** A run that goes on has other metrics later, such as those of its first validation.
