@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+
+from tandem.coordinator.run.journal import Journal
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 NEEDS_CHROMIUM = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: Debian's package is called chromium")
@@ -57,6 +60,39 @@ def visit(chromium: Any, url: str, *, may_say: str = "\0", loses: str = "", **op
         assert not (unexpected := [text for text in wrong if may_say not in text]), unexpected
     finally:
         context.close()
+
+
+def column(page: Any, metric: str, share: float) -> list[tuple[int, int, int, int]]:
+    """Return the pixels of a chart from top to bottom: red, green, blue, opacity; `share` says how far to the right."""
+    found = page.evaluate(
+        """([metric, share]) => {
+            const card = document.querySelector(`[data-metric=${metric}]`);
+            const canvas = card.querySelector("canvas");
+            const [box, inner] = [canvas, card.querySelector(".u-over")].map((each) => each.getBoundingClientRect());
+            const pixels = canvas.width / box.width;
+            const x = Math.round((inner.left - box.left + share * inner.width) * pixels);
+            const [top, height] = [(inner.top - box.top) * pixels, inner.height * pixels].map(Math.round);
+            return [...canvas.getContext("2d").getImageData(x, top, 1, height).data];
+        }""",
+        [metric, share],
+    )
+    return [(found[i], found[i + 1], found[i + 2], found[i + 3]) for i in range(0, len(found), 4)]
+
+
+def make_run(folder: Path, curves: Mapping[str, Sequence[float]]) -> None:
+    """Make a run that ended, with these metrics from step 1 on; in one transaction, which a run has for each step."""
+    config = b'{"policy": {"model_name": "model"}, "grpo": {"max_num_steps": 9}}'
+    with Journal.create(folder, config, "grpo") as journal:
+        connection = journal._connection
+        connection.execute("BEGIN")
+        for step, values in enumerate(zip(*curves.values(), strict=True), 1):
+            row = (step, step, 1e9 + step, step)
+            connection.execute(
+                "INSERT INTO steps (id, step, committed_at, version, checkpoint) VALUES (?,?,?,?,'')", row
+            )
+            metrics = [(step, name, value) for name, value in zip(curves, values, strict=True)]
+            connection.executemany("INSERT INTO metrics VALUES (?, ?, ?)", metrics)
+        connection.execute("COMMIT")
 
 
 def until(page: Any, expression: str) -> None:

@@ -144,7 +144,8 @@ export class Chart {
         { ...axis, grid: { show: false }, size: 22, gap: 4, space: 60, values: (_, steps) => steps.map(stepLabel) },
         {
           ...axis, grid, size: 46, gap: 4, space: 30,
-          values: (_, values, _axis, _space, increment) => values.map((v) => (v === null ? "" : this.tick(v, increment))),
+          values: (_, values, _axis, _space, increment) =>
+            values.map((value) => (value === null ? "" : this.tick(value, increment))),
         },
       ],
       cursor: {

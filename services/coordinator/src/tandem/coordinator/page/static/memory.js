@@ -64,7 +64,8 @@ function byPhase(series, names) {
   const parts = names.map((name) => ({ name, match: NAME.exec(name) })).filter(({ match }) => match);
   const phases = [...new Set(parts.map(({ match }) => /** @type {any} */ (match)[1]))];
   const kinds = [...new Set(parts.map(({ match }) => /** @type {any} */ (match)[2]))];
-  const peak = (/** @type {string} */ name) => Math.max(...series[name].high.filter((/** @type {any} */ v) => v !== null));
+  const isNumber = (/** @type {number | null} */ value) => value !== null;
+  const peak = (/** @type {string} */ name) => Math.max(...series[name].high.filter(isNumber));
   const most = Math.max(...names.map(peak));
   return el("table", { data: { table: "memory" } }, heads("process",
     ...phases.map((phase) => `>${phase.replaceAll("_", " ")}`)),

@@ -96,13 +96,13 @@ export class Detail {
   }
 
   /** The others of its problem, to compare with; returns the one that is compared with.
-   * @param {HTMLElement} root @param {any} sample @param {string} purpose @param {any[]} history @param {string} diff */
+   * @param {HTMLElement} root @param {any} sample @param {string} purpose @param {any[]} history
+   * @param {string} diff */
   drawOthers(root, sample, purpose, history, diff) {
     const rows = history.map((row) => ({ row, key: `${row.purpose}:${placeOf(row)}` }));
     const others = rows.filter(({ key }) => key !== `${purpose}:${placeOf(sample)}`);
     const other = others.find(({ key }) => key === diff)?.row;
-    const options = others.map(({ row, key }) => /** @type {[string, string]} */ (
-      [key, `step ${row.step}${row.purpose === "train" ? "" : ", validation"} · sample ${row.group}.${row.sample} · reward ${number(row.reward)}`]));
+    const options = others.map(({ row, key }) => /** @type {[string, string]} */ ([key, calledInList(row)]));
     const chosen = (/** @type {string} */ value) => this.on.opened({ at: placeOf(sample), diff: value || null });
     fill(root, el("h3", null, other ? "Difference" : "Response"), others.length
       ? select("Compare with another sample of this problem",
@@ -148,4 +148,10 @@ function differences(one, two) {
     el("div.text", null, parts.filter((part) => part.kind === "same" || part.kind === own)
       .map((part) => (part.kind === "same" ? part.text : el(tag, null, part.text)))));
   return el("div.sides", null, side(before, "gone", "del"), side(after, "new", "ins"));
+}
+
+/** @param {any} row */
+function calledInList(row) {
+  const step = `step ${row.step}${row.purpose === "train" ? "" : ", validation"}`;
+  return `${step} · sample ${row.group}.${row.sample} · reward ${number(row.reward)}`;
 }

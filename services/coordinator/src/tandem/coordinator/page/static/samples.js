@@ -99,7 +99,9 @@ class Samples {
   }
 
   clearFilters() {
-    for (const input of /** @type {NodeListOf<HTMLInputElement>} */ (this.bar.querySelectorAll("[data-filter]"))) input.value = "";
+    /** @type {NodeListOf<HTMLInputElement>} */
+    const inputs = this.bar.querySelectorAll("[data-filter]");
+    for (const input of inputs) input.value = "";
     this.filter(Object.fromEntries(FILTERS.map((key) => [key, null])));
   }
 

@@ -282,9 +282,11 @@ function inOrder(spans) {
   const length = (/** @type {Span} */ span) => endOf(span) - span.start;
   const found = spans.map((span, i) => {
     const near = spans.slice(Math.max(0, i - NEIGHBOURS), i + NEIGHBOURS);
-    const isBeside = near.some((other) => other !== span && activityColour(other.what) !== null && length(other) > length(span)
-      && Math.min(endOf(other), endOf(span)) - Math.max(other.start, span.start) > 1e-3);
-    return { span, isBeside };
+    const isLonger = (/** @type {Span} */ other) => other !== span && activityColour(other.what) !== null
+      && length(other) > length(span);
+    const isDuring = (/** @type {Span} */ other) =>
+      Math.min(endOf(other), endOf(span)) - Math.max(other.start, span.start) > 1e-3;
+    return { span, isBeside: near.some((other) => isLonger(other) && isDuring(other)) };
   });
   return [...found.filter((each) => !each.isBeside), ...found.filter((each) => each.isBeside)];
 }
@@ -321,8 +323,8 @@ function phaseBar(phase, row, low, high) {
   }, el("span", null, `${phase.name} `, el("b", null, duration(seconds))));
 }
 
-/** @param {CanvasRenderingContext2D} context @param {Span} span @param {number} from @param {number} to @param {number} top @param {number} limit
- * @param {boolean} isBeside */
+/** @param {CanvasRenderingContext2D} context @param {Span} span @param {number} from @param {number} to
+ * @param {number} top @param {number} limit @param {boolean} isBeside */
 function paintSpan(context, span, from, to, top, limit, isBeside) {
   const [a, b] = [Math.max(0, from), Math.min(limit, to)];
   const width = Math.max(b - a, 1);

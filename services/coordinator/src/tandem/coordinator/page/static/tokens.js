@@ -14,7 +14,9 @@ import { number } from "./format.js";
  */
 
 /** Markers that chat templates set: <|im_start|>, </s>, [INST], <start_of_turn>. A model may write such text too. */
-const SPECIAL = /(<\|[^|<>\s]{1,60}\|>|<｜[^<>]{1,60}｜>|<\/?(?:s|pad|unk|bos|eos|eot|mask|think|tool_call|tool_response|start_of_turn|end_of_turn|start_of_image)>|\[\/?INST\])/;
+const TAGS = ["s", "pad", "unk", "bos", "eos", "eot", "mask", "think", "tool_call", "tool_response", "start_of_turn",
+  "end_of_turn", "start_of_image"].join("|");
+const SPECIAL = new RegExp(`(<\\|[^|<>\\s]{1,60}\\|>|<｜[^<>]{1,60}｜>|</?(?:${TAGS})>|\\[/?INST\\])`);
 
 /** Text with special tokens set apart. @param {string} text */
 export function marked(text) {
@@ -45,7 +47,8 @@ export function coloured(tokens, by, advantage) {
   }, shown.map((token, i) => tokenSpan(token, i, by, advantage, newest)));
 }
 
-/** @param {Token} token @param {number} place @param {string} by @param {number | null} advantage @param {number} newest */
+/** @param {Token} token @param {number} place @param {string} by @param {number | null} advantage
+ * @param {number} newest */
 function tokenSpan(token, place, by, advantage, newest) {
   const isSpecial = SPECIAL.test(token.text);
   const tag = `span.token${isSpecial ? ".special" : ""}${token.made_by_policy ? "" : ".given"}`;
@@ -98,8 +101,8 @@ export function legend(tokens, by, advantage) {
   if (by === "version") return versions(made);
   if (by === "logprob") return scale("", "", "",
     `colour is full at ${-FULL_SURPRISE} nat; mean ${number(mean(made.map((token) => token.logprob)))}`, true);
-  return el("p.legend-line", null,
-    `${made.length} tokens by the policy${tokens.length > made.length ? `, ${tokens.length - made.length} given to it` : ""}`);
+  const given = tokens.length - made.length;
+  return el("p.legend-line", null, `${made.length} tokens by the policy${given ? `, ${given} given to it` : ""}`);
 }
 
 /** @param {(number | null)[]} values */
