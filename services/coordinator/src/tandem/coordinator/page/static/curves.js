@@ -4,7 +4,7 @@ import { ofRun } from "./api.js";
 import { Chart } from "./chart.js";
 import { colour, activityColour } from "./colours.js";
 import { el, empty, fill, setText } from "./dom.js";
-import { duration, number, title } from "./format.js";
+import { duration, title, writer } from "./format.js";
 import { refresher } from "./refresh.js";
 import * as state from "./state.js";
 
@@ -24,7 +24,7 @@ const NOTES = {
   truncated_fraction: "responses that were cut off",
   clip_fraction: "share of tokens whose probability ratio is out of the clip range",
 };
-const TITLES = { [PHASES]: "Seconds by phase", kl: "KL", mean_generation_length: "Response length" };
+const TITLES = { [PHASES]: "Seconds by phase", kl: "KL", mean_generation_length: "Response length, tokens" };
 const MOST_POINTS = 700;
 const IN_VIEW = 6; // charts that a laptop shows without scrolling
 const REREAD_NAMES_EVERY = 25; // steps
@@ -228,7 +228,7 @@ class Card {
         el("span.tools", null, id === PHASES ? null : this.log, remove)),
       this.readout, this.plot);
     this.chart = new Chart(this.plot, {
-      zoomed: (range) => curves.zoom(range), pointed: (index) => this.read(index),
+      zoomed: (range) => curves.zoom(range), pointed: (index) => this.read(index), format: writer(id),
     });
     /** @type {Line[]} */
     this.lines = [];
@@ -307,7 +307,7 @@ class Card {
       const found = this.chart.at(i, index);
       const value = this.values?.[i];
       if (!value) return;
-      setText(value, found ? (this.id === PHASES ? duration(found.value) : number(found.value)) : "–");
+      setText(value, found ? (this.id === PHASES ? duration : writer(this.id))(found.value) : "–");
       value.title = found ? `step ${found.step}: ${found.value}` : "";
       if (found) { value.dataset.value = String(found.value); value.dataset.step = String(found.step); }
       step = Math.max(step, found?.step ?? -1);

@@ -46,6 +46,16 @@ export function bytes(count) {
 /** @param {number} gigabytes */
 export const gb = (gigabytes) => (gigabytes >= 1 ? `${gigabytes.toFixed(2)} GB` : `${Math.round(gigabytes * 1000)} MB`);
 
+/**
+ * How values of a metric are written: with the unit that its name ends with.
+ * @param {string} name @returns {(value: number) => string}
+ */
+export function writer(name) {
+  if (name.endsWith("_gb")) return gb;
+  const isSeconds = name.startsWith("seconds/") || (name.endsWith("_s") && !name.endsWith("_per_s"));
+  return isSeconds ? duration : number;
+}
+
 /** Time of day. @param {number} at Unix seconds */
 export function clock(at) {
   const date = new Date(at * 1000);
@@ -67,10 +77,11 @@ function two(value) {
 const TITLES = {
   reward: "Reward", val_accuracy: "Held-out accuracy", accuracy: "Accuracy", loss: "Loss", val_loss: "Held-out loss",
   kl: "KL to the reference", approx_kl: "KL of the update", entropy: "Entropy", grad_norm: "Gradient norm",
-  mean_generation_length: "Response length", max_generation_length: "Longest response",
+  mean_generation_length: "Response length, tokens",
+  max_generation_length: "Longest response, tokens",
   truncated_fraction: "Truncated responses", token_mult_prob_error: "Log-probability gap",
   clip_fraction: "Clipped tokens", tokens_per_s: "Tokens per second", groups_without_spread: "Groups without spread",
-  learning_rate: "Learning rate", reward_std: "Spread of rewards", avg_trajectory_age: "Mean age of samples",
+  learning_rate: "Learning rate", reward_std: "Spread of rewards", avg_trajectory_age: "Mean age of samples, versions",
   buffer_size: "In the buffer", engine_idle_s: "Engines idle", trainer_idle_s: "Trainers idle",
   groups_too_old: "Groups too old", val_reward: "Held-out reward", "seconds/total": "Seconds a step",
   sampling_importance_ratio: "Importance ratio", probs_ratio: "Probability ratio",
@@ -81,6 +92,7 @@ const TITLES = {
 /** What a metric is called on the page. @param {string} name */
 export function title(name) {
   if (TITLES[name]) return TITLES[name];
-  const words = name.replace(/^seconds\//, "seconds: ").replaceAll("_", " ").replace("/", ": ");
+  const unitless = name.replace(/(?<!_per)_(s|gb)$/, "").replace(/^seconds\//, "seconds: ");
+  const words = unitless.replaceAll("_", " ").replace("/", ": ");
   return words.charAt(0).toUpperCase() + words.slice(1);
 }

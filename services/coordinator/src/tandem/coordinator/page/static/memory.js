@@ -18,15 +18,16 @@ export function mount(root, ctx) {
   const legend = el("div.legend");
   const gpus = el("div");
   const chart = new Chart(plot, { height: 240, format: gb });
+  const steps = panel("Over the steps", null, plot, legend);
   fill(root, el("div.columns", null, panel("Most memory by phase", "of the largest process of its kind", table),
-    panel("GPUs", null, gpus)),
-    panel("Over the steps", null, plot, legend));
+    panel("GPUs", null, gpus)), steps);
 
   const refreshMemory = refresher(async () => {
     const run = ctx.run();
     /** @type {Record<string, any>} */
     const series = await ofRun(run.index, "memory");
     const names = Object.keys(series).filter((name) => series[name].step.length);
+    steps.hidden = !names.length;
     if (!names.length) { fill(table, empty("No step has said yet what memory it took.")); return; }
     fill(table, byPhase(series, names));
     const lines = names.map((name, i) => ({ label: called(name), colour: i, dashed: i >= 8, ...series[name] }));

@@ -21,13 +21,15 @@ export function mount(root, ctx) {
   const table = el("div.scroll.tall");
   const count = el("span");
   const chart = new Chart(plot, { sync: "versions", format: duration });
-  fill(root, panel("Seconds by version", null, plot, legend), panel("Refits", count, table));
+  const seconds = panel("Seconds by version", null, plot, legend);
+  fill(root, seconds, panel("Refits", count, table));
   /** @type {Set<number>} */
   const opened = new Set();
   /** @type {any[]} */
   let refits = [];
 
   const draw = () => {
+    seconds.hidden = !refits.length;
     if (!refits.length) { fill(table, empty("No refit yet.", "An algorithm over a data set needs none.")); return; }
     fill(count, `the newest ${refits.length}${refits.length === LIMIT ? ", newest first" : ""}`);
     fill(table, el("table", { data: { table: "refits" } },

@@ -4,7 +4,7 @@ import { ofRun } from "./api.js";
 import { Chart } from "./chart.js";
 import { colour } from "./colours.js";
 import { el, empty, fill, panel, setText } from "./dom.js";
-import { duration, number, title, whole } from "./format.js";
+import { duration, title, whole, writer } from "./format.js";
 import { refresher } from "./refresh.js";
 
 /** @typedef {import("./app.js").Context} Context */
@@ -75,12 +75,12 @@ class SchedulerView {
       if (!this.charts.size) fill(this.trend);
       this.trend.append(el("article.card.flat", null, el("div.card-head", null, el("h2", null, title(name)), value),
         plot));
-      found = { chart: new Chart(plot, { height: 110 }), value };
+      found = { chart: new Chart(plot, { height: 110, format: writer(name) }), value };
       this.charts.set(name, found);
     }
     found.chart.draw([{ label: title(name), colour: 0, ...series }],
       { smoothing: 0, isLog: false, isStacked: false, range: [0, Math.max(1, last)] });
-    setText(found.value, number(series.mean[series.mean.length - 1]));
+    setText(found.value, writer(name)(series.mean[series.mean.length - 1]));
   }
 
   close() {
