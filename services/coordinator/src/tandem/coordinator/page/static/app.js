@@ -145,7 +145,10 @@ class Page {
     if (before === "running" && this.run()?.state !== before) this.refreshLive();
     if (!this.runs.length) fill(this.main, empty("There is no run to look at."));
     this.header.draw();
-    if (this.runs.length && !wereThere) void this.open();
+    if (this.runs.length && !wereThere) {
+      for (const { index, last_step } of this.runs) this.heard.set(index, { last_step, isLoaded: true });
+      void this.open();
+    }
   }
 
   async loadLive() {
@@ -160,8 +163,7 @@ class Page {
 
   /** @param {any} change what the stream said */
   changed(change) {
-    const isFirst = !this.heard.has(change.run);
-    const before = this.heard.get(change.run) ?? { last_step: this.runs[change.run]?.last_step };
+    const before = this.heard.get(change.run) ?? {};
     this.heard.set(change.run, change);
     const isOfRun = change.run === (this.run()?.index ?? 0);
     const isNew = (/** @type {string} */ what) => change[what] !== before[what];
@@ -171,7 +173,7 @@ class Page {
       run.state = change.state;
       this.header.draw();
     }
-    if (!isFirst || isNew("last_step")) this.refreshRuns();
+    if (!before.isLoaded || isNew("last_step")) this.refreshRuns(); // or it is as it was when the page began
     if (document.hidden) { this.missed = true; return; }
     if (isOfRun && isNew("live_at")) this.refreshLive();
     const isShown = isOfRun || this.shown().some((other) => other.index === change.run);
