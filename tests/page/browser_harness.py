@@ -72,7 +72,8 @@ def column(page: Any, metric: str, share: float) -> list[tuple[int, int, int, in
             const pixels = canvas.width / box.width;
             const x = Math.round((inner.left - box.left + share * inner.width) * pixels);
             const [top, height] = [(inner.top - box.top) * pixels, inner.height * pixels].map(Math.round);
-            return [...canvas.getContext("2d").getImageData(x, top, 1, height).data];
+            const edge = 2; // a line at the bottom is half below
+            return [...canvas.getContext("2d").getImageData(x, top, 1, height + edge).data];
         }""",
         [metric, share],
     )
