@@ -12,7 +12,7 @@ from typing import Any
 from tandem.trainer import cli
 from tandem.trainer.models import TokenScorer
 
-SLOW_S = 0.2
+SLOW_S = 0.5
 """Longer for each micro-batch."""
 _real_call = TokenScorer.__call__
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.damage import flip_in_tensor
-from tests.integration import damaged_rollout, slow_rollout
+from tests.integration import damaged_rollout, slow_rank, slow_rollout
 from tests.integration.by_hand import in_folder
 from tests.integration.harness import Command, coordinator, joins, merged, process_of, write_config
 
@@ -94,7 +94,7 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run with which nothing is wrong, and its configuration."""
     folder = tmp_path_factory.mktemp("healthy")
     with in_folder(folder):
-        config = write({"checkpointing": {"enabled": True, "save_period": 5}})
+        config = write({"checkpointing": {"enabled": True, "save_period": 5}, "cluster": {"trainers": 2}})
         ended = coordinator("up", config)
     assert ended.returncode == 0, ended.stderr
     return folder
@@ -150,10 +150,13 @@ def test_a_damaged_checkpoint_is_named(healthy: Path) -> None:
     assert "model.safetensors" in found["findings"][0]["evidence"][0]
 
 
-def run_by_hand(script: str, *arguments: str, num_engines: int, over: dict[str, Any]) -> int:
-    """Run a configuration whose last engine is started by hand; return the exit code."""
-    launch = {"launch": {"trainers": 1, "rollouts": num_engines - 1, "refit": True}}
-    with Command("coordinator", "up", write(merged({"cluster": {"rollouts": num_engines, **launch}}, over))) as run:
+def run_by_hand(
+    script: str, *arguments: str, over: dict[str, Any], trainers: int = 1, rollouts: int = 1, kind: str = "rollouts"
+) -> int:
+    """Run a configuration whose last process of a kind is started by hand; return the exit code."""
+    sizes = {"trainers": trainers, "rollouts": rollouts}
+    launch = {"launch": {"refit": True, **sizes, kind: sizes[kind] - 1}}
+    with Command("coordinator", "up", write(merged({"cluster": {**sizes, **launch}}, over))) as run:
         address = run.wait_for(r"listens on (tcp://\S+)")[1]
         with Command(sys.executable, script, *arguments, *joins(address)):
             return run.wait()
@@ -161,7 +164,7 @@ def run_by_hand(script: str, *arguments: str, num_engines: int, over: dict[str, 
 
 def test_damaged_weights_are_named() -> None:
     over = {"refit": {"alias": "never"}}
-    assert run_by_hand(str(damaged_rollout.__file__), "1:flip,2:flip,3:flip", num_engines=1, over=over) == 0
+    assert run_by_hand(str(damaged_rollout.__file__), "1:flip,2:flip,3:flip", over=over) == 0
     found = diagnosed("run")
     assert names_of(found) == ["damaged weights"]
     assert found["findings"][0]["certainty"] == "likely", "three times is no accident"
@@ -169,10 +172,19 @@ def test_damaged_weights_are_named() -> None:
 
 
 def test_a_slow_engine_is_named() -> None:
-    assert run_by_hand(str(slow_rollout.__file__), num_engines=2, over={"grpo": {"max_num_steps": 4}}) == 0
+    assert run_by_hand(str(slow_rollout.__file__), rollouts=2, over={"grpo": {"max_num_steps": 4}}) == 0
     found = diagnosed("run")
     assert names_of(found) == ["slow engine"]
     assert found["findings"][0]["what"].startswith("rollout-1 takes ")
+
+
+def test_a_slow_trainer_rank_is_named() -> None:
+    over = {"grpo": {"max_num_steps": 6}}
+    assert run_by_hand(str(slow_rank.__file__), trainers=2, kind="trainers", over=over) == 0
+    found = diagnosed("run")
+    assert names_of(found) == ["slow trainer rank"]
+    assert found["findings"][0]["what"].startswith("trainer-1 takes ")
+    assert "the machine of trainer-1" in found["findings"][0]["look_at"]
 
 
 @pytest.fixture

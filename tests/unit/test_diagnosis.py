@@ -41,6 +41,15 @@ WELL = {
     "num_valid_tokens": 512.0,
 }
 """Metrics of a step of GRPO that learns."""
+SLOW_RANK = {
+    "slowest_trainer": 3.0,
+    "trainer_compute_max_s": 0.4,
+    "trainer_compute_median_s": 0.2,
+    "trainer_compute_min_s": 0.1,
+    "trainer_waited_max_s": 0.3,
+    "trainer_waited_min_s": 0.0,
+}
+"""Of a step of two seconds."""
 ASYNCHRONOUS = {"grpo": {"async_grpo": {"enabled": True, "max_trajectory_age_steps": 4}}}
 Metrics = dict[str, float]
 
@@ -178,6 +187,11 @@ FOUND: dict[str, Case] = {
     ),
     "groups thrown away": ([{"groups_too_old": 4.0}] * 5, [{"groups_too_old": 3.0}] * 5, config_of(**ASYNCHRONOUS)),
     "waiting": ([{"engine_idle_s": 1.1}] * 5, [{"engine_idle_s": 0.9}] * 5, config_of(**ASYNCHRONOUS)),
+    "slow trainer rank": (
+        [{}] + [SLOW_RANK] * 3,
+        [{}] + [SLOW_RANK | {"trainer_compute_max_s": 0.39}] * 3,
+        config_of(),
+    ),
     "failing environment": (
         [{"environment_failures": 11.0}] * 4,
         [{"environment_failures": 10.0}] * 4,
@@ -415,3 +429,22 @@ def test_every_check_is_in_the_documentation() -> None:
     page = (Path(__file__).parents[2] / "docs" / "diagnose.md").read_text()
     missing = [check.what for check in CHECKS if f"| {check.what} |" not in page]
     assert missing == []
+
+
+def test_a_rank_is_slow_if_it_is_nearly_always_the_slowest_and_costs_something() -> None:
+    another = SLOW_RANK | {"slowest_trainer": 5.0}
+    found = found_in(evidence_of({}, *[SLOW_RANK] * 3, another))["slow trainer rank"]
+    assert found.what.startswith("trainer-3 takes 2.0 times")
+    assert "in the median of the 3 of 4 steps" in found.evidence[0]
+    assert "10% of all the time" not in found.evidence[1], (
+        "of the step in which it was not the slowest nothing is saved"
+    )
+    assert found_in(evidence_of({}, *[SLOW_RANK] * 2, another)) == {}
+    small = SLOW_RANK | {"trainer_compute_max_s": 0.2, "trainer_compute_median_s": 0.05}
+    assert found_in(evidence_of({}, *[small] * 3)) == {}, "a step takes 2 s: it costs less than a tenth"
+    stages = {"megatron_cfg": {"enabled": True, "pipeline_model_parallel_size": 2}, "optimizer": None}
+    piped = config_of(policy=stages, cluster={"trainers": 4})
+    assert (
+        "unequal shares of the layers"
+        in found_in(evidence_of({}, *[another] * 3, config=piped))["slow trainer rank"].look_at
+    )

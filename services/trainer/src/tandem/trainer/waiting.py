@@ -1,10 +1,10 @@
 """Tell a rank's own work in a step from its waits for the other ranks.
 
 Ranks meet in collective operations many times a step, so that a step takes all of them as long as the slowest; what
-tells them apart is how much of it each has spent inside those operations. `measured` takes that from what torch calls to
-begin one and to wait for one, for as long as the block lasts, and synchronises nothing: on a CPU, where the caller waits,
-by the clock; on a GPU, whose stream does, by events in the stream that computes. What goes on beside the computation in
-other streams is no wait until the computation needs it.
+tells them apart is how much of it each has spent inside those operations. `measured` takes that from what torch calls
+to begin one and to wait for one, for as long as the block lasts, and synchronises nothing: on a CPU, where the caller
+waits, by the clock; on a GPU, whose stream does, by events in the stream that computes. What goes on beside the
+computation in other streams is no wait until the computation needs it.
 """
 
 from __future__ import annotations
@@ -160,6 +160,6 @@ class _StreamClock:
         return self._started.elapsed_time(ended) / 1e3, waited_ms / 1e3
 
     def _mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return event
