@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -43,10 +45,10 @@ WELL = {
 """Metrics of a step of GRPO that learns."""
 SLOW_RANK = {
     "slowest_trainer": 3.0,
-    "trainer_compute_max_s": 0.4,
-    "trainer_compute_median_s": 0.2,
+    "trainer_compute_max_s": 0.8,
+    "trainer_compute_median_s": 0.4,
     "trainer_compute_min_s": 0.1,
-    "trainer_waited_max_s": 0.3,
+    "trainer_waited_max_s": 0.7,
     "trainer_waited_min_s": 0.0,
 }
 """Of a step of two seconds."""
@@ -189,7 +191,7 @@ FOUND: dict[str, Case] = {
     "waiting": ([{"engine_idle_s": 1.1}] * 5, [{"engine_idle_s": 0.9}] * 5, config_of(**ASYNCHRONOUS)),
     "slow trainer rank": (
         [{}] + [SLOW_RANK] * 3,
-        [{}] + [SLOW_RANK | {"trainer_compute_max_s": 0.39}] * 3,
+        [{}] + [SLOW_RANK | {"trainer_compute_max_s": 0.79}] * 3,
         config_of(),
     ),
     "failing environment": (
@@ -448,3 +450,42 @@ def test_a_rank_is_slow_if_it_is_nearly_always_the_slowest_and_costs_something()
         "unequal shares of the layers"
         in found_in(evidence_of({}, *[another] * 3, config=piped))["slow trainer rank"].look_at
     )
+
+
+DAMAGE = {
+    "DELETE FROM run": "it names no run",
+    "DELETE FROM configs": "it has no configuration",
+    "UPDATE configs SET json = 'text'": "it has no configuration",
+    "UPDATE refits SET record = '{'": "truncated",
+    "UPDATE refits SET record = '{}'": "`version`",
+    "UPDATE metrics SET value = 'text'": "'text'",
+}
+
+
+@pytest.mark.parametrize("command", ["diagnose", "report"])
+@pytest.mark.parametrize("statement", DAMAGE)
+def test_of_a_damaged_record_one_line_is_said(statement: str, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_run({}, {})
+    with Journal.open(folder) as journal:
+        journal.record_refit(refit(1))
+    with contextlib.closing(sqlite3.connect(folder / "journal.sqlite")) as file, file:
+        file.execute(statement)
+    assert main([command, "run"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: run/journal.sqlite is damaged: ")
+    assert DAMAGE[statement] in line
+
+
+def test_of_a_run_that_died_before_its_first_step_it_is_said_and_numbers_that_are_none_are_left_out(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = write_run()
+    assert main(["diagnose", "run"]) == 0
+    assert "no step is done" in capsys.readouterr().out
+    assert main(["report", "run"]) == 0
+    assert capsys.readouterr().out.startswith("0 steps in 0 s; report.html")
+    with Journal.open(folder) as journal:
+        for record in steps_of([{}, {"loss": float("nan"), "reward": float("nan")}, {}]):
+            journal.commit_step(record)
+    assert main(["report", "run"]) == 0
+    assert main(["diagnose", "run"]) == 0
