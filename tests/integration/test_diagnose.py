@@ -18,6 +18,8 @@ from tests.integration.by_hand import in_folder
 from tests.integration.harness import Command, coordinator, joins, merged, process_of, write_config
 
 ENVIRONMENTS = """
+import random
+
 from tandem.rollout.environments import Score
 
 class Constant:
@@ -35,6 +37,18 @@ class Brief:
 
     def score(self, problem, response):
         return Score(reward=1.0 - 0.1 * len(response), correct=False)
+
+class Long:
+    '''The more is said, the better.'''
+
+    def score(self, problem, response):
+        return Score(reward=len(response) / 48, correct=False)
+
+class Unsure:
+    '''The less is said, the better; no two of its opinions are quite the same.'''
+
+    def score(self, problem, response):
+        return Score(reward=1.0 - 0.1 * len(response) + random.uniform(0.0, 0.05), correct=False)
 """
 BASE: dict[str, Any] = {
     "grpo": {"max_num_steps": 5, "val_period": 0},
@@ -57,6 +71,31 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
             },
         },
         "loss_fn.use_importance_sampling_correction",
+    ),
+    "growing responses": (
+        {
+            "grpo": {"max_num_steps": 16},
+            "policy": {
+                "max_total_sequence_length": 128,
+                "generation": {"max_new_tokens": 96},
+                "optimizer": {"kwargs": {"lr": 0.009}},
+            },
+            "env": {"mine": {"class": "judging.Long"}},
+        },
+        "env.mine",
+    ),
+    "low entropy": (
+        {
+            "grpo": {"max_num_steps": 16, "num_generations_per_prompt": 8},
+            "policy": {
+                "new_model": {"config": {"hidden_size": 128}},
+                "train_global_batch_size": 32,
+                "optimizer": {"kwargs": {"lr": 0.004}},
+            },
+            "data": {"num_train": 2},
+            "env": {"mine": {"class": "judging.Unsure"}},
+        },
+        "loss_fn.reference_policy_kl_penalty",
     ),
     "one answer to everything": (
         {
