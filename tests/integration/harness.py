@@ -260,7 +260,9 @@ def steps_of(run: str | Path = "run") -> list[StepRecord]:
 
 def deterministic(metrics: dict[str, float]) -> dict[str, float]:
     """Return the metrics that measure neither time nor memory."""
-    return {name: value for name, value in metrics.items() if not name.endswith(("_per_s", "_gb"))}
+    of_ranks = ("slowest_trainer", "trainer_compute_", "trainer_waited_")
+    kept = {name: value for name, value in metrics.items() if not name.startswith(of_ranks)}
+    return {name: value for name, value in kept.items() if not name.endswith(("_per_s", "_gb"))}
 
 
 def weights_of(checkpoint: str | Path) -> dict[str, bytes]:

@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 
 from tests.damage import flip_in_tensor
-from tests.integration import damaged_rollout, slow_rollout
+from tests.integration import damaged_rollout, slow_rank, slow_rollout
 from tests.integration.by_hand import in_folder
 from tests.integration.harness import Command, coordinator, joins, merged, process_of, write_config
 
 ENVIRONMENTS = """
+import random
+
 from tandem.rollout.environments import Score
 
 class Constant:
@@ -35,6 +37,18 @@ class Brief:
 
     def score(self, problem, response):
         return Score(reward=1.0 - 0.1 * len(response), correct=False)
+
+class Long:
+    '''The more is said, the better.'''
+
+    def score(self, problem, response):
+        return Score(reward=len(response) / 48, correct=False)
+
+class Unsure:
+    '''The less is said, the better; no two of its opinions are quite the same.'''
+
+    def score(self, problem, response):
+        return Score(reward=1.0 - 0.1 * len(response) + random.uniform(0.0, 0.05), correct=False)
 """
 BASE: dict[str, Any] = {
     "grpo": {"max_num_steps": 5, "val_period": 0},
@@ -57,6 +71,31 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
             },
         },
         "loss_fn.use_importance_sampling_correction",
+    ),
+    "growing responses": (
+        {
+            "grpo": {"max_num_steps": 16},
+            "policy": {
+                "max_total_sequence_length": 128,
+                "generation": {"max_new_tokens": 96},
+                "optimizer": {"kwargs": {"lr": 0.009}},
+            },
+            "env": {"mine": {"class": "judging.Long"}},
+        },
+        "env.mine",
+    ),
+    "low entropy": (
+        {
+            "grpo": {"max_num_steps": 16, "num_generations_per_prompt": 8},
+            "policy": {
+                "new_model": {"config": {"hidden_size": 128}},
+                "train_global_batch_size": 32,
+                "optimizer": {"kwargs": {"lr": 0.004}},
+            },
+            "data": {"num_train": 2},
+            "env": {"mine": {"class": "judging.Unsure"}},
+        },
+        "loss_fn.reference_policy_kl_penalty",
     ),
     "one answer to everything": (
         {
@@ -94,7 +133,7 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run with which nothing is wrong, and its configuration."""
     folder = tmp_path_factory.mktemp("healthy")
     with in_folder(folder):
-        config = write({"checkpointing": {"enabled": True, "save_period": 5}})
+        config = write({"checkpointing": {"enabled": True, "save_period": 5}, "cluster": {"trainers": 2}})
         ended = coordinator("up", config)
     assert ended.returncode == 0, ended.stderr
     return folder
@@ -150,10 +189,13 @@ def test_a_damaged_checkpoint_is_named(healthy: Path) -> None:
     assert "model.safetensors" in found["findings"][0]["evidence"][0]
 
 
-def run_by_hand(script: str, *arguments: str, num_engines: int, over: dict[str, Any]) -> int:
-    """Run a configuration whose last engine is started by hand; return the exit code."""
-    launch = {"launch": {"trainers": 1, "rollouts": num_engines - 1, "refit": True}}
-    with Command("coordinator", "up", write(merged({"cluster": {"rollouts": num_engines, **launch}}, over))) as run:
+def run_by_hand(
+    script: str, *arguments: str, over: dict[str, Any], trainers: int = 1, rollouts: int = 1, kind: str = "rollouts"
+) -> int:
+    """Run a configuration whose last process of a kind is started by hand; return the exit code."""
+    sizes = {"trainers": trainers, "rollouts": rollouts}
+    launch = {"launch": {"refit": True, **sizes, kind: sizes[kind] - 1}}
+    with Command("coordinator", "up", write(merged({"cluster": {**sizes, **launch}}, over))) as run:
         address = run.wait_for(r"listens on (tcp://\S+)")[1]
         with Command(sys.executable, script, *arguments, *joins(address)):
             return run.wait()
@@ -161,7 +203,7 @@ def run_by_hand(script: str, *arguments: str, num_engines: int, over: dict[str, 
 
 def test_damaged_weights_are_named() -> None:
     over = {"refit": {"alias": "never"}}
-    assert run_by_hand(str(damaged_rollout.__file__), "1:flip,2:flip,3:flip", num_engines=1, over=over) == 0
+    assert run_by_hand(str(damaged_rollout.__file__), "1:flip,2:flip,3:flip", over=over) == 0
     found = diagnosed("run")
     assert names_of(found) == ["damaged weights"]
     assert found["findings"][0]["certainty"] == "likely", "three times is no accident"
@@ -169,10 +211,19 @@ def test_damaged_weights_are_named() -> None:
 
 
 def test_a_slow_engine_is_named() -> None:
-    assert run_by_hand(str(slow_rollout.__file__), num_engines=2, over={"grpo": {"max_num_steps": 4}}) == 0
+    assert run_by_hand(str(slow_rollout.__file__), rollouts=2, over={"grpo": {"max_num_steps": 4}}) == 0
     found = diagnosed("run")
     assert names_of(found) == ["slow engine"]
     assert found["findings"][0]["what"].startswith("rollout-1 takes ")
+
+
+def test_a_slow_trainer_rank_is_named() -> None:
+    over = {"grpo": {"max_num_steps": 6}}
+    assert run_by_hand(str(slow_rank.__file__), trainers=2, kind="trainers", over=over) == 0
+    found = diagnosed("run")
+    assert names_of(found) == ["slow trainer rank"]
+    assert found["findings"][0]["what"].startswith("trainer-1 takes ")
+    assert "the machine of trainer-1" in found["findings"][0]["look_at"]
 
 
 @pytest.fixture

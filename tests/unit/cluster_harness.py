@@ -158,6 +158,8 @@ def answer_work(action: DispatchPrompts | DispatchBatch | DispatchRecord) -> Rep
         version=action.step,
         metrics={},
         seconds={},
+        compute_s=0.0,
+        waited_s=0.0,
         has_update=action.member == "trainer-0",
         memory=MEMORY,
     )

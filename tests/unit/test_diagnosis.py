@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,15 @@ WELL = {
     "num_valid_tokens": 512.0,
 }
 """Metrics of a step of GRPO that learns."""
+SLOW_RANK = {
+    "slowest_trainer": 3.0,
+    "trainer_compute_max_s": 0.8,
+    "trainer_compute_median_s": 0.4,
+    "trainer_compute_min_s": 0.1,
+    "trainer_waited_max_s": 0.7,
+    "trainer_waited_min_s": 0.0,
+}
+"""Of a step of two seconds."""
 ASYNCHRONOUS = {"grpo": {"async_grpo": {"enabled": True, "max_trajectory_age_steps": 4}}}
 Metrics = dict[str, float]
 
@@ -178,6 +189,11 @@ FOUND: dict[str, Case] = {
     ),
     "groups thrown away": ([{"groups_too_old": 4.0}] * 5, [{"groups_too_old": 3.0}] * 5, config_of(**ASYNCHRONOUS)),
     "waiting": ([{"engine_idle_s": 1.1}] * 5, [{"engine_idle_s": 0.9}] * 5, config_of(**ASYNCHRONOUS)),
+    "slow trainer rank": (
+        [{}] + [SLOW_RANK] * 3,
+        [{}] + [SLOW_RANK | {"trainer_compute_max_s": 0.79}] * 3,
+        config_of(),
+    ),
     "failing environment": (
         [{"environment_failures": 11.0}] * 4,
         [{"environment_failures": 10.0}] * 4,
@@ -415,3 +431,61 @@ def test_every_check_is_in_the_documentation() -> None:
     page = (Path(__file__).parents[2] / "docs" / "diagnose.md").read_text()
     missing = [check.what for check in CHECKS if f"| {check.what} |" not in page]
     assert missing == []
+
+
+def test_a_rank_is_slow_if_it_is_nearly_always_the_slowest_and_costs_something() -> None:
+    another = SLOW_RANK | {"slowest_trainer": 5.0}
+    found = found_in(evidence_of({}, *[SLOW_RANK] * 3, another))["slow trainer rank"]
+    assert found.what.startswith("trainer-3 takes 2.0 times")
+    assert "in the median of the 3 of 4 steps" in found.evidence[0]
+    assert "10% of all the time" not in found.evidence[1], (
+        "of the step in which it was not the slowest nothing is saved"
+    )
+    assert found_in(evidence_of({}, *[SLOW_RANK] * 2, another)) == {}
+    small = SLOW_RANK | {"trainer_compute_max_s": 0.2, "trainer_compute_median_s": 0.05}
+    assert found_in(evidence_of({}, *[small] * 3)) == {}, "a step takes 2 s: it costs less than a tenth"
+    stages = {"megatron_cfg": {"enabled": True, "pipeline_model_parallel_size": 2}, "optimizer": None}
+    piped = config_of(policy=stages, cluster={"trainers": 4})
+    assert (
+        "unequal shares of the layers"
+        in found_in(evidence_of({}, *[another] * 3, config=piped))["slow trainer rank"].look_at
+    )
+
+
+DAMAGE = {
+    "DELETE FROM run": "it names no run",
+    "DELETE FROM configs": "it has no configuration",
+    "UPDATE configs SET json = 'text'": "it has no configuration",
+    "UPDATE refits SET record = '{'": "truncated",
+    "UPDATE refits SET record = '{}'": "`version`",
+    "UPDATE metrics SET value = 'text'": "'text'",
+}
+
+
+@pytest.mark.parametrize("command", ["diagnose", "report"])
+@pytest.mark.parametrize("statement", DAMAGE)
+def test_of_a_damaged_record_one_line_is_said(statement: str, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_run({}, {})
+    with Journal.open(folder) as journal:
+        journal.record_refit(refit(1))
+    with contextlib.closing(sqlite3.connect(folder / "journal.sqlite")) as file, file:
+        file.execute(statement)
+    assert main([command, "run"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: run/journal.sqlite is damaged: ")
+    assert DAMAGE[statement] in line
+
+
+def test_of_a_run_that_died_before_its_first_step_it_is_said_and_numbers_that_are_none_are_left_out(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = write_run()
+    assert main(["diagnose", "run"]) == 0
+    assert "no step is done" in capsys.readouterr().out
+    assert main(["report", "run"]) == 0
+    assert capsys.readouterr().out.startswith("0 steps in 0 s; report.html")
+    with Journal.open(folder) as journal:
+        for record in steps_of([{}, {"loss": float("nan"), "reward": float("nan")}, {}]):
+            journal.commit_step(record)
+    assert main(["report", "run"]) == 0
+    assert main(["diagnose", "run"]) == 0

@@ -128,6 +128,8 @@ TRAINED = Trained(
     version=STEP,
     metrics={"loss": 0.5, "reward/a": -1.0},
     seconds={"policy_training": 1.0},
+    compute_s=0.75,
+    waited_s=0.25,
     has_update=True,
     memory=MEMORY,
 )

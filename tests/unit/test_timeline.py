@@ -43,7 +43,15 @@ def train(command_id: int, step: int = 1) -> Train:
 
 def trained(command_id: int, **seconds: float) -> Trained:
     return Trained(
-        command_id=command_id, step=1, version=1, metrics={}, seconds=seconds, has_update=True, memory=MEMORY
+        command_id=command_id,
+        step=1,
+        version=1,
+        metrics={},
+        seconds=seconds,
+        compute_s=4.0,
+        waited_s=1.0,
+        has_update=True,
+        memory=MEMORY,
     )
 
 
@@ -57,6 +65,7 @@ def test_a_rank_waits_for_samples_scores_them_and_trains(recorded: Timeline) -> 
         ("log-probabilities", 2.0),
         ("training", 3.0),
     ]
+    assert step.spans[-1].detail == "own work 4 s, waiting for other ranks 1 s"
     recorded.close()
 
 

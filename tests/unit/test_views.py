@@ -258,20 +258,57 @@ def test_a_report_has_the_curves_and_the_breakdown() -> None:
 def test_the_breakdown_adds_up() -> None:
     step_metrics = StepMetrics()
     spent = {"logprobs": 0.2, "reference_logprobs": 0.1, "policy_training": 0.6}
-    step_metrics.trained(trained(spent, peak=3, held=1))
+    step_metrics.trained("trainer-0", trained(spent, peak=3, held=1))
     seconds = step_metrics.breakdown({"total": 2.0, "training": 1.0, "generation": 1.0})
     assert seconds == pytest.approx({"total": 2.0, "generation": 1.0, "get_logprobs": 0.3, "policy_training": 0.7})
 
 
-def trained(spent: dict[str, float], *, peak: int, held: int) -> Trained:
-    memory = MemoryUse(peak=peak, held=held)
-    return Trained(command_id=1, step=1, version=1, metrics={}, seconds=spent, has_update=True, memory=memory)
+def trained(spent: dict[str, float], *, peak: int, held: int, compute_s: float = 0.5) -> Trained:
+    return Trained(
+        command_id=1,
+        step=1,
+        version=1,
+        metrics={},
+        seconds=spent,
+        compute_s=compute_s,
+        waited_s=4.0 - compute_s,
+        has_update=True,
+        memory=MemoryUse(peak=peak, held=held),
+    )
+
+
+def test_of_a_thousand_ranks_the_slowest_is_named_and_told_from_the_others() -> None:
+    step_metrics = StepMetrics()
+    for rank in range(1000):
+        compute_s = 3.0 if rank == 417 else 1.0 + rank / 1000
+        step_metrics.trained(f"trainer-{rank}", trained({}, peak=0, held=0, compute_s=compute_s))
+    step_metrics.breakdown({"total": 4.0})
+    assert {name: value for name, value in step_metrics.metrics.items() if "memory" not in name} == {
+        "slowest_trainer": 417,
+        "trainer_compute_max_s": 3.0,
+        "trainer_compute_median_s": 1.5,
+        "trainer_compute_min_s": 1.0,
+        "trainer_waited_max_s": 3.0,
+        "trainer_waited_min_s": 1.0,
+    }
+
+
+def test_of_two_ranks_the_median_is_the_other_and_of_one_nothing_is_said() -> None:
+    both, alone = StepMetrics(), StepMetrics()
+    for rank, compute_s in enumerate((1.0, 3.0)):
+        both.trained(f"trainer-{rank}", trained({}, peak=0, held=0, compute_s=compute_s))
+    alone.trained("trainer-0", trained({}, peak=0, held=0))
+    for step_metrics in (both, alone):
+        step_metrics.breakdown({"total": 4.0})
+    assert both.metrics["slowest_trainer"] == 1
+    assert both.metrics["trainer_compute_median_s"] == 1.0
+    assert not [name for name in alone.metrics if "trainer_" in name and "memory" not in name]
 
 
 def test_memory_is_of_the_largest_process_of_its_kind() -> None:
     step_metrics = StepMetrics()
-    for peak, held in ((9, 2), (8, 3)):
-        step_metrics.trained(trained({}, peak=peak * 10**9, held=held * 10**9))
+    for rank, (peak, held) in enumerate(((9, 2), (8, 3))):
+        step_metrics.trained(f"trainer-{rank}", trained({}, peak=peak * 10**9, held=held * 10**9))
     for peak, held in ((5, 4), (7, 1)):
         memory = MemoryUse(peak=peak * 10**9, held=held * 10**9)
         step_metrics.generated(
@@ -290,7 +327,7 @@ def test_memory_is_of_the_largest_process_of_its_kind() -> None:
         "memory_refit_engine_gb": 7.0,
     }
     alone = StepMetrics()
-    alone.trained(trained({}, peak=9, held=2))
+    alone.trained("trainer-0", trained({}, peak=9, held=2))
     alone.breakdown({"total": 1.0, "training": 1.0})
     assert "memory_generation_trainer_gb" not in alone.metrics
 

@@ -242,6 +242,10 @@ class Trained(Message, frozen=True, kw_only=True, tag=True):
     """Rank 0's metrics, already reduced over all ranks; empty from the others."""
     seconds: SecondsByPhase
     """Seconds by phase: ``policy_training``, ``logprobs``, ``reference_logprobs``."""
+    compute_s: Seconds
+    """Of these, the rank's own work: what it spent outside of collective operations."""
+    waited_s: Seconds
+    """The rest: it waited for the other ranks, or for what they send."""
     has_update: bool
     """Whether an optimizer step had a gradient and a learning rate that are not zero, so that weights must differ."""
     memory: MemoryUse

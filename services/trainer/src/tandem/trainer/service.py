@@ -65,6 +65,7 @@ from tandem.trainer.backend import Backend, Writing
 from tandem.trainer.backends import make_backend, shards
 from tandem.trainer.fetching import SampleFetcher
 from tandem.trainer.losses.own import try_out
+from tandem.trainer.waiting import measured
 
 if TYPE_CHECKING:
     from tandem.trainer.logprob_recorder import LogprobRecorder
@@ -271,7 +272,7 @@ class TrainerService:
         assert self._endpoint is not None, "the coordinator orders BuildTrainer first"
         self._endpoint.abandon_digest()
         self._memory.begin()
-        with self._training_state() as backend:
+        with self._training_state() as backend, measured(backend.device) as time:
             result = step.train(backend, table, share, self._config, keeps_logprobs=self._recorder is not None)
         self._fetcher.clear()
         self._version = order.step
@@ -285,6 +286,8 @@ class TrainerService:
             version=self._version,
             metrics=result.metrics if self._member.index == 0 else {},
             seconds=result.seconds,
+            compute_s=time.compute_s,
+            waited_s=time.waited_s,
             has_update=result.has_update,
             memory=self._memory.use(),
         )

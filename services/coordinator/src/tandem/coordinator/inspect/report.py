@@ -41,7 +41,9 @@ def format_report(runs: Sequence[Run], out: Path) -> str:
     for run in runs:
         if len(runs) > 1:
             lines.append(f"{run.label}:")
-        lines += [*format_curves(run.summary), format_breakdown(run.summary)]
+        lines += format_curves(run.summary)
+        if run.summary.num_steps:
+            lines.append(format_breakdown(run.summary))
         lines.append(f"{run.summary.num_steps} steps in {run.summary.wall_seconds:.0f} s")
         if len(runs) > 1:
             lines.append("")

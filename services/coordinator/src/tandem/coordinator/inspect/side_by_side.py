@@ -16,6 +16,7 @@ from tandem.coordinator.inspect.panels import PHASES, TOTAL, peak_memory
 from tandem.coordinator.inspect.summary import SUMMED_UP, RunSummary
 from tandem.coordinator.run.ending import ENDED
 from tandem.coordinator.run.journal import JournalReader, RefitRecord, RunRecord, read_journal
+from tandem.coordinator.run.journal_file import damage
 
 _OF_EVERY_RUN = ("logger.log_dir", "checkpointing.checkpoint_dir", "logger.tensorboard.log_dir")
 """Keys that differ between any two runs, and say nothing."""
@@ -68,7 +69,8 @@ def _load(label: str, folder: Path) -> Run:
 
 def _plain_config(journal: JournalReader) -> dict[str, Any]:
     """Return a run's configuration without the sections of other algorithms."""
-    plain = msgspec.json.decode(journal.config_json)
+    with damage(journal.folder):
+        plain = msgspec.json.decode(journal.config_json, type=dict[str, Any])
     others = ALGORITHMS.keys() - {journal.run.algorithm}
     return {section: value for section, value in plain.items() if section not in others}
 

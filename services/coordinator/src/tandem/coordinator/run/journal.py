@@ -24,6 +24,7 @@ import msgspec
 from tandem.common.errors import RunFolderError
 from tandem.coordinator.run.journal_file import (
     connect_checked,
+    damage,
     file_errors,
     new_run_id,
     refuse_journal,
@@ -105,7 +106,10 @@ class JournalReader:
             row = connection.execute(
                 "SELECT run_id, created_at, algorithm, protocol_version, package_version FROM run"
             ).fetchone()
-        self.run = RunRecord(**dict(zip(RunRecord.__struct_fields__, row, strict=True)))
+        with damage(folder):
+            if row is None:
+                raise LookupError("it names no run")
+            self.run = msgspec.convert(dict(zip(RunRecord.__struct_fields__, row, strict=True)), RunRecord)
 
     @property
     def run_id(self) -> str:
@@ -115,8 +119,11 @@ class JournalReader:
     @property
     def config_json(self) -> bytes:
         """The configuration that the run goes by now: the last one written."""
-        (json,) = self._rows("SELECT json FROM configs ORDER BY id DESC LIMIT 1")[0]
-        return bytes(json)
+        rows = self._rows("SELECT json FROM configs ORDER BY id DESC LIMIT 1")
+        with damage(self.folder):
+            if not rows or not isinstance(rows[0][0], bytes):
+                raise LookupError("it has no configuration")
+            return rows[0][0]
 
     def last_step(self) -> int | None:
         """Return the newest step that is done; None if there is none."""
@@ -143,7 +150,8 @@ class JournalReader:
     def refits(self) -> list[RefitRecord]:
         """Return every refit of a version that still counts, in order."""
         rows = self._rows("SELECT record FROM refits WHERE superseded_at IS NULL ORDER BY id")
-        return [msgspec.json.decode(record, type=RefitRecord) for (record,) in rows]
+        with damage(self.folder):
+            return [msgspec.json.decode(record, type=RefitRecord) for (record,) in rows]
 
     def events(self) -> list[tuple[float, str, str]]:
         """Return what happened to processes, in order: Unix time, member, text."""
@@ -172,12 +180,13 @@ class JournalReader:
             metrics = self._rows(f"SELECT step_id, name, value FROM metrics WHERE step_id IN {chosen}")
             seconds = self._rows(f"SELECT step_id, phase, seconds FROM seconds WHERE step_id IN {chosen}")
         metrics_of: dict[int, dict[str, float]] = {}
-        for step_id, name, value in metrics:
-            # SQLite has no NaN and stores it as NULL.
-            metrics_of.setdefault(step_id, {})[name] = math.nan if value is None else value
         seconds_of: dict[int, dict[str, float]] = {}
-        for step_id, phase, value in seconds:
-            seconds_of.setdefault(step_id, {})[phase] = value
+        with damage(self.folder):
+            for step_id, name, value in metrics:
+                # SQLite has no NaN and stores it as NULL.
+                metrics_of.setdefault(step_id, {})[name] = math.nan if value is None else float(value)
+            for step_id, phase, value in seconds:
+                seconds_of.setdefault(step_id, {})[phase] = float(value)
         return [
             StepRecord(
                 step=step,

@@ -13,6 +13,8 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import msgspec
+
 from tandem.common.errors import RunFolderError
 from tandem.common.messages import PROTOCOL_VERSION
 
@@ -217,3 +219,12 @@ def file_errors(folder: Path) -> Iterator[None]:
         raise  # a step committed twice is our bug, not the user's
     except (sqlite3.Error, OSError) as error:
         raise RunFolderError(f"cannot use {folder / JOURNAL_NAME}: {error}") from error
+
+
+@contextlib.contextmanager
+def damage(folder: Path) -> Iterator[None]:
+    """Turn what cannot be made of a journal's rows, which SQLite itself finds whole, into one line that names it."""
+    try:
+        yield
+    except (msgspec.MsgspecError, TypeError, ValueError, LookupError) as error:
+        raise RunFolderError(f"{folder / JOURNAL_NAME} is damaged: {error}") from error

@@ -179,7 +179,7 @@ class Loop:
                 self._recorder.note_failures(finished.samples)
                 return  # more answers follow; the scheduler keeps what is known of the samples
             case Trained() as trained:
-                self._step_metrics.trained(trained)
+                self._step_metrics.trained(event.member, trained)
             case Evaluated() as evaluated:
                 self._step_metrics.evaluated(evaluated)
             case Generated() as generated:

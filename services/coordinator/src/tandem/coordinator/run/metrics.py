@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 from typing import TypeVar
 
@@ -22,10 +23,15 @@ class StepMetrics:
         self._num_generated_tokens = 0
         self._memory: dict[str, int] = {}
         """Most bytes that a process of a kind had in a phase, named ``training_engine``."""
+        self._compute_s: dict[int, float] = {}
+        """What each trainer rank took for its own work, and below for its waits."""
+        self._waited_s: dict[int, float] = {}
 
-    def trained(self, reply: Trained) -> None:
+    def trained(self, member: str, reply: Trained) -> None:
         """Note a rank's training step; the slowest rank is the one that counts."""
         self.metrics.update(reply.metrics)
+        rank = int(member.rpartition("-")[2])
+        self._compute_s[rank], self._waited_s[rank] = reply.compute_s, reply.waited_s
         _keep_maxima(self._training_seconds, reply.seconds)
         self._note_memory("training", "generation", "trainer", reply.memory)
 
@@ -72,7 +78,22 @@ class StepMetrics:
         else:
             self._memory.pop("generation_trainer", None)  # there is no generation to wait for
         self.metrics |= {f"memory_{name}_gb": num_bytes / 1e9 for name, num_bytes in self._memory.items()}
+        self.metrics |= self._of_ranks()
         return seconds
+
+    def _of_ranks(self) -> dict[str, float]:
+        """Return what tells a slow trainer rank from the others, however many there are; nothing of a single one."""
+        if len(self._compute_s) < 2:
+            return {}
+        slowest = max(self._compute_s, key=lambda rank: self._compute_s[rank])
+        return {
+            "slowest_trainer": slowest,
+            "trainer_compute_max_s": self._compute_s[slowest],
+            "trainer_compute_median_s": statistics.median_low(self._compute_s.values()),  # of two ranks, the other
+            "trainer_compute_min_s": min(self._compute_s.values()),
+            "trainer_waited_max_s": max(self._waited_s.values()),
+            "trainer_waited_min_s": min(self._waited_s.values()),
+        }
 
 
 class RefitMetrics:

@@ -6,6 +6,7 @@ Anywhere else a line comes every half minute as well that says what a step that 
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 import time
 from collections import Counter
@@ -42,7 +43,11 @@ _PHASE_COLOURS = {
 
 
 def sparkline(values: Sequence[float], width: int = _SPARKLINE_WIDTH) -> str:
-    """Draw values as a line of bars, from their smallest to their largest; neighbours are averaged to fit `width`."""
+    """Draw values as a line of bars, from their smallest to their largest; neighbours are averaged to fit `width`.
+
+    What is no finite number is left out.
+    """
+    values = [value for value in values if math.isfinite(value)]
     if not values:
         return ""
     count = min(width, len(values))

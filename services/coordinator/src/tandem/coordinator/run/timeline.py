@@ -176,6 +176,9 @@ class Timeline:
             self._add(waits, "waiting", asked.start, began)
         if scored > began:
             self._add(asked, "log-probabilities", began, scored)
+        if reply.waited_s:
+            told = f"own work {reply.compute_s:.3g} s, waiting for other ranks {reply.waited_s:.3g} s"
+            asked = msgspec.structs.replace(asked, detail=told)
         self._add(asked, "training", scored, now)
 
     def give_up(self, is_pending: Callable[[int], bool], now: float) -> None:

@@ -56,6 +56,7 @@ CHECKS = (
     Check("overfitting", data.overfitting),
     Check("lost processes", processes.lost_processes),
     Check("a slow engine", processes.slow_engine),
+    Check("a slow trainer rank", processes.slow_trainer),
     Check("groups thrown away for their age", agreement.groups_thrown_away),
     Check("engines or trainers that wait", processes.waiting),
     Check("a standstill", processes.standstill),

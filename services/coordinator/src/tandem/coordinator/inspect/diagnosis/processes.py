@@ -13,6 +13,10 @@ MANY_LOSSES = 3
 """Processes that were lost, from which on the run did little else."""
 SLOW = 2.0
 """Times as long as the others, in the median, from which on an engine is slow."""
+MOST_STEPS = 0.75
+"""Share of steps in which one rank must be the slowest: in a healthy run that is now one, now another."""
+LOST_SHARE = 0.1
+"""Of the time of a run, what a slow rank must cost."""
 IDLE_SHARE = 0.5
 """Share of an asynchronous run in which engines or trainers have nothing to do."""
 STANDSTILL_S, STANDSTILL_STEPS = 60.0, 10.0
@@ -63,7 +67,7 @@ def slow_engine(evidence: Evidence) -> Finding | None:
         return None
     return Finding(
         name="slow engine",
-        what=f"{slowest} takes {medians[slowest] / others:.1f} times as long for a token as the other engines do, and "
+        what=f"{slowest} takes {_times(medians[slowest], others)} as long for a token as the other engines do, and "
         "every synchronous step waits for it.",
         evidence=(
             f"{slowest}: {medians[slowest] * 1e3:.3g} ms a token and sample, in the median of {len(seconds[slowest])} "
@@ -76,6 +80,10 @@ def slow_engine(evidence: Evidence) -> Finding | None:
     )
 
 
+def _times(slow: float, others: float) -> str:
+    return f"{slow / others:.1f} times" if others else "many times"
+
+
 def _seconds_a_token(rows: list[SampleRow]) -> dict[str, float]:
     """Return how long each engine took for a token of a sample, in the median of a step's samples."""
     by_rollout: dict[str, list[float]] = {}
@@ -84,6 +92,45 @@ def _seconds_a_token(rows: list[SampleRow]) -> dict[str, float]:
             took = (row.finished_at - row.started_at) / row.response_length
             by_rollout.setdefault(row.rollout, []).append(took)
     return {name: statistics.median(values) for name, values in by_rollout.items()}
+
+
+def slow_trainer(evidence: Evidence) -> Finding | None:
+    """Find a trainer rank that takes much longer for its own work than the others, all of which wait for it."""
+    steps = [record for record in evidence.steps[1:] if "slowest_trainer" in record.metrics]  # in the first, it is cold
+    if len(steps) < _LEAST_STEPS:
+        return None
+    (rank, _), *_ = Counter(int(record.metrics["slowest_trainer"]) for record in steps).most_common(1)
+    slow = [record for record in steps if record.metrics["slowest_trainer"] == rank]
+    own, others, waited = (
+        statistics.median(record.metrics[name] for record in slow)
+        for name in ("trainer_compute_max_s", "trainer_compute_median_s", "trainer_waited_max_s")
+    )
+    total = sum(record.seconds.get("total", 0.0) for record in steps)
+    lost = sum(r.metrics["trainer_compute_max_s"] - r.metrics["trainer_compute_median_s"] for r in slow)
+    if len(slow) < MOST_STEPS * len(steps) or own < SLOW * others or lost < LOST_SHARE * total:
+        return None
+    name, settings = f"trainer-{rank}", evidence.config.policy.megatron_cfg
+    stages = settings.pipeline_model_parallel_size if settings.enabled else 1
+    return Finding(
+        name="slow trainer rank",
+        what=f"{name} takes {_times(own, others)} as long for its own work as the other ranks do, and all of them wait "
+        "for it in every step.",
+        evidence=(
+            f"{name}: {own:.3g} s a step, in the median of the {len(slow)} of {len(steps)} steps in which it was the "
+            f"slowest; others: {others:.3g} s ({SLOW:g} times as long is the threshold)",
+            f"others waited up to {waited:.3g} s a step in collective operations; were it like them, "
+            f"{lost / total:.0%} of all the time would be saved",
+        ),
+        look_at=f"the machine of {name}: what else runs there, its clock and its temperature; "
+        "cluster.threads_per_process"
+        + (
+            ", and policy.megatron_cfg.pipeline_model_parallel_size: stages may have unequal shares of the layers"
+            if stages > 1
+            else ""
+        ),
+        certainty="likely",
+        since=slow[0].step,
+    )
 
 
 def waiting(evidence: Evidence) -> Finding | None:

@@ -83,6 +83,7 @@ const TITLES = {
   clip_fraction: "Clipped tokens", tokens_per_s: "Tokens per second", groups_without_spread: "Groups without spread",
   learning_rate: "Learning rate", reward_std: "Spread of rewards", avg_trajectory_age: "Mean age of samples, versions",
   buffer_size: "In the buffer", engine_idle_s: "Engines idle", trainer_idle_s: "Trainers idle",
+  slowest_trainer: "Slowest trainer rank", trainer_compute_max_s: "Own work of that rank",
   groups_too_old: "Groups too old", val_reward: "Held-out reward", "seconds/total": "Seconds a step",
   sampling_importance_ratio: "Importance ratio", probs_ratio: "Probability ratio",
   rewards_chosen_mean: "Reward, chosen",

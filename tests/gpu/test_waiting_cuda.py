@@ -1,0 +1,42 @@
+"""A stream that computes on a GPU and waits for another: what is counted as its wait, and what is not."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from tandem.trainer.waiting import measured
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here"),
+]
+
+CYCLES = 2_000_000_000
+"""Of a GPU's clock: about a second."""
+
+
+def test_a_stream_waits_for_another_that_is_busy() -> None:
+    other = torch.cuda.Stream()
+    started = time.perf_counter()
+    with measured(torch.device("cuda")) as found:
+        with torch.cuda.stream(other):
+            torch.cuda._sleep(CYCLES)
+            done = other.record_event()
+        torch.cuda.current_stream().wait_event(done)
+    total_s = time.perf_counter() - started
+    assert found.waited_s > 0.9 * total_s
+    assert found.compute_s < 0.1 * total_s
+
+
+def test_its_own_work_is_no_wait_nor_is_what_other_streams_do_meanwhile() -> None:
+    other = torch.cuda.Stream()
+    with measured(torch.device("cuda")) as found:
+        with torch.cuda.stream(other):
+            torch.cuda._sleep(CYCLES // 4)
+            done = other.record_event()
+        torch.cuda._sleep(CYCLES)
+        torch.cuda.current_stream().wait_event(done)
+    assert found.waited_s < 0.1 * found.compute_s
