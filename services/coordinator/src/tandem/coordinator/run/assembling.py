@@ -23,7 +23,8 @@ from tandem.coordinator.run.onlookers import Onlookers
 from tandem.coordinator.run.opening import Opened
 from tandem.coordinator.run.progress import Progress
 from tandem.coordinator.run.recorder import Recorder
-from tandem.coordinator.run.replies import Limits, Replies
+from tandem.coordinator.run.replies import Replies
+from tandem.coordinator.run.reply_checks import Limits
 from tandem.coordinator.run.resuming import Start
 from tandem.coordinator.run.sample_folder import KeptLimits, SampleFolder
 from tandem.coordinator.run.spec import KINDS, expected_processes, launched_processes, run_spec
