@@ -60,7 +60,8 @@ from tandem.common.wire import Codec, Frames, encode
 from tandem.coordinator.algorithms.grpo import training_batch
 from tandem.coordinator.run.batches import Batches
 from tandem.coordinator.run.members import Pulse, Registry
-from tandem.coordinator.run.replies import Limits, Replies
+from tandem.coordinator.run.replies import Replies
+from tandem.coordinator.run.reply_checks import Limits
 from tandem.coordinator.scheduler.events import DispatchBatch, GroupSize, Joined, Replied
 from tandem.coordinator.scheduler.groups import GroupTable, SampleRecord
 from tandem.refit import layout

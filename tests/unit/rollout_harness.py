@@ -41,7 +41,8 @@ from tandem.common.messages import (
 )
 from tandem.common.sample_store import SampleStore
 from tandem.common.tokenizer import load_tokenizer, write_new_model
-from tandem.coordinator.run.replies import Limits, Replies
+from tandem.coordinator.run.replies import Replies
+from tandem.coordinator.run.reply_checks import Limits
 from tandem.refit import layout, program
 from tandem.refit.planner import plan
 from tandem.rollout.service import RolloutService

@@ -66,13 +66,21 @@ def run_to_outcome(
         kinds = [kind for kind, count in launched_processes(config).items() if count]
         environment = config.policy.megatron_cfg.environment
         with ForkServer(partial(preload, kinds, environment), config.cluster.deadlines.join_s) as fork_server:
+            from tandem.coordinator.run.invocation import Invocation
             from tandem.coordinator.run.preflight import preflight
             from tandem.coordinator.run.run import run
 
             ready = preflight(source, config, mode, has_rewards=reward_server is not None)
             begun()
-            say = partial(print, flush=True)
-            finish = run(ready, mode, say, fork_server, from_step, reward_server)
+            invocation = Invocation(
+                ready=ready,
+                mode=mode,
+                say=partial(print, flush=True),
+                fork_server=fork_server,
+                from_step=from_step,
+                reward_server=reward_server,
+            )
+            finish = run(invocation)
     except KeyboardInterrupt:  # before the loop began, which takes it for itself
         finish = Finish(outcome="interrupted")
     if finish.outcome == "finished":

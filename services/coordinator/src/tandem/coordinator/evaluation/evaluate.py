@@ -18,6 +18,7 @@ from tandem.coordinator.evaluation.models import Model
 from tandem.coordinator.evaluation.results import Asked, results_of, scores_of, write_results
 from tandem.coordinator.evaluation.table import INTERVAL, Evaluation, write_table
 from tandem.coordinator.run.fork_server import ForkServer
+from tandem.coordinator.run.invocation import Invocation
 from tandem.coordinator.run.model_folder import model_vocabulary
 from tandem.coordinator.run.preflight import preflight
 from tandem.coordinator.run.prerequisite import Ready, set_aside
@@ -136,7 +137,7 @@ def evaluate(
     finish = Finish(outcome="finished")
     for number, (model, ready) in enumerate(zip(models, readies, strict=True), 1):
         say(f"evaluating {model.label} ({number} of {len(models)})")
-        finish = run(ready, "new", say, fork_server)
+        finish = run(Invocation(ready=ready, mode="new", say=say, fork_server=fork_server))
         if finish.outcome != "finished":
             break
         algorithm = _algorithm(ready)

@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import msgspec
 
 from tandem.common import batch, keys, messages
-from tandem.coordinator.run.replies import rule_of
+from tandem.coordinator.run.reply_rules import rule_of
 
 LINKS: dict[str, UnionType | type[messages.Message]] = {
     "Coordinator to any process": messages.Admission,

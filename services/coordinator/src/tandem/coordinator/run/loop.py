@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import assert_never
 
 import msgspec
@@ -28,6 +28,7 @@ from tandem.common.messages import (
     ReleaseSamples,
     RestoreSamples,
     SamplesFinished,
+    ServiceKind,
     Shutdown,
     Trained,
     TrainerBuilt,
@@ -56,6 +57,7 @@ from tandem.coordinator.scheduler.events import (
     Finish,
     Interrupted,
     Lost,
+    Outcome,
     PromptsDrawn,
     PublishCheckpoint,
     RecordRefit,
@@ -114,6 +116,12 @@ class Loop:
         self._interrupts = 0
         self._asked_at = -math.inf
         self._finish: Finish | None = None
+
+    def launch(self, processes: Mapping[ServiceKind, int]) -> None:
+        """Start what the coordinator launches itself: so many processes of each kind."""
+        for kind, count in processes.items():
+            for index in range(count):
+                self._registry.reserve(self._processes.start(kind, index))
 
     def run(self) -> Finish:
         """Run until the scheduler finishes; return how it did."""
@@ -314,9 +322,10 @@ class Loop:
     def _new_metrics(self) -> StepMetrics:
         return StepMetrics(is_asynchronous=not self._scheduler.spec.is_synchronous)
 
-    def stop(self, reason: str) -> None:
-        """End every process: ask, wait, kill."""
-        self._registry.broadcast(Shutdown(reason=reason))
+    def end(self, outcome: Outcome) -> None:
+        """Tell every process how the run has ended, and end it: ask, wait, kill."""
+        self._onlookers.close()
+        self._registry.broadcast(Shutdown(reason=f"the run {'' if outcome == 'finished' else 'was '}{outcome}"))
         failed = self._finish is not None and self._finish.outcome == "failed"
         # After a failure other ranks may sit in a collective operation that nothing will ever complete.
         self._processes.stop(grace_s=1.0 if failed else 10.0)

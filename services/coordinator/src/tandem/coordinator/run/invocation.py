@@ -1,0 +1,28 @@
+"""An invocation: the configuration that is to be run, how, and what its caller has at hand."""
+
+from __future__ import annotations
+
+import msgspec
+
+from tandem.common.messages import RewardServer
+from tandem.coordinator.run.fork_server import ForkServer
+from tandem.coordinator.run.prerequisite import Mode, Ready, Say
+
+
+class Invocation(msgspec.Struct, frozen=True, kw_only=True):
+    """What a command asks for, made once and read by everything that begins a run."""
+
+    ready: Ready
+    mode: Mode
+    say: Say
+    """Prints a line."""
+    fork_server: ForkServer
+    """Forks the services."""
+    from_step: int | None = None
+    """The step to resume after, where it is not the newest with a checkpoint."""
+    reward_server: RewardServer | None = None
+    """Where a Python program scores samples, if one does."""
+
+    def of_prerequisite(self, prerequisite: Ready, mode: Mode) -> Invocation:
+        """Return what is asked for of the run that comes before, which goes on from wherever it stands."""
+        return msgspec.structs.replace(self, ready=prerequisite, mode=mode, from_step=None)
