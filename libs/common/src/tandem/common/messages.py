@@ -83,6 +83,8 @@ class Hello(Message, frozen=True, kw_only=True, tag=True):
     pid: Count
     launch_id: Annotated[str, Meta(max_length=100)] = ""
     """Names the process if the coordinator launched it; empty if it was started by hand."""
+    index: Count | None = None
+    """The place that it asks for among the processes of its kind; null for the first that is free."""
 
 
 class Welcome(Message, frozen=True, kw_only=True, tag=True):

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from tandem.common import gc_tuning, signals
 from tandem.common.config import Config, config_from_json
-from tandem.common.errors import TandemError, WireError
+from tandem.common.errors import NotAdmitted, TandemError, WireError
 from tandem.common.messages import (
     MAX_TEXT,
     MAX_TRACEBACK,
@@ -39,6 +39,8 @@ from tandem.common.wire import Arrays, Frames, Link, encode
 
 _IDLE_POLL_S = 1.0
 _EXIT_INTERRUPTED = 130
+NOT_ADMITTED = 75
+"""Exit code of a process that the run does not want now, and may want later: sysexits.h has it as a passing failure."""
 _REMEMBERED_COMMANDS = 16
 
 
@@ -144,6 +146,7 @@ def run_service(
         host=host,
         pid=os.getpid(),
         launch_id=arguments.launch_id,
+        index=arguments.index,
     )
 
     def say_so() -> None:
@@ -156,7 +159,7 @@ def run_service(
         welcome = link.join(hello, arguments.join_timeout, say_so)
     except TandemError as error:
         print(f"{kind}: {error}", file=sys.stderr)
-        return 1
+        return NOT_ADMITTED if isinstance(error, NotAdmitted) else 1
     except KeyboardInterrupt:
         print(f"{kind}: interrupted before it had joined", file=sys.stderr)
         return _EXIT_INTERRUPTED
@@ -232,6 +235,12 @@ def _parser(kind: ServiceKind) -> argparse.ArgumentParser:
         default=300.0,
         metavar="S",
         help="seconds to wait to be admitted (default: 300)",
+    )
+    parser.add_argument(
+        "--index",
+        type=int,
+        metavar="N",
+        help=f"its place among the run's {kind} processes, from 0 on (default: the first that is free)",
     )
     parser.add_argument("--launch-id", default="", help=argparse.SUPPRESS)
     parser.add_argument("--launched-by", type=int, default=0, help=argparse.SUPPRESS)

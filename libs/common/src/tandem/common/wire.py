@@ -27,7 +27,7 @@ import zmq
 from numpy.typing import NDArray
 from zmq.utils.monitor import recv_monitor_message
 
-from tandem.common.errors import ConfigError, TandemError, VersionMismatch, WireError
+from tandem.common.errors import ConfigError, NotAdmitted, VersionMismatch, WireError
 from tandem.common.messages import (
     MAX_TEXT,
     PROTOCOL_VERSION,
@@ -340,7 +340,7 @@ class Link(Generic[Incoming]):
     def join(self, hello: Hello, timeout_s: float, is_waiting: Callable[[], None] | None = None) -> Welcome:
         """Say hello until the coordinator answers; call `is_waiting` if it does not do so at once.
 
-        Raises `ConfigError` for an address that is none, `TandemError` if the coordinator refuses or does not answer.
+        Raises `ConfigError` for an address that is none, `NotAdmitted` if the coordinator refuses or does not answer.
         """
         try:
             self._dealer.connect(self._coordinator)
@@ -361,11 +361,11 @@ class Link(Generic[Incoming]):
                     return welcome
                 case Refused(reason=reason) | Shutdown(reason=reason):
                     self._close_sockets()
-                    raise TandemError(f"the coordinator at {self._coordinator} refused this {self._service}: {reason}")
+                    raise NotAdmitted(f"the coordinator at {self._coordinator} refused this {self._service}: {reason}")
                 case Heartbeat():
                     continue
         self._close_sockets()
-        raise TandemError(
+        raise NotAdmitted(
             f"{self._service} could not join: no answer from {self._coordinator} within {timeout_s:g} s; is a "
             "coordinator running there?"
         )

@@ -18,6 +18,7 @@ from tandem.coordinator.commands import (
     diagnose,
     eval,
     init,
+    join,
     plan,
     refits,
     replay,
@@ -30,7 +31,23 @@ from tandem.coordinator.commands import (
 from tandem.coordinator.commands.arguments import BAD_INPUT, FAILED, INTERRUPTED, CarryOut
 
 _EXAMPLE = "example: coordinator up examples/arithmetic.yaml grpo.max_num_steps=20"
-_COMMANDS = (init, check, plan, up, view, samples, report, diagnose, refits, replay, eval, serve, chat, completion)
+_COMMANDS = (
+    init,
+    check,
+    plan,
+    up,
+    join,
+    view,
+    samples,
+    report,
+    diagnose,
+    refits,
+    replay,
+    eval,
+    serve,
+    chat,
+    completion,
+)
 """In the order in which help lists them."""
 
 

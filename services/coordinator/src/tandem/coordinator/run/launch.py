@@ -66,8 +66,15 @@ class Launched(msgspec.Struct, frozen=True, kw_only=True):
 class LocalProcesses:
     """The launched processes. They die with this one, whatever ends it: the kernel sees to that."""
 
-    def __init__(self, coordinator: str, log_folder: Path, fork_server: ForkServer) -> None:
+    def __init__(
+        self, coordinator: str, log_folder: Path, fork_server: ForkServer, join_timeout_s: float | None = None
+    ) -> None:
+        """Launch none yet.
+
+        With `join_timeout_s` they are to join another process's run: they ask for their numbers, and for so long.
+        """
         self._coordinator = coordinator
+        self._join_timeout_s = join_timeout_s
         self._fork_server = fork_server
         self._log_folder = log_folder
         self._running: dict[str, Launched] = {}
@@ -78,7 +85,10 @@ class LocalProcesses:
         """Start one process; its output goes to ``<kind>-<number>.log`` in the log folder."""
         launch_id = secrets.token_hex(8)
         log = self._log_folder / f"{kind}-{number}.log"
-        arguments = ("--coordinator", self._coordinator, "--launch-id", launch_id, "--launched-by", str(os.getpid()))
+        who: tuple[str, ...] = ("--launch-id", launch_id)
+        if self._join_timeout_s is not None:
+            who = ("--index", str(number), "--join-timeout", f"{self._join_timeout_s:g}")
+        arguments = ("--coordinator", self._coordinator, *who, "--launched-by", str(os.getpid()))
         with log.open("ab") as out:
             process = self._fork_server.start(f"tandem.{kind}.cli", arguments, out, heeds_signals=False)
         launched = Launched(launch_id=launch_id, kind=kind, number=number, log=log, process=process)

@@ -166,8 +166,7 @@ class Registry:
             return None
         name = self._name_for(hello)
         if name is None:
-            wanted = self._expected.get(hello.service, 0)
-            reason = f"the run has its {wanted} {hello.service} process{'' if wanted == 1 else 'es'} already"
+            reason = self._why_not(hello)
             self._hub.send(peer, wire.encode(Refused(reason=reason)))
             return None
         member = Member(hello, name, peer, now)
@@ -187,8 +186,21 @@ class Registry:
         if hello.launch_id:
             return self._reserved.get(hello.launch_id)
         taken = {*self.members, *self._reserved.values()}
-        names = (f"{hello.service}-{index}" for index in range(self._expected.get(hello.service, 0)))
+        places = range(self._expected.get(hello.service, 0))
+        if hello.index is not None:
+            places = range(hello.index, hello.index + (hello.index in places))
+        names = (f"{hello.service}-{index}" for index in places)
         return next((name for name in names if name not in taken), None)
+
+    def _why_not(self, hello: Hello) -> str:
+        """Say why there is no place for a process."""
+        wanted = self._expected.get(hello.service, 0)
+        processes = f"{wanted} {hello.service} process{'' if wanted == 1 else 'es'}"
+        if hello.index is None:
+            return f"the run has its {processes} already"
+        if hello.index < wanted:
+            return f"{hello.service}-{hello.index} is in the run already"
+        return f"there is no {hello.service}-{hello.index}: the run has {processes}, counted from 0"
 
     def _watch(self, now: float) -> Iterator[Event]:
         """Beat when it is time; report members that have been silent for too long."""
