@@ -19,12 +19,14 @@ from tandem.coordinator.commands import (
     eval,
     init,
     join,
+    kubernetes,
     plan,
     refits,
     replay,
     report,
     samples,
     serve,
+    slurm,
     up,
     view,
 )
@@ -46,6 +48,8 @@ _COMMANDS = (
     eval,
     serve,
     chat,
+    slurm,
+    kubernetes,
     completion,
 )
 """In the order in which help lists them."""

@@ -39,11 +39,7 @@ class NodeProcesses:
         self._processes = processes
         self._limits = limits
         self._say = say
-        kinds: tuple[tuple[ServiceKind, tuple[int, ...]], ...] = (
-            ("trainer", node.trainers),
-            ("rollout", node.rollouts),
-        )
-        self._wanted: list[tuple[ServiceKind, int]] = [(kind, number) for kind, numbers in kinds for number in numbers]
+        self._node = node
         self._losses: dict[str, int] = {}
         self._asks_since: dict[str, float] = {}
         """Since when a process has gone without being admitted, as far as is known here."""

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import yaml  # type: ignore[import-untyped]
 
-from tandem.common.config import Config, dump_yaml
+from tandem.common.config import Config, dump_yaml, load_config
 from tandem.coordinator.clusters.nodes import Node, nodes_of
 from tandem.coordinator.run.journal_file import JOURNAL_NAME
 
@@ -70,7 +70,7 @@ def manifests(config: Config, needs: PodNeeds, key_file: bytes) -> list[Manifest
             "apiVersion": "v1",
             "kind": "ConfigMap",
             "metadata": _metadata(needs, "config"),
-            "data": {"config.yaml": dump_yaml(config)},
+            "data": _configurations(config),
         },
         {
             "apiVersion": "v1",
@@ -99,7 +99,29 @@ def manifests(config: Config, needs: PodNeeds, key_file: bytes) -> list[Manifest
 
 def to_yaml(objects: list[Manifest]) -> str:
     """Return manifests as one file for ``kubectl apply -f``."""
-    return "---\n".join(yaml.safe_dump(each, sort_keys=False, width=120) for each in objects)
+    return "---\n".join(yaml.dump(each, Dumper=_Dumper, sort_keys=False, width=120) for each in objects)
+
+
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
+    """Writes a text of several lines as one would by hand."""
+
+
+def _text(dumper: Any, text: str) -> Any:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _text)
+
+
+def _configurations(config: Config) -> dict[str, str]:
+    """Return the configuration, and those of runs that make its model, by the names of their files."""
+    files: dict[str, str] = {}
+    name = PurePosixPath(_CONFIG)
+    while (earlier := config.prerequisite) is not None:
+        path = name.with_name(f"prerequisite_{len(files)}.yaml" if files else "prerequisite.yaml")
+        files[name.name] = dump_yaml(msgspec.structs.replace(config, prerequisite=str(path)))
+        config, name = load_config(earlier), path
+    return {**files, name.name: dump_yaml(config)}
 
 
 def _metadata(needs: PodNeeds, part: str = "") -> Manifest:
@@ -144,11 +166,10 @@ def _probes() -> Manifest:
 
     Its first run of a configuration may make a model before it listens, and so may take long to begin.
     """
-    listens = {"tcpSocket": {"port": PORT}}
     return {
-        "startupProbe": {**listens, "periodSeconds": 10, "failureThreshold": 720},
-        "readinessProbe": {**listens, "periodSeconds": 10},
-        "livenessProbe": {**listens, "periodSeconds": 20, "failureThreshold": 6},
+        "startupProbe": {"tcpSocket": {"port": PORT}, "periodSeconds": 10, "failureThreshold": 720},
+        "readinessProbe": {"tcpSocket": {"port": PORT}, "periodSeconds": 10},
+        "livenessProbe": {"tcpSocket": {"port": PORT}, "periodSeconds": 20, "failureThreshold": 6},
     }
 
 
@@ -160,7 +181,10 @@ def _pod(config: Config, needs: PodNeeds, command: str, more: Manifest) -> Manif
         "workingDir": needs.folder,
         # Files of a secret are readable by a group, and a key is taken from none that others can read.
         "command": ["bash", "-c", f"install -m 600 {_SECRET}/run.key {_KEY_FILE} && {command}"],
-        "env": [{"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}],
+        "env": [
+            {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+            {"name": "PYTHONPATH", "value": needs.folder},  # classes that the configuration names by dotted path
+        ],
         "resources": {
             "requests": {"cpu": needs.cpus, "memory": needs.memory},
             "limits": {"memory": needs.memory, **gpus},

@@ -110,22 +110,23 @@ coordinator up {given} cluster.address="$TANDEM_COORDINATOR" "${{how[@]}}" &
 run_pid=$!
 {others}
 # USR1 comes before the time limit, TERM with a preemption: the run saves, ends, and waits in the queue.
-stopped= interrupted=
+stopped="" interrupted=""
 trap 'stopped=requeue interrupted=1; kill -INT $run_pid' USR1
 trap 'stopped=asked interrupted=1; kill -INT $run_pid' TERM
 while :; do
   wait $run_pid
   code=$?
   [ -n "$interrupted" ] || break
-  interrupted=
+  interrupted=""
 done
 trap '' USR1 TERM
 for _ in {{1..50}}; do [ -n "$(jobs -r)" ] && sleep 0.2; done  # the other nodes hear that the run has ended
-if [ "$stopped" = requeue ] && [ $code = 130 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
-exit $code
+if [ "$stopped" = requeue ] && [ "$code" = 130 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+exit "$code"
 """
 
 _OTHERS = """
+# shellcheck disable=SC2016  # each node says its own number
 srun --nodes={count} --relative=1 --ntasks={count} --ntasks-per-node=1 --kill-on-bad-exit=0 \\
   bash -c 'exec coordinator join "$@" --node $((SLURM_NODEID + 1))' join \\
   {given} --coordinator "$TANDEM_COORDINATOR" &
