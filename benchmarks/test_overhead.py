@@ -27,6 +27,9 @@ import pytest
 import yaml
 from pytest_benchmark.fixture import BenchmarkFixture
 
+from tandem.common.keys import write_run_keys
+from tandem.coordinator.run.members import new_run_keys
+
 NUM_SAMPLES, LENGTH, PROMPT = 512, 512, 112
 NUM_STEPS = 5
 TIMEOUT_S = 550.0
@@ -92,7 +95,8 @@ def run(folder: Path) -> list[tuple[float, float]]:
     path.write_text(yaml.safe_dump(CONFIG | {"cluster": CONFIG["cluster"] | {"address": address}}))
     watched = folder / "watched"
     command = [str(Path(sys.executable).parent / "coordinator"), "up", str(path)]
-    trainer = [sys.executable, __file__, "--coordinator", address]
+    key_file = write_run_keys(folder / CONFIG["logger"]["log_dir"], new_run_keys())
+    trainer = [sys.executable, __file__, "--coordinator", address, "--key-file", str(key_file)]
     with (
         subprocess.Popen(command, cwd=folder) as coordinator,
         subprocess.Popen(trainer, cwd=folder, env={**os.environ, WATCHED: str(watched)}) as process,

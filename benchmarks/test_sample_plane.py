@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import zmq
@@ -29,6 +30,8 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from tandem.common.batch import SampleArrays, TrainingBatch
 from tandem.common.config import Config, build_config
+from tandem.common.curve import new_key_pair, prove
+from tandem.common.keys import MemberKeys
 from tandem.common.messages import (
     PROTOCOL_VERSION,
     BuildEngine,
@@ -53,7 +56,7 @@ from tandem.common.messages import (
     Trained,
     TrainerBuilt,
 )
-from tandem.common.wire import Codec, Frames, Hub, encode
+from tandem.common.wire import Codec, Frames, encode
 from tandem.coordinator.algorithms.grpo import training_batch
 from tandem.coordinator.run.batches import Batches
 from tandem.coordinator.run.members import Pulse, Registry
@@ -62,6 +65,7 @@ from tandem.coordinator.scheduler.events import DispatchBatch, GroupSize, Joined
 from tandem.coordinator.scheduler.groups import GroupTable, SampleRecord
 from tandem.refit import layout
 from tandem.refit.layout import LayoutBuilder
+from tests.members import at, open_listening
 
 NUM_GROUPS, GROUP_SIZE, PROMPT = 128, 8, 128
 LENGTHS = (512, 8192)
@@ -78,13 +82,15 @@ VOCABULARY = 150_000
 # --- stand-ins -------------------------------------------------------------------------------------------------------
 
 
-def stand_in(address: str, kind: ServiceKind, count: str) -> None:
-    """Be `count` processes of a kind: join, answer every order at once, end with the coordinator's process."""
+def stand_in(address: str, kind: ServiceKind) -> None:
+    """Be processes whose keys come in: join, answer every order at once, end with the coordinator's process."""
     context, poller = zmq.Context(), zmq.Poller()
     codec: Codec[Any] = Codec(ToTrainer if kind == "trainer" else ToRollout)
-    for _ in range(int(count)):
+    own = msgspec.json.decode(sys.stdin.buffer.read(), type=list[MemberKeys])
+    for keys in own:
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
+        prove(socket, keys.own, keys.coordinator)
         socket.connect(address)
         socket.send_multipart(encode(Hello(protocol_version=PROTOCOL_VERSION, service=kind, host="here", pid=1)))
         poller.register(socket, zmq.POLLIN)
@@ -107,7 +113,7 @@ def answers(order: Any) -> Iterator[Frames]:
             )
         case BuildEngine(command_id=command_id):
             yield encode(
-                EngineBuilt(command_id=command_id, layouts=(empty_layout(),), samples_address="tcp://10.0.0.1:4711")
+                EngineBuilt(command_id=command_id, layouts=(empty_layout(),), samples_at=at("tcp://10.0.0.1:4711"))
             )
         case Refit(command_id=command_id, version=version):
             yield encode(Refitted(command_id=command_id, version=version, num_bytes={}, seconds=0.1, memory=MEMORY))
@@ -208,12 +214,13 @@ class Cluster:
     """A coordinator's registry, and stand-ins for everybody else."""
 
     def __init__(self, num_ranks: int, num_engines: int, length: int) -> None:
-        self.hub = Hub("tcp://127.0.0.1:*")
+        listening = open_listening()
+        self.hub = listening.hub
         self.config = config_of(num_ranks, num_engines, length)
         limits = Limits(vocabulary=VOCABULARY, max_tokens=length, max_turns=1)
         expected: dict[ServiceKind, int] = {"trainer": num_ranks, "rollout": num_engines}
         pulse = Pulse(interval_s=1000.0, timeout_s=1000.0)
-        self.registry = Registry(self.hub, expected, b"{}", "run", pulse, Replies(limits))
+        self.registry = Registry(listening, expected, b"{}", "run", pulse, Replies(limits))
         self.ranks = [f"trainer-{i}" for i in range(num_ranks)]
         self.engines = [f"rollout-{i}" for i in range(num_engines)]
         self.prompts = {
@@ -221,11 +228,7 @@ class Cluster:
             for group in range(NUM_GROUPS)
         }
         self._num_made = length - PROMPT
-        self._processes = [
-            subprocess.Popen([sys.executable, __file__, self.hub.address, kind, str(count // 2)])
-            for kind, count in expected.items()
-            for _ in range(2)
-        ]
+        self._processes = [self._stand_ins(kind, count // 2) for kind, count in expected.items() for _ in range(2)]
         self._command_id = 0
         self._step = 0
         self.bytes_sent = self.bytes_received = 0
@@ -236,6 +239,20 @@ class Cluster:
         self.built += [self.ask(engine, BuildEngine(**self.command())) for engine in self.engines]
         for engine in self.engines:
             self.ask(engine, Refit(**self.command(), version=0))
+
+    def _stand_ins(self, kind: ServiceKind, count: int) -> subprocess.Popen[bytes]:
+        """Start a process that stands for several members."""
+        words = [sys.executable, __file__, self.hub.address, kind]
+        process = subprocess.Popen(words, stdin=subprocess.PIPE)
+        keys = [
+            MemberKeys(coordinator=self.hub.at.public_key, own=new_key_pair(), is_joining=False) for _ in range(count)
+        ]
+        for each in keys:
+            self.registry.enrol(each.own.public)
+        assert process.stdin is not None
+        with process.stdin as file:
+            file.write(msgspec.json.encode(keys))
+        return process
 
     def command(self) -> dict[str, Any]:
         self._command_id += 1
@@ -446,4 +463,4 @@ def test_a_step_of_the_coordinator(benchmark: BenchmarkFixture) -> None:
 
 
 if __name__ == "__main__":
-    stand_in(sys.argv[1], sys.argv[2], sys.argv[3])  # type: ignore[arg-type]
+    stand_in(sys.argv[1], sys.argv[2])  # type: ignore[arg-type]

@@ -54,6 +54,7 @@ from tandem.coordinator.scheduler.events import (
     Replied,
 )
 from tandem.coordinator.scheduler.spec import Balance, Deadlines
+from tests.members import at
 
 NUM_STEPS = 10
 NUM_SAMPLES = 4
@@ -113,7 +114,7 @@ def replies(action: Dispatch | DispatchPrompts | DispatchBatch) -> list[Reply]:
         case BuildTrainer():
             return [TrainerBuilt(command_id=command_id, version=0, num_parameters=1, shares_prompts=True, layout=b"")]
         case BuildEngine():
-            return [EngineBuilt(command_id=command_id, layouts=(b"",), samples_address="tcp://localhost:1")]
+            return [EngineBuilt(command_id=command_id, layouts=(b"",), samples_at=at("tcp://localhost:1"))]
         case PlanTransfers(sources=sources, destinations=destinations):
             planned = TransfersPlanned(
                 command_id=command_id,

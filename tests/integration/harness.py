@@ -21,6 +21,7 @@ import psutil
 import pytest
 import yaml
 
+from tandem.common.keys import key_file
 from tandem.coordinator.run.fork_server import Child
 from tandem.coordinator.run.journal import StepRecord, read_journal
 from tests.integration import consoles
@@ -207,6 +208,11 @@ class Command:
     def children(self) -> list[psutil.Process]:
         """Return its processes."""
         return psutil.Process(self.process.pid).children(recursive=True)
+
+
+def joins(address: str, run: str | Path = "run") -> list[str]:
+    """Return what a service that is started by hand is told, to join the run of a folder."""
+    return ["--coordinator", address, "--key-file", str(key_file(Path(run)))]
 
 
 def processes_of(run: Command, kind: str) -> list[psutil.Process]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.integration import damaged_rollout
-from tests.integration.harness import BIN, Command, merged, write_config
+from tests.integration.harness import BIN, Command, joins, merged, write_config
 
 ADDRESSES = {"trainers": "10.98.76.1", "engines": "10.98.76.2"}
 ELSEWHERE = "another-host"
@@ -83,7 +83,7 @@ def on_two_hosts(
     config = merged(config, {"cluster": {"launch": {"trainers": trainers, "refit": True}}})
     with contextlib.ExitStack() as stack:
         run = stack.enter_context(Command(*_command(here, "coordinator"), "up", write_config(config)))
-        address = ["--coordinator", run.wait_for(r"listens on (tcp://\S+)")[1]]
+        address = joins(run.wait_for(r"listens on (tcp://\S+)")[1])
         words = [*_command(elsewhere, "rollout"), *address]
         harmed = [[*elsewhere, sys.executable, damaged_rollout.__file__, each, *address] for each in damages]
         starts = [*harmed, *[words] * (engines - len(harmed))]

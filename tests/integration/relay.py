@@ -1,26 +1,60 @@
-"""A relay between one service and its coordinator, which may change what the service says."""
+"""A relay between one service and its coordinator, which may change what the service says.
+
+It has the keys of both, as nobody has in earnest: it stands for a member gone wrong.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Self
 
 import msgspec
 import zmq
 
+from tandem.common import keys
+from tandem.common.curve import Admitted, Gatekeeper, hear_members, new_key_pair, prove
+from tandem.common.keys import KeyPair, MemberKeys, RunKeys, read_run_keys
+from tandem.common.messages import PROTOCOL_VERSION, Enrolled, Hello, Refused, ServiceKind
 from tandem.common.wire import Codec, Frames, encode
 
 Tampering = Callable[[dict[str, Any], dict[str, Any]], None]
 """Changes a message, as plain values, or the arrays that come with it."""
 
 
+def enrolled(coordinator: str, kind: ServiceKind, run: RunKeys) -> KeyPair:
+    """Have a coordinator admit a key pair, as a service does that is started by hand; return it."""
+    own = new_key_pair()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        prove(socket, run.joining, run.coordinator.public)
+        socket.connect(coordinator)
+        hello = Hello(protocol_version=PROTOCOL_VERSION, service=kind, host="here", pid=1, enrols=own.public)
+        socket.send_multipart(encode(hello))
+        assert socket.poll(10_000), "the coordinator does not answer"
+        answer = Codec[Enrolled | Refused](Enrolled | Refused).decode(socket.recv_multipart()).message
+        assert isinstance(answer, Enrolled), answer
+    return own
+
+
 class Relay:
     """Passes frames on, both ways, and tampers with those that `is_wanted` picks by their message."""
 
     def __init__(
-        self, coordinator: str, union: Any, is_wanted: Callable[[dict[str, Any]], bool], tamper: Tampering
+        self,
+        coordinator: str,
+        kind: ServiceKind,
+        union: Any,
+        is_wanted: Callable[[dict[str, Any]], bool],
+        tamper: Tampering,
     ) -> None:
+        run = read_run_keys(Path("run"))
+        assert run is not None
+        own = enrolled(coordinator, kind, run)
+        file = Path(f"relayed-{own.public[:4].encode().hex()}.json")
+        file.touch(mode=0o600)
+        file.write_bytes(keys.encode(MemberKeys(coordinator=run.coordinator.public, own=own, is_joining=False)))
         self._codec: Codec[Any] = Codec(union)
         self._is_wanted, self._tamper = is_wanted, tamper
         self._context = zmq.Context()
@@ -28,8 +62,12 @@ class Relay:
         self._back = self._context.socket(zmq.DEALER)
         for socket in (self._front, self._back):
             socket.setsockopt(zmq.LINGER, 0)
+        Gatekeeper(self._context, Admitted([own.public]))
+        hear_members(self._front, run.coordinator)
+        prove(self._back, own, run.coordinator.public)
         port = self._front.bind_to_random_port("tcp://127.0.0.1")
-        self.address = f"tcp://127.0.0.1:{port}"
+        self.joins = ["--coordinator", f"tcp://127.0.0.1:{port}", "--key-file", str(file.absolute())]
+        """What the service is told."""
         self._back.connect(coordinator)
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="relay")

@@ -24,6 +24,7 @@ from tests.integration.harness import (
     Command,
     all_gone,
     coordinator,
+    joins,
     merged,
     process_of,
     steps_of,
@@ -98,7 +99,7 @@ def _started(*arguments: str | Path) -> Iterator[Command]:
         address = run.wait_for(r"listens on (tcp://\S+)")[1]
         for kind in ("trainer", "rollout", "rollout"):
             out = started.enter_context(Path(f"{kind}-{time.monotonic_ns()}.txt").open("wb"))
-            words = (kind, "--coordinator", address)
+            words = (kind, *joins(address))
             process = consoles.fork_server().start(held_processes.__name__, words, out)
             started.callback(process.wait, 20.0)
             started.callback(process.kill)

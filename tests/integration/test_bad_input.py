@@ -16,12 +16,14 @@ from typing import Any
 import psutil
 import pytest
 
+from tandem.common.keys import key_file, read_key_file
 from tandem.common.messages import PROTOCOL_VERSION, Hello, ToRefit
 from tandem.common.wire import Link
 from tests.integration.harness import (
     GYM,
     Command,
     coordinator,
+    joins,
     merged,
     process_of,
     steps_of,
@@ -194,7 +196,7 @@ def test_a_service_of_another_protocol_version_is_refused_with_both_named() -> N
             "import sys, tandem.common.messages as messages\n"
             f"messages.PROTOCOL_VERSION = {PROTOCOL_VERSION + 41}\n"
             "from tandem.refit.cli import main\n"
-            f"sys.exit(main(['--coordinator', {address!r}]))\n"
+            f"sys.exit(main({joins(address)!r}))\n"
         )
         with Command("python", other) as stranger:
             assert stranger.wait() == 1
@@ -207,7 +209,8 @@ def test_a_service_of_another_protocol_version_is_refused_with_both_named() -> N
 
 def test_a_process_that_breaks_the_protocol_ends_the_run_with_its_name() -> None:
     with Command("coordinator", "up", write_config({"cluster": {"launch": "none"}})) as run:
-        link: Link[Any] = Link(run.wait_for(r"listens on (tcp://\S+)")[1], "refit", "me", ToRefit)
+        address, keys = run.wait_for(r"listens on (tcp://\S+)")[1], read_key_file(key_file(Path("run")))
+        link: Link[Any] = Link(address, "refit", "me", ToRefit, keys)
         link.join(Hello(protocol_version=PROTOCOL_VERSION, service="refit", host="here", pid=1), 30.0)
         link.send([b"junk"])
         assert run.wait() == 1

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from tandem.common.keys import write_run_keys
 from tests.integration.by_hand import MEGATRON_TP2
-from tests.integration.harness import GYM, Command, coordinator, merged, steps_of, typed, write_config
+from tests.integration.harness import GYM, Command, coordinator, joins, merged, steps_of, typed, write_config
+from tests.members import RUN
 
 SFT: dict[str, Any] = {
     "algorithm": "sft",
@@ -226,7 +228,8 @@ def test_the_version_is_said() -> None:
 
 
 def test_a_service_by_hand_says_whom_it_waits_for() -> None:
-    ended = typed("refit", "--coordinator", "tcp://127.0.0.1:9", "--join-timeout", "1.5")
+    write_run_keys(Path("run"), RUN)
+    ended = typed("refit", *joins("tcp://127.0.0.1:9"), "--join-timeout", "1.5")
     assert ended.returncode == 1
     assert ended.stdout == "refit: waiting for a coordinator at tcp://127.0.0.1:9, up to 1.5 s\n"
 
@@ -242,7 +245,7 @@ def test_environment_variables_of_megatron_reach_trainers_before_their_group_is_
     assert "nowhere0" in launched.stderr
     with Command("coordinator", "up", config, "--restart", "cluster.launch=none") as run:
         address = run.wait_for(r"listens on (tcp://\S+)")[1]
-        with Command("trainer", "--coordinator", address) as trainer:
+        with Command("trainer", *joins(address)) as trainer:
             assert run.wait() == 1
             trainer.wait()
         assert "nowhere0" in run.output()

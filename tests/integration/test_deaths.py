@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tandem.common.keys import write_run_keys
 from tests import leaks
 from tests.integration.by_hand import MEGATRON_TP2, assert_same_results, refits_of, undisturbed_run
 from tests.integration.harness import (
@@ -25,6 +26,7 @@ from tests.integration.harness import (
     Command,
     all_gone,
     coordinator,
+    joins,
     merged,
     process_of,
     processes_of,
@@ -32,6 +34,7 @@ from tests.integration.harness import (
     wait_until,
     write_config,
 )
+from tests.members import RUN
 
 LONG = {"grpo": {"max_num_steps": 1000, "val_period": 500}, "checkpointing": {"save_period": 1000}}
 
@@ -115,21 +118,22 @@ def test_a_service_started_by_hand_leaves_when_it_is_asked_to_and_the_run_notice
     over = {"cluster": {"launch": {"trainers": 1, "refit": True}}, "grpo": {"max_num_steps": 8}}
     with Command("coordinator", "up", write_config(over)) as run:
         address = run.wait_for(r"listens on (tcp://\S+)")[1]
-        with Command("rollout", "--coordinator", address) as first:
+        with Command("rollout", *joins(address)) as first:
             run.wait_for("step 2/8")
             process_of(run, "trainer").send_signal(signal.SIGTERM)  # which was launched, and leaves it to the run
             first.signal(signal.SIGTERM)
             assert first.wait() == 0, first.output()
             assert "rollout-0 leaves: interrupted" in first.output()
             run.wait_for("rollout-0 is lost: it left: interrupted; start another")
-        with Command("rollout", "--coordinator", address) as second:
+        with Command("rollout", *joins(address)) as second:
             assert run.wait() == 0, run.output()
             assert second.wait() == 0
     assert [s.step for s in steps_of()] == list(range(1, 9))
 
 
 def test_a_service_is_asked_to_end_before_there_is_a_coordinator() -> None:
-    with Command("refit", "--coordinator", "tcp://127.0.0.1:9", "--join-timeout", "60") as refit:
+    write_run_keys(Path("run"), RUN)
+    with Command("refit", *joins("tcp://127.0.0.1:9"), "--join-timeout", "60") as refit:
         process = psutil.Process(refit.process.pid)
         wait_until(lambda: process.num_threads() > 1, lambda: "it to begin")  # the first watches for signals
         refit.signal(signal.SIGTERM)
@@ -200,7 +204,7 @@ def test_services_started_by_hand_notice_that_the_coordinator_was_killed() -> No
     over = {"cluster": {"launch": "none", "heartbeat_timeout_s": 2.0}}
     with Command("coordinator", "up", write_config(over)) as run:
         address = run.wait_for(r"listens on (tcp://\S+)")[1]
-        with Command("refit", "--coordinator", address) as refit:
+        with Command("refit", *joins(address)) as refit:
             refit.wait_for("joined")
             run.signal(signal.SIGKILL)
             run.wait()
@@ -267,12 +271,12 @@ def test_an_engine_started_by_hand_is_replaced_by_hand() -> None:
     over = {"cluster": {"launch": {"trainers": 1, "refit": True}}, "grpo": {"max_num_steps": 8}}
     with Command("coordinator", "up", write_config(over)) as run:
         address = run.wait_for(r"listens on (tcp://\S+)")[1]
-        with Command("rollout", "--coordinator", address) as first:
+        with Command("rollout", *joins(address)) as first:
             run.wait_for("step 2/8")
             first.signal(signal.SIGKILL)
             first.wait()
             run.wait_for("start another: rollout --coordinator")
-            with Command("rollout", "--coordinator", address) as second:
+            with Command("rollout", *joins(address)) as second:
                 assert run.wait() == 0, run.output()
                 assert second.wait() == 0
     assert [s.step for s in steps_of()] == list(range(1, 9))

@@ -15,7 +15,7 @@ import pytest
 from tests.damage import flip_in_tensor
 from tests.integration import damaged_rollout, slow_rollout
 from tests.integration.by_hand import in_folder
-from tests.integration.harness import Command, coordinator, merged, process_of, write_config
+from tests.integration.harness import Command, coordinator, joins, merged, process_of, write_config
 
 ENVIRONMENTS = """
 from tandem.rollout.environments import Score
@@ -155,7 +155,7 @@ def run_by_hand(script: str, *arguments: str, num_engines: int, over: dict[str, 
     launch = {"launch": {"trainers": 1, "rollouts": num_engines - 1, "refit": True}}
     with Command("coordinator", "up", write(merged({"cluster": {"rollouts": num_engines, **launch}}, over))) as run:
         address = run.wait_for(r"listens on (tcp://\S+)")[1]
-        with Command(sys.executable, script, *arguments, "--coordinator", address):
+        with Command(sys.executable, script, *arguments, *joins(address)):
             return run.wait()
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tandem.common.keys import write_run_keys
+from tandem.coordinator.run.members import new_run_keys
 from tests.integration.by_hand import assert_same_results, in_folder, undisturbed_run
 from tests.integration.harness import Command, all_gone, coordinator, merged, process_of, wait_until, write_config
 
@@ -23,6 +25,7 @@ CONFIG: dict[str, Any] = {
 TWO_NODES: dict[str, Any] = {
     "cluster": {"num_nodes": 2, "gpus_per_node": 0, "launch": {"trainers": 1, "rollouts": 1, "refit": True}}
 }
+NOBODY = ("--coordinator", "tcp://127.0.0.1:9")
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +88,8 @@ def test_asked_to_end_it_waits_for_the_coordinator(tmp_path: Path, monkeypatch: 
 def test_asked_again_it_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = write_config(merged(CONFIG, TWO_NODES))
-    with Command("coordinator", "join", config, "--node", "1", "--coordinator", "tcp://127.0.0.1:9") as node:
+    write_run_keys(Path("run"), new_run_keys())
+    with Command("coordinator", "join", config, "--node", "1", *NOBODY) as node:
         node.wait_for("rollout-1: process")
         services = node.children()
         node.signal(signal.SIGTERM)
@@ -99,8 +103,11 @@ def test_asked_again_it_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_who_is_not_admitted_in_time_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = write_config(merged(CONFIG, TWO_NODES))
-    nobody = ("--coordinator", "tcp://127.0.0.1:9", "--join-timeout", "1")
-    ended = coordinator("join", config, "--node", "1", *nobody)
+    ended = coordinator("join", config, "--node", "1", *NOBODY, "--join-timeout", "1")
+    assert ended.returncode == 1
+    assert "there is no such file after 1 s; is the run up?" in ended.stderr
+    write_run_keys(Path("run"), new_run_keys())
+    ended = coordinator("join", config, "--node", "1", *NOBODY, "--join-timeout", "1")
     assert ended.returncode == 1
     assert "no answer from tcp://127.0.0.1:9 within 1 s" in ended.stderr
     assert ended.stderr.count("\n") <= 2, ended.stderr
@@ -121,7 +128,7 @@ def test_a_node_that_is_none_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     config = write_config(merged(merged(CONFIG, TWO_NODES), over))
-    ended = coordinator("join", config, "--node", node, "--coordinator", "tcp://127.0.0.1:9")
+    ended = coordinator("join", config, "--node", node, *NOBODY)
     assert ended.returncode == 2
     assert error in ended.stderr
     assert ended.stderr.count("\n") == 1

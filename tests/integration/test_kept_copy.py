@@ -16,7 +16,16 @@ from tandem.refit.digests.task import combine, digest_box
 from tandem.refit.layout import whole
 from tests.integration import slow_trainer, stale_copy
 from tests.integration.by_hand import MEGATRON_TP2, refits_of
-from tests.integration.harness import Command, coordinator, merged, process_of, steps_of, wait_until, write_config
+from tests.integration.harness import (
+    Command,
+    coordinator,
+    joins,
+    merged,
+    process_of,
+    steps_of,
+    wait_until,
+    write_config,
+)
 from tests.integration.slow_trainer import training_file
 
 NUM_STEPS = 6
@@ -44,7 +53,7 @@ def run_with_trainer(config: Path, script: str | None) -> Iterator[Command]:
     """Start a run whose trainer is a script of a test."""
     with Command("coordinator", "up", config) as run:
         address = run.wait_for(r"listens on (tcp://\S+)")[1]
-        with Command(sys.executable, str(script), "--coordinator", address):
+        with Command(sys.executable, str(script), *joins(address)):
             yield run
 
 

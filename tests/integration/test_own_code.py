@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tandem.coordinator.run.journal import read_journal
-from tests.integration.harness import Command, coordinator, steps_of, write_config
+from tests.integration.harness import Command, coordinator, joins, steps_of, write_config
 
 JUDGE = """
 from tandem.rollout.environments import Score
@@ -91,7 +91,7 @@ def test_services_started_by_hand_find_them_by_the_python_path(monkeypatch: pyte
         address = run.wait_for(r"listens on (tcp://\S+)")[1]
         paths = [os.environ.get("PYTHONPATH", ""), os.path.abspath("settings")]
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
-        with Command("rollout", "--coordinator", address) as rollout:
+        with Command("rollout", *joins(address)) as rollout:
             assert run.wait() == 0, run.output() + rollout.output()
             assert rollout.wait() == 0
     assert steps_of()[-1].metrics["reward"] == 2.5

@@ -14,7 +14,7 @@ import pytest
 from tests.integration import damaged_rollout
 from tests.integration.by_hand import assert_same_results, in_folder, refits_of, undisturbed_run
 from tests.integration.damaged_rollout import DOWN, EMBEDDING, GATE, OUT, K, Q
-from tests.integration.harness import Command, coordinator, merged, steps_of, write_config
+from tests.integration.harness import Command, coordinator, joins, merged, steps_of, write_config
 
 NUM_STEPS = 6
 HARMED = {
@@ -42,7 +42,7 @@ def run_with(damages: str, over: dict[str, Any]) -> Iterator[Command]:
     with Command("coordinator", "up", write_config(merged(CONFIG, over))) as run:
         address = run.wait_for(r"listens on (tcp://\S+)")[1]
         script = str(Path(damaged_rollout.__file__))
-        with Command(sys.executable, script, damages, "--coordinator", address):
+        with Command(sys.executable, script, damages, *joins(address)):
             yield run
 
 

@@ -18,6 +18,7 @@ from tests.integration.harness import (
     Command,
     coordinator,
     deterministic,
+    joins,
     merged,
     steps_of,
     wait_until,
@@ -152,7 +153,7 @@ def test_services_started_by_hand_join_in_any_order(order: tuple[str, ...]) -> N
         commands = []
         try:
             for kind in order:
-                commands.append(Command(kind, "--coordinator", address))
+                commands.append(Command(kind, *joins(address)))
                 time.sleep(0.5)  # late: the others are long there
             assert run.wait() == 0, run.output()
             assert [command.wait() for command in commands] == [0, 0, 0]
@@ -165,7 +166,7 @@ def test_services_started_by_hand_join_in_any_order(order: tuple[str, ...]) -> N
 def test_a_process_too_many_is_refused() -> None:
     with Command("coordinator", "up", write_config(BY_HAND)) as run:
         address = run.wait_for(r"listens on (tcp://\S+)")[1]
-        with Command("refit", "--coordinator", address) as first, Command("refit", "--coordinator", address) as second:
+        with Command("refit", *joins(address)) as first, Command("refit", *joins(address)) as second:
             first.wait_for("joined|refused")
             second.wait_for("joined|refused")
             wait_until(lambda: "refused" in first.output() + second.output(), lambda: "a refusal")

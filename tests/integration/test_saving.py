@@ -15,7 +15,16 @@ import pytest
 
 from tests.integration import slow_trainer
 from tests.integration.by_hand import assert_same_results, undisturbed_run
-from tests.integration.harness import Command, coordinator, merged, process_of, steps_of, weights_of, write_config
+from tests.integration.harness import (
+    Command,
+    coordinator,
+    joins,
+    merged,
+    process_of,
+    steps_of,
+    weights_of,
+    write_config,
+)
 from tests.integration.slow_trainer import NO_MEMORY, busy_file
 
 SIX = {"grpo": {"max_num_steps": 6, "val_period": 0}, "checkpointing": {"metric_name": "reward"}}
@@ -33,7 +42,7 @@ def run_with_slow_disk(config: Path) -> Iterator[tuple[Command, Command]]:
     """Start a run whose trainer is started by hand; yield both."""
     with Command("coordinator", "up", config) as run:
         address = run.wait_for(r"listens on (tcp://\S+)")[1]
-        with Command(sys.executable, slow_trainer.__file__, "--coordinator", address) as trainer:
+        with Command(sys.executable, slow_trainer.__file__, *joins(address)) as trainer:
             yield run, trainer
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tandem.common.messages import FromRollout, FromTrainer
 from tests.integration.by_hand import assert_same_results, undisturbed_run
-from tests.integration.harness import Command, steps_of, write_config
+from tests.integration.harness import Command, joins, steps_of, write_config
 from tests.integration.relay import Relay, Tampering
 
 SIX: dict[str, Any] = {
@@ -59,13 +59,13 @@ def test_engines_that_say_what_cannot_be_are_replaced_and_nothing_else_differs(t
                 return message["type"] == "SamplesFinished" and message["step"] == step
 
             with (
-                Relay(address, FromRollout, is_wanted, tamper) as relay,
-                Command("rollout", "--coordinator", relay.address) as rollout,
+                Relay(address, "rollout", FromRollout, is_wanted, tamper) as relay,
+                Command("rollout", *relay.joins) as rollout,
             ):
                 said = run.wait_for(rf"rollout-0 is lost: (it broke the protocol: SamplesFinished\.{what}); start")[1]
                 assert rollout.wait() == 0
                 assert f"rollout-0 leaves: {said}" in rollout.output()
-        with Command("rollout", "--coordinator", address) as rollout:
+        with Command("rollout", *joins(address)) as rollout:
             assert run.wait() == 0, run.output()
             assert rollout.wait() == 0
     assert "Traceback" not in run.output()
@@ -97,8 +97,8 @@ def test_a_trainer_that_says_what_cannot_be_ends_the_run_with_one_line(tamper: T
             return message["type"] == "Trained" and message["step"] == 2
 
         with (
-            Relay(address, FromTrainer, is_wanted, tamper) as relay,
-            Command("trainer", "--coordinator", relay.address) as trainer,
+            Relay(address, "trainer", FromTrainer, is_wanted, tamper) as relay,
+            Command("trainer", *relay.joins) as trainer,
         ):
             assert run.wait() == 1, run.output()
             assert trainer.wait() == 0, trainer.output()

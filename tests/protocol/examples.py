@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from tandem.common import messages
+from tandem.common.keys import Key
 
 GOLDEN = Path(__file__).parent / "golden"
 UNIONS = (
@@ -42,7 +43,12 @@ def every_message() -> list[type[messages.Message]]:
 def example(kind: Any) -> Any:
     """Return a value of a type: of a struct, one with every field set."""
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        return kind(**{name: example(hint) for name, hint in get_type_hints(kind).items() if not name.startswith("__")})
+        hints = get_type_hints(kind, include_extras=True)
+        return kind(**{name: example(hint) for name, hint in hints.items() if not name.startswith("__")})
+    if kind == Key:
+        return "0" * 40
+    if get_origin(kind) is Annotated:
+        return example(get_args(kind)[0])
     if get_origin(kind) is Literal:
         return get_args(kind)[-1]
     if get_origin(kind) is tuple:

@@ -8,12 +8,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
+from tandem.common import keys
 from tandem.common.errors import ConfigError, TandemError, VersionMismatch, WireError
 from tandem.common.messages import (
     PROTOCOL_VERSION,
@@ -29,7 +31,8 @@ from tandem.common.messages import (
     Welcome,
 )
 from tandem.common.service import run_service
-from tandem.common.wire import Codec, Frames, Hub, Link, check_version, encode
+from tandem.common.wire import Codec, Frames, Hub, Link, Peer, check_version, encode
+from tests.members import MEMBER, MEMBER_KEYS, link_to, open_hub
 
 HELLO = Hello(protocol_version=PROTOCOL_VERSION, service="refit", host="here", pid=1)
 WELCOME = Welcome(
@@ -45,12 +48,12 @@ CODEC: Codec[Any] = Codec(FromRefit)
 
 @pytest.fixture
 def hub() -> Iterator[Hub]:
-    hub = Hub("tcp://127.0.0.1:*")
+    hub = open_hub()
     yield hub
     hub.close()
 
 
-def next_from(hub: Hub, kind: type) -> tuple[bytes, Any, dict[str, Any]]:
+def next_from(hub: Hub, kind: type) -> tuple[Peer, Any, dict[str, Any]]:
     """Return the next message of a kind, its sender and its arrays."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
@@ -61,9 +64,9 @@ def next_from(hub: Hub, kind: type) -> tuple[bytes, Any, dict[str, Any]]:
     raise AssertionError(f"no {kind.__name__} within 10 s")
 
 
-def joined(hub: Hub) -> tuple[Link[Any], bytes]:
+def joined(hub: Hub) -> tuple[Link[Any], Peer]:
     """Join a link to the hub."""
-    link: Link[Any] = Link(hub.address, "refit", "me", ToRefit)
+    link: Link[Any] = link_to(hub.address, "refit", "me", ToRefit)
     thread = threading.Thread(target=link.join, args=(HELLO, 10.0))
     thread.start()
     peer, hello, _ = next_from(hub, Hello)
@@ -235,7 +238,7 @@ def test_another_version_is_told_both() -> None:
 
 
 def test_a_refusal_is_the_error(hub: Hub) -> None:
-    link: Link[Any] = Link(hub.address, "refit", "me", ToRefit)
+    link: Link[Any] = link_to(hub.address, "refit", "me", ToRefit)
     errors: list[BaseException] = []
 
     def join() -> None:
@@ -253,25 +256,25 @@ def test_a_refusal_is_the_error(hub: Hub) -> None:
 
 
 def test_nobody_answers() -> None:
-    link: Link[Any] = Link("tcp://127.0.0.1:9", "refit", "me", ToRefit)
+    link: Link[Any] = link_to("tcp://127.0.0.1:9", "refit", "me", ToRefit)
     with pytest.raises(TandemError, match=r"refit could not join: no answer from tcp://127.0.0.1:9 within 0.2 s"):
         link.join(HELLO, 0.2)
 
 
 def test_an_address_that_is_none() -> None:
     with pytest.raises(ConfigError, match=r"cluster.address"):
-        Hub("tcp://nonsense")
-    link: Link[Any] = Link("nonsense", "refit", "me", ToRefit)
+        open_hub("tcp://nonsense")
+    link: Link[Any] = link_to("nonsense", "refit", "me", ToRefit)
     with pytest.raises(ConfigError, match="--coordinator 'nonsense'"):
         link.join(HELLO, 1.0)
 
 
 def test_a_peer_that_is_gone_is_reported(hub: Hub) -> None:
-    assert hub.send(b"nobody", encode(Heartbeat())) is False
+    assert hub.send(Peer(b"nobody", MEMBER.public), encode(Heartbeat())) is False
 
 
 def test_any_thread_may_send_while_another_receives(hub: Hub) -> None:
-    link: Link[Any] = Link(hub.address, "refit", "me", ToRefit)
+    link: Link[Any] = link_to(hub.address, "refit", "me", ToRefit)
     joining = threading.Thread(target=link.join, args=(HELLO, 10.0))
     joining.start()
     peer, _, _ = next_from(hub, Hello)
@@ -300,8 +303,9 @@ def say_often(link: Link[Any], word: str) -> None:
 CHILD = """
 import sys, time
 from tandem.common.messages import *
+from tandem.common.keys import decode_member_keys
 from tandem.common.wire import Link
-link = Link(sys.argv[1], "refit", "child", ToRefit)
+link = Link(sys.argv[1], "refit", "child", ToRefit, decode_member_keys(sys.argv[2].encode()))
 link.join(Hello(protocol_version=PROTOCOL_VERSION, service="refit", host="h", pid=1), 10.0)
 link.set_phase("sleeping")
 time.sleep(60)
@@ -310,7 +314,9 @@ time.sleep(60)
 
 @pytest.mark.parametrize(("end", "code"), [("silence", 70), ("shutdown", 0)])
 def test_a_busy_process_ends_with_its_coordinator(hub: Hub, end: str, code: int) -> None:
-    child = subprocess.Popen([sys.executable, "-c", CHILD, hub.address], stderr=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, hub.address, keys.encode(MEMBER_KEYS)], stderr=subprocess.PIPE, text=True
+    )
     try:
         peer, _, _ = next_from(hub, Hello)
         hub.send(peer, encode(WELCOME))
@@ -332,8 +338,9 @@ def test_a_busy_process_ends_with_its_coordinator(hub: Hub, end: str, code: int)
 BUSY = """
 import sys, time
 from tandem.common.messages import *
+from tandem.common.keys import decode_member_keys
 from tandem.common.wire import Link
-link = Link(sys.argv[1], "refit", "busy", ToRefit)
+link = Link(sys.argv[1], "refit", "busy", ToRefit, decode_member_keys(sys.argv[2].encode()))
 link.join(Hello(protocol_version=PROTOCOL_VERSION, service="refit", host="h", pid=1), 10.0)
 link.set_phase("counting")
 until = time.monotonic() + 3.0
@@ -345,7 +352,9 @@ link.close("done")
 
 def test_heartbeats_flow_both_ways_while_python_computes(hub: Hub) -> None:
     """The child holds the interpreter's lock for three times its own patience, and lives."""
-    child = subprocess.Popen([sys.executable, "-c", BUSY, hub.address], stderr=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        [sys.executable, "-c", BUSY, hub.address, keys.encode(MEMBER_KEYS)], stderr=subprocess.PIPE, text=True
+    )
     try:
         peer, _, _ = next_from(hub, Hello)
         welcome = {name: getattr(WELCOME, name) for name in WELCOME.__struct_fields__}
@@ -405,7 +414,7 @@ class Counting:
         pass
 
 
-def test_an_order_that_comes_twice_is_carried_out_once(hub: Hub) -> None:
+def test_an_order_that_comes_twice_is_carried_out_once(hub: Hub, tmp_path: Path) -> None:
     from tandem.common.config import build_config, config_to_json
     from tandem.common.messages import Failed
 
@@ -417,7 +426,10 @@ def test_an_order_that_comes_twice_is_carried_out_once(hub: Hub) -> None:
         }
     )
     codes: list[int] = []
-    arguments = ["--coordinator", hub.address]
+    key_file = tmp_path / "own.json"
+    key_file.touch(mode=0o600)
+    key_file.write_bytes(keys.encode(MEMBER_KEYS))
+    arguments = ["--coordinator", hub.address, "--key-file", str(key_file)]
     thread = threading.Thread(target=lambda: codes.append(run_service("refit", ToRefit, Counting, arguments)))
     thread.start()
     peer, _, _ = next_from(hub, Hello)

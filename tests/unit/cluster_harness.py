@@ -64,6 +64,7 @@ from tandem.coordinator.scheduler.invariants import validate
 from tandem.coordinator.scheduler.kept import KeptGroup, Place
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.spec import Deadlines, RunSpec
+from tests.members import at
 
 GRPO = RunSpec(
     has_engines=True,
@@ -103,7 +104,7 @@ def answer(action: Sent) -> Reply:
             return TrainerBuilt(command_id=command_id, version=0, num_parameters=1, shares_prompts=True, layout=layout)
         case BuildEngine():
             wants = f"{action.member} wants".encode()
-            return EngineBuilt(command_id=command_id, layouts=(wants,), samples_address=f"tcp://{action.member}:1")
+            return EngineBuilt(command_id=command_id, layouts=(wants,), samples_at=at(f"tcp://{action.member}:1"))
         case PlanTransfers(sources=sources, destinations=destinations):
             return TransfersPlanned(
                 command_id=command_id,

@@ -12,7 +12,7 @@ from typing import Any
 from engine_harness import make_model, sampling, shared_layout
 from numpy.typing import NDArray
 from own_environments import WAIT_S
-from samples_harness import RUN_ID, fetch
+from samples_harness import RUN_ID, TRAINERS, fetch
 
 from tandem.common.batch import SampleArrays
 from tandem.common.config import Config, build_config
@@ -60,6 +60,7 @@ class Member:
     name = "rollout-0"
     run_id = RUN_ID
     coordinator = "tcp://127.0.0.1:1"
+    trainers = TRAINERS
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -133,7 +134,7 @@ class Rollout:
         self.order(BuildEngine(command_id=1, deadline_s=WAIT_S, samples_folder=samples))
         built, _ = self.member.sent.pop()
         assert isinstance(built, EngineBuilt)
-        self.samples_address = built.samples_address
+        self.samples_at = built.samples_at
         wanted = layout.decode(built.layouts[0])
         planned = plan({"trainer-0": shared_layout(self.model)}, {"rollout-0": wanted}, allow_alias=False)
         encoded = program.encode(planned.programs["rollout-0"])
@@ -244,7 +245,7 @@ class Rollout:
             for sample in message.samples
             for branch in range(max(1, len(sample.branches)))
         ]
-        arrays = fetch(self.samples_address, keys)
+        arrays = fetch(self.samples_at, keys)
         assert isinstance(arrays, SampleArrays), arrays
         return arrays
 

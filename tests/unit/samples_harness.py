@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 
 from tandem.common.batch import SampleArrays
+from tandem.common.curve import Admitted
 from tandem.common.messages import (
     FetchSamples,
     FromSampleStore,
+    Listener,
     PromptGroup,
     SampleKey,
     SampleScored,
@@ -24,9 +26,11 @@ from tandem.common.sample_record import RecordedSample
 from tandem.common.wire import Callers, Codec, Frames, encode
 from tandem.coordinator.scheduler.events import GroupSize
 from tandem.coordinator.scheduler.groups import GroupTable, SampleRecord
+from tests.members import MEMBER
 
 RUN_ID = "run"
 WAIT_S = 10.0
+TRAINERS = Admitted([MEMBER.public])
 
 
 def scored(group: int, sample: int, *, prompt_length: int = 1, response_length: int = 1, **known: Any) -> SampleScored:
@@ -83,10 +87,10 @@ def sequence_key(command_id: int, group: int, sample: int, branch: int = 0) -> S
     return command_id, group, sample, branch
 
 
-def ask(address: str, frames: Frames, wait_s: float = WAIT_S) -> Any:
+def ask(store: Listener, frames: Frames, wait_s: float = WAIT_S) -> Any:
     """Send a request as it stands; return the answer with its arrays, None if there is none in time."""
     codec: Codec[SamplesFetched | SamplesGone] = Codec(FromSampleStore)
-    callers = Callers({"store": address})
+    callers = Callers({"store": store}, MEMBER, max_bytes=1 << 28)
     deadline = time.monotonic() + wait_s
     try:
         while time.monotonic() < deadline:
@@ -99,10 +103,10 @@ def ask(address: str, frames: Frames, wait_s: float = WAIT_S) -> Any:
     return None
 
 
-def fetch(address: str, keys: Sequence[SampleKey | SequenceKey], run_id: str = RUN_ID) -> SampleArrays | str:
+def fetch(store: Listener, keys: Sequence[SampleKey | SequenceKey], run_id: str = RUN_ID) -> SampleArrays | str:
     """Return samples, or why they are not there."""
     wanted = tuple(sequence_key(*key) for key in keys)
-    answer = ask(address, encode(FetchSamples(run_id=run_id, request_id=5, keys=wanted)))
+    answer = ask(store, encode(FetchSamples(run_id=run_id, request_id=5, keys=wanted)))
     assert answer is not None
     assert answer.message.request_id == 5
     if isinstance(answer.message, SamplesGone):

@@ -16,13 +16,15 @@ from msgspec.structs import replace
 
 from tandem.common.config import config_to_json, load_config
 from tandem.common.errors import ConfigError
+from tandem.common.keys import encode
 from tandem.coordinator.clusters.kubernetes import Manifest, PodNeeds, manifests, to_yaml
 from tandem.coordinator.clusters.nodes import Node, nodes_of
 from tandem.coordinator.clusters.slurm import SlurmJob, batch_script
+from tandem.coordinator.run.members import new_run_keys
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "arithmetic.yaml"
-KEY = b"a key of the run\n"
+KEYS = new_run_keys()
 NEEDS = PodNeeds(name="sums", image="registry.example/tandem:cpu", claim="work")
 
 
@@ -133,13 +135,13 @@ JOB_SET = {
 
 def two_nodes() -> list[Manifest]:
     settings = on("num_nodes=2", "gpus_per_node=8", *VLLM)
-    text = to_yaml(manifests(load_config(EXAMPLE, settings, to_run=False), NEEDS, KEY))
+    text = to_yaml(manifests(load_config(EXAMPLE, settings, to_run=False), NEEDS, KEYS))
     return list(yaml.safe_load_all(text))
 
 
 def test_manifests_are_valid_in_the_current_release_of_kubernetes() -> None:
     *objects, job_set = two_nodes()
-    assert [each["kind"] for each in objects] == ["Secret", "ConfigMap", "Service"]
+    assert [each["kind"] for each in objects] == ["Secret", "Secret", "ConfigMap", "Service"]
     jsonschema.validate(job_set, JOB_SET)
     jobs = [
         {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": job["name"]}, "spec": job["template"]["spec"]}
@@ -160,8 +162,12 @@ def test_a_mistake_in_a_manifest_is_noticed() -> None:
 
 
 def test_pods_find_the_configuration_the_key_and_the_coordinator() -> None:
-    secret, config_map, service, job_set = two_nodes()
-    assert base64.b64decode(secret["data"]["run.key"]) == KEY
+    all_keys, members_keys, config_map, service, job_set = two_nodes()
+    assert base64.b64decode(all_keys["data"]["coordinator.json"]) == encode(KEYS)
+    assert {base64.b64decode(each["data"]["members.json"]) for each in (all_keys, members_keys)} == {
+        encode(KEYS.for_members())
+    }
+    assert set(members_keys["data"]) == {"members.json"}
     pods = [job["template"]["spec"]["template"]["spec"] for job in job_set["spec"]["replicatedJobs"]]
     run, join = (pod["containers"][0]["command"][-1] for pod in pods)
     assert "coordinator up /etc/tandem/config/config.yaml" in run
@@ -176,7 +182,7 @@ def test_pods_find_the_configuration_the_key_and_the_coordinator() -> None:
 
 def test_the_configuration_in_a_pod_is_the_one_that_was_given(tmp_path: Path) -> None:
     """The prerequisite's path is the pod's; that file holds what the one here does."""
-    _, config_map, *_ = two_nodes()
+    config_map = next(each for each in two_nodes() if each["kind"] == "ConfigMap")
     texts = dict(config_map["data"])
     earlier = tmp_path / "prerequisite.yaml"
     earlier.write_text(texts["prerequisite.yaml"])

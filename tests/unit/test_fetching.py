@@ -14,16 +14,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from samples_harness import RUN_ID, sample_of
+from samples_harness import RUN_ID, TRAINERS, sample_of
 
 from tandem.common.assignment import NO_PROMPT
 from tandem.common.batch import BatchTable, SampleArrays
 from tandem.common.errors import WireError
-from tandem.common.messages import FetchSamples, Goodbye, SamplesFetched
+from tandem.common.messages import FetchSamples, Goodbye, Listener, SamplesFetched
 from tandem.common.sample_store import SampleStore
-from tandem.common.wire import Codec, Frames, Hub, encode
+from tandem.common.wire import Codec, Frames, encode
 from tandem.trainer import fetching
 from tandem.trainer.fetching import SampleFetcher
+from tests import members
+from tests.members import MEMBER, open_hub
 
 LENGTHS = [5, 9, 6, 7, 8, 5]
 PROMPT = 2
@@ -33,7 +35,7 @@ VOCABULARY = 60
 @pytest.fixture
 def stores() -> Iterator[list[SampleStore]]:
     """Two rollouts, of which the second has every other one of six samples."""
-    stores = [SampleStore("127.0.0.1", RUN_ID, max_tokens=10**7) for _ in range(2)]
+    stores = [SampleStore("127.0.0.1", RUN_ID, max_tokens=10**7, trainers=TRAINERS) for _ in range(2)]
     for row, length in enumerate(LENGTHS):
         stores[row % 2].put((11 + row % 2, row // 2, row % 2), sample_of(length, prompt_length=PROMPT))
     yield stores
@@ -64,13 +66,15 @@ def table_of(**changes: Any) -> BatchTable:
     return msgspec.structs.replace(table, **changes)
 
 
-def sources_of(stores: list[SampleStore]) -> dict[str, str]:
-    return {f"rollout-{number}": store.address for number, store in enumerate(stores)}
+def sources_of(stores: list[SampleStore]) -> dict[str, Listener]:
+    return {f"rollout-{number}": store.at for number, store in enumerate(stores)}
 
 
 def test_a_share_is_what_the_table_says(stores: list[SampleStore]) -> None:
     table = table_of(num_counted_S=np.array([3, 0, 4, 5, 6, 3], dtype=np.int32))
-    share, missing = SampleFetcher(RUN_ID, VOCABULARY).fetch(1, table, table.rows_of(0), sources_of(stores), 10.0)
+    share, missing = SampleFetcher(RUN_ID, VOCABULARY, MEMBER).fetch(
+        1, table, table.rows_of(0), sources_of(stores), 10.0
+    )
     assert missing == {}
     assert share is not None
     assert share.lengths_S.tolist() == [5, 9, 8, 5]
@@ -84,14 +88,14 @@ def test_a_share_is_what_the_table_says(stores: list[SampleStore]) -> None:
 
 def test_a_rank_without_sequences_asks_nobody() -> None:
     table = table_of()
-    share, missing = SampleFetcher(RUN_ID, VOCABULARY).fetch(
+    share, missing = SampleFetcher(RUN_ID, VOCABULARY, MEMBER).fetch(
         1, table, table.rows_of(2), {"rollout-0": "tcp://127.0.0.1:1"}, 10.0
     )
     assert (missing, len(share.lengths_S) if share else None) == ({}, 0)
 
 
 def test_what_is_gone_is_named_and_what_came_is_kept_for_the_same_step(stores: list[SampleStore]) -> None:
-    fetcher, table = SampleFetcher(RUN_ID, VOCABULARY), table_of()
+    fetcher, table = SampleFetcher(RUN_ID, VOCABULARY, MEMBER), table_of()
     rows, sources = table.rows_of(0), sources_of(stores)
     stores[1].release([12])
     share, missing = fetcher.fetch(1, table, rows, sources, 10.0)
@@ -122,7 +126,7 @@ def test_many_tokens_come_in_several_requests(stores: list[SampleStore], monkeyp
     monkeypatch.setattr(SampleStore, "_answer", counting)
     monkeypatch.setattr(fetching, "MAX_TOKENS_FETCHED", 14)
     table = table_of(rank_S=np.zeros(6, dtype=np.int32))
-    share, _ = SampleFetcher(RUN_ID, VOCABULARY).fetch(1, table, table.rows_of(0), sources_of(stores), 10.0)
+    share, _ = SampleFetcher(RUN_ID, VOCABULARY, MEMBER).fetch(1, table, table.rows_of(0), sources_of(stores), 10.0)
     assert share is not None
     assert share.lengths_S.tolist() == LENGTHS
     assert sorted(requests) == [1, 1, 2, 2], "5 and 6, then 8; 9, then 7 and 5"
@@ -134,10 +138,10 @@ def test_a_rollout_that_is_not_there_is_given_up_soon(
     monkeypatch.setattr(fetching, "_PATIENCE_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    sources = sources_of(stores) | {"rollout-1": f"tcp://127.0.0.1:{port}"}
+    sources = sources_of(stores) | {"rollout-1": members.at(f"tcp://127.0.0.1:{port}")}
     table = table_of()
     begun = time.monotonic()
-    share, missing = SampleFetcher(RUN_ID, VOCABULARY).fetch(1, table, table.rows_of(0), sources, 60.0)
+    share, missing = SampleFetcher(RUN_ID, VOCABULARY, MEMBER).fetch(1, table, table.rows_of(0), sources, 60.0)
     assert time.monotonic() - begun < 5.0
     assert share is None
     assert missing == {"rollout-1": f"nobody answers at tcp://127.0.0.1:{port}"}
@@ -145,8 +149,8 @@ def test_a_rollout_that_is_not_there_is_given_up_soon(
 
 def test_an_address_that_is_none_is_missing_too() -> None:
     table = table_of()
-    share, missing = SampleFetcher(RUN_ID, VOCABULARY).fetch(
-        1, table, table.rows_of(0), {"a": "nonsense", "b": "tcp://x"}, 1.0
+    share, missing = SampleFetcher(RUN_ID, VOCABULARY, MEMBER).fetch(
+        1, table, table.rows_of(0), {"a": members.at("nonsense"), "b": members.at("tcp://x")}, 1.0
     )
     assert share is None
     assert missing.keys() == {"a", "b"}
@@ -154,7 +158,7 @@ def test_an_address_that_is_none_is_missing_too() -> None:
 
 def answered(answer: Callable[[FetchSamples], Frames | None], *, timeout_s: float = 10.0) -> dict[str, str]:
     """Fetch what one rollout has, in whose place `answer` answers; return what is missing."""
-    hub, is_over = Hub("tcp://127.0.0.1:*"), threading.Event()
+    hub, is_over = open_hub(), threading.Event()
     codec: Codec[FetchSamples] = Codec(FetchSamples)
 
     def serve() -> None:
@@ -169,8 +173,8 @@ def answered(answer: Callable[[FetchSamples], Frames | None], *, timeout_s: floa
     thread.start()
     table = table_of(source_S=np.zeros(6, dtype=np.int32))
     try:
-        share, missing = SampleFetcher(RUN_ID, VOCABULARY).fetch(
-            1, table, table.rows_of(1), {"rollout-0": hub.address}, timeout_s
+        share, missing = SampleFetcher(RUN_ID, VOCABULARY, MEMBER).fetch(
+            1, table, table.rows_of(1), {"rollout-0": hub.at}, timeout_s
         )
     finally:
         is_over.set()
@@ -303,7 +307,7 @@ def test_a_rollout_that_never_answers_is_missing_at_the_deadline() -> None:
 
 
 def test_a_request_whose_connection_breaks_is_made_again() -> None:
-    hub = Hub("tcp://127.0.0.1:*")
+    hub = open_hub()
     address, asked = hub.address, []
     codec: Codec[FetchSamples] = Codec(FetchSamples)
 
@@ -312,7 +316,7 @@ def test_a_request_whose_connection_breaks_is_made_again() -> None:
         while not asked:
             asked.extend(codec.decode(frames).message for _, frames in hub.receive(0.1))
         hub.close()
-        again = Hub(address)
+        again = open_hub(address)
         while len(asked) < 2:
             for peer, frames in again.receive(0.1):
                 asked.append(codec.decode(frames).message)
@@ -322,8 +326,8 @@ def test_a_request_whose_connection_breaks_is_made_again() -> None:
     thread = threading.Thread(target=serve)
     thread.start()
     table = table_of(source_S=np.zeros(6, dtype=np.int32))
-    fetcher = SampleFetcher(RUN_ID, VOCABULARY)
-    share, missing = fetcher.fetch(1, table, table.rows_of(1), {"rollout-0": address}, 20.0)
+    fetcher = SampleFetcher(RUN_ID, VOCABULARY, MEMBER)
+    share, missing = fetcher.fetch(1, table, table.rows_of(1), {"rollout-0": members.at(address)}, 20.0)
     thread.join()
     assert missing == {}
     assert share is not None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.coordinator.scheduler import scheduler
+from tandem.coordinator.scheduler import rules
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
@@ -52,9 +52,15 @@ def test_files_that_are_named_are_there(page: str) -> None:
 
 
 def test_the_rules_of_the_architecture_are_the_schedulers() -> None:
-    rules = re.findall(r"^\|.*\|$", scheduler.__doc__ or "", re.MULTILINE)
-    assert rules[0] == "| rule | fires when | and then |"
-    assert "\n".join(rules) in (ROOT / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\|.*\|$", rules.__doc__ or "", re.MULTILINE)
+    assert rows[0] == "| rule | fires when | and then |"
+    assert "\n".join(rows) in (ROOT / "docs" / "architecture.md").read_text()
+
+
+def test_the_table_of_rules_has_them_in_the_order_in_which_they_are_asked() -> None:
+    names = re.findall(r"^\| ([a-z ]+?) \|", rules.__doc__ or "", re.MULTILINE)
+    asked = [rule.__name__.replace("_", " ") for rule in (*rules.SETTING_UP, *rules.RULES)]
+    assert names == ["rule", *asked]
 
 
 def test_the_readme_is_a_page_to_read() -> None:

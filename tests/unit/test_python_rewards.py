@@ -18,14 +18,16 @@ import pytest
 from environment_harness import WAIT_S, results
 
 from tandem.common.config import Config, build_config
+from tandem.common.curve import new_key_pair
 from tandem.common.errors import ConfigError, RewardError
-from tandem.common.messages import Problem, ResponseToScore
-from tandem.common.wire import Hub
+from tandem.common.keys import KeyPair
+from tandem.common.messages import Listener, Problem, ResponseToScore
 from tandem.coordinator.api.configuration import of_rewards
 from tandem.coordinator.api.reward_server import RewardServer
 from tandem.coordinator.api.rewards import check_columns, reward_functions
 from tandem.rollout.environments import Score, Scorer, Unscored
 from tandem.rollout.environments.program import Program
+from tests.members import MEMBER, open_hub
 
 Start = Callable[..., Scorer]
 
@@ -36,12 +38,15 @@ def start() -> Iterator[Start]:
     scorers: list[Scorer] = []
     servers: list[RewardServer] = []
 
-    def started(*rewards: Any, weights: Sequence[float] | None = None, key: str | None = None, **over: Any) -> Scorer:
+    def started(
+        *rewards: Any, weights: Sequence[float] | None = None, own: KeyPair | None = None, **over: Any
+    ) -> Scorer:
         functions = reward_functions(list(rewards), weights)
         made = config_of(of_rewards(functions, 1.0), **over)
         servers.append(RewardServer(functions, made))
         at = servers[-1].at
-        scorers.append(Scorer(made, Program(f"tcp://127.0.0.1:{at.port}", key or at.key)))
+        listener = Listener(address=f"tcp://127.0.0.1:{at.port}", public_key=at.public_key)
+        scorers.append(Scorer(made, Program(listener, own or at.callers)))
         scorers[-1].await_ready()
         return scorers[-1]
 
@@ -281,8 +286,8 @@ def test_a_coroutine_that_blocks_all_others_is_left_behind(start: Start) -> None
 def test_a_program_that_falls_silent_ends_the_run() -> None:
     """As one does that is stopped, or whose code lets no other thread run."""
     functions = reward_functions([lambda response: 1.0], None)
-    with contextlib.closing(Hub("tcp://127.0.0.1:*")) as listens:
-        scorer = Scorer(config_of(of_rewards(functions, 1.0), silence_s=1.0), Program(listens.address, "key"))
+    with contextlib.closing(open_hub()) as listens:
+        scorer = Scorer(config_of(of_rewards(functions, 1.0), silence_s=1.0), Program(listens.at, MEMBER))
         with contextlib.closing(scorer):
             scorer.await_ready()
             said_of_it = failure_of(scorer, "7")
@@ -291,6 +296,6 @@ def test_a_program_that_falls_silent_ends_the_run() -> None:
 
 def test_who_does_not_have_the_key_is_not_heard(start: Start) -> None:
     called: list[str] = []
-    scorer = start(lambda response: called.append(response) or 1.0, key="another", silence_s=1.0)
+    scorer = start(lambda response: called.append(response) or 1.0, own=new_key_pair(), silence_s=1.0)
     assert "has been silent" in failure_of(scorer, "7")
     assert called == []

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-import zmq
 from plan_harness import simple
 
+from tandem.common.curve import new_key_pair
 from tandem.common.errors import WireError
 from tandem.common.messages import (
     PROTOCOL_VERSION,
@@ -58,18 +58,19 @@ from tandem.common.messages import (
     VersionCommitted,
     WeightsCopied,
 )
-from tandem.common.wire import Frames, Hub, encode
-from tandem.coordinator.run.members import Pulse, Registry
+from tandem.common.wire import Frames, encode
+from tandem.coordinator.run.members import Listening, Pulse, Registry
 from tandem.coordinator.run.replies import Limits, Replies
 from tandem.coordinator.scheduler.events import Erred, Event, Joined, Lost, Replied
 from tandem.refit import layout
+from tests.members import at, dealer_to, open_listening
 
 LIMITS = Limits(vocabulary=50, max_tokens=12, max_turns=2)
 LAYOUT = layout.encode(simple({"a": ((2, 3), "float32"), "b": ((4,), "float32")}))
 MEMORY = MemoryUse(peak=10, held=5)
 PROMPTS = {4: (1, 5, 7), 6: (1, 9)}
 VERSION, STEP = 3, 4
-SOURCES = {"rollout-0": "tcp://10.0.0.1:4711"}
+SOURCES = {"rollout-0": at("tcp://10.0.0.1:4711")}
 
 
 def command(command_id: int) -> dict[str, Any]:
@@ -120,7 +121,7 @@ FINISHED = SamplesFinished(command_id=13, step=STEP, purpose="train", samples=SA
 GENERATED = Generated(
     command_id=13, step=STEP, purpose="train", num_samples=4, num_tokens=10, seconds={"rewards": 0.5}, memory=MEMORY
 )
-BUILT = EngineBuilt(command_id=10, layouts=(LAYOUT,), samples_address="tcp://10.0.0.1:4711")
+BUILT = EngineBuilt(command_id=10, layouts=(LAYOUT,), samples_at=at("tcp://10.0.0.1:4711"))
 TRAINED = Trained(
     command_id=23,
     step=STEP,
@@ -205,10 +206,10 @@ _PEERS: list[Peer] = []
 class Room:
     """A coordinator's registry, and one member on a socket of its own, which may send anything."""
 
-    def __init__(self, hub: Hub, kind: ServiceKind, index: int = 0) -> None:
+    def __init__(self, hub: Listening, kind: ServiceKind, index: int = 0) -> None:
         pulse = Pulse(interval_s=100.0, timeout_s=100.0)
         self.registry = Registry(hub, {kind: index + 1}, b"{}", "run", pulse, Replies(LIMITS))
-        self.members = [Peer(hub, kind) for _ in range(index + 1)]
+        self.members = [Peer(self.registry) for _ in range(index + 1)]
         for number, member in enumerate(self.members):
             member.send(encode(Hello(protocol_version=PROTOCOL_VERSION, service=kind, host="here", pid=1)))
             (event, _) = self.next()
@@ -246,11 +247,10 @@ class Room:
 class Peer:
     """A socket such as a process has; closed after the test."""
 
-    def __init__(self, hub: Hub, kind: str) -> None:
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.connect(hub.address)
+    def __init__(self, registry: Registry) -> None:
+        own = new_key_pair()
+        registry.enrol(own.public)
+        self._context, self._socket = dealer_to(registry.address, own)
         _PEERS.append(self)
 
     def send(self, frames: Frames) -> None:
@@ -269,10 +269,10 @@ class Peer:
 
 
 @pytest.fixture(scope="module")
-def hub() -> Iterator[Hub]:
-    hub = Hub("tcp://127.0.0.1:*")
-    yield hub
-    hub.close()
+def hub() -> Iterator[Listening]:
+    listening = open_listening()
+    yield listening
+    listening.hub.close()
 
 
 @pytest.fixture(autouse=True)
@@ -299,7 +299,7 @@ def answer(kind: ServiceKind, message: type[Message]) -> tuple[Message, Mapping[
 
 
 @pytest.mark.parametrize("kind", EXCHANGES)
-def test_what_is_right_is_accepted_and_what_is_over_is_dropped(hub: Hub, kind: ServiceKind) -> None:
+def test_what_is_right_is_accepted_and_what_is_over_is_dropped(hub: Listening, kind: ServiceKind) -> None:
     room = Room(hub, kind)
     for order, answers in EXCHANGES[kind]:
         room.order(order)
@@ -384,7 +384,7 @@ SENT: dict[str, tuple[Tampering, str]] = {
 
 
 @pytest.mark.parametrize(("tamper", "what"), SENT.values(), ids=SENT)
-def test_samples_that_cannot_be_are_one_line(hub: Hub, tamper: Tampering, what: str) -> None:
+def test_samples_that_cannot_be_are_one_line(hub: Listening, tamper: Tampering, what: str) -> None:
     room = Room(hub, "rollout")
     room.talk("rollout", SamplesFinished)
     room.order(InstallProgram(**command(14), programs=(b"p",)))
@@ -400,8 +400,18 @@ def as_long_as(count: int) -> dict[str, float]:
 
 
 SAID: list[tuple[ServiceKind, type[Message], Tampering, str]] = [
-    ("rollout", EngineBuilt, say("samples_address", "ipc:///tmp/a"), "samples_address: .*, must be tcp://HOST:PORT"),
-    ("rollout", EngineBuilt, say("samples_address", "tcp://a b:1"), "samples_address: .*, must be tcp://HOST:PORT"),
+    (
+        "rollout",
+        EngineBuilt,
+        say("samples_at.address", "ipc:///tmp/a"),
+        "samples_at.address: .*, must be tcp://HOST:PORT",
+    ),
+    (
+        "rollout",
+        EngineBuilt,
+        say("samples_at.address", "tcp://a b:1"),
+        "samples_at.address: .*, must be tcp://HOST:PORT",
+    ),
     ("rollout", EngineBuilt, say("layouts", []), "layouts: Expected `array` of length >= 1"),
     ("rollout", EngineBuilt, say("layouts.0", b"junk"), r"layouts\[0\]: not a layout: .*"),
     ("rollout", EngineBuilt, say("layouts.0", b"\x91" * 100_000), r"layouts\[0\]: not a layout: .*"),
@@ -458,7 +468,7 @@ SAID: list[tuple[ServiceKind, type[Message], Tampering, str]] = [
     ("kind", "message", "tamper", "what"), SAID, ids=[f"{s[1].__name__}-{s[3][:30]}" for s in SAID]
 )
 def test_an_answer_that_cannot_be_is_one_line(
-    hub: Hub, kind: ServiceKind, message: type[Message], tamper: Tampering, what: str
+    hub: Listening, kind: ServiceKind, message: type[Message], tamper: Tampering, what: str
 ) -> None:
     room = Room(hub, kind)
     room.talk(kind, message)
@@ -468,7 +478,7 @@ def test_an_answer_that_cannot_be_is_one_line(
     assert re.fullmatch(rf"it broke the protocol: {message.__name__}(\.|: ){what}", event.why), event.why
 
 
-def test_generated_before_any_sample(hub: Hub) -> None:
+def test_generated_before_any_sample(hub: Listening) -> None:
     room = Room(hub, "rollout")
     room.talk("rollout", SamplesFinished)
     event, _ = room.say(encode(GENERATED))
@@ -476,7 +486,7 @@ def test_generated_before_any_sample(hub: Hub) -> None:
     assert event.why == "it broke the protocol: Generated.command_id: 13, must be of an order whose 4 samples were sent"
 
 
-def test_the_answer_to_another_members_order(hub: Hub) -> None:
+def test_the_answer_to_another_members_order(hub: Listening) -> None:
     room = Room(hub, "trainer", index=1)
     room.registry.order("trainer-0", Train(**command(23), step=STEP, sources=SOURCES), [b""])
     event, _ = room.say(encode(TRAINED))
@@ -490,7 +500,7 @@ def test_the_answer_to_another_members_order(hub: Hub) -> None:
     assert "Failed.command_id: 23, must be of an order to trainer-1" in event.why
 
 
-def test_only_one_rank_has_metrics(hub: Hub) -> None:
+def test_only_one_rank_has_metrics(hub: Listening) -> None:
     room = Room(hub, "trainer", index=1)
     room.order(Train(**command(23), step=STEP, sources=SOURCES))
     event, _ = room.say(encode(TRAINED))
@@ -498,7 +508,7 @@ def test_only_one_rank_has_metrics(hub: Hub) -> None:
     assert "Trained.metrics: {'loss': 0.5, 'reward/a': -1.0}, must be empty: trainer-0 has them" in event.why
 
 
-def test_texts_that_are_too_long(hub: Hub) -> None:
+def test_texts_that_are_too_long(hub: Listening) -> None:
     for message in (Heartbeat(phase="x" * 10_001), Failed(command_id=1, phase="", error="x" * 10_001, expected=True)):
         room = Room(hub, "trainer")
         event, _ = room.say(encode(message))
@@ -507,10 +517,10 @@ def test_texts_that_are_too_long(hub: Hub) -> None:
         assert event.why.endswith("Expected `str` of length <= 10000")
 
 
-def test_who_breaks_the_protocol_is_told_to_leave_and_heard_no_more(hub: Hub) -> None:
+def test_who_breaks_the_protocol_is_told_to_leave_and_heard_no_more(hub: Listening) -> None:
     room = Room(hub, "rollout")
     room.order(BuildEngine(**command(10)))
-    event, _ = room.say(encode(EngineBuilt(command_id=10, layouts=(), samples_address="")))
+    event, _ = room.say(encode(EngineBuilt(command_id=10, layouts=(), samples_at=at("tcp://10.0.0.1:1"))))
     assert isinstance(event, Lost)
     headers = room.members[0].told()
     assert msgspec.msgpack.decode(headers[-1], type=Shutdown).reason == event.why
@@ -519,7 +529,7 @@ def test_who_breaks_the_protocol_is_told_to_leave_and_heard_no_more(hub: Hub) ->
     assert list(room.registry.receive(0.2)) == []
 
 
-def test_a_failure_closes_its_order(hub: Hub) -> None:
+def test_a_failure_closes_its_order(hub: Listening) -> None:
     room = Room(hub, "rollout")
     room.order(BuildEngine(**command(10)))
     failed = Failed(command_id=10, phase="building", error="no", expected=True)
@@ -574,7 +584,7 @@ def test_an_engine_may_take_a_version_while_it_generates() -> None:
         replies.take("rollout-0", msgspec.structs.replace(mixed, command_id=18), {})
 
 
-def test_ranks_that_lack_samples_name_rollouts_that_have_them(hub: Hub) -> None:
+def test_ranks_that_lack_samples_name_rollouts_that_have_them(hub: Listening) -> None:
     room = Room(hub, "trainer")
     room.order(Train(**command(23), step=STEP, sources=SOURCES))
     missing = SamplesMissing(command_id=23, step=STEP, members={"rollout-0": "it is gone"})

@@ -227,7 +227,7 @@ def test_groups_are_taken_from_disk_as_if_they_had_been_made_now(
         key: known for key, (known, _) in samples.items() if key[0] != 1
     }
     places = [(finished.command_id, sample.group, sample.sample) for sample in finished.samples]
-    found = fetch(second.samples_address, places)
+    found = fetch(second.samples_at, places)
     assert isinstance(found, SampleArrays)
     restored = {key[1:]: (samples[key[1:]][0], found.take([row])) for row, key in enumerate(places)}
     assert tokens_of(restored) == {key: tokens for key, tokens in tokens_of(samples).items() if key[0] != 1}

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
-from samples_harness import RUN_ID, ask, fetch, sample_of
+from samples_harness import RUN_ID, TRAINERS, ask, fetch, sample_of
 
 from tandem.common.batch import SampleArrays
 from tandem.common.errors import SamplesError
@@ -20,7 +20,7 @@ from tandem.common.wire import encode
 
 @pytest.fixture
 def store() -> Iterator[SampleStore]:
-    store = SampleStore("127.0.0.1", RUN_ID, max_tokens=30)
+    store = SampleStore("127.0.0.1", RUN_ID, max_tokens=30, trainers=TRAINERS)
     yield store
     store.close()
 
@@ -34,7 +34,7 @@ def test_samples_come_in_the_order_asked_as_they_were_put(store: SampleStore) ->
     first, second = sample_of(5), sample_of(7, first_token=10)
     store.put((3, 0, 0), first)
     store.put((3, 0, 1), second)
-    found = fetch(store.address, [(3, 0, 1), (3, 0, 0)])
+    found = fetch(store.at, [(3, 0, 1), (3, 0, 0)])
     assert isinstance(found, SampleArrays)
     expected = SampleArrays.concatenate([second, first]).to_frames()
     for name, array in found.to_frames().items():
@@ -45,17 +45,17 @@ def test_a_sample_that_comes_again_stays_as_it_was(store: SampleStore) -> None:
     store.put((3, 0, 0), sample_of(5))
     store.put((3, 0, 0), sample_of(9, first_token=50))
     assert store.num_tokens == 5
-    assert tokens(fetch(store.address, [(3, 0, 0)])) == [0, 1, 2, 3, 4]
+    assert tokens(fetch(store.at, [(3, 0, 0)])) == [0, 1, 2, 3, 4]
 
 
 def test_branches_of_a_sample_come_one_by_one(store: SampleStore) -> None:
     store.put((3, 0, 0), SampleArrays.concatenate([sample_of(5), sample_of(7, first_token=10)]))
     assert store.num_tokens == 12
-    assert tokens(fetch(store.address, [(3, 0, 0, 1)])) == [*range(10, 17)]
-    both = fetch(store.address, [(3, 0, 0, 1), (3, 0, 0, 0)])
+    assert tokens(fetch(store.at, [(3, 0, 0, 1)])) == [*range(10, 17)]
+    both = fetch(store.at, [(3, 0, 0, 1), (3, 0, 0, 0)])
     assert isinstance(both, SampleArrays)
     assert both.lengths_S.tolist() == [7, 5]
-    assert fetch(store.address, [(3, 0, 0, 2)]) == "it does not have branch 2 of sample 0 of group 0 of order 3"
+    assert fetch(store.at, [(3, 0, 0, 2)]) == "it does not have branch 2 of sample 0 of group 0 of order 3"
 
 
 def test_what_has_no_room_is_refused_and_what_is_released_makes_some(store: SampleStore) -> None:
@@ -76,25 +76,25 @@ def test_what_is_released_is_gone(store: SampleStore) -> None:
         store.put((4, group, 0), sample_of(5, first_token=group))
     store.release_groups(4, {0, 2})
     assert store.num_tokens == 5
-    assert fetch(store.address, [(4, 1, 0), (4, 2, 0)]) == "it does not have sample 0 of group 2 of order 4"
-    assert tokens(fetch(store.address, [(4, 1, 0)])) == [1, 2, 3, 4, 5]
+    assert fetch(store.at, [(4, 1, 0), (4, 2, 0)]) == "it does not have sample 0 of group 2 of order 4"
+    assert tokens(fetch(store.at, [(4, 1, 0)])) == [1, 2, 3, 4, 5]
     store.release([4])
     assert store.num_tokens == 0
-    assert fetch(store.address, [(4, 1, 0)]) == "it does not have sample 0 of group 1 of order 4"
+    assert fetch(store.at, [(4, 1, 0)]) == "it does not have sample 0 of group 1 of order 4"
 
 
 def test_it_gives_to_its_own_run_alone_and_no_more_than_is_meant_to_be_asked_for() -> None:
-    store = SampleStore("127.0.0.1", RUN_ID, max_tokens=10 * MAX_TOKENS_FETCHED)
+    store = SampleStore("127.0.0.1", RUN_ID, max_tokens=10 * MAX_TOKENS_FETCHED, trainers=TRAINERS)
     try:
         store.put((1, 0, 0), sample_of(5))
-        assert fetch(store.address, [(1, 0, 0)], run_id="another") == (
+        assert fetch(store.at, [(1, 0, 0)], run_id="another") == (
             "it belongs to run run, and was asked by one of run another"
         )
-        assert fetch(store.address, []) == "it was asked for nothing"
+        assert fetch(store.at, []) == "it was asked for nothing"
         many = [(1, 0, 0)] * (MAX_TOKENS_FETCHED // 5 + 1)
-        assert "at once" in str(fetch(store.address, many))
+        assert "at once" in str(fetch(store.at, many))
         store.put((1, 0, 1), sample_of(MAX_TOKENS_FETCHED + 1))
-        assert len(tokens(fetch(store.address, [(1, 0, 1)]))) == MAX_TOKENS_FETCHED + 1, "no sample is too long"
+        assert len(tokens(fetch(store.at, [(1, 0, 1)]))) == MAX_TOKENS_FETCHED + 1, "no sample is too long"
     finally:
         store.close()
 
@@ -114,15 +114,15 @@ def test_it_gives_to_its_own_run_alone_and_no_more_than_is_meant_to_be_asked_for
 )
 def test_what_is_no_request_is_not_answered_and_harms_nobody(store: SampleStore, frames: list[bytes]) -> None:
     store.put((1, 0, 0), sample_of(5))
-    assert ask(store.address, [*frames], wait_s=0.5) is None
-    assert len(tokens(fetch(store.address, [(1, 0, 0)]))) == 5
+    assert ask(store.at, [*frames], wait_s=0.5) is None
+    assert len(tokens(fetch(store.at, [(1, 0, 0)]))) == 5
 
 
 def test_it_closes_at_once_whoever_is_connected(store: SampleStore) -> None:
-    other = SampleStore("127.0.0.1", RUN_ID, max_tokens=10)
+    other = SampleStore("127.0.0.1", RUN_ID, max_tokens=10, trainers=TRAINERS)
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
-    socket.connect(other.address)
+    socket.connect(other.at.address)
     socket.send(b"half a word")
     begun = time.monotonic()
     other.close()

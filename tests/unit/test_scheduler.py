@@ -54,6 +54,7 @@ from tandem.coordinator.scheduler.events import (
     Ticked,
 )
 from tandem.coordinator.scheduler.phases import Phase
+from tests.members import at
 
 
 def test_a_whole_grpo_run_in_order() -> None:
@@ -373,7 +374,9 @@ def test_a_replacement_that_wants_something_else_ends_the_run() -> None:
     lose(cluster, "rollout-0")
     replace(cluster, "rollout-0")
     (build,) = (a for a in cluster.pending if isinstance(a, Dispatch) and isinstance(a.order, BuildEngine))
-    reply = EngineBuilt(command_id=build.order.command_id, layouts=(b"something else",), samples_address="")
+    reply = EngineBuilt(
+        command_id=build.order.command_id, layouts=(b"something else",), samples_at=at("tcp://10.0.0.1:1")
+    )
     finish = only_finish(cluster.give(Replied(now=cluster.now, member="rollout-0", reply=reply)))
     assert "wants other weights" in str(finish.error)
 
@@ -429,7 +432,9 @@ def test_a_replacement_with_other_workers_ends_the_run() -> None:
     lose(cluster, "rollout-0")
     replace(cluster, "rollout-0")
     (build,) = (a for a in cluster.pending if isinstance(a, Dispatch) and isinstance(a.order, BuildEngine))
-    reply = EngineBuilt(command_id=build.order.command_id, layouts=(b"rollout-0 wants 0",), samples_address="")
+    reply = EngineBuilt(
+        command_id=build.order.command_id, layouts=(b"rollout-0 wants 0",), samples_at=at("tcp://10.0.0.1:1")
+    )
     finish = only_finish(cluster.give(Replied(now=cluster.now, member="rollout-0", reply=reply)))
     assert "wants other weights" in str(finish.error)
 

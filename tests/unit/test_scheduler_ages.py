@@ -147,7 +147,7 @@ class Aged(Cluster):
                 return
             if absent and (not self.pending or self.random.random() < 0.2):
                 replace(self, absent.pop())
-            elif self.plan._has_started and not absent and self.random.random() < chance_of_loss:
+            elif self.plan.tables.has_started and not absent and self.random.random() < chance_of_loss:
                 absent.append(f"rollout-{self.random.randrange(2)}")
                 lose(self, absent[0])
             else:
@@ -195,7 +195,7 @@ def test_every_step_is_done_once_with_samples_that_are_young_enough(
 def test_dynamic_sampling_draws_more_for_the_step_in_progress(age: int) -> None:
     for seed in range(6):
         cluster = Aged(seed, age, None, DynamicSampling(num_groups=4, max_batches=5))
-        cluster.plan._is_informative = lambda results: results[0].group % 2 == 0
+        cluster.plan.tables.is_informative = lambda results: results[0].group % 2 == 0
         cluster.run()
         assert cluster.commits() == list(range(seed % 2, LAST_STEP + 1))
         for step in range(1, LAST_STEP + 1):
@@ -371,7 +371,7 @@ def test_a_store_that_is_full_while_an_engine_comes_back_ends_no_run() -> None:
     cluster = begun(balance=None, max_stored_tokens=8)
     lose(cluster, "rollout-1")
     until(cluster, lambda: not cluster.pending)
-    assert cluster.plan._full == {"rollout-0": None}
+    assert cluster.plan.tables.full == {"rollout-0": None}
     assert cluster.give(Ticked(now=cluster.now)) == []
     replace(cluster, "rollout-1")
     finishes(cluster)

@@ -117,7 +117,7 @@ class Harried(Cluster):
         self.num_missing: dict[int, int] = {}
         self.is_interrupted = False
         super().__init__(spec)
-        self.plan._is_informative = lambda results: results[0].group % 2 == 0
+        self.plan.tables.is_informative = lambda results: results[0].group % 2 == 0
 
     # --- orders ------------------------------------------------------------------------------------------------------
 
@@ -232,12 +232,12 @@ class Harried(Cluster):
         if self.absent and (not can or chance() < 0.1):
             name = self.absent.pop(self.random.randrange(len(self.absent)))
             self.tell(Joined(now=self.now, member=name, kind="rollout"))
-        elif engines and self.plan._has_started and chance() < troubles.loss:
+        elif engines and self.plan.tables.has_started and chance() < troubles.loss:
             self.lose(self.random.choice(engines))
         elif chance() < troubles.interrupt and not self.is_interrupted:
             self.is_interrupted = True
             self.tell(Interrupted(now=self.now))
-        elif chance() < troubles.tick or (not can and self.plan._full):
+        elif chance() < troubles.tick or (not can and self.plan.tables.full):
             self.tell(Ticked(now=self.now))
         elif can:
             self.answer_one(self.random.choice(can))
@@ -435,7 +435,9 @@ def test_every_step_is_done_once_with_samples_of_proven_weights(chunk: int) -> N
 def test_an_interrupt_at_any_moment_ends_the_run_with_what_was_trained_saved(chunk: int) -> None:
     for seed in range(CHUNK * chunk, CHUNK * (chunk + 1)):
         cluster = make(seed)
-        cluster.plan.spec = cluster.plan._saving._spec = msgspec.structs.replace(cluster.plan.spec, save_every=2)
+        cluster.plan.tables.spec = cluster.plan.tables.saving._spec = msgspec.structs.replace(
+            cluster.plan.spec, save_every=2
+        )
         cluster.troubles = msgspec.structs.replace(cluster.troubles, interrupt=0.005)
         finish = cluster.run()
         assert finish == Finish(outcome="interrupted" if cluster.is_interrupted else "finished"), f"seed {seed}"

@@ -123,7 +123,7 @@ def test_what_older_weights_have_made_counts_still() -> None:
 def test_what_cannot_be_read_is_made_again_and_what_follows_from_it() -> None:
     cluster = resumed(kept_of(3, 4, age=1), msgspec.structs.replace(SPEC, max_trajectory_age_steps=1))
     for place, group in kept_of(4).items():
-        cluster.plan._kept._groups[place] = group
+        cluster.plan.tables.kept._groups[place] = group
     for _ in range(200):
         orders = [a for a in cluster.pending if isinstance(a, Dispatch) and isinstance(a.order, RestoreSamples)]
         if any(a.order.step == 4 for a in orders) and not any(a.order.step == 3 for a in orders[1:]):
@@ -147,7 +147,7 @@ def test_what_cannot_be_read_is_made_again_and_what_follows_from_it() -> None:
     assert not [
         group
         for group in cluster.plan.groups
-        if group.step == 4 and group.state is GroupState.READY and cluster.plan._kept.is_restored(group.request)
+        if group.step == 4 and group.state is GroupState.READY and cluster.plan.tables.kept.is_restored(group.request)
     ]
     cluster.run_until(Phase.FINISHED)
     assert made(cluster)[3] == numbers_of(bad.order)
@@ -174,7 +174,7 @@ def test_what_dynamic_sampling_had_drawn_is_kept_to_the_last_batch() -> None:
         for number in range(12)
     }
     cluster = Cluster(spec, kept)
-    cluster.plan._is_informative = lambda results: results[0].group % 2 == 0
+    cluster.plan.tables.is_informative = lambda results: results[0].group % 2 == 0
     cluster.join_all()
     cluster.run_until(Phase.FINISHED)
     assert restored(cluster) == {3: [*range(12)], 4: [*range(12)]}
@@ -219,7 +219,7 @@ class Resumed(Cluster):
         """Assert that what is trained on from before was made with weights that are still the same."""
         of_step = self.plan.groups.of_step(step, "train")
         assert of_step is not None
-        old = [group for group in of_step.groups if self.plan._kept.is_restored(group.request)]
+        old = [group for group in of_step.groups if self.plan.tables.kept.is_restored(group.request)]
         self.num_restored += len(old)
         for group in old:
             steps = set(range(self.kept[step, group.number].newest_version + 1))
@@ -236,7 +236,7 @@ class Resumed(Cluster):
             if absent and (not self.pending or self.random.random() < 0.2):
                 replace(self, absent.pop())
                 continue
-            if self.plan._has_started and not absent and self.random.random() < chance_of_loss:
+            if self.plan.tables.has_started and not absent and self.random.random() < chance_of_loss:
                 absent.append(f"rollout-{self.random.randrange(2)}")
                 lose(self, absent[0])
                 continue

@@ -20,7 +20,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-PROTOCOL_VERSION = 9
+from tandem.common.keys import Key, KeyPair
+
+PROTOCOL_VERSION = 10
 """Raised whenever a message changes shape; both ends of a link must hold the same number."""
 
 ServiceKind = Literal["trainer", "rollout", "refit"]
@@ -81,10 +83,15 @@ class Hello(Message, frozen=True, kw_only=True, tag=True):
     service: ServiceKind
     host: Name
     pid: Count
-    launch_id: Annotated[str, Meta(max_length=100)] = ""
-    """Names the process if the coordinator launched it; empty if it was started by hand."""
     index: Count | None = None
     """The place that it asks for among the processes of its kind; null for the first that is free."""
+    enrols: Key | None = None
+    """A public key to be admitted, by which the process then says hello again: said by one that was started by hand,
+    whose own key nobody knows, and that has proven the run's joining key. Null otherwise."""
+
+
+class Enrolled(Message, frozen=True, kw_only=True, tag=True):
+    """The coordinator admits the key that a `Hello` enrols."""
 
 
 class Welcome(Message, frozen=True, kw_only=True, tag=True):
@@ -112,6 +119,8 @@ class Heartbeat(Message, frozen=True, kw_only=True, tag=True):
 
     phase: Text = ""
     """What the sender is doing, for error messages and the progress display."""
+    trainer_keys: Count = 0
+    """The number of the newest `TrainerKeys` that it has; zero if none."""
 
 
 class Goodbye(Message, frozen=True, kw_only=True, tag=True):
@@ -203,6 +212,15 @@ class TrainerBuilt(Message, frozen=True, kw_only=True, tag=True):
     """An encoded `tandem.refit.layout.Layout`: what this rank holds, and where."""
 
 
+class Listener(Message, frozen=True, kw_only=True):
+    """Where a process listens for others of its run."""
+
+    address: Name
+    """``tcp://HOST:PORT``"""
+    public_key: Key
+    """Which it proves to whoever connects."""
+
+
 class Train(Command, frozen=True, kw_only=True, tag=True):
     """Run one training step on one batch: every rank gets the same table of it, and fetches its own share's tokens.
 
@@ -211,9 +229,9 @@ class Train(Command, frozen=True, kw_only=True, tag=True):
     """
 
     step: Count
-    sources: dict[Name, Name]
-    """Where the samples lie: rollouts and their `EngineBuilt.samples_address`. The table counts them in the order of
-    their names. Empty for algorithms over data sets, whose tokens come with the order."""
+    sources: dict[Name, Listener]
+    """Where the samples lie: rollouts and their `EngineBuilt.samples_at`. The table counts them in the order of their
+    names. Empty for algorithms over data sets, whose tokens come with the order."""
 
 
 class Trained(Message, frozen=True, kw_only=True, tag=True):
@@ -250,7 +268,7 @@ class Evaluate(Command, frozen=True, kw_only=True, tag=True):
     """
 
     step: Count
-    sources: dict[Name, Name]
+    sources: dict[Name, Listener]
     """As in `Train`."""
     parts: dict[str, Count]
     """Sequences of each part of the batch that is evaluated by itself as well, by its name, in order."""
@@ -324,8 +342,10 @@ class RewardServer(Message, frozen=True, kw_only=True):
 
     port: Port
     """On the coordinator's host."""
-    key: Name
-    """Made for this run; whoever does not send it is not heard."""
+    public_key: Key
+    """Which it proves."""
+    callers: KeyPair
+    """By which rollouts prove that they are the run's; made for it."""
 
 
 class BuildEngine(Command, frozen=True, kw_only=True, tag=True):
@@ -343,8 +363,8 @@ class EngineBuilt(Message, frozen=True, kw_only=True, tag=True):
     command_id: Count
     layouts: Annotated[tuple[Encoded, ...], Meta(min_length=1)]
     """Encoded `tandem.refit.layout.Layout`s: what each of its `tandem.common.worker_shards` wants, and where."""
-    samples_address: Name
-    """``tcp://HOST:PORT``, where trainers fetch its samples."""
+    samples_at: Listener
+    """Where trainers fetch its samples."""
 
 
 class Problem(Message, frozen=True, kw_only=True):
@@ -529,6 +549,15 @@ class RestoreSamples(Command, frozen=True, kw_only=True, tag=True):
     """Of each group."""
 
 
+class TrainerKeys(Message, frozen=True, kw_only=True, tag=True):
+    """Who may fetch samples. Sent to rollouts before any order that comes after a change, and again if it was lost."""
+
+    number: Positive
+    """One more with each change."""
+    public_keys: tuple[Key, ...]
+    """Of all trainers."""
+
+
 # --- the sample plane: trainer to rollout and back --------------------------------------------------------------------
 
 SampleKey = tuple[Count, Count, Count]
@@ -582,8 +611,6 @@ class ResponseToScore(Message, frozen=True, kw_only=True):
 class ScoreResponses(Message, frozen=True, kw_only=True, tag=True):
     """A rollout asks for the scores of some responses. One that it asks for again is scored again."""
 
-    key: Name
-    """`RewardServer.key`."""
     responses: tuple[ResponseToScore, ...]
 
 
@@ -755,7 +782,7 @@ class VersionCommitted(Message, frozen=True, kw_only=True, tag=True):
 Membership = Hello | Heartbeat | Goodbye | Failed
 """What any process may send to the coordinator."""
 
-Admission = Welcome | Refused | Heartbeat | Shutdown
+Admission = Enrolled | Welcome | Refused | Heartbeat | Shutdown
 """What the coordinator may send to any process."""
 
 PlaneOrder = InstallProgram | ConnectMesh | Refit | Attest
@@ -787,7 +814,7 @@ Reply = TrainerReply | RolloutReply | RefitReply
 ToTrainer = Admission | TrainerOrder
 FromTrainer = Membership | TrainerReply
 
-ToRollout = Admission | RolloutOrder
+ToRollout = Admission | TrainerKeys | RolloutOrder
 FromRollout = Membership | RolloutReply
 
 ToRefit = Admission | RefitOrder

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 
 from tandem.common.batch import SampleArrays
+from tandem.common.curve import Admitted, new_key_pair
 from tandem.common.errors import SamplesError, WireError
 from tandem.common.messages import (
     MAX_TOKENS_FETCHED,
@@ -30,8 +31,8 @@ _POLL_S = 0.2
 class SampleStore:
     """The finished samples of one process. Its threads put and release; any number of processes fetch."""
 
-    def __init__(self, host: str, run_id: str, max_tokens: int) -> None:
-        """Listen on a port of `host`, for trainers of this run; keep at most `max_tokens`."""
+    def __init__(self, host: str, run_id: str, max_tokens: int, trainers: Admitted) -> None:
+        """Listen on a port of `host`, for these trainers of this run; keep at most `max_tokens`."""
         self._run_id = run_id
         self._max_tokens = max_tokens
         self._samples: dict[int, dict[tuple[int, int], SampleArrays]] = {}
@@ -40,8 +41,8 @@ class SampleStore:
         self._lock = threading.Lock()
         self._await_record: Callable[[], object] = lambda: None
         self._codec: Codec[FetchSamples] = Codec(FetchSamples)
-        self._hub = Hub(f"tcp://{host}:*", max_bytes=_MAX_REQUEST_BYTES)
-        self.address = self._hub.address
+        self._hub = Hub(f"tcp://{host}:*", new_key_pair(), trainers, max_bytes=_MAX_REQUEST_BYTES)
+        self.at = self._hub.at
         """Where trainers fetch."""
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="samples", daemon=True)

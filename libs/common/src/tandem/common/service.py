@@ -17,11 +17,13 @@ import threading
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from tandem.common import gc_tuning, signals
 from tandem.common.config import Config, config_from_json
 from tandem.common.errors import NotAdmitted, TandemError, WireError
+from tandem.common.keys import MemberKeys, decode_member_keys, read_key_file
 from tandem.common.messages import (
     MAX_TEXT,
     MAX_TRACEBACK,
@@ -35,7 +37,7 @@ from tandem.common.messages import (
     Welcome,
 )
 from tandem.common.process_lifetime import die_with
-from tandem.common.wire import Arrays, Frames, Link, encode
+from tandem.common.wire import UNDECODABLE, Arrays, Frames, Link, encode
 
 _IDLE_POLL_S = 1.0
 _EXIT_INTERRUPTED = 130
@@ -52,9 +54,13 @@ class Member:
         self.name = welcome.member
         self.coordinator = coordinator
         """Address of the coordinator, as given on the command line."""
+        self.keys = link.own
+        """By which other members know this process."""
+        self.trainers = link.trainers
+        """The keys by which it knows the run's trainers."""
         self.index = welcome.index
         self.run_id = welcome.run_id
-        self.config: Config = config_from_json(welcome.config_json)
+        self.config: Config = _config_of(welcome)
         self._phase = "idle"
         self._answered: OrderedDict[int, list[Frames]] = OrderedDict()
 
@@ -113,6 +119,14 @@ class Member:
         self._link.set_phase(name)
 
 
+def _config_of(welcome: Welcome) -> Config:
+    """Return the run's configuration. Raises `WireError` for what is none."""
+    try:
+        return config_from_json(welcome.config_json)
+    except (TandemError, *UNDECODABLE) as error:
+        raise WireError(f"Welcome.config_json: no configuration of this release: {error}") from error
+
+
 class Service(Protocol):
     """What `run_service` drives."""
 
@@ -140,14 +154,7 @@ def run_service(
     arguments = _parser(kind).parse_args(argv)
     host = socket.gethostname()
     identity = f"{kind}-{host}-{os.getpid()}-{secrets.token_hex(4)}"
-    hello = Hello(
-        protocol_version=PROTOCOL_VERSION,
-        service=kind,
-        host=host,
-        pid=os.getpid(),
-        launch_id=arguments.launch_id,
-        index=arguments.index,
-    )
+    hello = Hello(protocol_version=PROTOCOL_VERSION, service=kind, host=host, pid=os.getpid(), index=arguments.index)
 
     def say_so() -> None:
         timeout_s = f"{arguments.join_timeout:g}"
@@ -155,7 +162,8 @@ def run_service(
 
     try:
         _heed_signals(arguments.launched_by)
-        link: Link[Any] = Link(arguments.coordinator, kind, identity, incoming)
+        keys = _keys(arguments)
+        link: Link[Any] = Link(arguments.coordinator, kind, identity, incoming, keys, str(arguments.key_file or ""))
         welcome = link.join(hello, arguments.join_timeout, say_so)
     except TandemError as error:
         print(f"{kind}: {error}", file=sys.stderr)
@@ -181,6 +189,14 @@ def run_service(
     link.close(reason)
     print(f"{welcome.member} leaves: {reason}", flush=True)
     return code
+
+
+def _keys(arguments: argparse.Namespace) -> MemberKeys:
+    """Return the keys of this process: the coordinator hands those that it launches a descriptor."""
+    if arguments.key_fd is None:
+        return read_key_file(arguments.key_file)
+    with os.fdopen(arguments.key_fd, "rb") as file:
+        return decode_member_keys(file.read())
 
 
 def _heed_signals(launched_by: int) -> None:
@@ -242,6 +258,13 @@ def _parser(kind: ServiceKind) -> argparse.ArgumentParser:
         metavar="N",
         help=f"its place among the run's {kind} processes, from 0 on (default: the first that is free)",
     )
-    parser.add_argument("--launch-id", default="", help=argparse.SUPPRESS)
+    keys = parser.add_mutually_exclusive_group(required=True)
+    keys.add_argument(
+        "--key-file",
+        type=Path,
+        metavar="FILE",
+        help="the run's keys, which its coordinator writes to RUN/keys/members.json and nobody else may read",
+    )
+    keys.add_argument("--key-fd", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--launched-by", type=int, default=0, help=argparse.SUPPRESS)
     return parser

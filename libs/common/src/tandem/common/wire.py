@@ -1,8 +1,11 @@
-"""The wire: ZeroMQ sockets, framing and heartbeats; no other module imports zmq.
+"""The wire: ZeroMQ sockets, framing and heartbeats; no other module but `tandem.common.curve` imports zmq.
 
 A message is two or more frames: the header (msgpack, one tagged union a link, see `tandem.common.messages`), the
 manifest of its arrays (msgpack: name, dtype and shape of each), then one raw frame an array. Arrays are sent from and
 received into their own memory: nothing copies them into msgpack and nothing is ever unpickled.
+
+Every socket proves a key and hears those alone whom it knows by theirs (`tandem.common.keys`). All that crosses it is
+encrypted.
 
 The coordinator holds one ROUTER socket (`Hub`), every other process one DEALER (`Link`). A `Link` lives in a thread of
 its own, so that heartbeats flow while the process computes, and so that a process whose coordinator is gone ends within
@@ -19,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -27,21 +30,28 @@ import zmq
 from numpy.typing import NDArray
 from zmq.utils.monitor import recv_monitor_message
 
-from tandem.common.errors import ConfigError, NotAdmitted, VersionMismatch, WireError
+from tandem.common import curve
+from tandem.common.curve import Admitted
+from tandem.common.errors import ConfigError, NotAdmitted, TandemError, VersionMismatch, WireError
+from tandem.common.keys import KeyPair, MemberKeys
 from tandem.common.messages import (
     MAX_TEXT,
     PROTOCOL_VERSION,
+    Enrolled,
     Goodbye,
     Heartbeat,
     Hello,
+    Listener,
     Message,
     Refused,
     ServiceKind,
     Shutdown,
+    TrainerKeys,
     Welcome,
 )
 
 Incoming = TypeVar("Incoming")
+Answer = TypeVar("Answer", Welcome, Enrolled)
 Arrays = Mapping[str, NDArray[Any]]
 Frames = list[bytes | memoryview]
 
@@ -57,8 +67,16 @@ _MOST_HEADER_BYTES, _MOST_MANIFEST_BYTES = 1 << 30, 1 << 16
 _WHERE = re.compile(r"(.*?)(?: - at (`key` in )?`\$\.?(.*)`)?", re.DOTALL)
 """How msgspec says what is wrong, and where."""
 
+MOST_BYTES_OF_REPLY = 1 << 28
+"""Of a frame on its way to a coordinator: the layouts of an engine are some dozens of megabytes at most."""
+_MOST_BYTES_OF_ORDER = 1 << 30
+_MOST_WAITING = 1000
+"""Messages of a connection."""
 _EXIT_COORDINATOR_LOST = 70
 _AT_ONCE_S = 1.0
+_AGAIN_S = 0.2
+_FAILURES, _FAILING_S = 5, 2.0
+"""So many handshakes may fail, and for so long: a coordinator that ends breaks off some as well."""
 _SHUTDOWN_GRACE_S = 5.0
 """Seconds a process has to end by itself after `Shutdown` before its link ends it."""
 
@@ -88,6 +106,7 @@ class _AnyTag(msgspec.Struct):
 _encoder = msgspec.msgpack.Encoder()
 _tag_decoder = msgspec.msgpack.Decoder(_AnyTag)
 _manifest_decoder = msgspec.msgpack.Decoder(list[ArrayHeader])
+_trainer_keys_decoder = msgspec.msgpack.Decoder(TrainerKeys)
 
 
 def encode(message: Message, arrays: Arrays | None = None) -> Frames:
@@ -199,54 +218,81 @@ def check_version(frame: bytes | memoryview) -> None:
         raise VersionMismatch(probe.protocol_version, PROTOCOL_VERSION, who)
 
 
+class Peer(NamedTuple):
+    """Whoever is at the other end of a connection to a `Hub`."""
+
+    identity: bytes
+    """Of its socket."""
+    key: str
+    """Which it has proven."""
+
+
 class Hub:
     """A ROUTER socket: the coordinator's, or that of a rollout's samples. Used by one thread."""
 
-    def __init__(self, address: str, *, max_bytes: int = -1) -> None:
+    def __init__(self, address: str, own: KeyPair, admitted: Admitted, *, max_bytes: int = MOST_BYTES_OF_REPLY) -> None:
         """Bind. Raises `ConfigError` if the address is taken or is none.
 
-        Whoever sends a frame of more than `max_bytes` loses its connection; -1: any size may come.
+        Args:
+            address: where to listen.
+            own: what it proves to whoever connects.
+            admitted: whom it hears.
+            max_bytes: whoever sends a frame of more loses its connection.
+
         """
         self._context = zmq.Context()
+        self._admitted = admitted
+        self._gatekeeper = curve.Gatekeeper(self._context, admitted)
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.SNDTIMEO, 5000)
-        # Neither side drops messages: the high-water mark would block the loop for a slow receiver.
+        # What is sent is never dropped, nor does the loop wait for a slow receiver. Of what arrives, a connection may
+        # have so much waiting here; the rest waits in its own sender.
         self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, _MOST_WAITING)
         self._socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
+        curve.hear_members(self._socket, own)
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
             self.close()
             why = "the port is in use" if error.errno == zmq.EADDRINUSE else error.strerror
             raise ConfigError(f"cluster.address: cannot listen on {address!r}: {why}") from error
-        self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.at = Listener(address=self._socket.getsockopt_string(zmq.LAST_ENDPOINT), public_key=own.public)
+        """What those who connect are to know."""
 
-    def send(self, peer: bytes, frames: Frames) -> bool:
+    @property
+    def address(self) -> str:
+        """Where it listens."""
+        return self.at.address
+
+    def send(self, peer: Peer, frames: Frames) -> bool:
         """Send to one peer; False if its connection is gone."""
         try:
-            self._socket.send_multipart([peer, *frames], copy=False)
+            self._socket.send_multipart([peer.identity, *frames], copy=False)
         except zmq.ZMQError as error:
             if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 return False
             raise
         return True
 
-    def receive(self, timeout_s: float) -> Iterator[tuple[bytes, Frames]]:
-        """Wait up to `timeout_s` for a first message, then yield all that have arrived."""
+    def receive(self, timeout_s: float) -> Iterator[tuple[Peer, Frames]]:
+        """Wait up to `timeout_s` for a first message, then yield all that have arrived from those who are admitted."""
         if not self._socket.poll(int(timeout_s * 1000)):
             return
         with contextlib.suppress(zmq.Again):
             while True:
-                peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-                yield peer.bytes, [frame.buffer for frame in frames]
+                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                peer = Peer(identity.bytes, curve.key_of(identity))
+                if peer.key in self._admitted:  # or it was shut out since it has connected
+                    yield peer, [frame.buffer for frame in frames]
 
     def close(self) -> None:
         """Close the socket, giving what was sent a second to leave."""
         self._socket.close()
         self._context.term()
+        self._gatekeeper.join()
 
 
 class Callers:
@@ -256,15 +302,21 @@ class Callers:
     a new one, and then is the time to ask, again.
     """
 
-    def __init__(self, addresses: Mapping[str, str]) -> None:
-        """Begin to connect to these addresses, given by name. Raises `WireError` for one that is none."""
+    def __init__(self, listeners: Mapping[str, Listener], own: KeyPair, *, max_bytes: int) -> None:
+        """Begin to connect to these, given by name. Raises `WireError` for an address or a key that is none.
+
+        `own` is proven to all of them. Who sends a frame of more than `max_bytes` loses the connection.
+        """
         self._context = zmq.Context()
         self._poller = zmq.Poller()
+        self._listeners = dict(listeners)
+        self._refused: dict[str, float] = {}
+        """Those that did not accept the key, and when to try again: they may not have heard of it yet."""
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
         self._names: dict[zmq.Socket[bytes], str] = {}
         self._monitors: dict[zmq.Socket[bytes], str] = {}
-        self._down_since = dict.fromkeys(addresses, time.monotonic())
-        for name, address in addresses.items():
+        self._down_since = dict.fromkeys(listeners, time.monotonic())
+        for name, listener in listeners.items():
             socket = self._sockets[name] = self._context.socket(zmq.DEALER)
             self._names[socket] = name
             socket.setsockopt(zmq.LINGER, 0)
@@ -273,15 +325,19 @@ class Callers:
             socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5000)
             socket.setsockopt(zmq.RECONNECT_IVL, 50)
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
-            monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+            socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
+            monitor = socket.get_monitor_socket(
+                zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
+            )
             self._monitors[monitor] = name
             for each in (socket, monitor):
                 self._poller.register(each, zmq.POLLIN)
             try:
-                socket.connect(address)
+                curve.prove(socket, own, listener.public_key)
+                socket.connect(listener.address)
             except zmq.ZMQError as error:
                 self.close()
-                raise WireError(f"{name} cannot be reached at {address!r}: {error.strerror}") from error
+                raise WireError(f"{name} cannot be reached at {listener.address!r}: {error.strerror}") from error
 
     def send(self, name: str, frames: Frames) -> None:
         """Send to one of them."""
@@ -290,14 +346,26 @@ class Callers:
     def receive(self, timeout_s: float) -> Iterator[tuple[str, Frames | None]]:
         """Wait up to `timeout_s` for something to happen; yield by name what came, None for a new connection."""
         for socket, _ in self._poller.poll(int(timeout_s * 1000)):
-            if socket in self._monitors:
-                name = self._monitors[socket]
-                is_up = recv_monitor_message(socket)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
-                self._down_since[name] = math.inf if is_up else time.monotonic()
-                if is_up:
-                    yield name, None
-            else:
+            if socket not in self._monitors:
                 yield self._names[socket], [frame.buffer for frame in socket.recv_multipart(copy=False)]
+                continue
+            name, event = self._monitors[socket], recv_monitor_message(socket)["event"]
+            if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                self._refused[name] = time.monotonic() + _AGAIN_S
+                continue
+            is_up = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            if is_up or self._down_since[name] == math.inf:
+                self._down_since[name] = math.inf if is_up else time.monotonic()
+            if is_up:
+                yield name, None
+        self._try_again()
+
+    def _try_again(self) -> None:
+        """Connect once more to those that did not accept the key: libzmq does not do so by itself."""
+        now = time.monotonic()
+        for name in [name for name, at in self._refused.items() if now >= at]:
+            del self._refused[name]
+            self._sockets[name].connect(self._listeners[name].address)
 
     def down_for(self, name: str) -> float:
         """Return the seconds for which there has been no connection; zero while there is one."""
@@ -320,55 +388,98 @@ class Link(Generic[Incoming]):
     without coordinator has nothing to save, and its memory has no name that could outlive it.
     """
 
-    def __init__(self, coordinator: str, service: ServiceKind, identity: str, incoming: Any) -> None:
+    def __init__(
+        self, coordinator: str, service: ServiceKind, identity: str, incoming: Any, keys: MemberKeys, keys_of: str = ""
+    ) -> None:
+        """Make a link that is not joined yet; `keys_of` says, for errors, where the keys are from."""
         self._coordinator = coordinator
         self._service = service
         self._codec: Codec[Incoming] = Codec(incoming)
+        self._keys, self._keys_of = keys, keys_of or "this process"
+        self.own = curve.new_key_pair() if keys.is_joining else keys.own
+        """The keys of this process alone."""
+        self.trainers = Admitted()
+        """Keys of the run's trainers, as far as the coordinator has told them."""
         self._context = zmq.Context()
-        self._dealer = self._context.socket(zmq.DEALER)
-        self._dealer.setsockopt_string(zmq.IDENTITY, identity)
-        self._dealer.setsockopt(zmq.LINGER, 1000)
+        self._identity = identity
+        self._dealer = self._new_dealer(identity, self.own)
         # Between the process and the link's thread: one way each, since a socket is for one thread at a time.
         self._incoming, self._arrived = self._pipe("arrived")
         self._queued, self._outgoing = self._pipe("queued")
         self._sending = threading.Lock()
-        self._dealer.setsockopt(zmq.SNDHWM, 0)
-        self._dealer.setsockopt(zmq.RCVHWM, 0)
         self._thread: threading.Thread | None = None
         self._phase = "joining"
 
     def join(self, hello: Hello, timeout_s: float, is_waiting: Callable[[], None] | None = None) -> Welcome:
         """Say hello until the coordinator answers; call `is_waiting` if it does not do so at once.
 
-        Raises `ConfigError` for an address that is none, `NotAdmitted` if the coordinator refuses or does not answer.
+        Raises `ConfigError` for an address that is none, `NotAdmitted` if the coordinator refuses or does not
+        answer, `TandemError` if it proves to be another run's.
         """
-        try:
-            self._dealer.connect(self._coordinator)
-        except zmq.ZMQError as error:
-            self._close_sockets()
-            raise ConfigError(f"--coordinator {self._coordinator!r}: {error.strerror}") from error
-        self._dealer.send_multipart(encode(hello))
-        admission: Codec[Welcome | Refused | Heartbeat | Shutdown] = Codec(Welcome | Refused | Heartbeat | Shutdown)
         deadline = time.monotonic() + timeout_s
-        if is_waiting is not None and not self._dealer.poll(int(min(timeout_s, _AT_ONCE_S) * 1000)):
-            is_waiting()
-        while (remaining := deadline - time.monotonic()) > 0:
-            if not self._dealer.poll(int(remaining * 1000)):
-                break
-            match admission.decode(self._dealer.recv_multipart()).message:
-                case Welcome() as welcome:
-                    self._start(welcome)
-                    return welcome
-                case Refused(reason=reason) | Shutdown(reason=reason):
-                    self._close_sockets()
-                    raise NotAdmitted(f"the coordinator at {self._coordinator} refused this {self._service}: {reason}")
-                case Heartbeat():
+        try:
+            if self._keys.is_joining:
+                dealer = self._new_dealer(f"{self._identity}-joins", self._keys.own)
+                with contextlib.closing(dealer):
+                    said = msgspec.structs.replace(hello, enrols=self.own.public)
+                    self._ask(dealer, said, Enrolled, deadline, timeout_s, is_waiting)
+                is_waiting = None
+            welcome = self._ask(self._dealer, hello, Welcome, deadline, timeout_s, is_waiting)
+        except BaseException:
+            self._close_sockets()
+            raise
+        self._start(welcome)
+        return welcome
+
+    def _ask(
+        self,
+        dealer: zmq.Socket[bytes],
+        hello: Hello,
+        wanted: type[Answer],
+        deadline: float,
+        timeout_s: float,
+        is_waiting: Callable[[], None] | None,
+    ) -> Answer:
+        """Connect, say hello and return the answer."""
+        admission: Codec[Any] = Codec(wanted | Refused | Heartbeat | Shutdown)
+        with contextlib.closing(_Handshake(dealer, self._coordinator, self._keys_of)) as handshake:
+            try:
+                dealer.connect(self._coordinator)
+            except zmq.ZMQError as error:
+                raise ConfigError(f"--coordinator {self._coordinator!r}: {error.strerror}") from error
+            dealer.send_multipart(encode(hello))
+            say_so_at = time.monotonic() + _AT_ONCE_S
+            while (now := time.monotonic()) < deadline:
+                if is_waiting is not None and now >= say_so_at:
+                    is_waiting()
+                    is_waiting = None
+                until = deadline if is_waiting is None else min(deadline, say_so_at)
+                if not handshake.poll(until - now):
                     continue
-        self._close_sockets()
+                match admission.decode(dealer.recv_multipart()).message:
+                    case Refused(reason=reason) | Shutdown(reason=reason):
+                        raise NotAdmitted(
+                            f"the coordinator at {self._coordinator} refused this {self._service}: {reason}"
+                        )
+                    case Heartbeat():
+                        continue
+                    case answer:
+                        assert isinstance(answer, wanted)
+                        return answer
         raise NotAdmitted(
             f"{self._service} could not join: no answer from {self._coordinator} within {timeout_s:g} s; is a "
             "coordinator running there?"
         )
+
+    def _new_dealer(self, identity: str, own: KeyPair) -> zmq.Socket[bytes]:
+        dealer = self._context.socket(zmq.DEALER)
+        dealer.setsockopt_string(zmq.IDENTITY, identity)
+        dealer.setsockopt(zmq.LINGER, 1000)
+        dealer.setsockopt(zmq.SNDHWM, 0)
+        dealer.setsockopt(zmq.RCVHWM, _MOST_WAITING)
+        dealer.setsockopt(zmq.MAXMSGSIZE, _MOST_BYTES_OF_ORDER)
+        curve.prove(dealer, own, self._keys.coordinator)
+        return dealer
 
     def set_phase(self, phase: str) -> None:
         """Say what the process is doing; the next heartbeat carries it."""
@@ -417,9 +528,59 @@ class Link(Generic[Incoming]):
         self._context.term()
 
     def _start(self, welcome: Welcome) -> None:
-        pump = _Pump(self._dealer, self._queued, self._arrived, welcome, lambda: self._phase)
+        pump = _Pump(self._dealer, self._queued, self._arrived, welcome, lambda: self._phase, self.trainers)
         self._thread = threading.Thread(target=pump.run, name="link", daemon=True)
         self._thread.start()
+
+
+class _Handshake:
+    """Watches a socket connect: it need not wait for whoever will never speak to it.
+
+    libzmq tries again whatever goes wrong, but for a key that was refused.
+    """
+
+    def __init__(self, dealer: zmq.Socket[bytes], address: str, keys_of: str) -> None:
+        self._dealer = dealer
+        self._address = address
+        self._keys_of = keys_of
+        self._failures: list[float] = []
+        self._monitor = dealer.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED
+            | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+            | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        )
+        self._poller = zmq.Poller()
+        for socket in (dealer, self._monitor):
+            self._poller.register(socket, zmq.POLLIN)
+
+    def poll(self, timeout_s: float) -> bool:
+        """Wait for a message or something to happen; say if there is a message.
+
+        Raises `TandemError` once it is known that there will be none.
+        """
+        ready = dict(self._poller.poll(math.ceil(timeout_s * 1000)))
+        if self._monitor in ready:
+            self._take(recv_monitor_message(self._monitor)["event"])
+        return self._dealer in ready
+
+    def close(self) -> None:
+        """Watch no longer."""
+        self._dealer.disable_monitor()
+        self._monitor.close()
+
+    def _take(self, event: int) -> None:
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._failures.clear()
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            raise TandemError(f"the coordinator at {self._address} does not accept the key of {self._keys_of}")
+        else:
+            self._failures.append(time.monotonic())
+            if len(self._failures) >= _FAILURES and self._failures[-1] - self._failures[0] > _FAILING_S:
+                raise TandemError(
+                    f"who listens at {self._address} does not prove to be the coordinator that {self._keys_of} has the "
+                    "key of: it is another run's, or something else"
+                )
 
 
 class _Pump:
@@ -432,7 +593,11 @@ class _Pump:
         arrived: zmq.Socket[bytes],
         welcome: Welcome,
         phase: Callable[[], str],
+        trainers: Admitted,
     ) -> None:
+        self._trainers = trainers
+        self._trainer_keys = 0
+        """The number of what was last told of them."""
         self._dealer = dealer
         self._queued = queued
         self._arrived = arrived
@@ -461,7 +626,8 @@ class _Pump:
                 self._dealer.send_multipart(frames, copy=False)
             if now - last_beat >= interval:
                 last_beat = now
-                self._dealer.send_multipart(encode(Heartbeat(phase=self._phase()[:MAX_TEXT])))
+                beat = Heartbeat(phase=self._phase()[:MAX_TEXT], trainer_keys=self._trainer_keys)
+                self._dealer.send_multipart(encode(beat))
             if now - last_seen > self._welcome.heartbeat_timeout_s:
                 self._end_process(
                     f"the coordinator was silent for {now - last_seen:.0f} s while {self._phase()}",
@@ -474,10 +640,15 @@ class _Pump:
         self._arrived.close()
 
     def _forward_incoming(self) -> bool:
-        """Hand one message to the process, heartbeats aside; True if it was a `Shutdown`."""
+        """Hand one message to the process, heartbeats and keys aside; True if it was a `Shutdown`."""
         frames = self._dealer.recv_multipart(copy=False)
         try:
             tag = _tag_decoder.decode(frames[0].buffer).type
+            if tag == "TrainerKeys":
+                told = _trainer_keys_decoder.decode(frames[0].buffer)
+                self._trainers.replace(told.public_keys)
+                self._trainer_keys = told.number
+                return False
         except UNDECODABLE:
             tag = ""  # no message: `receive` says so, where somebody hears it
         if tag != "Heartbeat":

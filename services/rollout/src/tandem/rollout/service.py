@@ -32,6 +32,7 @@ from tandem.common.messages import (
     Generate,
     Generated,
     InstallProgram,
+    Listener,
     PromptGroup,
     Purpose,
     RecordSamples,
@@ -192,10 +193,11 @@ class RolloutService:
         layouts = tuple(map(layout.encode, self._engine.layouts()))
         # After the engine: processes that it forks must not hold the socket.
         max_tokens = self._config.policy.generation.max_stored_tokens
-        self._store = SampleStore(address_towards(self._member.coordinator), self._member.run_id, max_tokens)
+        host = address_towards(self._member.coordinator)
+        self._store = SampleStore(host, self._member.run_id, max_tokens, self._member.trainers)
         if order.samples_folder:
             self._recorder = self._make_recorder(Path(order.samples_folder), self._store, self._tokenizer)
-        reply = EngineBuilt(command_id=order.command_id, layouts=layouts, samples_address=self._store.address)
+        reply = EngineBuilt(command_id=order.command_id, layouts=layouts, samples_at=self._store.at)
         self._member.reply(order.command_id, reply)
 
     def _make_agents(self, engine: Engine, tokenizer: Tokenizer) -> Agents:
@@ -460,7 +462,10 @@ def _as_sent(sample: SampleScored, purpose: Purpose) -> SampleScored:
 
 def _program(server: RewardServer | None, coordinator: str) -> Program | None:
     """Return where the program that began the run scores samples, if it does: on the coordinator's host."""
-    return None if server is None else Program(f"{coordinator.rpartition(':')[0]}:{server.port}", server.key)
+    if server is None:
+        return None
+    address = f"{coordinator.rpartition(':')[0]}:{server.port}"
+    return Program(Listener(address=address, public_key=server.public_key), server.callers)
 
 
 def _make_engine(config: Config) -> Engine:

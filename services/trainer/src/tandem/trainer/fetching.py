@@ -16,10 +16,12 @@ import numpy as np
 from tandem.common.assignment import NO_PROMPT
 from tandem.common.batch import BatchTable, Int32s, Int64s, SampleArrays, TrainingBatch
 from tandem.common.errors import WireError
+from tandem.common.keys import KeyPair
 from tandem.common.messages import (
     MAX_TOKENS_FETCHED,
     FetchSamples,
     FromSampleStore,
+    Listener,
     SamplesFetched,
     SamplesGone,
     SequenceKey,
@@ -29,6 +31,8 @@ from tandem.common.wire import Arrays, Callers, Codec, Frames, encode
 _PATIENCE_S = 5.0
 """How long there may be no connection to a rollout."""
 _POLL_S = 0.5
+_MAX_REPLY_BYTES = 1 << 28
+"""Of one array: a reply has `MAX_TOKENS_FETCHED`, or a single sample."""
 
 Rows = list[int]
 """Of a batch's table."""
@@ -37,16 +41,20 @@ Rows = list[int]
 class SampleFetcher:
     """Fetches what a rank trains on, and keeps it until it was."""
 
-    def __init__(self, run_id: str, vocabulary: int) -> None:
-        """`run_id` is of the run whose samples these are, `vocabulary` the tokens that its model knows."""
+    def __init__(self, run_id: str, vocabulary: int, own: KeyPair) -> None:
+        """`run_id` is of the run whose samples these are, `vocabulary` the tokens that its model knows.
+
+        `own` is what this trainer proves to be the run's by.
+        """
         self._run_id = run_id
+        self._own = own
         self._vocabulary = vocabulary
         self._step: int | None = None
         self._kept: dict[tuple[str, int, int, int, int], SampleArrays] = {}
         """By rollout and key."""
 
     def fetch(
-        self, step: int, table: BatchTable, rows: Int64s, sources: Mapping[str, str], timeout_s: float
+        self, step: int, table: BatchTable, rows: Int64s, sources: Mapping[str, Listener], timeout_s: float
     ) -> tuple[TrainingBatch | None, dict[str, str]]:
         """Return these rows of the table, or None, and why, by rollout, some are missing.
 
@@ -54,7 +62,7 @@ class SampleFetcher:
             step: that they are for; of another step nothing is kept.
             table: of the whole batch.
             rows: of this rank.
-            sources: addresses of the rollouts, by name.
+            sources: where the rollouts listen, by name.
             timeout_s: seconds there are.
 
         """
@@ -73,7 +81,8 @@ class SampleFetcher:
         missing: dict[str, str] = {}
         if wanted:
             inquiries = {name: _Inquiry(self._run_id, table, its_rows) for name, its_rows in wanted.items()}
-            missing = _ask({name: sources[name] for name in wanted}, inquiries, self._vocabulary, timeout_s)
+            listeners = {name: sources[name] for name in wanted}
+            missing = _ask(listeners, self._own, inquiries, self._vocabulary, timeout_s)
             for inquiry in inquiries.values():
                 self._kept |= {keys[row]: arrays for row, arrays in inquiry.found.items()}
         if missing:
@@ -124,15 +133,19 @@ class _Inquiry:
 
 
 def _ask(
-    addresses: Mapping[str, str], inquiries: Mapping[str, _Inquiry], vocabulary: int, timeout_s: float
+    listeners: Mapping[str, Listener],
+    own: KeyPair,
+    inquiries: Mapping[str, _Inquiry],
+    vocabulary: int,
+    timeout_s: float,
 ) -> dict[str, str]:
     """Make all inquiries, until all are done or the time is up; return why those that failed did."""
     deadline = time.monotonic() + timeout_s
     codec: Codec[SamplesFetched | SamplesGone] = Codec(FromSampleStore)
     try:
-        callers = Callers(addresses)
+        callers = Callers(listeners, own, max_bytes=_MAX_REPLY_BYTES)
     except WireError as error:
-        return dict.fromkeys(addresses, str(error))
+        return dict.fromkeys(listeners, str(error))
     try:
         while not all(inquiry.is_done for inquiry in inquiries.values()):
             for name, frames in callers.receive(_POLL_S):
@@ -150,7 +163,7 @@ def _ask(
                 if is_late and not inquiry.is_done:
                     inquiry.why_missing = f"it has not sent them within {timeout_s:g} s"
                 elif callers.down_for(name) > _PATIENCE_S and not inquiry.is_done:
-                    inquiry.why_missing = f"nobody answers at {addresses[name]}"
+                    inquiry.why_missing = f"nobody answers at {listeners[name].address}"
     finally:
         callers.close()
     return {name: inquiry.why_missing for name, inquiry in inquiries.items() if inquiry.why_missing}

@@ -85,7 +85,7 @@ class TrainerService:
         self._backend: Backend | None = None
         self._weights: Weights | None = None
         self._endpoint: Endpoint | None = None
-        self._fetcher = SampleFetcher(member.run_id, self._vocabulary)
+        self._fetcher = SampleFetcher(member.run_id, self._vocabulary, member.keys)
         self._version = 0
         self._memory = MemoryMeter()
         self._writing: Writing | None = None

@@ -16,8 +16,9 @@ from urllib.parse import urlsplit
 
 from tandem.common import sample_files, sample_record
 from tandem.common.config import Config
+from tandem.common.curve import Admitted
 from tandem.common.errors import SamplesError
-from tandem.common.messages import Purpose, SampleScored
+from tandem.common.messages import Listener, Purpose, SampleScored
 from tandem.common.sample_record import RecordedSample
 from tandem.common.sample_store import SampleStore
 from tandem.common.tokenizer import Tokenizer
@@ -48,12 +49,12 @@ class RecordedAlgorithm:
         self._prompts: dict[int, Hashable] = {}
         """The tokens of the prompt of each of its groups."""
 
-    def serve(self, coordinator: str, run_id: str, first_step: int) -> dict[str, str]:
-        """Begin to give out samples, to trainers of a run, beside its coordinator; return where, by source."""
+    def serve(self, coordinator: str, run_id: str, first_step: int, trainers: Admitted) -> dict[str, Listener]:
+        """Begin to give out samples, to these trainers of a run, beside its coordinator; return where, by source."""
         self._steps.read_ahead(first_step)
         host = str(urlsplit(coordinator).hostname)
-        self._store = SampleStore(host, run_id, max_tokens=sys.maxsize)
-        return {SOURCE: self._store.address}
+        self._store = SampleStore(host, run_id, max_tokens=sys.maxsize, trainers=trainers)
+        return {SOURCE: self._store.at}
 
     def close(self) -> None:
         """Give out no more, and read no more."""

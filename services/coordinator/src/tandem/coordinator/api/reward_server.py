@@ -11,11 +11,9 @@ whose call takes too long is left alone, and another takes its place.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import inspect
 import os
 import queue
-import secrets
 import sys
 import threading
 import time
@@ -30,10 +28,11 @@ import msgspec
 from tandem.common import messages
 from tandem.common.config import Config
 from tandem.common.config.checks.data import PYTHON_REWARDS
+from tandem.common.curve import Admitted, new_key_pair
 from tandem.common.errors import RewardError, WireError
 from tandem.common.messages import ResponsesScored, ResponseToScore, ScoredResponse, ScoreResponses, StillScoring
 from tandem.common.returned import line, raised_at, sayable
-from tandem.common.wire import Codec, Hub, encode
+from tandem.common.wire import Codec, Hub, Peer, encode
 from tandem.coordinator.api.configuration import SOLVED_AT, row_keys
 from tandem.coordinator.api.rewards import RewardFunction, total
 
@@ -48,7 +47,7 @@ _LONGEST_TRACE = 20_000
 class _Item(msgspec.Struct, eq=False):
     """A response, and what functions have said to it so far."""
 
-    peer: bytes
+    peer: Peer
     asked: ResponseToScore
     values: list[float | None]
     missing: int
@@ -82,8 +81,12 @@ class RewardServer:
         self._solved_at: float = settings.kwargs[SOLVED_AT]
         self._keys = row_keys(config)
         self._codec: Codec[ScoreResponses] = Codec(messages.ToRewardServer)
-        self._hub = Hub(f"{address.rpartition(':')[0]}:*", max_bytes=_MAX_REQUEST_BYTES)
-        self.at = messages.RewardServer(port=int(self._hub.address.rpartition(":")[2]), key=secrets.token_hex(16))
+        own, callers = new_key_pair(), new_key_pair()
+        self._hub = Hub(
+            f"{address.rpartition(':')[0]}:*", own, Admitted([callers.public]), max_bytes=_MAX_REQUEST_BYTES
+        )
+        port = int(self._hub.address.rpartition(":")[2])
+        self.at = messages.RewardServer(port=port, public_key=own.public, callers=callers)
         """What rollouts are told."""
         self._waiting: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._came: queue.SimpleQueue[tuple[_Call, list[float | None] | BaseException]] = queue.SimpleQueue()
@@ -119,9 +122,8 @@ class RewardServer:
                     request = self._codec.decode(frames).message
                 except WireError:
                     continue  # no rollout's; who asks in earnest has a deadline
-                if hmac.compare_digest(request.key.encode(), self.at.key.encode()):
-                    self._begin(peer, request.responses)
-            answers: dict[bytes, list[ScoredResponse]] = defaultdict(list)
+                self._begin(peer, request.responses)
+            answers: dict[Peer, list[ScoredResponse]] = defaultdict(list)
             while not self._came.empty():
                 self._take(*self._came.get(), answers)
             self._give_up_the_slow(answers)
@@ -133,7 +135,7 @@ class RewardServer:
                     self._hub.send(peer, encode(StillScoring()))
         self._hub.close()
 
-    def _begin(self, peer: bytes, responses: Sequence[ResponseToScore]) -> None:
+    def _begin(self, peer: Peer, responses: Sequence[ResponseToScore]) -> None:
         """Queue all calls for some responses."""
         count = len(self._functions)
         items = [_Item(peer, response, [None] * count, count) for response in responses]
@@ -149,7 +151,7 @@ class RewardServer:
                     self._waiting.put(call)
 
     def _take(
-        self, call: _Call, came: list[float | None] | BaseException, answers: dict[bytes, list[ScoredResponse]]
+        self, call: _Call, came: list[float | None] | BaseException, answers: dict[Peer, list[ScoredResponse]]
     ) -> None:
         """Take what came of a call; a response that all functions have spoken to is answered."""
         self._running.pop(call, None)
@@ -164,7 +166,7 @@ class RewardServer:
             if item.missing == 0 and not item.is_done:
                 self._answer(item, self._scored(item), answers)
 
-    def _give_up_the_slow(self, answers: dict[bytes, list[ScoredResponse]]) -> None:
+    def _give_up_the_slow(self, answers: dict[Peer, list[ScoredResponse]]) -> None:
         now = time.monotonic()
         for call, thread in [*self._running.items()]:
             patience_s = self._timeout_s if thread is not None else self._timeout_s + _SAY_SO_S
@@ -179,12 +181,12 @@ class RewardServer:
                 self._loop = _EventLoop()  # a coroutine keeps all others from running
             self._fail(call, self._too_slow(call), answers)
 
-    def _fail(self, call: _Call, failure: ScoredResponse, answers: dict[bytes, list[ScoredResponse]]) -> None:
+    def _fail(self, call: _Call, failure: ScoredResponse, answers: dict[Peer, list[ScoredResponse]]) -> None:
         for item in call.items:
             if not item.is_done:
                 self._answer(item, msgspec.structs.replace(failure, number=item.asked.number), answers)
 
-    def _answer(self, item: _Item, scored: ScoredResponse, answers: dict[bytes, list[ScoredResponse]]) -> None:
+    def _answer(self, item: _Item, scored: ScoredResponse, answers: dict[Peer, list[ScoredResponse]]) -> None:
         item.is_done = True
         self._items.discard(item)
         answers[item.peer].append(scored)

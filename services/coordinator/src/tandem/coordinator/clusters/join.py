@@ -8,17 +8,32 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
 from tandem.common import signals
+from tandem.common.errors import NotAdmitted
 from tandem.common.service import NOT_ADMITTED
 from tandem.coordinator.clusters.nodes import Node
-from tandem.coordinator.run.launch import Launched, LocalProcesses
+from tandem.coordinator.run.launch import Credentials, Launched, LocalProcesses
 
 _POLL_S = 0.1
 _RETRY_S = 2.0
 """Pause before a process asks again that was not admitted: the place of one that was lost is not yet free, say."""
+
+
+class ByKeyFile(msgspec.Struct, frozen=True, kw_only=True):
+    """How services join another node's coordinator: each asks for its number, and proves the run's key file."""
+
+    coordinator: str
+    key_file: Path
+    timeout_s: float
+
+    def __call__(self, number: int) -> Credentials:
+        """Return those of one process."""
+        words = ("--coordinator", self.coordinator, "--key-file", str(self.key_file), "--index", str(number))
+        return Credentials(arguments=(*words, "--join-timeout", f"{self.timeout_s:g}"))
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,3 +112,14 @@ class NodeProcesses:
             if time.monotonic() >= when:
                 del self._again_at[name]
                 self._processes.start(launched.kind, launched.number)
+
+
+def wait_for_key_file(path: Path, timeout_s: float, say: Callable[[str], None]) -> None:
+    """Wait until the coordinator has written the run's key file. Raises `NotAdmitted` if it does not in time."""
+    deadline = time.monotonic() + timeout_s
+    if not path.exists():
+        say(f"waiting for the run's key file {path}, up to {timeout_s:g} s")
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise NotAdmitted(f"--key-file {path}: there is no such file after {timeout_s:g} s; is the run up?")
+        time.sleep(_POLL_S)

@@ -16,6 +16,7 @@ import msgspec
 import yaml  # type: ignore[import-untyped]
 
 from tandem.common.config import Config, dump_yaml, load_config
+from tandem.common.keys import COORDINATOR_FILE, FOLDER, MEMBERS_FILE, RunKeys, encode
 from tandem.coordinator.clusters.nodes import Node, nodes_of
 from tandem.coordinator.run.journal_file import JOURNAL_NAME
 
@@ -25,7 +26,7 @@ PORT = 29400
 """Where the coordinator listens within its pod."""
 _CONFIG = "/etc/tandem/config/config.yaml"
 _SECRET = "/etc/tandem/keys"
-_KEY_FILE = "/tmp/run.key"
+_KEY_FILE = f"/tmp/{MEMBERS_FILE}"
 _USER = 1000
 _RESTARTS = 10
 _GRACE_S = 300
@@ -48,10 +49,10 @@ class PodNeeds(msgspec.Struct, frozen=True, kw_only=True):
     """Of /dev/shm, which counts as memory."""
 
 
-def manifests(config: Config, needs: PodNeeds, key_file: bytes) -> list[Manifest]:
+def manifests(config: Config, needs: PodNeeds, keys: RunKeys) -> list[Manifest]:
     """Return the objects in the order in which they are to be made.
 
-    `key_file` is what every process proves by that it belongs to the run.
+    `keys` are the run's, by which its processes prove that they belong to it.
 
     Raises:
         ConfigError: some process would be launched by no node, or by two.
@@ -59,13 +60,8 @@ def manifests(config: Config, needs: PodNeeds, key_file: bytes) -> list[Manifest
     """
     nodes = nodes_of(config)
     return [
-        {
-            "apiVersion": "v1",
-            "kind": "Secret",
-            "metadata": _metadata(needs, "keys"),
-            "type": "Opaque",
-            "data": {"run.key": base64.b64encode(key_file).decode()},
-        },
+        _secret(needs, "coordinator-keys", {COORDINATOR_FILE: encode(keys), MEMBERS_FILE: encode(keys.for_members())}),
+        _secret(needs, "keys", {MEMBERS_FILE: encode(keys.for_members())}),
         {
             "apiVersion": "v1",
             "kind": "ConfigMap",
@@ -113,6 +109,16 @@ def _text(dumper: Any, text: str) -> Any:
 _Dumper.add_representer(str, _text)
 
 
+def _secret(needs: PodNeeds, part: str, files: dict[str, bytes]) -> Manifest:
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": _metadata(needs, part),
+        "type": "Opaque",
+        "data": {name: base64.b64encode(text).decode() for name, text in files.items()},
+    }
+
+
 def _configurations(config: Config) -> dict[str, str]:
     """Return the configuration, and those of runs that make its model, by the names of their files."""
     files: dict[str, str] = {}
@@ -130,20 +136,34 @@ def _metadata(needs: PodNeeds, part: str = "") -> Manifest:
 
 
 def _replicated_jobs(config: Config, needs: PodNeeds, nodes: tuple[Node, ...]) -> list[Manifest]:
-    coordinator = _job("coordinator", 1, _pod(config, needs, _run_it(config), {"ports": [_PORT], **_probes()}))
-    if len(nodes) == 1:
-        return [coordinator]
-    address = f"tcp://{needs.name}-coordinator-0-0.{needs.name}:{PORT}"
-    join = f"exec coordinator join {_CONFIG} --node $((JOB_COMPLETION_INDEX + 1)) --coordinator {address}"
-    return [coordinator, _job("nodes", len(nodes) - 1, _pod(config, needs, f"{join} --key-file {_KEY_FILE}", {}))]
+    more = {"ports": [{"name": "coordinator", "containerPort": PORT}], **_probes()}
+    jobs = [_job("coordinator", 1, _pod(config, needs, "coordinator-keys", _run_it(config), more))]
+    if len(nodes) > 1:
+        jobs.append(_job("nodes", len(nodes) - 1, _pod(config, needs, "keys", _join_it(needs), {})))
+    return jobs
+
+
+# Files of a secret can be read by a group, and keys are taken from no file that others can read: pods copy them.
 
 
 def _run_it(config: Config) -> str:
     """Return the words of bash that begin the run, or go on with it."""
-    journal = f"{config.logger.log_dir}/{JOURNAL_NAME}"
+    run = config.logger.log_dir
+    keys, journal = shlex.quote(f"{run}/{FOLDER}"), shlex.quote(f"{run}/{JOURNAL_NAME}")
     return (
-        f"how=; if [ -e {shlex.quote(journal)} ]; then how=--resume; fi; "
-        f'exec coordinator up {_CONFIG} "cluster.address=tcp://$POD_IP:{PORT}" --key-file {_KEY_FILE} $how'
+        f"install -d -m 700 {keys} && install -m 600 {_SECRET}/*.json {keys}/ && "
+        f"how= && if [ -e {journal} ]; then how=--resume; fi && "
+        f'exec coordinator up {_CONFIG} "cluster.address=tcp://$POD_IP:{PORT}" $how'
+    )
+
+
+def _join_it(needs: PodNeeds) -> str:
+    """Return the words of bash that launch a node's share of the run."""
+    address = f"tcp://{needs.name}-coordinator-0-0.{needs.name}:{PORT}"
+    return (
+        f"install -m 600 {_SECRET}/{MEMBERS_FILE} {_KEY_FILE} && "
+        f"exec coordinator join {_CONFIG} --node $((JOB_COMPLETION_INDEX + 1)) --coordinator {address} "
+        f"--key-file {_KEY_FILE}"
     )
 
 
@@ -158,9 +178,6 @@ def _job(name: str, num_pods: int, pod: Manifest) -> Manifest:
     return {"name": name, "replicas": 1, "template": {"spec": spec}}
 
 
-_PORT = {"name": "coordinator", "containerPort": PORT}
-
-
 def _probes() -> Manifest:
     """Return how it is told that the coordinator lives: it takes connections.
 
@@ -173,14 +190,13 @@ def _probes() -> Manifest:
     }
 
 
-def _pod(config: Config, needs: PodNeeds, command: str, more: Manifest) -> Manifest:
+def _pod(config: Config, needs: PodNeeds, keys: str, command: str, more: Manifest) -> Manifest:
     gpus = {"nvidia.com/gpu": str(config.cluster.gpus_per_node)} if config.cluster.gpus_per_node else {}
     container = {
         "name": "tandem",
         "image": needs.image,
         "workingDir": needs.folder,
-        # Files of a secret are readable by a group, and a key is taken from none that others can read.
-        "command": ["bash", "-c", f"install -m 600 {_SECRET}/run.key {_KEY_FILE} && {command}"],
+        "command": ["bash", "-c", command],
         "env": [
             {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
             {"name": "PYTHONPATH", "value": needs.folder},  # classes that the configuration names by dotted path
@@ -207,7 +223,7 @@ def _pod(config: Config, needs: PodNeeds, command: str, more: Manifest) -> Manif
         "containers": [container],
         "volumes": [
             {"name": "config", "configMap": {"name": f"{needs.name}-config"}},
-            {"name": "keys", "secret": {"secretName": f"{needs.name}-keys", "defaultMode": 0o440}},
+            {"name": "keys", "secret": {"secretName": f"{needs.name}-{keys}", "defaultMode": 0o440}},
             {"name": "workspace", "persistentVolumeClaim": {"claimName": needs.claim}},
             {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": needs.shared_memory}},
         ],

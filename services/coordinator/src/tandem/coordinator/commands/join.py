@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tandem.common import signals
 from tandem.common.config import load_config
+from tandem.common.keys import key_file, read_key_file
 from tandem.coordinator.commands.arguments import FAILED, OK, Commands, add_config, number
 
 
@@ -23,6 +24,12 @@ def add(commands: Commands) -> None:
     add_config(join)
     join.add_argument("--node", type=int, required=True, metavar="N", help="which one this is; the first has number 0")
     join.add_argument("--coordinator", required=True, metavar="tcp://HOST:PORT", help="where the run's listens")
+    join.add_argument(
+        "--key-file",
+        type=Path,
+        metavar="FILE",
+        help="the run's keys (default: RUN/keys/members.json, where all nodes see the run folder)",
+    )
     above_0 = number("above 0", lambda number: number > 0)
     join.add_argument(
         "--join-timeout",
@@ -43,22 +50,28 @@ def add(commands: Commands) -> None:
 
 def _join(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
-    from tandem.coordinator.clusters.join import Limits, NodeProcesses
+    from tandem.coordinator.clusters.join import ByKeyFile, Limits, NodeProcesses, wait_for_key_file
     from tandem.coordinator.clusters.nodes import node_of
     from tandem.coordinator.run.fork_server import ForkServer
     from tandem.coordinator.run.launch import LocalProcesses, make_importable, preload
 
     node = node_of(config, arguments.node)
     kinds = {kind for kind, _ in node.processes}
+    say = partial(print, flush=True)
+    keys = arguments.key_file or key_file(Path(config.logger.log_dir))
     signals.interrupt_when_asked()
+    wait_for_key_file(keys, arguments.join_timeout, say)
+    read_key_file(keys)  # what is wrong with it is better said here, once
     make_importable(arguments.config)
     logs = Path(config.logger.log_dir) / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    say = partial(print, flush=True)
     with ForkServer(
         partial(preload, kinds, config.policy.megatron_cfg.environment), config.cluster.deadlines.join_s
     ) as fork_server:
-        processes = LocalProcesses(arguments.coordinator, logs, fork_server, arguments.join_timeout)
+        joining = ByKeyFile(
+            coordinator=arguments.coordinator, key_file=keys.absolute(), timeout_s=arguments.join_timeout
+        )
+        processes = LocalProcesses(joining, logs, fork_server)
         limits = Limits(
             admission_s=arguments.join_timeout,
             max_replacements=config.cluster.max_replacements,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from pathlib import Path
 
@@ -41,6 +42,7 @@ def _kubernetes(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--name: {name!r} is not 1 to 40 of a-z, 0-9 and -, a letter first")
     config = load_config(arguments.config, arguments.overrides)
     from tandem.coordinator.clusters.kubernetes import PodNeeds, manifests, to_yaml
+    from tandem.coordinator.run.members import new_run_keys
 
     needs = PodNeeds(
         name=name,
@@ -51,10 +53,12 @@ def _kubernetes(arguments: argparse.Namespace) -> int:
         memory=arguments.memory,
         shared_memory=arguments.shared_memory,
     )
-    text = to_yaml(manifests(config, needs, b""))
+    text = to_yaml(manifests(config, needs, new_run_keys()))
     if arguments.output is None:
         print(text, end="")
         return OK
-    arguments.output.write_text(text)
+    descriptor = os.open(arguments.output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)  # it has keys in it
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
     print(f"{arguments.output} is written; next: kubectl apply -f {arguments.output}")
     return OK

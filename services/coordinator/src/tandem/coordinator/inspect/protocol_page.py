@@ -7,13 +7,14 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from types import ModuleType, UnionType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from tandem.common import batch, messages
+from tandem.common import batch, keys, messages
 from tandem.coordinator.run.replies import rule_of
 
 LINKS: dict[str, UnionType | type[messages.Message]] = {
@@ -21,7 +22,7 @@ LINKS: dict[str, UnionType | type[messages.Message]] = {
     "Any process to the coordinator": messages.Membership,
     "Coordinator to trainer": messages.TrainerOrder,
     "Trainer to coordinator": messages.TrainerReply,
-    "Coordinator to rollout": messages.RolloutOrder,
+    "Coordinator to rollout": messages.TrainerKeys | messages.RolloutOrder,
     "Rollout to coordinator": messages.RolloutReply,
     "Coordinator to refit": messages.RefitOrder,
     "Refit to coordinator": messages.RefitReply,
@@ -39,6 +40,7 @@ _PARTS = (
     messages.PlannedMesh,
     messages.MemoryUse,
     messages.RewardServer,
+    messages.Listener,
     messages.ResponseToScore,
     messages.ScoredResponse,
 )
@@ -73,6 +75,7 @@ def tables() -> str:
     lines += ["", "### Parts of messages"]
     for part in _PARTS:
         lines += ["", *_table(part)]
+    lines += ["", *_table(keys.KeyPair, keys)]
     lines += ["", "### Arrays"]
     for bundle in _BUNDLES:
         lines += ["", *_table(bundle, batch), "", _in_one_line(inspect.getdoc(bundle.check) or "")]
@@ -107,8 +110,9 @@ def _type(message: type[Any], field: str) -> str:
 def _types() -> list[str]:
     """Return a table of the types that say what a field may be."""
     lines = ["| type | is | must be | meaning |", "|---|---|---|---|"]
-    for name, value, meaning in _documented(ast.parse(inspect.getsource(messages))):
-        kind = getattr(messages, name)
+    declared = _documented(ast.parse(inspect.getsource(messages))), _documented(ast.parse(inspect.getsource(keys)))
+    for name, value, meaning in chain(*declared):
+        kind = getattr(messages, name, getattr(keys, name, None))
         if get_origin(kind) is Annotated:
             plain = _plain(value)
             lines.append(f"| `{name}` | `{plain}` | {_limits(kind)} | {meaning} |")

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tandem.common.assignment import Assignment, data_parallel_ranks
 from tandem.common.batch import BatchTable, GivenTokens, TrainingBatch
 from tandem.common.config import Config
-from tandem.common.messages import EngineBuilt, Evaluate, Reply, SamplesMissing, Train, TrainerBuilt
+from tandem.common.messages import EngineBuilt, Evaluate, Listener, Reply, SamplesMissing, Train, TrainerBuilt
 from tandem.coordinator.algorithms.running import RunningAlgorithm
 from tandem.coordinator.run.record_orders import Place
 from tandem.coordinator.scheduler.events import DispatchBatch
@@ -24,18 +24,18 @@ from tandem.coordinator.scheduler.groups import SampleRecord
 class Batches:
     """The orders that send a step's batch to the trainers, made once for all of them."""
 
-    def __init__(self, config: Config, algorithm: RunningAlgorithm, addresses: Mapping[str, str] = {}) -> None:
-        """`addresses` are of samples that no rollout has, by the name that the algorithm gives their source."""
+    def __init__(self, config: Config, algorithm: RunningAlgorithm, sources: Mapping[str, Listener] = {}) -> None:
+        """`sources` are of samples that no rollout has, by the name that the algorithm gives their source."""
         self._ranks = data_parallel_ranks(config)
         """Of each trainer, by its index."""
         self._config = config
         self._algorithm = algorithm
         self._shares_prompts = False
-        self._addresses = dict(addresses)
-        """Of the samples of each rollout."""
+        self._listeners = dict(sources)
+        """Where the samples of each rollout are."""
         self._made: tuple[int, str] | None = None
         """The step and purpose of what follows."""
-        self._sources: dict[str, str] = {}
+        self._sources: dict[str, Listener] = {}
         self._table: dict[str, NDArray[Any]] = {}
         self._tokens: list[dict[str, NDArray[Any]]] = []
         """Those of each data-parallel rank."""
@@ -43,8 +43,8 @@ class Batches:
     def take_reply(self, member: str, reply: Reply) -> None:
         """Take note of what matters here of any reply."""
         match reply:
-            case EngineBuilt(samples_address=address):
-                self._addresses[member] = address
+            case EngineBuilt(samples_at=listener):
+                self._listeners[member] = listener
             case TrainerBuilt(shares_prompts=shares_prompts):
                 self._shares_prompts = shares_prompts
             case SamplesMissing():
@@ -86,7 +86,7 @@ class Batches:
         parts = [*self._algorithm.validation_parts.values()] if action.purpose == "validate" else []
         table = Assignment.of(self._config, shares_prompts=self._shares_prompts).assign(batch.table, parts)
         self._made = action.step, action.purpose
-        self._sources = {rollout: self._addresses[rollout] for rollout in batch.rollouts}
+        self._sources = {rollout: self._listeners[rollout] for rollout in batch.rollouts}
         self._table = table.to_frames()
         self._tokens = [] if batch.tokens is None else shares_of(table, batch.tokens, self._config.data_parallel_size)
         return metrics

@@ -122,10 +122,12 @@ class ForkServer:
         errors: IO[bytes] | None = None,
         *,
         heeds_signals: bool = True,
+        keys: bytes = b"",
     ) -> Child:
         """Run the ``main`` of a module in a new process, with this one's folder and environment.
 
-        Without `heeds_signals` it does not end when it is asked to, unless `main` has it do so.
+        Without `heeds_signals` it does not end when it is asked to, unless `main` has it do so. `keys`, where there are
+        some, it finds in a descriptor that nobody else has, the number of which follows its arguments: ``--key-fd N``.
 
         Raises:
             ServiceLost: the process that forks has ended.
@@ -141,7 +143,7 @@ class ForkServer:
         )
         code = 0
         for _ in range(_ATTEMPTS):
-            if (pid := self._ask_for(birth, out, errors or out)) is not None:
+            if (pid := self._ask_for(birth, out, errors or out, keys)) is not None:
                 return Child(pid)
             code = self._end()  # if someone killed it, that is no reason not to start anything
             self._process, self._orders = self._begin()
@@ -151,12 +153,16 @@ class ForkServer:
         """End it; what it has forked lives on."""
         self._end()
 
-    def _ask_for(self, birth: Birth, out: IO[bytes], errors: IO[bytes]) -> int | None:
+    def _ask_for(self, birth: Birth, out: IO[bytes], errors: IO[bytes], keys: bytes) -> int | None:
         """Return the id of the process that was born, None if there is nobody to ask any more."""
-        with contextlib.suppress(OSError), reaper(), os.fdopen(os.memfd_create("birth"), "w+b") as order:
-            order.write(msgspec.json.encode(birth))
-            order.seek(0)
-            socket.send_fds(self._orders, [b"."], [order.fileno(), out.fileno(), errors.fileno()])
+        with (
+            contextlib.suppress(OSError),
+            reaper(),
+            _in_memory("birth", msgspec.json.encode(birth)) as order,
+            _in_memory("keys", keys) as kept,
+        ):
+            descriptors = [file.fileno() for file in (order, out, errors, kept)]
+            socket.send_fds(self._orders, [b"."], descriptors if keys else descriptors[:-1])
             if not select.select([self._orders], [], [], self._deadline_s)[0]:
                 what = f"it did not fork {birth.module} within {self._deadline_s:g} s"
                 raise DeadlineExceeded(_NAME, "importing modules", what)
@@ -184,6 +190,14 @@ class ForkServer:
             os._exit(1)
 
 
+def _in_memory(name: str, text: bytes) -> IO[bytes]:
+    """Return a file that only whoever has a descriptor of it can read."""
+    file = os.fdopen(os.memfd_create(name), "w+b")
+    file.write(text)
+    file.seek(0)
+    return file
+
+
 def serve(orders_fd: int, owner: int, preload: Callable[[], None]) -> NoReturn:
     """Be the process that forks what the owner orders, until that ends or closes its socket."""
     gc.freeze()  # what the owner no longer needs is not this process's to collect: files would be closed, say
@@ -201,7 +215,7 @@ def serve(orders_fd: int, owner: int, preload: Callable[[], None]) -> NoReturn:
     gc.freeze()  # or looking for garbage would make each child copy what was imported
     orders = socket.socket(fileno=orders_fd)
     while True:
-        word, descriptors, *_ = socket.recv_fds(orders, 1, 3)
+        word, descriptors, *_ = socket.recv_fds(orders, 1, 4)
         if not word:
             os._exit(0)
         between = os.fork()
@@ -231,7 +245,9 @@ def _forget_owner(keep_fd: int) -> None:
     os.close(nowhere)
 
 
-def _become(orders: socket.socket, between: int, owner: int, order: int, out: int, errors: int) -> NoReturn:
+def _become(
+    orders: socket.socket, between: int, owner: int, order: int, out: int, errors: int, keys: int | None = None
+) -> NoReturn:
     """Be the process that was ordered, to its end."""
     code = 1
     try:
@@ -241,6 +257,8 @@ def _become(orders: socket.socket, between: int, owner: int, order: int, out: in
             os._exit(1)
         with os.fdopen(order, "rb") as file:
             birth = msgspec.json.decode(file.read(), type=Birth)
+        if keys is not None:
+            birth = msgspec.structs.replace(birth, arguments=(*birth.arguments, "--key-fd", str(keys)))
         os.dup2(out, 1)
         os.dup2(errors, 2)
         orders.send(str(os.getpid()).encode())

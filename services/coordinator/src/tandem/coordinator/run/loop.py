@@ -296,8 +296,7 @@ class Loop:
         self._generated.pop(member, None)
         launched = self._processes.restart(member)
         if launched is None:
-            kind = member.rpartition("-")[0]
-            how = f"start another: {kind} --coordinator {self._registry.address}"
+            how = f"start another: {self._registry.how_to_join(member.rpartition('-')[0])}"
         else:
             self._registry.reserve(launched)
             how = "another is launched in its place"

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from tandem.common import wire
+from tandem.common.curve import Admitted, new_key_pair
 from tandem.common.errors import VersionMismatch, WireError
+from tandem.common.keys import RunKeys
 from tandem.common.messages import (
     MAX_TEXT,
+    Enrolled,
     Failed,
     FromRefit,
     FromRollout,
@@ -24,6 +29,7 @@ from tandem.common.messages import (
     Refused,
     ServiceKind,
     Shutdown,
+    TrainerKeys,
     Welcome,
 )
 from tandem.coordinator.run.launch import Launched
@@ -36,6 +42,7 @@ _CODECS: dict[ServiceKind, wire.Codec[Any]] = {
     "refit": wire.Codec(FromRefit),
 }
 _hello_codec: wire.Codec[Hello] = wire.Codec(Hello)
+_MOST_ENROLLED = 10_000
 
 
 class Pulse(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,38 +55,71 @@ class Pulse(msgspec.Struct, frozen=True, kw_only=True):
 class Member:
     """One admitted process."""
 
-    def __init__(self, hello: Hello, name: str, peer: bytes, now: float) -> None:
+    def __init__(self, hello: Hello, name: str, peer: wire.Peer, now: float) -> None:
         self.hello = hello
         self.name = name
         self.peer = peer
         self.last_seen = now
         self.phase = "idle"
+        self.trainer_keys = 0
+        """The number of the newest `TrainerKeys` that it was sent."""
+
+
+def new_run_keys() -> RunKeys:
+    """Return the keys of a run that has none yet."""
+    return RunKeys(coordinator=new_key_pair(), joining=new_key_pair())
+
+
+class Listening:
+    """The coordinator's socket, and whom it hears: at first those alone who have proven the joining key."""
+
+    def __init__(self, address: str, keys: RunKeys, key_file: Path) -> None:
+        """Bind. Raises `ConfigError` if the address is taken or is none. `key_file` will have the keys for services."""
+        self.joining_key = keys.joining.public
+        """Whoever proves it may name a key of its own."""
+        self.admitted = Admitted([self.joining_key])
+        self.hub = wire.Hub(address, keys.coordinator, self.admitted)
+        self._key_file = key_file
+
+    def how_to_join(self, kind: str) -> str:
+        """Return what to type for a service of this run."""
+        return f"{kind} --coordinator {self.hub.address} --key-file {shlex.quote(str(self._key_file))}"
 
 
 class Registry:
     """Turns what arrives at the hub into events, and names into connections.
 
     Launched processes keep the number they were launched with; processes started by hand get the numbers after those,
-    in the order in which they join.
+    in the order in which they join. All are known by their keys: one that is lost is shut out by its key.
     """
 
     def __init__(
         self,
-        hub: wire.Hub,
+        listening: Listening,
         expected: dict[ServiceKind, int],
         config_json: bytes,
         run_id: str,
         pulse: Pulse,
         replies: Replies,
     ) -> None:
-        self._hub = hub
+        self._hub = listening.hub
+        self.how_to_join = listening.how_to_join
+        self._admitted = listening.admitted
+        self._joining_key = listening.joining_key
+        self._enrolled: dict[str, None] = {}
+        """Keys whose owners have not said hello yet, the oldest first."""
+        self.trainers = Admitted()
+        """The keys of all trainers."""
+        self._trainer_keys = 0
+        """How often these have changed."""
+        self._all_told = True
         self._expected = expected
         self._config_json = config_json
         self._run_id = run_id
         self._pulse = pulse
         self._replies = replies
         self._reserved: dict[str, str] = {}
-        self._by_peer: dict[bytes, Member] = {}
+        self._by_peer: dict[wire.Peer, Member] = {}
         self.members: dict[str, Member] = {}
         self._last_beat = time.monotonic()
 
@@ -90,15 +130,28 @@ class Registry:
 
     def reserve(self, launched: Launched) -> None:
         """Keep the name of a process that was just launched."""
-        self._reserved[launched.launch_id] = launched.name
+        self._reserved[launched.public_key] = launched.name
+
+    def enrol(self, key: str) -> None:
+        """Hear a process by a key that it has made itself."""
+        self._enrolled[key] = None
+        self._admitted.add(key)
+        while len(self._enrolled) > _MOST_ENROLLED:
+            oldest = next(iter(self._enrolled))
+            del self._enrolled[oldest]
+            self._admitted.remove(oldest)
 
     def forget(self, name: str) -> None:
-        """Free the name of a member that is lost; whatever it still sends is dropped."""
+        """Free the name of a member that is lost; nothing that it still sends is heard, and it cannot come back."""
         member = self.members.pop(name, None)
         if member is not None:
             del self._by_peer[member.peer]
+            self._admitted.remove(member.peer.key)
+            self._note_trainers(member)
         self._replies.forget(name)
-        self._reserved = {launch_id: kept for launch_id, kept in self._reserved.items() if kept != name}
+        for key in [key for key, kept in self._reserved.items() if kept == name]:
+            del self._reserved[key]
+            self._admitted.remove(key)
 
     def receive(self, timeout_s: float) -> Iterator[tuple[Event, wire.Arrays]]:
         """Wait up to `timeout_s` for something to happen; yield what did, with its arrays."""
@@ -125,6 +178,7 @@ class Registry:
 
     def order(self, name: str, order: Order, frames: wire.Frames) -> None:
         """Send a member an order for the first time; its replies are checked against it."""
+        self._tell_trainer_keys()
         self._replies.ordered(name, order)
         self.send(name, frames)
 
@@ -140,8 +194,10 @@ class Registry:
     def _to_event(self, member: Member, received: wire.Received[Any], now: float) -> Event | None:
         """Return what a message means. Raises `WireError` for a reply that cannot be one."""
         match received.message:
-            case Heartbeat(phase=phase):
+            case Heartbeat(phase=phase, trainer_keys=number):
                 member.phase = phase
+                if number < member.trainer_keys:  # perhaps they were lost, with a connection
+                    member.trainer_keys, self._all_told = number, False
                 return None
             case Hello():
                 return None  # sent again before the welcome arrived
@@ -154,8 +210,8 @@ class Registry:
                     return Erred(now=now, member=member.name, failed=reply)
                 return Replied(now=now, member=member.name, reply=reply)
 
-    def _admit(self, peer: bytes, frames: wire.Frames, now: float) -> Event | None:
-        """Welcome or refuse a process that says hello; anything else from a stranger is dropped."""
+    def _admit(self, peer: wire.Peer, frames: wire.Frames, now: float) -> Event | None:
+        """Welcome or refuse a process that says hello; anything else is dropped."""
         try:
             wire.check_version(frames[0])
             hello = _hello_codec.decode(frames).message
@@ -164,11 +220,22 @@ class Registry:
             return None
         except WireError:
             return None
-        name = self._name_for(hello)
+        if (peer.key == self._joining_key) != (hello.enrols is not None):
+            return None  # with the joining key one can do nothing else, and with others not that
+        if hello.enrols is None and peer.key not in self._reserved and peer.key not in self._enrolled:
+            return None  # a member's, over a second connection
+        name = self._name_for(hello, peer.key)
         if name is None:
             reason = self._why_not(hello)
             self._hub.send(peer, wire.encode(Refused(reason=reason)))
             return None
+        if hello.enrols is not None:
+            self.enrol(hello.enrols)
+            self._hub.send(peer, wire.encode(Enrolled()))
+            return None
+        return self._welcome(peer, hello, name, now)
+
+    def _welcome(self, peer: wire.Peer, hello: Hello, name: str, now: float) -> Event:
         member = Member(hello, name, peer, now)
         self._by_peer[peer] = self.members[name] = member
         welcome = Welcome(
@@ -180,11 +247,15 @@ class Registry:
             config_json=self._config_json,
         )
         self._hub.send(peer, wire.encode(welcome))
+        self._enrolled.pop(peer.key, None)
+        self._note_trainers(member)
+        self._all_told = False
         return Joined(now=now, member=name, kind=hello.service)
 
-    def _name_for(self, hello: Hello) -> str | None:
-        if hello.launch_id:
-            return self._reserved.get(hello.launch_id)
+    def _name_for(self, hello: Hello, key: str) -> str | None:
+        if key in self._reserved:
+            name = self._reserved[key]
+            return name if name not in self.members and name.startswith(f"{hello.service}-") else None
         taken = {*self.members, *self._reserved.values()}
         places = range(self._expected.get(hello.service, 0))
         if hello.index is not None:
@@ -202,11 +273,30 @@ class Registry:
             return f"{hello.service}-{hello.index} is in the run already"
         return f"there is no {hello.service}-{hello.index}: the run has {processes}, counted from 0"
 
+    def _note_trainers(self, changed: Member) -> None:
+        """Admit the trainers that there are, and no others, to the samples."""
+        if changed.hello.service == "trainer":
+            self.trainers.replace(m.peer.key for m in self.members.values() if m.hello.service == "trainer")
+            self._trainer_keys += 1
+            self._all_told = False
+
+    def _tell_trainer_keys(self) -> None:
+        """Tell rollouts who may fetch samples, where they have not heard it yet."""
+        if self._all_told:
+            return
+        told = wire.encode(TrainerKeys(number=self._trainer_keys, public_keys=self.trainers.keys()))
+        for member in self.members.values():
+            if member.hello.service == "rollout" and member.trainer_keys < self._trainer_keys:
+                self._hub.send(member.peer, told)
+                member.trainer_keys = self._trainer_keys
+        self._all_told = True
+
     def _watch(self, now: float) -> Iterator[Event]:
         """Beat when it is time; report members that have been silent for too long."""
         if now - self._last_beat >= self._pulse.interval_s:
             self._last_beat = now
             self.broadcast(Heartbeat())
+            self._tell_trainer_keys()
         for member in list(self.members.values()):  # who hears of it may forget the member
             silent_s = now - member.last_seen
             if silent_s > self._pulse.timeout_s:

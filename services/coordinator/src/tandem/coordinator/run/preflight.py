@@ -21,6 +21,7 @@ import msgspec
 from tandem.common import gc_tuning, wire
 from tandem.common.config import Config, config_to_json, load_config
 from tandem.common.config.checks.data import PYTHON_REWARDS
+from tandem.common.curve import Admitted, new_key_pair
 from tandem.common.errors import ConfigError, DataError, ModelError, TandemError
 from tandem.common.programs import search_path
 from tandem.common.sources import package_folder
@@ -163,7 +164,7 @@ def _find_folders(config: Config) -> None:
 
 
 def _listen(config: Config) -> None:
-    wire.Hub(config.cluster.address).close()
+    wire.Hub(config.cluster.address, new_key_pair(), Admitted()).close()
 
 
 def _is_made_later(config: Config, mode: Mode, earlier: tuple[Ready, Tokenizer] | None) -> bool:

@@ -230,9 +230,9 @@ def _evaluated(asked: _Asked, reply: Evaluated) -> None:
 
 
 def _engine_built(asked: _Asked, reply: EngineBuilt) -> None:
-    """`layouts` can be read. `samples_address` is ``tcp://HOST:PORT``."""
-    address = reply.samples_address
-    _must(_ADDRESS.fullmatch(address) is not None, "samples_address", address, "tcp://HOST:PORT")
+    """`layouts` can be read. The address of `samples_at` is ``tcp://HOST:PORT``."""
+    address = reply.samples_at.address
+    _must(_ADDRESS.fullmatch(address) is not None, "samples_at.address", address, "tcp://HOST:PORT")
     asked.member.num_tensors = tuple(_num_tensors(f"layouts[{i}]", each) for i, each in enumerate(reply.layouts))
 
 

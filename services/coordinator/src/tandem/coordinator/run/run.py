@@ -9,7 +9,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from tandem.common import wire
 from tandem.common.assignment import scoring_trainers
 from tandem.common.config import (
     Config,
@@ -18,7 +17,8 @@ from tandem.common.config import (
     to_plain,
 )
 from tandem.common.errors import DamagedCheckpoint, ModelError, RunFolderError
-from tandem.common.messages import RewardServer
+from tandem.common.keys import key_file, read_run_keys, write_run_keys
+from tandem.common.messages import Listener, RewardServer
 from tandem.common.telemetry import MetricWriters, MlflowRun, MlflowWriter, TensorBoardWriter, WandbRun, WandbWriter
 from tandem.coordinator.algorithms.rewards import has_spread
 from tandem.coordinator.algorithms.running import RunningAlgorithm
@@ -30,9 +30,9 @@ from tandem.coordinator.run.fork_server import ForkServer
 from tandem.coordinator.run.journal import Journal, read_journal
 from tandem.coordinator.run.journal_file import CONFIG_NAME, JOURNAL_NAME, RESOLVED_FROM, new_run_id, refuse_journal
 from tandem.coordinator.run.kept_samples import KeptSamples, limits_of
-from tandem.coordinator.run.launch import LocalProcesses
+from tandem.coordinator.run.launch import Admits, LocalProcesses
 from tandem.coordinator.run.loop import Loop
-from tandem.coordinator.run.members import Pulse, Registry
+from tandem.coordinator.run.members import Listening, Pulse, Registry, new_run_keys
 from tandem.coordinator.run.model_folder import check_model
 from tandem.coordinator.run.onlookers import Onlookers
 from tandem.coordinator.run.prerequisite import Mode, Ready, has_begun, how_to_begin, make_model, set_aside
@@ -81,9 +81,13 @@ def run(
     make_model(config, mode, say)
     for notice in ready.notices:
         say(notice)
+    folder = Path(config.logger.log_dir)
+    keys = read_run_keys(folder) or new_run_keys()  # before its folder is set aside: services may wait with them
     with contextlib.ExitStack() as stack:
-        hub = wire.Hub(config.cluster.address)  # before the journal: a run that cannot listen has not begun
-        stack.callback(hub.close)
+        listening = Listening(
+            config.cluster.address, keys, key_file(folder)
+        )  # before the journal: without it a run has not begun
+        stack.callback(listening.hub.close)
         listener = page_socket(config.logger.page)
         if listener is not None:
             stack.callback(listener.close)
@@ -98,6 +102,7 @@ def run(
             writers.add(_mlflow(config, run_id))
         journal = _open_journal(ready, mode, run_id)
         stack.callback(journal.close)
+        write_run_keys(folder, keys)
         page = None
         if listener is not None:
             page = PageProcess(journal.folder, listener)
@@ -105,7 +110,9 @@ def run(
             say(f"page: {page.url}")
         return recorded(
             journal,
-            lambda: _run(config, algorithm, journal, hub, writers, say, fork_server, from_step, reward_server, page),
+            lambda: _run(
+                config, algorithm, journal, listening, writers, say, fork_server, from_step, reward_server, page
+            ),
         )
 
 
@@ -205,7 +212,7 @@ def _run(
     config: Config,
     algorithm: RunningAlgorithm,
     journal: Journal,
-    hub: wire.Hub,
+    listening: Listening,
     writers: MetricWriters,
     say: Callable[[str], None],
     fork_server: ForkServer,
@@ -246,11 +253,14 @@ def _run(
         reward_server=reward_server,
     )
     with contextlib.ExitStack() as stack:
-        addresses = _serve_record(algorithm, hub.address, journal.run_id, start.first_step, stack)
-        processes = LocalProcesses(hub.address, Path(config.logger.log_dir) / "logs", fork_server)
+        credentials = Admits(listening.hub.at, listening.admitted)
+        processes = LocalProcesses(credentials, Path(config.logger.log_dir) / "logs", fork_server)
         pulse = Pulse(interval_s=config.cluster.heartbeat_interval_s, timeout_s=config.cluster.heartbeat_timeout_s)
         replies = Replies(Limits.of(config))
-        registry = Registry(hub, expected_processes(config), config_to_json(config), journal.run_id, pulse, replies)
+        registry = Registry(
+            listening, expected_processes(config), config_to_json(config), journal.run_id, pulse, replies
+        )
+        sources = _serve_record(algorithm, registry, journal.run_id, start.first_step, stack)
         history = journal.steps()
         progress = Progress(config, spec, history)
         if config.logger.tensorboard_enabled:
@@ -259,9 +269,9 @@ def _run(
         stack.callback(progress.close)
         onlookers = Onlookers(config, journal.folder, range(spec.first_step, spec.last_step + 1), history, page)
         recorder = Recorder(config, journal, checkpoints, samples, writers, progress, onlookers)
-        say(_who_runs_where(config, hub.address))
+        say(_who_runs_where(config, listening))
         scheduler = Scheduler(spec, time.monotonic(), is_informative=partial(has_spread, config.grpo), kept=kept)
-        loop = Loop(scheduler, registry, processes, algorithm, Batches(config, algorithm, addresses), recorder)
+        loop = Loop(scheduler, registry, processes, algorithm, Batches(config, algorithm, sources), recorder)
         outcome: Outcome = "failed"
         error: Exception | None = None
         try:
@@ -309,15 +319,15 @@ def _origin(config: Config) -> Start:
 
 
 def _serve_record(
-    algorithm: RunningAlgorithm, address: str, run_id: str, first_step: int, stack: contextlib.ExitStack
-) -> dict[str, str]:
+    algorithm: RunningAlgorithm, registry: Registry, run_id: str, first_step: int, stack: contextlib.ExitStack
+) -> dict[str, Listener]:
     """Have trainers fetch recorded samples where the algorithm is to train on these; return where, by source."""
     from tandem.coordinator.algorithms.recorded import RecordedAlgorithm
 
     if not isinstance(algorithm, RecordedAlgorithm):
         return {}
     stack.callback(algorithm.close)
-    return algorithm.serve(address, run_id, first_step)
+    return algorithm.serve(registry.address, run_id, first_step, registry.trainers)
 
 
 def _launch(config: Config, processes: LocalProcesses, registry: Registry) -> None:
@@ -327,14 +337,14 @@ def _launch(config: Config, processes: LocalProcesses, registry: Registry) -> No
             registry.reserve(processes.start(kind, index))
 
 
-def _who_runs_where(config: Config, address: str) -> str:
+def _who_runs_where(config: Config, listening: Listening) -> str:
     """Say what is launched here, and what to type elsewhere for the rest."""
     expected, launched = expected_processes(config), launched_processes(config)
-    lines = [f"coordinator listens on {address}"]
+    lines = [f"coordinator listens on {listening.hub.address}"]
     for kind in KINDS:
         here, total = launched.get(kind, 0), expected.get(kind, 0)
         if here:
             lines.append(f"  {here} {kind} process{'es' if here > 1 else ''} launched here")
         if total > here:
-            lines.append(f"  {total - here} to be started by hand: {kind} --coordinator {address}")
+            lines.append(f"  {total - here} to be started by hand: {listening.how_to_join(kind)}")
     return "\n".join(lines)

@@ -18,6 +18,7 @@ from collections.abc import Callable, MutableSequence, Sequence
 from typing import Protocol
 
 from tandem.coordinator.scheduler.groups import Group
+from tandem.coordinator.scheduler.spec import Balance
 
 CanGenerate = Callable[[str, Group], bool]
 """Whether an engine may generate a group, which it then is given: it holds young weights, and can keep the samples."""
@@ -222,6 +223,13 @@ class BalancedAssignment:
         load = self._loads[engine]
         if self._has_room(load):
             heapq.heappush(self._least, (load.num_tokens, load.place, engine))
+
+
+def assignment_for(balance: Balance | None) -> Assignment:
+    """Return how groups are assigned to engines: balanced if it says how, else pinned."""
+    if balance is None:
+        return PinnedAssignment()
+    return BalancedAssignment(width=balance.width, timeout_s=balance.timeout_s)
 
 
 def _queue(waiting: MutableSequence[Group], group: Group) -> None:

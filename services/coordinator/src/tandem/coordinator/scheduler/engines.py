@@ -23,6 +23,8 @@ class Status(enum.Enum):
     REFITTING = "refitting"
     HOLDING = "holding a version"
 
+    __hash__ = object.__hash__  # as members are equal, and in C: tables are asked for a status at every event
+
 
 COMING_BACK = (Status.ABSENT, Status.BUILDING, Status.INSTALLING, Status.CONNECTING)
 """What an engine that was lost or torn goes through before it can be refitted."""
@@ -85,14 +87,16 @@ class EngineTable:
 
     def having(self, *statuses: Status) -> list[str]:
         """Return the engines that have one of these statuses, in the order of their index."""
-        names = [name for status in statuses for name in self._by_status[status]]
-        if len(names) <= 1:
-            return names
+        if self.num_having(*statuses) == 0:
+            return []
         return [name for name in self._engines if self._engines[name].status in statuses]
 
     def num_having(self, *statuses: Status) -> int:
         """Return how many engines have one of these statuses."""
-        return sum(len(self._by_status[status]) for status in statuses)
+        num = 0
+        for status in statuses:  # this is asked several times an event
+            num += len(self._by_status[status])
+        return num
 
     def move(self, engine: Engine, status: Status, *, version: int | None = None) -> None:
         """Give an engine another status, and say which version it is about, if any; no version of it is attested."""

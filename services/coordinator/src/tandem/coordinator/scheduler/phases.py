@@ -27,7 +27,11 @@ class Phase(enum.Enum):
     RECORDING = "recording samples"
     FINISHED = "finished"
 
+    __hash__ = object.__hash__  # as members are equal, and in C: tables are asked for a phase at every event
 
+
+GENERATION = (Phase.GENERATING, Phase.VALIDATING)
+"""What engines are asked to generate for."""
 _BREAKDOWN: dict[Phase, str] = {
     Phase.GENERATING: "generation",
     Phase.TRAINING: "training",

@@ -79,7 +79,10 @@ class PendingRequests:
 
     def num_for(self, *phases: Phase) -> int:
         """Return how many requests are pending that are for these phases."""
-        return sum(self._num_of_phase[phase] for phase in phases)
+        num = 0
+        for phase in phases:  # this is asked several times an event
+            num += self._num_of_phase[phase]
+        return num
 
     def of(self, member: str, *phases: Phase) -> Iterator[Request]:
         """Return what `member` was asked for: all of it, or what is for some phases; the oldest first."""

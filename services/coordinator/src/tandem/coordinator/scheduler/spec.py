@@ -92,3 +92,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     def is_synchronous(self) -> bool:
         """Whether nothing is generated for a step before the weights of the one before are published."""
         return self.max_trajectory_age_steps == 0
+
+    def oldest_version(self, step: int) -> int:
+        """Return the oldest weights that samples to train on in a step may be made with."""
+        return step - 1 - self.max_trajectory_age_steps

@@ -1,4 +1,4 @@
-"""Planned transfers, and the orders that set them up: layouts, programs and meshes."""
+"""Planned transfers, and the orders that set them up: engines with their layouts, programs and meshes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from tandem.common.errors import CommandFailed
 from tandem.common.messages import (
+    BuildEngine,
     ConnectMesh,
     EngineBuilt,
     InstallProgram,
@@ -30,8 +31,8 @@ class Transfers:
     """Layouts in, programs and meshes out. Raises `ServiceError` where the run cannot go on."""
 
     def __init__(self, spec: RunSpec, requests: PendingRequests) -> None:
+        self._spec = spec
         self._build_s = spec.deadlines.build
-        self._allow_alias = spec.allow_alias
         self._requests = requests
         self._rendezvous = ("", 0)
         self._layouts: dict[str, dict[str, bytes]] = {}
@@ -62,12 +63,21 @@ class Transfers:
             case _:
                 pass
 
+    def order_build(self, engine: str) -> Dispatch:
+        """Have an engine built, which answers with its layout."""
+        order = BuildEngine(
+            samples_folder=self._spec.samples_folder,
+            reward_server=self._spec.reward_server,
+            **self._requests.open(engine, Phase.BUILDING, self._build_s),
+        )
+        return Dispatch(member=engine, order=order)
+
     def order_plan(self, trainers: list[str], engines: list[str]) -> list[Action]:
         """Have all transfers planned from the layouts that trainers and engines sent."""
         order = PlanTransfers(
             sources={part: layout for name in trainers for part, layout in self._layouts[name].items()},
             destinations={part: layout for name in engines for part, layout in self._layouts[name].items()},
-            allow_alias=self._allow_alias,
+            allow_alias=self._spec.allow_alias,
             **self._requests.open(SERVICE, Phase.PLANNING, self._build_s),
         )
         return [Dispatch(member=SERVICE, order=order)]

@@ -16,7 +16,15 @@ from typing import NamedTuple
 
 from tandem.common.config import Config
 from tandem.common.errors import RewardError, TandemError, WireError
-from tandem.common.messages import FromRewardServer, ResponsesScored, ResponseToScore, ScoreResponses, StillScoring
+from tandem.common.keys import KeyPair
+from tandem.common.messages import (
+    FromRewardServer,
+    Listener,
+    ResponsesScored,
+    ResponseToScore,
+    ScoreResponses,
+    StillScoring,
+)
 from tandem.common.returned import line
 from tandem.common.wire import Callers, Codec, encode
 from tandem.rollout.environments.environment import Score
@@ -26,6 +34,7 @@ _NAME = "the program that called tandem.train()"
 _IDLE_S, _BUSY_S = 0.2, 0.005
 _TOGETHER_S = 0.002
 """So long what is submitted one after another is collected: functions that take batches had better get some."""
+_MAX_REPLY_BYTES = 1 << 28
 _UNREACHABLE_S = 10.0
 """How long there may be no connection."""
 
@@ -33,8 +42,9 @@ _UNREACHABLE_S = 10.0
 class Program(NamedTuple):
     """Where the program is asked."""
 
-    address: str
-    key: str
+    at: Listener
+    own: KeyPair
+    """By which it knows the rollouts."""
 
 
 class ProgramPool:
@@ -44,7 +54,7 @@ class ProgramPool:
 
     def __init__(self, program: Program, config: Config) -> None:
         """Begin to connect."""
-        self._address, self._key = program
+        self._program = program
         self._silence_s = config.cluster.heartbeat_timeout_s
         self._waiting: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self.done: queue.SimpleQueue[tuple[Job, Outcome]] = queue.SimpleQueue()
@@ -76,7 +86,7 @@ class ProgramPool:
 
     def _run(self) -> None:
         try:
-            callers = Callers({_NAME: self._address})
+            callers = Callers({_NAME: self._program.at}, self._program.own, max_bytes=_MAX_REPLY_BYTES)
             with contextlib.closing(callers):
                 codec: Codec[ResponsesScored | StillScoring] = Codec(FromRewardServer)
                 while not self._is_closing:
@@ -119,7 +129,7 @@ class ProgramPool:
         if not responses:
             return
         try:
-            frames = encode(ScoreResponses(key=self._key, responses=responses))
+            frames = encode(ScoreResponses(responses=responses))
         except Exception as error:  # a problem may hold anything
             what = f"problems cannot be sent to {_NAME}: {type(error).__name__}: {error}"
             raise RewardError(line(what)) from error
@@ -144,7 +154,9 @@ class ProgramPool:
         if not self._asked:
             return
         if callers.down_for(_NAME) > _UNREACHABLE_S:
-            raise RewardError(f"{_NAME}, whose functions score samples, cannot be reached at {self._address}")
+            raise RewardError(
+                f"{_NAME}, whose functions score samples, cannot be reached at {self._program.at.address}"
+            )
         silent_s = time.monotonic() - self._heard_at
         if silent_s > self._silence_s:
             raise RewardError(

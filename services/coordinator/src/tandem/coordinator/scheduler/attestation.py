@@ -1,0 +1,106 @@
+"""Attestation: prove that engines hold what trainers held, by digests taken beside what goes on.
+
+digests are asked for ─▶ all of them have come ─▶ the refit service compares them ─▶ equal: the engine is attested
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tandem.common.messages import Attest, CommitVersion, VersionCommitted
+from tandem.coordinator.scheduler.engines import Engine, EngineTable, Status
+from tandem.coordinator.scheduler.events import Action, Dispatch
+from tandem.coordinator.scheduler.phases import Phase
+from tandem.coordinator.scheduler.requests import PendingRequests
+from tandem.coordinator.scheduler.spec import RunSpec
+from tandem.coordinator.scheduler.transfers import SERVICE, by_part
+
+
+class Attestation:
+    """The digests of one version, as far as they are known, and who is yet to send theirs."""
+
+    def __init__(self, spec: RunSpec, requests: PendingRequests, engines: EngineTable) -> None:
+        self._is_verified = spec.is_verified
+        self._requests = requests
+        self._engines = engines
+        self._digests: dict[str, dict[str, bytes]] = {}
+        """Of each process, by worker shard; of what it holds."""
+        self._unattested: set[str] = set()
+        """Members whose digests were asked for and have not come."""
+        self._unattested_trainers: set[str] = set()
+        """Those of them whose weights must not change before."""
+        self._comparing: list[str] | None = None
+        """Engines whose digests the refit service compares; None while it compares none."""
+
+    @property
+    def is_going_on(self) -> bool:
+        """Whether it is yet to be proven that an engine holds what it should."""
+        if not len(self._engines):
+            return False
+        is_asked = bool(self._unattested) or self._comparing is not None
+        return is_asked or self._engines.num_attested != self._engines.num_having(Status.HOLDING)
+
+    @property
+    def needs_trainers(self) -> bool:
+        """Whether trainers are yet to take digests of weights that must not change before."""
+        return bool(self._unattested_trainers)
+
+    @property
+    def may_compare(self) -> bool:
+        """Whether every digest is there that was asked for, and some engine's was not compared."""
+        if self._unattested or self._comparing is not None:
+            return False
+        return self._engines.num_attested != self._engines.num_having(Status.HOLDING)
+
+    def begin_version(self) -> None:
+        """Forget the digests of the version before."""
+        self._digests = {}
+
+    def order(self, members: Sequence[str], version: int, allowed_s: float) -> list[Action]:
+        """Have digests taken of what these members hold, unless the run is not to be verified."""
+        if not self._is_verified:
+            return []
+        self._unattested.update(members)
+        self._unattested_trainers.update(member for member in members if member not in self._engines)
+        return [
+            Dispatch(
+                member=member,
+                order=Attest(version=version, **self._requests.open(member, Phase.ATTESTING, allowed_s)),
+            )
+            for member in members
+        ]
+
+    def take_digests(self, member: str, digests: tuple[bytes, ...]) -> None:
+        """Take the digests of what a member holds, or of what a trainer has copied."""
+        self._digests[member] = by_part(member, digests)
+        self._unattested.discard(member)
+        self._unattested_trainers.discard(member)
+
+    def compare(self, trainers: Sequence[str], version: int, allowed_s: float, *, has_update: bool) -> list[Action]:
+        """Have the refit service compare the digests of engines that are not attested with those of trainers."""
+        waiting = [name for name in self._engines.having(Status.HOLDING) if not self._engines[name].is_attested]
+        self._comparing = waiting
+        known = [self._digests[name] for name in [*trainers, *waiting]] if self._is_verified else []
+        order = CommitVersion(
+            version=version,
+            digests={part: digests for process in known for part, digests in process.items()},
+            has_update=has_update,
+            **self._requests.open(SERVICE, Phase.ATTESTING, allowed_s),
+        )
+        return [Dispatch(member=SERVICE, order=order)]
+
+    def take_compared(self, reply: VersionCommitted) -> tuple[list[Engine], list[Engine]]:
+        """Take what the refit service has found; return the engines that are attested now, and those that differ."""
+        compared, self._comparing = self._comparing or [], None
+        engines = [self._engines[name] for name in compared if name in self._engines]
+        attested = [engine for engine in engines if engine.name not in reply.differing]
+        for engine in attested:
+            self._engines.attest(engine, is_attested=True)
+        return attested, [engine for engine in engines if engine.name in reply.differing]
+
+    def forget(self, engine: str) -> None:
+        """Take note that what an engine held does not count any more: it is lost, or torn."""
+        self._digests.pop(engine, None)
+        self._unattested.discard(engine)
+        if self._comparing is not None and engine in self._comparing:
+            self._comparing.remove(engine)

@@ -1,0 +1,69 @@
+"""Set a run up: processes are built, transfers planned, and engines get the first weights."""
+
+from __future__ import annotations
+
+from tandem.common.messages import BuildTrainer, OpenRendezvous, RendezvousOpened
+from tandem.coordinator.scheduler.events import Action, Dispatch
+from tandem.coordinator.scheduler.phases import Phase
+from tandem.coordinator.scheduler.tables import Tables
+
+
+def set_up(tables: Tables) -> list[Action] | None:
+    """Go on once everybody has done what the stage asks for."""
+    assert tables.stage is not None, "a rule of the time before everything is set up"
+    if tables.requests.num_for(tables.stage) or not tables.members.is_complete:
+        return None
+    trainers, engines = tables.members.all("trainer"), tables.members.all("rollout")
+    transfers = tables.publication.transfers
+    match tables.stage:
+        case Phase.JOINING:
+            tables.stage = Phase.BUILDING
+            meet = OpenRendezvous(**tables.open("trainer-0", Phase.BUILDING))
+            return [
+                Dispatch(member="trainer-0", order=meet),
+                *[transfers.order_build(engine) for engine in engines],
+            ]
+        case Phase.BUILDING if tables.spec.has_engines:
+            tables.stage = Phase.PLANNING
+            return transfers.order_plan(trainers, engines)
+        case Phase.PLANNING:
+            tables.stage = Phase.INSTALLING
+            return transfers.order_install()
+        case Phase.INSTALLING:
+            tables.stage = Phase.CONNECTING
+            return [order for mesh in transfers.plan.meshes for order in transfers.order_connect(mesh)]
+        case _:
+            tables.stage = None
+            said = tables.publication.begin(trainers, engines)
+            return [*said, *tables.publication.offer(tables.step, has_update=False)]
+
+
+def start(tables: Tables) -> list[Action] | None:
+    """Begin with the first step: everybody holds the weights to start from, which are validated if asked for."""
+    if tables.has_started or tables.is_refitting or tables.publication.is_transferring:
+        return None
+    tables.has_started = True
+    tables.watch.begin_step(tables.requests.now)  # what came before was no step
+    is_validated = tables.spec.validate_at_start and tables.step == 0 and not tables.is_interrupted
+    tables.progress.is_committed = not is_validated
+    return []
+
+
+def build_trainers(tables: Tables, opened: RendezvousOpened) -> list[Action]:
+    """Have every rank built, now that it is known where they meet."""
+    ranks = tables.members.all("trainer")
+    return [
+        Dispatch(
+            member=rank,
+            order=BuildTrainer(
+                rendezvous_host=opened.host,
+                rendezvous_port=opened.port,
+                world_size=len(ranks),
+                version=tables.step,
+                checkpoint=tables.spec.resume_from,
+                samples_folder=tables.spec.samples_folder,
+                **tables.open(rank, Phase.BUILDING),
+            ),
+        )
+        for rank in ranks
+    ]
