@@ -78,6 +78,10 @@ class VersionMismatch(WireError):
         )
 
 
+class NotAdmitted(TandemError):
+    """The run that a process would join has no place for it, or nobody answers there."""
+
+
 class ServiceError(TandemError):
     """A process of the run failed."""
 

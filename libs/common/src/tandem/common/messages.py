@@ -83,6 +83,8 @@ class Hello(Message, frozen=True, kw_only=True, tag=True):
     service: ServiceKind
     host: Name
     pid: Count
+    index: Count | None = None
+    """The place that it asks for among the processes of its kind; null for the first that is free."""
     enrols: Key | None = None
     """A public key to be admitted, by which the process then says hello again: said by one that was started by hand,
     whose own key nobody knows, and that has proven the run's joining key. Null otherwise."""

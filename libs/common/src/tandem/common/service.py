@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from tandem.common import gc_tuning, signals
 from tandem.common.config import Config, config_from_json
-from tandem.common.errors import TandemError, WireError
+from tandem.common.errors import NotAdmitted, TandemError, WireError
 from tandem.common.keys import MemberKeys, decode_member_keys, read_key_file
 from tandem.common.messages import (
     MAX_TEXT,
@@ -41,6 +41,8 @@ from tandem.common.wire import UNDECODABLE, Arrays, Frames, Link, encode
 
 _IDLE_POLL_S = 1.0
 _EXIT_INTERRUPTED = 130
+NOT_ADMITTED = 75
+"""Exit code of a process that the run does not want now, and may want later: sysexits.h has it as a passing failure."""
 _REMEMBERED_COMMANDS = 16
 
 
@@ -152,7 +154,7 @@ def run_service(
     arguments = _parser(kind).parse_args(argv)
     host = socket.gethostname()
     identity = f"{kind}-{host}-{os.getpid()}-{secrets.token_hex(4)}"
-    hello = Hello(protocol_version=PROTOCOL_VERSION, service=kind, host=host, pid=os.getpid())
+    hello = Hello(protocol_version=PROTOCOL_VERSION, service=kind, host=host, pid=os.getpid(), index=arguments.index)
 
     def say_so() -> None:
         timeout_s = f"{arguments.join_timeout:g}"
@@ -165,7 +167,7 @@ def run_service(
         welcome = link.join(hello, arguments.join_timeout, say_so)
     except TandemError as error:
         print(f"{kind}: {error}", file=sys.stderr)
-        return 1
+        return NOT_ADMITTED if isinstance(error, NotAdmitted) else 1
     except KeyboardInterrupt:
         print(f"{kind}: interrupted before it had joined", file=sys.stderr)
         return _EXIT_INTERRUPTED
@@ -249,6 +251,12 @@ def _parser(kind: ServiceKind) -> argparse.ArgumentParser:
         default=300.0,
         metavar="S",
         help="seconds to wait to be admitted (default: 300)",
+    )
+    parser.add_argument(
+        "--index",
+        type=int,
+        metavar="N",
+        help=f"its place among the run's {kind} processes, from 0 on (default: the first that is free)",
     )
     keys = parser.add_mutually_exclusive_group(required=True)
     keys.add_argument(

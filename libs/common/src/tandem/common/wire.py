@@ -32,7 +32,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from tandem.common import curve
 from tandem.common.curve import Admitted
-from tandem.common.errors import ConfigError, TandemError, VersionMismatch, WireError
+from tandem.common.errors import ConfigError, NotAdmitted, TandemError, VersionMismatch, WireError
 from tandem.common.keys import KeyPair, MemberKeys
 from tandem.common.messages import (
     MAX_TEXT,
@@ -413,8 +413,8 @@ class Link(Generic[Incoming]):
     def join(self, hello: Hello, timeout_s: float, is_waiting: Callable[[], None] | None = None) -> Welcome:
         """Say hello until the coordinator answers; call `is_waiting` if it does not do so at once.
 
-        Raises `ConfigError` for an address that is none, `TandemError` if the coordinator refuses, proves to be another
-        run's, or does not answer.
+        Raises `ConfigError` for an address that is none, `NotAdmitted` if the coordinator refuses or does not
+        answer, `TandemError` if it proves to be another run's.
         """
         deadline = time.monotonic() + timeout_s
         try:
@@ -458,7 +458,7 @@ class Link(Generic[Incoming]):
                     continue
                 match admission.decode(dealer.recv_multipart()).message:
                     case Refused(reason=reason) | Shutdown(reason=reason):
-                        raise TandemError(
+                        raise NotAdmitted(
                             f"the coordinator at {self._coordinator} refused this {self._service}: {reason}"
                         )
                     case Heartbeat():
@@ -466,7 +466,7 @@ class Link(Generic[Incoming]):
                     case answer:
                         assert isinstance(answer, wanted)
                         return answer
-        raise TandemError(
+        raise NotAdmitted(
             f"{self._service} could not join: no answer from {self._coordinator} within {timeout_s:g} s; is a "
             "coordinator running there?"
         )

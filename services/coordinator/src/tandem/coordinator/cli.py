@@ -18,19 +18,40 @@ from tandem.coordinator.commands import (
     diagnose,
     eval,
     init,
+    join,
+    kubernetes,
     plan,
     refits,
     replay,
     report,
     samples,
     serve,
+    slurm,
     up,
     view,
 )
 from tandem.coordinator.commands.arguments import BAD_INPUT, FAILED, INTERRUPTED, CarryOut
 
 _EXAMPLE = "example: coordinator up examples/arithmetic.yaml grpo.max_num_steps=20"
-_COMMANDS = (init, check, plan, up, view, samples, report, diagnose, refits, replay, eval, serve, chat, completion)
+_COMMANDS = (
+    init,
+    check,
+    plan,
+    up,
+    join,
+    view,
+    samples,
+    report,
+    diagnose,
+    refits,
+    replay,
+    eval,
+    serve,
+    chat,
+    slurm,
+    kubernetes,
+    completion,
+)
 """In the order in which help lists them."""
 
 

@@ -16,7 +16,7 @@ from tandem.coordinator.run.batches import Batches
 from tandem.coordinator.run.checkpoints import CheckpointFolder
 from tandem.coordinator.run.invocation import Invocation
 from tandem.coordinator.run.kept_samples import KeptSamples
-from tandem.coordinator.run.launch import LocalProcesses
+from tandem.coordinator.run.launch import Admits, LocalProcesses
 from tandem.coordinator.run.loop import Loop
 from tandem.coordinator.run.members import Listening, Pulse, Registry
 from tandem.coordinator.run.onlookers import Onlookers
@@ -64,7 +64,9 @@ def assemble(
     return Loop(
         Scheduler(spec, time.monotonic(), is_informative=partial(has_spread, config.grpo), kept=kept),
         registry,
-        LocalProcesses(listening.hub.at, listening.admitted, opened.journal.folder / "logs", invocation.fork_server),
+        LocalProcesses(
+            Admits(listening.hub.at, listening.admitted), opened.journal.folder / "logs", invocation.fork_server
+        ),
         algorithm,
         Batches(config, algorithm, sources),
         recorder,

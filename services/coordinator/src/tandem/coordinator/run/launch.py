@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -45,7 +45,7 @@ class Launched(msgspec.Struct, frozen=True, kw_only=True):
     """A process the coordinator started."""
 
     public_key: str
-    """By which it is known when it joins."""
+    """By which it is known when it joins, empty where this process is not the coordinator."""
     kind: ServiceKind
     number: int
     log: Path
@@ -64,33 +64,57 @@ class Launched(msgspec.Struct, frozen=True, kw_only=True):
         return f"{how}; last in {self.log}: {' | '.join(lines) or 'nothing'}"
 
 
-class LocalProcesses:
-    """The launched processes. They die with this one, whatever ends it: the kernel sees to that."""
+class Credentials(msgspec.Struct, frozen=True, kw_only=True):
+    """By what one process joins a run."""
 
-    def __init__(self, coordinator: Listener, admitted: Admitted, log_folder: Path, fork_server: ForkServer) -> None:
+    arguments: tuple[str, ...]
+    keys: bytes = b""
+    """Given to it by a descriptor."""
+    public_key: str = ""
+
+
+class Admits:
+    """How the coordinator's own processes join: each has a key pair that was made for it."""
+
+    def __init__(self, coordinator: Listener, admitted: Admitted) -> None:
         """`admitted` are the keys that the coordinator hears, to which those of these processes come."""
         self._coordinator = coordinator
         self._admitted = admitted
+
+    def __call__(self, number: int) -> Credentials:
+        """Return those of one process."""
+        own = new_key_pair()
+        self._admitted.add(own.public)  # before there is anyone to prove it
+        keys = MemberKeys(coordinator=self._coordinator.public_key, own=own, is_joining=False)
+        return Credentials(
+            arguments=("--coordinator", self._coordinator.address), keys=encode(keys), public_key=own.public
+        )
+
+
+class LocalProcesses:
+    """The launched processes. They die with this one, whatever ends it: the kernel sees to that."""
+
+    def __init__(self, credentials: Callable[[int], Credentials], log_folder: Path, fork_server: ForkServer) -> None:
+        """`credentials` are those of the process with a number."""
+        self._credentials = credentials
         self._fork_server = fork_server
         self._log_folder = log_folder
         self._running: dict[str, Launched] = {}
-        """By their keys."""
+        """By their names."""
         self._launched: dict[str, ServiceKind] = {}
         """Every process ever launched, by name."""
 
     def start(self, kind: ServiceKind, number: int) -> Launched:
         """Start one process; its output goes to ``<kind>-<number>.log`` in the log folder."""
-        own = new_key_pair()
-        self._admitted.add(own.public)  # before there is anyone to prove it
-        keys = MemberKeys(coordinator=self._coordinator.public_key, own=own, is_joining=False)
+        credentials = self._credentials(number)
         log = self._log_folder / f"{kind}-{number}.log"
-        arguments = ("--coordinator", self._coordinator.address, "--launched-by", str(os.getpid()))
+        arguments = (*credentials.arguments, "--launched-by", str(os.getpid()))
         with log.open("ab") as out:
             process = self._fork_server.start(
-                f"tandem.{kind}.cli", arguments, out, heeds_signals=False, keys=encode(keys)
+                f"tandem.{kind}.cli", arguments, out, heeds_signals=False, keys=credentials.keys
             )
-        launched = Launched(public_key=own.public, kind=kind, number=number, log=log, process=process)
-        self._running[own.public] = launched
+        launched = Launched(public_key=credentials.public_key, kind=kind, number=number, log=log, process=process)
+        self._running[launched.name] = launched
         self._launched[launched.name] = kind
         return launched
 
@@ -99,18 +123,16 @@ class LocalProcesses:
         kind = self._launched.get(name)
         if kind is None:
             return None
-        for launched in list(self._running.values()):
-            if launched.name == name:
-                launched.process.kill()
-                launched.process.wait(_KILLED_S)
-                del self._running[launched.public_key]
+        if (launched := self._running.pop(name, None)) is not None:
+            launched.process.kill()
+            launched.process.wait(_KILLED_S)
         return self.start(kind, int(name.rpartition("-")[2]))
 
     def died(self) -> list[Launched]:
         """Return the processes that ended since the last call."""
         dead = [launched for launched in self._running.values() if launched.process.poll() is not None]
         for launched in dead:
-            del self._running[launched.public_key]
+            del self._running[launched.name]
         return dead
 
     def stop(self, grace_s: float) -> None:

@@ -226,8 +226,7 @@ class Registry:
             return None  # a member's, over a second connection
         name = self._name_for(hello, peer.key)
         if name is None:
-            wanted = self._expected.get(hello.service, 0)
-            reason = f"the run has its {wanted} {hello.service} process{'' if wanted == 1 else 'es'} already"
+            reason = self._why_not(hello)
             self._hub.send(peer, wire.encode(Refused(reason=reason)))
             return None
         if hello.enrols is not None:
@@ -258,8 +257,21 @@ class Registry:
             name = self._reserved[key]
             return name if name not in self.members and name.startswith(f"{hello.service}-") else None
         taken = {*self.members, *self._reserved.values()}
-        names = (f"{hello.service}-{index}" for index in range(self._expected.get(hello.service, 0)))
+        places = range(self._expected.get(hello.service, 0))
+        if hello.index is not None:
+            places = range(hello.index, hello.index + (hello.index in places))
+        names = (f"{hello.service}-{index}" for index in places)
         return next((name for name in names if name not in taken), None)
+
+    def _why_not(self, hello: Hello) -> str:
+        """Say why there is no place for a process."""
+        wanted = self._expected.get(hello.service, 0)
+        processes = f"{wanted} {hello.service} process{'' if wanted == 1 else 'es'}"
+        if hello.index is None:
+            return f"the run has its {processes} already"
+        if hello.index < wanted:
+            return f"{hello.service}-{hello.index} is in the run already"
+        return f"there is no {hello.service}-{hello.index}: the run has {processes}, counted from 0"
 
     def _note_trainers(self, changed: Member) -> None:
         """Admit the trainers that there are, and no others, to the samples."""

@@ -1,0 +1,87 @@
+"""``coordinator join``: launch this node's services of a run whose coordinator is on another node."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from functools import partial
+from pathlib import Path
+
+from tandem.common import signals
+from tandem.common.config import load_config
+from tandem.common.keys import key_file, read_key_file
+from tandem.coordinator.commands.arguments import FAILED, OK, Commands, add_config, number
+
+
+def add(commands: Commands) -> None:
+    """Declare the command."""
+    join = commands.add_parser(
+        "join",
+        help="launch this node's share of a run whose coordinator is on another node",
+        description="Launch the trainers and rollouts that are for this node, keep them running, and end with the run. "
+        "Which they are follows from cluster.num_nodes and the GPUs of each: `coordinator plan` says it.",
+    )
+    add_config(join)
+    join.add_argument("--node", type=int, required=True, metavar="N", help="which one this is; the first has number 0")
+    join.add_argument("--coordinator", required=True, metavar="tcp://HOST:PORT", help="where the run's listens")
+    join.add_argument(
+        "--key-file",
+        type=Path,
+        metavar="FILE",
+        help="the run's keys (default: RUN/keys/members.json, where all nodes see the run folder)",
+    )
+    above_0 = number("above 0", lambda number: number > 0)
+    join.add_argument(
+        "--join-timeout",
+        type=above_0,
+        default=3600.0,
+        metavar="S",
+        help="seconds to wait to be admitted: a run may have to make its model first (default: 3600)",
+    )
+    join.add_argument(
+        "--grace",
+        type=above_0,
+        default=300.0,
+        metavar="S",
+        help="asked to end, wait so long for the coordinator to end the run (default: 300)",
+    )
+    join.set_defaults(carry_out=_join)
+
+
+def _join(arguments: argparse.Namespace) -> int:
+    config = load_config(arguments.config, arguments.overrides)
+    from tandem.coordinator.clusters.join import ByKeyFile, Limits, NodeProcesses, wait_for_key_file
+    from tandem.coordinator.clusters.nodes import node_of
+    from tandem.coordinator.run.fork_server import ForkServer
+    from tandem.coordinator.run.launch import LocalProcesses, make_importable, preload
+
+    node = node_of(config, arguments.node)
+    kinds = {kind for kind, _ in node.processes}
+    say = partial(print, flush=True)
+    keys = arguments.key_file or key_file(Path(config.logger.log_dir))
+    signals.interrupt_when_asked()
+    wait_for_key_file(keys, arguments.join_timeout, say)
+    read_key_file(keys)  # what is wrong with it is better said here, once
+    make_importable(arguments.config)
+    logs = Path(config.logger.log_dir) / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    with ForkServer(
+        partial(preload, kinds, config.policy.megatron_cfg.environment), config.cluster.deadlines.join_s
+    ) as fork_server:
+        joining = ByKeyFile(
+            coordinator=arguments.coordinator, key_file=keys.absolute(), timeout_s=arguments.join_timeout
+        )
+        processes = LocalProcesses(joining, logs, fork_server)
+        limits = Limits(
+            admission_s=arguments.join_timeout,
+            max_replacements=config.cluster.max_replacements,
+            grace_s=arguments.grace,
+        )
+        services = NodeProcesses(node, processes, limits, say)
+        try:
+            services.run()
+        finally:
+            processes.stop(0.0)
+    for failure in services.failures:
+        print(f"error: {failure}", file=sys.stderr)
+    return FAILED if services.failures else OK

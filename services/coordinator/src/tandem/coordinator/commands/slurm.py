@@ -1,0 +1,90 @@
+"""``coordinator slurm``: write, and submit, the batch script by which Slurm runs a configuration."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tandem.common.config import load_config
+from tandem.common.errors import TandemError
+from tandem.coordinator.commands.arguments import FAILED, OK, Commands, add_config, count
+
+_SUBMIT_S = 60.0
+
+
+def add(commands: Commands) -> None:
+    """Declare the command."""
+    slurm = commands.add_parser(
+        "slurm",
+        help="write the batch script by which Slurm runs a configuration, and submit it",
+        description="Print the batch script of a job that runs a configuration on cluster.num_nodes nodes, or submit "
+        "it. Every node sees this folder, the environment that this command runs in, and logger.log_dir.",
+    )
+    add_config(slurm)
+    where = slurm.add_mutually_exclusive_group()
+    where.add_argument("--submit", action="store_true", help="give it to sbatch; the script is kept in the run folder")
+    where.add_argument("--output", type=Path, metavar="FILE", help="write it to a file (default: print it)")
+    slurm.add_argument("--name", help="of the job (default: the file's)")
+    slurm.add_argument("--time", metavar="LIMIT", help="as sbatch has it, such as 12:00:00")
+    slurm.add_argument("--partition", metavar="NAME")
+    slurm.add_argument("--account", metavar="NAME")
+    slurm.add_argument(
+        "--sbatch", action="append", default=[], metavar="OPTION", help="another option of sbatch: --sbatch=--qos=high"
+    )
+    slurm.add_argument(
+        "--setup", action="append", default=[], metavar="LINE", help="a line of bash that the job begins with"
+    )
+    slurm.add_argument(
+        "--save-before",
+        type=count,
+        default=300,
+        metavar="S",
+        help="seconds before its time limit at which the run saves, ends and is queued again (default: 300)",
+    )
+    slurm.set_defaults(carry_out=_slurm)
+
+
+def _slurm(arguments: argparse.Namespace) -> int:
+    config = load_config(arguments.config, arguments.overrides)
+    from tandem.coordinator.clusters.slurm import SlurmJob, batch_script
+
+    source = Path(arguments.config)
+    job = SlurmJob(
+        name=arguments.name or source.stem,
+        time=arguments.time,
+        partition=arguments.partition,
+        account=arguments.account,
+        options=tuple(arguments.sbatch),
+        setup=tuple(arguments.setup),
+        save_before_s=arguments.save_before,
+    )
+    script = batch_script(config, source, arguments.overrides, job)
+    if arguments.submit:
+        return _submit(script, Path(config.logger.log_dir) / "slurm.sh")
+    if arguments.output is None:
+        print(script, end="")
+        return OK
+    arguments.output.write_text(script)
+    arguments.output.chmod(0o755)
+    print(f"{arguments.output} is written; next: sbatch {arguments.output}")
+    return OK
+
+
+def _submit(script: str, path: Path) -> int:
+    """Give a script to Slurm and say which job it is. Raises `TandemError` where there is no Slurm."""
+    sbatch = shutil.which("sbatch")
+    if sbatch is None:
+        raise TandemError("--submit: there is no sbatch here; write the script with --output FILE and submit it there")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(script)
+    path.chmod(0o755)
+    try:
+        done = subprocess.run([sbatch, str(path)], capture_output=True, text=True, timeout=_SUBMIT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise TandemError(f"sbatch {path}: no answer from Slurm within {_SUBMIT_S:g} s") from None
+    print(done.stdout, end="")
+    print(done.stderr, end="", file=sys.stderr)
+    return OK if done.returncode == 0 else FAILED
