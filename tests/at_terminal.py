@@ -29,8 +29,10 @@ class Terminal:
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", _ROWS, _COLUMNS, 0, 0))
         setsid = shutil.which("setsid")
         assert setsid is not None
+        # A shell may have had signals ignored for this process, as it does for jobs in the background.
+        started = [setsid, "--ctty", "env", "--default-signal", *words]
         self.process = subprocess.Popen(
-            [setsid, "--ctty", *words], stdin=theirs, stdout=theirs, stderr=theirs, env={**os.environ, **(env or {})}
+            started, stdin=theirs, stdout=theirs, stderr=theirs, env={**os.environ, **(env or {})}
         )
         os.close(theirs)
         self.seen = ""
