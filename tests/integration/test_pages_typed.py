@@ -17,7 +17,7 @@ import yaml
 
 from tests.integration import python_api_harness
 from tests.integration.by_hand import in_folder
-from tests.integration.harness import BIN, SUMS, TIMEOUT_S, Command, coordinator, copy_examples, write_config
+from tests.integration.harness import BIN, SUMS, TIMEOUT_S, Command, coordinator, copy_examples
 from tests.integration.pages_harness import DOCS, code_of, quoted
 
 SHORT = [
@@ -186,19 +186,6 @@ def talk(*words: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "talking to run-step_2" in done.stdout
-
-
-def test_the_agent_of_its_page() -> None:
-    page = (DOCS / "agents.md").read_text()
-    (settings, *_), (code, *_) = code_of(page, "yaml"), code_of(page, "python")
-    Path("agent.py").write_text(code)
-    config = write_config({"grpo": {"max_num_steps": 1, "val_period": 1, "max_val_samples": 2}})
-    mine = yaml.safe_load(settings)
-    whole = yaml.safe_load(config.read_text()) | {"env": mine["env"]}
-    whole["data"] |= mine["data"]
-    config.write_text(yaml.safe_dump(whole))
-    ended = coordinator("up", config)
-    assert ended.returncode == 0, f"{ended.stdout[-2000:]}{ended.stderr}"
 
 
 def test_the_program_of_the_page_of_python() -> None:
