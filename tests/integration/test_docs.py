@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
 from tests.integration.harness import coordinator, copy_examples, steps_of
+from tests.integration.pages_harness import ROOT, quoted
 
-ROOT = Path(__file__).resolve().parents[2]
 REFIT = (ROOT / "docs" / "refit.md").read_text()
 REPLAY = (ROOT / "docs" / "replay.md").read_text()
 ASYNCHRONOUS = (ROOT / "docs" / "asynchronous.md").read_text()
 MOST_LINES = 60
-
-
-def quoted(page: str) -> list[tuple[list[str], list[str]]]:
-    """Return each command of a page's console blocks, as words, and the lines that it is said to print."""
-    found: list[tuple[list[str], list[str]]] = []
-    for block in re.findall(r"```console\n(.*?)```", page, re.DOTALL):
-        for line in block.splitlines():
-            if line.startswith("$ "):
-                found.append((line.removeprefix("$ ").split(), []))
-            else:
-                found[-1][1].append(line)
-    return found
 
 
 def printed(text: str) -> list[str]:

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import pty
 import re
-import select
 import shlex
-import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +18,7 @@ import torch
 import transformers
 
 from tandem.common.tokenizer import load_model_tokenizer
+from tests.at_terminal import Terminal
 from tests.integration.by_hand import undisturbed_run
 from tests.integration.harness import BIN, TIMEOUT_S, Command, all_gone, wait_until
 
@@ -90,41 +86,6 @@ def test_a_run_is_served_until_ctrl_c_and_talked_to(trained: Path, answer: str) 
         assert all_gone(everyone, 10.0) == []
     with pytest.raises(openai.APIConnectionError):
         ask(url, "run-step_2")
-
-
-class Terminal:
-    """A command at a terminal of its own."""
-
-    def __init__(self, *words: str | Path) -> None:
-        self._ours, theirs = pty.openpty()
-        setsid = shutil.which("setsid")
-        assert setsid is not None
-        self.process = subprocess.Popen([setsid, "--ctty", *words], stdin=theirs, stdout=theirs, stderr=theirs)
-        os.close(theirs)
-        self.seen = ""
-
-    def __enter__(self) -> Terminal:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.wait(TIMEOUT_S)
-        os.close(self._ours)
-
-    def type(self, text: str) -> None:
-        os.write(self._ours, text.encode())
-
-    def read_until(self, pattern: str) -> str:
-        """Return what is shown from now on until it matches."""
-        deadline, shown = time.monotonic() + TIMEOUT_S, ""
-        while not re.search(pattern, shown):
-            assert time.monotonic() < deadline, (pattern, self.seen)
-            if not select.select([self._ours], [], [], 1.0)[0]:
-                continue
-            with contextlib.suppress(OSError):  # the other end has been closed
-                read = os.read(self._ours, 1 << 16).decode(errors="replace")
-                shown, self.seen = shown + read, self.seen + read
-        return shown
 
 
 def test_a_chat_at_a_terminal(trained: Path, answer: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
+import re
 import sys
 from collections.abc import Callable
 from itertools import product
@@ -13,13 +13,16 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tandem.common.config import load_config
 from tandem.common.config.schema import NewModel
 from tandem.common.tokenizer import write_new_model
 from tandem.coordinator import cli
 from tandem.coordinator.starting.choices import ALGORITHMS, ENGINES, ENVIRONMENTS, TASKS, is_installed
+from tests.at_terminal import Terminal
 
 Init = Callable[..., Path]
 FILES = ("problems.jsonl", "problems.csv")
+COORDINATOR = Path(sys.executable).parent / "coordinator"
 _OF_NUMBERS = [task for task in TASKS if task != "spell_backward"]
 COMBINATIONS = [
     *product(["grpo"], [f"--task={task}" for task in TASKS], ["new", "model"], ENGINES, [None]),
@@ -80,7 +83,10 @@ def test_every_combination_that_is_offered_passes_the_check(algorithm: str, caps
             assert (code, said.err) == (2, f"error: {missing}\n"), (words, said)
         else:
             assert (code, said.err) == (0, ""), (words, said)
-            assert said.out.startswith(f"OK: {algorithm} on {'models/new' if model == 'new' else 'model'}, ")
+            made = f"results/{number}/model"
+            if algorithm == "grpo":
+                made = f"results/{number}_sft/checkpoints/latest/policy"
+            assert said.out.startswith(f"OK: {algorithm} on {made if model == 'new' else 'model'}, ")
 
 
 def _uncommented(text: str) -> list[str]:
@@ -129,26 +135,69 @@ def test_what_cannot_be_is_said_and_nothing_written(
     assert not Path("x.yaml").exists()
 
 
+def test_a_new_model_has_its_sft_before_grpo(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["init", "mine.yaml", "--from", "problems.csv"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "mine_sft.yaml is written: SFT, which comes first and makes the model"
+    first, then = (load_config(name, to_run=False) for name in ("mine_sft.yaml", "mine.yaml"))
+    assert (first.algorithm, first.policy.model_name) == ("sft", "results/mine_sft/model")
+    assert first.policy.new_model is not None
+    assert (then.algorithm, then.policy.new_model) == ("grpo", None)
+    assert then.policy.model_name == "results/mine_sft/checkpoints/latest/policy"
+    assert yaml.safe_load(Path("mine.yaml").read_text())["prerequisite"] == "mine_sft.yaml"
+    assert (first.data.input_key, first.data.output_key) == (then.data.input_key, then.data.output_key)
+    assert cli.main(["init", "other.yaml", "--model", "model"]) == 0
+    assert not Path("other_sft.yaml").exists()
+    Path("third_sft.yaml").write_text("mine")
+    assert cli.main(["init", "third.yaml"]) == 2
+    assert "third_sft.yaml is there already" in capsys.readouterr().err
+    assert not Path("third.yaml").exists()
+
+
 def test_on_a_terminal_what_is_not_given_is_asked_for() -> None:
-    ours, its = os.openpty()
-    command = [str(Path(sys.executable).parent / "coordinator"), "init", "asked.yaml", "--model", "new"]
-    with subprocess.Popen(command, stdin=its, stdout=its, stderr=its, start_new_session=True) as process:
-        os.close(its)
-        os.write(ours, b"sft\nproblems.csv\n")
-        said = b""
-        while chunk := _read(ours):
-            said += chunk
-        assert process.wait(60) == 0, said.decode()
-    os.close(ours)
-    assert b"learn from worked solutions" in said
-    assert b"engine" not in said, "sft generates nothing"
+    with Terminal(COORDINATOR, "init", "asked.yaml", "--model", "new") as terminal:
+        terminal.read_until(r"algorithm \[grpo\]: ")
+        terminal.type("sft\n")
+        terminal.read_until(r"file \[chain_sum\]: ")
+        terminal.type("problems.csv\n")
+        terminal.read_to_the_end()
+        assert terminal.process.wait(60) == 0, terminal.seen
+    assert "learn from worked solutions" in terminal.seen
+    assert "engine" not in terminal.seen, "sft generates nothing"
     written = yaml.safe_load(Path("asked.yaml").read_text())
     assert (written["algorithm"], written["data"]["train_data_path"]) == ("sft", "problems.csv")
     assert (written["data"]["input_key"], written["data"]["output_key"]) == ("question", "answer")
 
 
-def _read(terminal: int) -> bytes:
-    try:
-        return os.read(terminal, 4096)
-    except OSError:  # Linux's way to say that nobody has the other end any more
-        return b""
+def test_what_cannot_be_is_asked_again_at_once() -> None:
+    answers = [
+        (r"algorithm \[grpo\]: ", "gpro", "algorithm: 'gpro' is not one of grpo, sft, dpo; did you mean 'grpo'?"),
+        (r"algorithm \[grpo\]: ", "", ""),
+        (r"file \[chain_sum\]: ", "chain_sums", "reasoning-gym has no task 'chain_sums'; did you mean 'chain_sum'?"),
+        (r"file \[chain_sum\]: ", "problem.csv", "cannot read 'problem.csv'"),
+        (r"file \[chain_sum\]: ", "problems.csv", ""),
+        (r"model \[new\]: ", "modell", "model modell: there is no config.json in it"),
+        (r"model \[new\]: ", "model", ""),
+        (r"engine \[transformers\]: ", "vlm", "engine: 'vlm' is not one of transformers, vllm; did you mean 'vllm'?"),
+        (r"engine \[transformers\]: ", "", ""),
+        (r"environment \[exact_match\]: ", "math", ""),
+    ]
+    with Terminal(COORDINATOR, "init") as terminal:
+        before = ""
+        for question, answer, objection in answers:
+            terminal.read_until(rf"(?s){re.escape(before)}.*{question}")
+            terminal.type(f"{answer}\n")
+            before = objection
+        terminal.read_to_the_end()
+        assert terminal.process.wait(60) == 0, terminal.seen
+    written = yaml.safe_load(Path("tandem.yaml").read_text())
+    assert (written["policy"]["model_name"], *written["env"]) == ("model", "math")
+
+
+def test_ctrl_c_at_a_question_writes_nothing() -> None:
+    with Terminal(COORDINATOR, "init") as terminal:
+        terminal.read_until(r"algorithm \[grpo\]: ")
+        terminal.type("\x03")
+        assert "Traceback" not in terminal.read_to_the_end()
+        assert terminal.process.wait(60) == 130
+    assert not Path("tandem.yaml").exists()

@@ -13,7 +13,7 @@ _FOLDERS = ("RUN", "FOLDER")
 """What arguments are, by their metavars."""
 _HOW_TO_LOAD = """examples:
   bash:  source <(coordinator completion bash)       in ~/.bashrc
-  zsh:   source <(coordinator completion zsh)        in ~/.zshrc, after compinit
+  zsh:   eval "$(coordinator completion zsh)"        in ~/.zshrc, after compinit
   fish:  coordinator completion fish | source        in ~/.config/fish/config.fish"""
 _BASH = """
 _tandem_settings() {{
@@ -32,6 +32,10 @@ _BASH_END = """
 # A setting goes on behind its '='.
 _tandem_coordinator() {
   _shtab_coordinator
+  # Behind an option that takes several folders, settings may stand as well.
+  if [[ "${#COMPREPLY[@]}" == 0 && "${COMP_WORDS[1]}" == eval ]]; then
+    COMPREPLY=($(_tandem_settings "${COMP_WORDS[COMP_CWORD]}"))
+  fi
   if [[ "${COMPREPLY[0]-}" == *= ]]; then compopt -o nospace 2>/dev/null || :; fi
 }
 complete -o bashdefault -F _tandem_coordinator coordinator
@@ -46,16 +50,30 @@ _tandem_settings() {{
     esac
   else
     compadd -S '' -- {keys}
+    # Of several folders behind an option, zsh takes the second for a setting.
+    (( ${{words[(I)--model]}} )) && _files -/
   fi
 }}
 """
 _FISH = """
 function _tandem_settings
-  for setting in {words}
-    echo $setting
+  if string match -q '*=*' -- (commandline -ct)
+    printf '%s\\n' {values}
+  else
+    printf '%s\\n' {keys}
+    # Of several folders behind an option, fish takes the second for a setting.
+    contains -- --model (commandline -opc); and __fish_complete_directories (commandline -ct) ''
   end
 end
 """
+_MENDED = {
+    # As shtab has it, only what is evaluated is registered, and what is sourced called at once.
+    "zsh_eval_context[-1] == eval": "zsh_eval_context[-1] != loadautofunc",
+    # The last of positional arguments, of which there are several: as shtab has it, zsh completes the first alone.
+    '"(*)::': '"*:',
+    '"(*):': '"*:',
+}
+"""Of what shtab writes for zsh."""
 
 
 def add(commands: Commands) -> None:
@@ -75,20 +93,45 @@ def _completion(arguments: argparse.Namespace) -> int:
 
     shell: str = arguments.shell
     for action in _actions(arguments.root):
-        if action.metavar == SETTINGS:
-            action.complete = {  # type: ignore[attr-defined]
-                "bash": "_tandem_settings",
-                "zsh": "_tandem_settings",
-                "fish": "(_tandem_settings)",
-            }
-        elif action.metavar in _FILES:
-            action.complete = shtab.FILE  # type: ignore[attr-defined]
-        elif action.metavar in _FOLDERS:
-            action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
-    print(shtab.complete(arguments.root, shell, preamble=_preamble(shell)))
+        _prepare(action)
+    script = shtab.complete(arguments.root, shell, preamble=_preamble(shell))
+    if shell == "zsh":
+        for written, mended in _MENDED.items():
+            script = script.replace(written, mended)
+    print(script)
     if shell == "bash":
         print(_BASH_END)
     return OK
+
+
+def _prepare(action: argparse.Action) -> None:
+    """Say of an argument what it may be, where argparse does not know; of a command what help says in one line."""
+    import shtab
+
+    if action.metavar == SETTINGS:
+        settings = {"bash": "_tandem_settings", "zsh": "_tandem_settings", "fish": "(_tandem_settings)"}
+        action.complete = settings  # type: ignore[attr-defined]
+    elif action.metavar in _FILES:
+        action.complete = shtab.FILE  # type: ignore[attr-defined]
+    elif action.metavar in _FOLDERS:
+        action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
+    elif isinstance(action, argparse._SubParsersAction):
+        for command in action._choices_actions:
+            action.choices[command.dest].description = command.help
+        for option in action.choices["init"]._actions:
+            option.choices = _choices_of_init().get(option.dest, option.choices)
+
+
+def _choices_of_init() -> dict[str, list[str]]:
+    """Return what can be chosen of a starting configuration; `coordinator init` itself refuses what cannot be."""
+    from tandem.coordinator.starting.choices import ALGORITHMS, ENGINES, ENVIRONMENTS, TASKS
+
+    return {
+        "algorithm": [*ALGORITHMS],
+        "task": [*TASKS],
+        "engine": [*ENGINES],
+        "environment": [*ENVIRONMENTS],
+    }
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
@@ -103,6 +146,7 @@ def _preamble(shell: str) -> str:
     """Return the function that completes settings, which are those of the schema."""
     keys, choices = _settings()
     listed = " ".join(f"{key}=" for key in keys)
+    quoted = " ".join(f"'{key}='" for key in keys)
     match shell:
         case "bash":
             cases = "\n".join(
@@ -111,10 +155,10 @@ def _preamble(shell: str) -> str:
             return _BASH.format(keys=listed, cases=cases)
         case "zsh":
             cases = "\n".join(f"    {key}) compadd -- {' '.join(words)} ;;" for key, words in choices.items())
-            return _ZSH.format(keys=" ".join(f"'{key}='" for key in keys), cases=cases)
+            return _ZSH.format(keys=quoted, cases=cases)
         case _:
-            values = (f"{key}={word}" for key, words in choices.items() for word in words)
-            return _FISH.format(words=" ".join(f"'{word}'" for word in (*(f"{key}=" for key in keys), *values)))
+            values = " ".join(f"'{key}={word}'" for key, words in choices.items() for word in words)
+            return _FISH.format(keys=quoted, values=values)
 
 
 def _settings() -> tuple[list[str], dict[str, list[str]]]:

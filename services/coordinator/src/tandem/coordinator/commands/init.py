@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from tandem.common.errors import TandemError
 from tandem.coordinator.commands.arguments import OK, Commands
+
+if TYPE_CHECKING:
+    from tandem.coordinator.starting.choices import Choices
 
 _DEFAULT_FILE = "tandem.yaml"
 
@@ -18,7 +24,8 @@ def add(commands: Commands) -> None:
         "init",
         help="write a commented starting configuration",
         description="Write a starting configuration from a few choices. On a terminal those that are not given as "
-        "options are asked for; elsewhere they have their defaults. Nothing is overwritten.",
+        "options are asked for; elsewhere they have their defaults. GRPO on a new model gets a second file, "
+        "FILE_sft.yaml: SFT that makes the model. Nothing is overwritten.",
     )
     init.add_argument("file", nargs="?", default=_DEFAULT_FILE, metavar="FILE", help=f"(default: {_DEFAULT_FILE})")
     init.add_argument("--algorithm", metavar="NAME", help="grpo (default), sft or dpo")
@@ -33,41 +40,69 @@ def add(commands: Commands) -> None:
 
 def _init(arguments: argparse.Namespace) -> int:
     from tandem.coordinator.starting import choices as chosen
-    from tandem.coordinator.starting.write import starting_configuration, write_new_file
+    from tandem.coordinator.starting.write import refuse_if_there, starting_configurations, write_new_file
 
     path = Path(arguments.file)
-    if path.exists():  # before any question
-        write_new_file(path, "")
-    asks = sys.stdin.isatty()
-    algorithm = _choose(arguments.algorithm, "algorithm", chosen.ALGORITHMS, "grpo", asks=asks)
-    file, task = arguments.data, arguments.task
-    if file is None and task is None:
-        answer = _choose(None, "a task, or a JSONL or CSV file", chosen.TASKS, "chain_sum", asks=asks)
-        task, file = (None, answer) if Path(answer).is_file() or "." in answer else (answer, None)
-    model = _choose(arguments.model, "model", {chosen.NEW: "a small one; or a folder"}, chosen.NEW, asks=asks)
-    rolls_out = algorithm == "grpo"
-    engine = _choose(arguments.engine, "engine", chosen.ENGINES, "transformers", asks=asks and rolls_out)
-    scores = asks and rolls_out and file is not None
-    environment = _choose(arguments.environment, "environment", chosen.ENVIRONMENTS, "exact_match", asks=scores)
-    choices = chosen.Choices(
-        algorithm=algorithm, task=task, file=file, model=model, engine=engine, environment=environment
-    )
+    refuse_if_there(path)  # before any question
+    choices = _choices(arguments)
     chosen.check_choices(choices)
-    write_new_file(path, starting_configuration(choices, chosen.look_at(choices), path))
+    files = starting_configurations(choices, chosen.look_at(choices), path)
+    for written in files:
+        refuse_if_there(written)
+    for written, text in files.items():
+        write_new_file(written, text)
+    *first, _ = files
+    print("".join(f"{each} is written: SFT, which comes first and makes the model\n" for each in first), end="")
     print(f"{path} is written; next: coordinator check {path}")
     if not chosen.is_installed(choices.engine):
         print(f"note: {choices.engine} is not installed here; pip install 'tandem[{choices.engine}]'", file=sys.stderr)
     return OK
 
 
-def _choose(given: str | None, what: str, known: Mapping[str, str], default: str, *, asks: bool) -> str:
-    """Return what was given, or else answered on a terminal, or else the default."""
+def _choices(arguments: argparse.Namespace) -> Choices:
+    """Return what was given as options, and the rest as it is answered on a terminal, or else by default."""
+    from tandem.coordinator.starting import choices as chosen
+
+    asks = sys.stdin.isatty()
+    check = partial(chosen.check_name, "algorithm", known=chosen.ALGORITHMS)
+    algorithm = _choose(arguments.algorithm, "algorithm", chosen.ALGORITHMS, "grpo", check, asks=asks)
+    file, task = arguments.data, arguments.task
+    if file is None and task is None:
+        tasks = {name: text for name, text in chosen.TASKS.items() if algorithm != "dpo" or name in chosen.OF_NUMBERS}
+        check = partial(chosen.check_source, algorithm)
+        answer = _choose(None, "a task, or a JSONL or CSV file", tasks, "chain_sum", check, asks=asks)
+        task, file = (None, answer) if chosen.is_file(answer) else (answer, None)
+    offered = {chosen.NEW: "a small one, from scratch; or the folder of a Hugging Face model"}
+    model = _choose(arguments.model, "model", offered, chosen.NEW, chosen.check_model, asks=asks)
+    rolls_out = algorithm == "grpo"
+    check = partial(chosen.check_name, "engine", known=chosen.ENGINES)
+    engine = _choose(arguments.engine, "engine", chosen.ENGINES, "transformers", check, asks=asks and rolls_out)
+    scores = asks and rolls_out and file is not None
+    check = partial(chosen.check_name, "environment", known=chosen.ENVIRONMENTS)
+    environment = _choose(arguments.environment, "environment", chosen.ENVIRONMENTS, "exact_match", check, asks=scores)
+    return chosen.Choices(
+        algorithm=algorithm, task=task, file=file, model=model, engine=engine, environment=environment
+    )
+
+
+def _choose(
+    given: str | None, what: str, known: Mapping[str, str], default: str, check: Callable[[str], None], *, asks: bool
+) -> str:
+    """Return what was given, or else answered on a terminal, or else the default. What cannot be is asked again."""
     if given is not None or not asks:
         return default if given is None else given
     print(f"{what}:")
     for name, text in known.items():
         print(f"  {name:<16} {text}")
-    try:
-        return input(f"{what} [{default}]: ").strip() or default
-    except EOFError:
-        return default
+    while True:
+        try:
+            answer = input(f"{what} [{default}]: ").strip() or default
+            check(answer)
+        except EOFError:
+            print()
+            return default
+        except TandemError as error:
+            print(str(error).removeprefix("--"))
+        else:
+            print()
+            return answer

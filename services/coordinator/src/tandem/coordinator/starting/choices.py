@@ -27,7 +27,7 @@ TASKS = {
     "spell_backward": "words spelt backward",
 }
 """Of reasoning-gym, which has more: any of its names will do."""
-_OF_NUMBERS = ("chain_sum", "products", "gcd")
+OF_NUMBERS = ("chain_sum", "products", "gcd")
 """Those for which worse solutions can be written."""
 ENGINES = {
     "transformers": "embedded; runs anywhere, also on a CPU",
@@ -79,26 +79,48 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_choices(choices: Choices) -> None:
-    """Refuse what does not go together. Raises `ConfigError`."""
-    for option, value, known in (
-        ("algorithm", choices.algorithm, ALGORITHMS),
-        ("engine", choices.engine, ENGINES),
-        ("environment", choices.environment, ENVIRONMENTS),
-    ):
-        if value not in known:
-            raise ConfigError(f"--{option}: {value!r} is not one of {', '.join(known)}{nearest(value, known)}")
-    if choices.algorithm == "dpo" and choices.task is not None and choices.task not in _OF_NUMBERS:
+    """Refuse what is not there, and what does not go together. Raises `ConfigError`."""
+    check_name("algorithm", choices.algorithm, ALGORITHMS)
+    check_name("engine", choices.engine, ENGINES)
+    check_name("environment", choices.environment, ENVIRONMENTS)
+    if choices.algorithm == "dpo" and choices.task is not None and choices.task not in OF_NUMBERS:
         raise ConfigError(
-            f"--task {choices.task}: dpo needs worse solutions too, which can be made of {', '.join(_OF_NUMBERS)}; "
+            f"--task {choices.task}: dpo needs worse solutions too, which can be made of {', '.join(OF_NUMBERS)}; "
             "--from FILE takes any that are written"
         )
-    if choices.model != NEW and not (Path(choices.model) / "config.json").is_file():
-        folder = Path(choices.model)
+    check_model(choices.model)
+
+
+def check_name(option: str, value: str, known: Iterable[str]) -> None:
+    """Refuse a name that is not among those known. Raises `ConfigError`."""
+    if value not in (names := [*known]):
+        raise ConfigError(f"--{option}: {value!r} is not one of {', '.join(names)}{nearest(value, names)}")
+
+
+def check_model(model: str) -> None:
+    """Refuse a folder without a model. Raises `ConfigError`."""
+    if model != NEW and not (Path(model) / "config.json").is_file():
+        folder = Path(model)
         beside = [each.name for each in folder.parent.iterdir()] if folder.parent.is_dir() else []
         raise ConfigError(
-            f"--model {choices.model}: there is no config.json in it: give a Hugging Face folder, or {NEW!r} for a "
+            f"--model {model}: there is no config.json in it: give a Hugging Face folder, or {NEW!r} for a "
             f"small one from scratch{nearest(folder.name, beside)}"
         )
+
+
+def check_source(algorithm: str, source: str) -> None:
+    """Refuse problems that cannot be had, where somebody is asked for a task or a file. Raises `TandemError`."""
+    task, file = (None, source) if is_file(source) else (source, None)
+    choices = Choices(
+        algorithm=algorithm, task=task, file=file, model=NEW, engine="transformers", environment="exact_match"
+    )
+    check_choices(choices)
+    look_at(choices)
+
+
+def is_file(source: str) -> bool:
+    """Tell whether somebody who says where problems come from means a file, and no task."""
+    return "." in source or Path(source).is_file()
 
 
 def is_installed(engine: str) -> bool:

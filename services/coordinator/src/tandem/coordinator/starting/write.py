@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import msgspec
 import yaml  # type: ignore[import-untyped]
 
 from tandem.common.errors import ConfigError, RunFolderError
@@ -19,19 +20,41 @@ _COMMENTS_AT = 44
 """Column of the comments of a section, where its values leave room."""
 
 
+def refuse_if_there(path: Path) -> None:
+    """Refuse to write where something is. Raises `ConfigError`."""
+    if path.exists():
+        raise _is_there(path)
+
+
 def write_new_file(path: Path, text: str) -> None:
     """Write a file that is not there yet. Raises `ConfigError` if it is, `RunFolderError` if it cannot be written."""
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise ConfigError(f"{path} is there already, and is not overwritten: name another file") from None
+        raise _is_there(path) from None
     except OSError as error:
         raise RunFolderError(f"cannot write {path}: {error.strerror}") from error
 
 
-def starting_configuration(choices: Choices, found: Found, path: Path) -> str:
-    """Return the text of a configuration file, which `path` will be the name of."""
+def _is_there(path: Path) -> ConfigError:
+    return ConfigError(f"{path} is there already, and is not overwritten: name another file")
+
+
+def starting_configurations(choices: Choices, found: Found, path: Path) -> dict[Path, str]:
+    """Return the texts of configuration files, of which `path` is the last.
+
+    A model from scratch knows nothing that GRPO could make likelier: SFT comes first, by a file of its own.
+    """
+    if choices.algorithm != "grpo" or choices.model != NEW:
+        return {path: _configuration(choices, found, path, None)}
+    first = path.with_name(f"{path.stem}_sft.yaml")
+    of_first = msgspec.structs.replace(choices, algorithm="sft")
+    return {first: _configuration(of_first, found, first, None), path: _configuration(choices, found, path, first)}
+
+
+def _configuration(choices: Choices, found: Found, path: Path, prerequisite: Path | None) -> str:
+    """Return the text of a configuration file; its model is the one that its prerequisite makes, if it has one."""
     source = f"the task {choices.task}" if choices.task else f"{choices.file}"
     head = [
         f"# {choices.algorithm.upper()} on {source}; written by `coordinator init`.",
@@ -39,18 +62,24 @@ def starting_configuration(choices: Choices, found: Found, path: Path) -> str:
         f"#   coordinator up {path}        trains",
         "# docs/configuration.md has every key; `coordinator check --resolved` prints all of them with their values.",
     ]
+    model = f"{_run_folder(path)}/model" if choices.model == NEW else choices.model
+    first: dict[str, Entry] = {}
+    if prerequisite is not None:
+        model = f"{_run_folder(prerequisite)}/checkpoints/latest/policy"
+        first = {"prerequisite": (prerequisite.name, "what `up` runs first, once: it makes the model")}
     tree: dict[str, Entry] = {
+        **first,
         "algorithm": (choices.algorithm, "what the run does: grpo, sft or dpo"),
         choices.algorithm: _algorithm(choices),
         **({"loss_fn": _LOSS} if choices.algorithm == "grpo" else {}),
-        "policy": _policy(choices, found),
+        "policy": _policy(choices, found, model, is_made_here=choices.model == NEW and prerequisite is None),
         "data": _data(choices, found),
         **({"env": _env(choices)} if choices.algorithm == "grpo" else {}),
         "checkpointing": {
             "save_period": (20, "steps between checkpoints; the last step is always saved"),
             "keep_top_k": (2, "checkpoints kept beside the newest: the best ones"),
         },
-        "logger": {"log_dir": (f"results/{path.stem}", "the run folder: journal, checkpoints, logs, report")},
+        "logger": {"log_dir": (_run_folder(path), "the run folder: journal, checkpoints, logs, report")},
         "cluster": {
             "gpus_per_node": (_num_gpus(choices), "GPUs to use; 0: everything runs on the CPU"),
         },
@@ -58,6 +87,19 @@ def starting_configuration(choices: Choices, found: Found, path: Path) -> str:
     return "\n".join([*head, *_lines(tree, "")]) + "\n"
 
 
+def _run_folder(path: Path) -> str:
+    return f"results/{path.stem}"
+
+
+_LEARNING_RATES = {
+    ("grpo", True): 4e-4,
+    ("sft", True): 1e-3,
+    ("dpo", True): 1e-3,
+    ("grpo", False): 1e-6,
+    ("sft", False): 1e-5,
+    ("dpo", False): 1e-5,
+}
+"""Of algorithms, for small models from scratch and for others."""
 _LOSS: dict[str, Entry] = {
     "reference_policy_kl_penalty": (0.0, "how strongly the policy is held to the model it started from"),
 }
@@ -77,7 +119,7 @@ def _algorithm(choices: Choices) -> dict[str, Entry]:
         }
     unit = "pairs" if choices.algorithm == "dpo" else "examples"
     entries: dict[str, Entry] = {
-        "max_num_epochs": (3, f"passes over the {unit}"),
+        "max_num_epochs": (20 if choices.model == NEW else 3, f"passes over the {unit}"),
         "max_num_steps": (300, "steps before the run ends, if the passes are more"),
         "val_period": (20, "steps between validations"),
         "val_batches": (1, "batches of each validation; -1: everything held out"),
@@ -90,14 +132,14 @@ def _algorithm(choices: Choices) -> dict[str, Entry]:
     return entries
 
 
-def _policy(choices: Choices, found: Found) -> dict[str, Entry]:
+def _policy(choices: Choices, found: Found, model: str, *, is_made_here: bool) -> dict[str, Entry]:
     length = max_length(found, choices)
     is_new = choices.model == NEW
     batch = 128 if choices.algorithm == "grpo" else 32
     policy: dict[str, Entry] = {
-        "model_name": ("models/new" if is_new else choices.model, "folder of the model, in Hugging Face's format"),
+        "model_name": (model, "folder of the model, in Hugging Face's format"),
     }
-    if is_new:
+    if is_made_here:
         policy["new_model"] = _new_model(found, length)
     policy |= {
         "precision": (
@@ -112,7 +154,7 @@ def _policy(choices: Choices, found: Found) -> dict[str, Entry]:
         "optimizer": {
             "name": ("torch.optim.AdamW", "any class of torch.optim"),
             "kwargs": (
-                {"lr": 1e-3 if is_new else 1e-6 if choices.algorithm == "grpo" else 1e-5, "weight_decay": 0.01},
+                {"lr": _LEARNING_RATES[choices.algorithm, is_new], "weight_decay": 0.01},
                 "its arguments; the learning rate is the first thing to try others of",
             ),
         },
@@ -151,7 +193,7 @@ def _new_model(found: Found, length: int) -> dict[str, Entry]:
                 "tie_word_embeddings": True,
                 "max_position_embeddings": length,
             },
-            "made from scratch, it knows nothing: let SFT come before GRPO (prerequisite)",
+            "made from scratch where there is no such folder yet",
         ),
     }
 
