@@ -8,6 +8,7 @@ answer, so that an environment with ``answer_after: "="`` finds it.
 from __future__ import annotations
 
 import hashlib
+import json
 import operator
 
 from tandem.common.messages import Problem
@@ -56,6 +57,17 @@ def calculator(problem: Problem) -> Messages:
     return [
         {"role": "assistant", "content": f"calc({problem.metadata['expression']})"},
         {"role": "user", "content": problem.answer},
+        {"role": "assistant", "content": problem.answer},
+    ]
+
+
+def tool(problem: Problem) -> Messages:
+    """Return a conversation with a tool that multiplies, called as Hermes and Qwen do: its result is repeated."""
+    a, b = str(problem.metadata["expression"]).split(" * ")
+    call = {"name": "calc", "arguments": {"a": int(a), "b": int(b)}}
+    return [
+        {"role": "assistant", "content": f"<tool_call>{json.dumps(call)}</tool_call>"},
+        {"role": "tool", "content": problem.answer},
         {"role": "assistant", "content": problem.answer},
     ]
 
