@@ -6,26 +6,26 @@ calls is carried out, and it is asked again with the results, until it calls not
 
 import asyncio
 import json
+import re
 import sys
 from contextlib import suppress
 
 from openai import AsyncOpenAI, OpenAIError
 
 MOST_TURNS = 3
+PRODUCT = re.compile(r"(\d{1,6}) \* (\d{1,6})")
 CALC = {
     "name": "calc",
-    "description": "Multiply two numbers.",
-    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+    "description": "Work out a product such as 12 * 3.",
+    "parameters": {"type": "object", "properties": {"x": {"type": "string"}}, "required": ["x"]},
 }
 client = AsyncOpenAI(base_url="http://unknown", api_key="unknown")
 
 
 def carried_out(function):
     """Return what a call comes to; nothing, where it is not as the tool wants it."""
-    arguments = json.loads(function.arguments)
-    if function.name == "calc" and arguments.keys() == {"a", "b"} and all(type(n) is int for n in arguments.values()):
-        return str(arguments["a"] * arguments["b"])
-    return ""
+    product = PRODUCT.fullmatch(str(json.loads(function.arguments).get("x")))
+    return str(int(product[1]) * int(product[2])) if product and function.name == CALC["name"] else ""
 
 
 async def play(order):
@@ -34,18 +34,18 @@ async def play(order):
     problem = order["problem"]
     messages = [{"role": "user", "content": problem["metadata"]["expression"]}]
     tools = [{"type": "function", "function": CALC}]
-    num_calls = 0
+    has_called = False
     for _ in range(MOST_TURNS):
         answer = await policy.chat.completions.create(model=order["model"], messages=messages, tools=tools)
         said = answer.choices[0].message
         if not said.tool_calls:
             break
-        num_calls += len(said.tool_calls)
+        has_called = True
         messages.append(said)
         for call in said.tool_calls:
             messages.append({"role": "tool", "tool_call_id": call.id, "content": carried_out(call.function)})
     correct = (said.content or "").strip() == problem["answer"]
-    reward = {"reward": float(correct), "correct": correct, "components": {"calls": num_calls}}
+    reward = {"reward": float(correct), "correct": correct, "components": {"called": float(has_called)}}
     await policy.post(f"{order['session_url']}/reward", body=reward, cast_to=object)
 
 

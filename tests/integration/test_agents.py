@@ -143,14 +143,14 @@ def test_a_program_that_is_not_there_is_said_before_anything_starts() -> None:
     assert ended.stderr.rstrip().endswith("env.agent.command: there is no program 'no-such-agent'")
 
 
-@pytest.mark.parametrize("name", ["calculator_agent", "verifiers_agent"])
+@pytest.mark.parametrize("name", ["calculator_agent", "tools_agent", "verifiers_agent"])
 def test_the_examples_run(name: str) -> None:
     if name == "verifiers_agent":
         pytest.importorskip("verifiers")
     copy_examples()
     small = ["grpo.num_prompts_per_step=2", "grpo.max_num_steps=2", "grpo.max_val_samples=4"]
     batches = ["policy.train_global_batch_size=16", "policy.train_micro_batch_size=16"]
-    key = name.removesuffix("_agent").replace("calculator", "agent")
+    key = "verifiers" if name == "verifiers_agent" else "agent"
     ended = coordinator("up", f"examples/{name}.yaml", *small, *batches, f"env.{key}.timeout_s=200")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     steps = steps_of(f"results/{name}")

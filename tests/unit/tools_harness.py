@@ -90,6 +90,7 @@ def spoken(text: str) -> list[int]:
 
 def write_calling_model(folder: Path) -> None:
     """Write a tiny model that has learned one conversation by heart: it calls the tool, and repeats what that says."""
+    folder.mkdir(exist_ok=True)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "num_hidden_layers": 2}
     ids = {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": END, "max_position_embeddings": 1024}
     model = make_model("qwen3", folder, **sizes, **ids, initializer_range=0.05)

@@ -49,6 +49,7 @@ OVER: dict[str, Any] = {
     "policy": {
         "new_model": {"config": {"hidden_size": 64, "head_dim": 32, "initializer_range": 0.2}},
         "max_total_sequence_length": 48,
+        "optimizer": {"kwargs": {"lr": 0.05}},
         "generation": {
             "backend": "vllm",
             "vllm_kwargs": {"kv_cache_memory_bytes": 2**26},
@@ -114,6 +115,5 @@ def test_greedy_samples_of_an_evaluation_are_the_embedded_engines(run: Path) -> 
         assert done.returncode == 0, done.stdout + done.stderr
         problems = pq.read_table(f"{backend}/run-checkpoints-step_2.parquet").to_pylist()
         said[backend] = [(problem["problem_id"], problem["prompt"], problem["responses"]) for problem in problems]
-    assert len(said["vllm"]) == 8
     assert len({str(responses) for *_, responses in said["vllm"]}) > 1
     assert said["vllm"] == said["transformers"]

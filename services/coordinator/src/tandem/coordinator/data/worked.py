@@ -62,11 +62,10 @@ def calculator(problem: Problem) -> Messages:
 
 
 def tool(problem: Problem) -> Messages:
-    """Return a conversation with a tool that multiplies, called as Hermes and Qwen do: its result is repeated."""
-    a, b = str(problem.metadata["expression"]).split(" * ")
-    call = {"name": "calc", "arguments": {"a": int(a), "b": int(b)}}
+    """Return a conversation with a tool that multiplies, called as Llama 3 does: its result is repeated."""
+    call = {"name": "calc", "parameters": {"x": problem.metadata["expression"]}}
     return [
-        {"role": "assistant", "content": f"<tool_call>{json.dumps(call)}</tool_call>"},
+        {"role": "assistant", "content": json.dumps(call)},
         {"role": "tool", "content": problem.answer},
         {"role": "assistant", "content": problem.answer},
     ]
