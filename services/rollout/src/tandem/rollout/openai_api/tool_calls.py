@@ -1,4 +1,4 @@
-"""Read the calls of tools out of responses while their text comes, in the formats that models were trained to write.
+"""Read calls of tools out of responses while their text comes, as models were trained to write them.
 
 A call is shown once it is whole, so a stream has exactly the calls of the whole answer. Text that looks like one and is
 none stays text. White space beside calls is left out.
