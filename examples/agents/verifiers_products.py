@@ -15,6 +15,8 @@ import verifiers.v1 as vf
 
 __all__ = ["Calculator", "Products"]
 CALL = re.compile(r"calc\((\d{1,6}) \* (\d{1,6})\)")
+client = openai.AsyncOpenAI(base_url="http://unknown", api_key="unknown")
+"""Connections that all episodes share: each by itself would take longer to begin than to play."""
 
 
 class Data(vf.TaskData):
@@ -46,14 +48,14 @@ class Calculator(vf.Harness[vf.HarnessConfig]):
     async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data, tool_interception_url=None):
         """Play in this process: there is nothing to keep apart."""
         messages = [{"role": "user", "content": self.resolve_text_prompt(data)[1]}]
-        async with openai.AsyncOpenAI(base_url=endpoint, api_key=secret) as policy:
-            for _ in range(2):
-                answer = await policy.chat.completions.create(model=ctx.model, messages=messages)
-                said = answer.choices[0].message.content
-                if not (call := CALL.search(said)):
-                    break
-                result = {"role": "user", "content": str(int(call[1]) * int(call[2]))}
-                messages += [{"role": "assistant", "content": said}, result]
+        policy = client.with_options(base_url=endpoint, api_key=secret)
+        for _ in range(2):
+            answer = await policy.chat.completions.create(model=ctx.model, messages=messages)
+            said = answer.choices[0].message.content
+            if not (call := CALL.search(said)):
+                break
+            result = {"role": "user", "content": str(int(call[1]) * int(call[2]))}
+            messages += [{"role": "assistant", "content": said}, result]
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
 

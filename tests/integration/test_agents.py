@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -12,64 +11,19 @@ import pytest
 import torch
 import transformers
 
-from tandem.common.sample_record import RecordedSample, read_step
+from tandem.common.sample_record import read_step
+from tests.integration.agent_run_harness import AGENT, LR, branches_of, configure, model_after
 from tests.integration.harness import (
     Command,
     all_gone,
     coordinator,
     copy_examples,
     deterministic,
-    merged,
     process_of,
     steps_of,
     wait_until,
-    write_config,
 )
 from tests.integration.reference import logprobs_of
-
-AGENT = """
-import json, os, sys, urllib.request
-
-order = json.load(sys.stdin)
-
-def post(url, body):
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request) as answer:
-        return json.load(answer)
-
-def ask(*said):
-    messages = [{"role": role, "content": content} for role, content in said]
-    answer = post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", {"messages": messages})
-    return answer["choices"][0]["message"]["content"]
-
-question = ("user", order["problem"]["question"])
-with open("pids", "a") as file:
-    file.write(f"{os.getpid()} ")
-first = ask(question)
-again = ask(question)
-last = ask(question, ("assistant", first), ("user", "= "))
-share = sum(map(str.isdigit, last + again)) / (len(last + again) + 1)
-post(os.environ["TANDEM_SESSION_URL"] + "/reward", {"reward": share, "correct": last == order["problem"]["answer"]})
-"""
-LR = 0.5
-OVER: dict[str, Any] = {
-    "grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 4, "max_num_steps": 3, "val_period": 0},
-    "policy": {
-        "train_global_batch_size": 4,
-        "train_micro_batch_size": 2,
-        "max_grad_norm": None,
-        "optimizer": {"name": "torch.optim.SGD", "kwargs": {"lr": LR, "fused": False}},
-    },
-    "checkpointing": {"save_period": 1, "keep_top_k": None, "metric_name": "reward"},
-    "data": {"environment": "agent"},
-}
-"""Two optimizer steps a batch, each of four episodes of two branches."""
-
-
-def configure(over: dict[str, Any] | None = None, *, source: str = AGENT, **agent: Any) -> Path:
-    Path("agent.py").write_text(source)
-    settings = {"command": ["python", "agent.py"], "timeout_s": 120, **agent}
-    return write_config(merged(OVER, {**(over or {}), "env": {"agent": settings}}))
 
 
 @pytest.fixture(scope="module")
@@ -88,20 +42,6 @@ def run(recorded: Path) -> Path:
     """Copy that folder to the working directory."""
     shutil.copytree(recorded, ".", dirs_exist_ok=True, symlinks=True)
     return Path("run")
-
-
-def model_after(step: int) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(f"run/checkpoints/step_{step}/policy")
-
-
-def branches_of(sample: RecordedSample) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Return the tokens of each branch, which of them count, and their log-probabilities; but for the first of each."""
-    arrays, found = sample.arrays, []
-    for start, end in zip(arrays.offsets()[:-1], arrays.offsets()[1:], strict=True):
-        token_ids = torch.from_numpy(arrays.token_ids_T[start:end].astype(np.int64))
-        mask = torch.from_numpy(arrays.loss_mask_T[start:end].copy())[1:]
-        found.append((token_ids, mask, torch.from_numpy(arrays.generation_logprobs_T[start:end].copy())[1:]))
-    return found
 
 
 def test_tokens_of_every_branch_are_those_of_the_version_that_they_say(run: Path) -> None:
@@ -203,14 +143,14 @@ def test_a_program_that_is_not_there_is_said_before_anything_starts() -> None:
     assert ended.stderr.rstrip().endswith("env.agent.command: there is no program 'no-such-agent'")
 
 
-@pytest.mark.parametrize("name", ["calculator_agent", "verifiers_agent"])
+@pytest.mark.parametrize("name", ["calculator_agent", "tools_agent", "verifiers_agent"])
 def test_the_examples_run(name: str) -> None:
     if name == "verifiers_agent":
         pytest.importorskip("verifiers")
     copy_examples()
     small = ["grpo.num_prompts_per_step=2", "grpo.max_num_steps=2", "grpo.max_val_samples=4"]
     batches = ["policy.train_global_batch_size=16", "policy.train_micro_batch_size=16"]
-    key = name.removesuffix("_agent").replace("calculator", "agent")
+    key = "verifiers" if name == "verifiers_agent" else "agent"
     ended = coordinator("up", f"examples/{name}.yaml", *small, *batches, f"env.{key}.timeout_s=200")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     steps = steps_of(f"results/{name}")

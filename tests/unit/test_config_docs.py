@@ -26,6 +26,7 @@ NEW_KEYS = [
     "policy.megatron_cfg.force_reconvert_from_hf",
     "policy.megatron_cfg.virtual_pipeline_model_parallel_size",
     "policy.megatron_cfg.forwarded",
+    "policy.generation.tool_call_parser",
     "policy.generation.transformers_cfg.num_slots",
     "eval.max_new_tokens",
     "eval.temperature",

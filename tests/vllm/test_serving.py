@@ -11,6 +11,7 @@ import openai
 import psutil
 import torch
 from serving_harness import EOS, VOCABULARY, write_tokenizer
+from tools_harness import check_calls, write_calling_model
 
 from tests.integration.harness import Command, all_gone
 from tests.vllm.vllm_harness import tiny_model
@@ -34,6 +35,18 @@ def test_vllm_serves_a_folder(tmp_path: Path) -> None:
         server.signal(signal.SIGINT)
         assert server.wait() == 0, server.output()
         assert all_gone(everyone, 20.0) == []
+
+
+def test_vllm_serves_calls_of_tools(tmp_path: Path) -> None:
+    """And streams them with log-probabilities."""
+    folder = tmp_path / "caller"
+    write_calling_model(folder)
+    words = ["--engine", "vllm", "--max-length", "512", "--max-batch-size", "4", "--port", "0"]
+    tools = ("--tool-call-parser", "hermes", f"vllm_kwargs.kv_cache_memory_bytes={2**26}")
+    with Command("coordinator", "serve", folder, *words, *tools) as server:
+        url = server.wait_for(r"serving caller at (http://\S+)")[1]
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
+            check_calls(client, "caller")
 
 
 def _check_greedy(client: openai.OpenAI, model: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from tandem.common.config.schema.base import NonEmptyStr, PositiveFloat, PositiveInt, Section
-from tandem.common.config.schema.generation import VllmCfg
+from tandem.common.config.schema.generation import ToolCallParser, VllmCfg
 
 MODULE = "tandem.rollout.serving"
 """What such a server runs."""
@@ -41,6 +41,8 @@ class Serving(Section, frozen=True, kw_only=True):
     vllm_cfg: VllmCfg
     vllm_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     """Further arguments of vLLM's engine."""
+    tool_call_parser: ToolCallParser | None = None
+    """How the model writes calls of tools; by itself they stay text."""
     greeting: str = "ready"
     """Printed once it answers."""
     listening: int = -1

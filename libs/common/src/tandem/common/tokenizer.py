@@ -146,8 +146,17 @@ class Tokenizer:
             return ""
         return "".join(dict.fromkeys(c for c in self._without_special(text) if c not in self._alphabet))
 
-    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of tokens."""
+    def special_ids(self, texts: Sequence[str]) -> frozenset[int]:
+        """Return the special tokens that spell one of these texts."""
+        return frozenset(i for i in self._special_ids if self._hugging_face.convert_ids_to_tokens(i) in texts)
+
+    def decode(
+        self, tokens: Sequence[int], *, skip_special_tokens: bool = True, kept: frozenset[int] = frozenset()
+    ) -> str:
+        """Return the text of tokens; special ones that are `kept` are not skipped."""
+        if kept and skip_special_tokens:
+            tokens = [token for token in tokens if token in kept or token not in self._special_ids]
+            skip_special_tokens = False
         return str(
             self._hugging_face.decode(
                 list(tokens), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False

@@ -69,6 +69,7 @@ def serve(serving: Serving) -> None:
             vocabulary=serving.vocabulary,
             stop_token_ids=serving.stop_token_ids,
             aliases=serving.aliases,
+            tool_call_parser=serving.tool_call_parser,
         )
         app = make_app(only_with(serving.token, model), deadline_s=serving.deadline_s)
         stack.enter_context(HttpServer(app, listening))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
+from tandem.common.config.schema.generation import ToolCallParser
 from tandem.coordinator.commands.arguments import Commands, count, number
 
 if TYPE_CHECKING:
@@ -21,6 +22,11 @@ def add(commands: Commands) -> None:
     serve.add_argument("--host", default="127.0.0.1", help="address to listen at (default: this machine alone)")
     serve.add_argument("--token", help="whoever asks must send it: Authorization: Bearer TOKEN")
     add_engine(serve)
+    serve.add_argument(
+        "--tool-call-parser",
+        choices=get_args(ToolCallParser),
+        help="how the model writes calls of tools, which are returned as such (default: they stay text)",
+    )
     serve.set_defaults(carry_out=_serve)
 
 
@@ -68,6 +74,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     from tandem.coordinator.serving.settings import open_port, settings_of
 
     serving = settings_of(arguments, arguments.token)
+    serving = msgspec.structs.replace(serving, tool_call_parser=arguments.tool_call_parser)
     with open_port(arguments.host, arguments.port, arguments.token) as listening:
         print(f"loading {serving.model_folder}", flush=True)
         greeting = _greeting(serving, url_of(listening))

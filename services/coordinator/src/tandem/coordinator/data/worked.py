@@ -8,6 +8,7 @@ answer, so that an environment with ``answer_after: "="`` finds it.
 from __future__ import annotations
 
 import hashlib
+import json
 import operator
 
 from tandem.common.messages import Problem
@@ -56,6 +57,16 @@ def calculator(problem: Problem) -> Messages:
     return [
         {"role": "assistant", "content": f"calc({problem.metadata['expression']})"},
         {"role": "user", "content": problem.answer},
+        {"role": "assistant", "content": problem.answer},
+    ]
+
+
+def tool(problem: Problem) -> Messages:
+    """Return a conversation with a tool that multiplies, called as Llama 3 does: its result is repeated."""
+    call = {"name": "calc", "parameters": {"x": problem.metadata["expression"]}}
+    return [
+        {"role": "assistant", "content": json.dumps(call)},
+        {"role": "tool", "content": problem.answer},
         {"role": "assistant", "content": problem.answer},
     ]
 

@@ -22,10 +22,10 @@ from tandem.rollout.conversation import turn_seed
 from tandem.rollout.engine import Completion
 from tandem.rollout.environments import Score
 from tandem.rollout.environments.outcomes import Failure, checked
-from tandem.rollout.openai_api.choices import Growing
+from tandem.rollout.openai_api.choices import Growing, joined
 from tandem.rollout.openai_api.driver import EngineDriver
 from tandem.rollout.openai_api.generator import Chunk, ServedModel
-from tandem.rollout.openai_api.protocol import ChatRequest
+from tandem.rollout.openai_api.protocol import ChatMessage, ChatRequest
 from tandem.rollout.openai_api.refusals import Refused
 
 MODEL = "policy"
@@ -62,6 +62,7 @@ class Episode(ServedModel):
             vocabulary=vocabulary_size(config.policy),
             stop_token_ids=order.sampling.stop_token_ids,
             aliases=[config.policy.model_name],
+            tool_call_parser=config.policy.generation.tool_call_parser,
         )
         self.number = number
         self.order = order
@@ -110,7 +111,7 @@ class Episode(ServedModel):
         self, prompt_ids: Sequence[int], sampling: SamplingParameters, seed: int
     ) -> AsyncGenerator[Chunk, None]:
         """Yield a response as it is made, and note it; the seed is the sample's own. Raises `Refused`."""
-        sampling = self._as_trained(sampling)
+        sampling, asked_seed = self._as_trained(sampling), seed
         if self.is_over:
             raise over()
         if self._num_asked == self._max_completions:
@@ -127,13 +128,13 @@ class Episode(ServedModel):
                         raise over()
                     made.append(chunk)
                     if chunk.finish_reason is not None:
-                        self._note(prompt_ids, asked, made)
+                        self._note(prompt_ids, asked, asked_seed, made)
                     yield chunk
         except (asyncio.CancelledError, GeneratorExit):
             # Of a stream that it left, the agent has what it was sent.
             is_part = bool(made) and made[-1].finish_reason is None
             if asked is not None and asked.request.stream and is_part and not self.is_over:
-                self._note(prompt_ids, asked, made)
+                self._note(prompt_ids, asked, asked_seed, made)
             raise
 
     def _as_trained(self, asked: SamplingParameters) -> SamplingParameters:
@@ -151,7 +152,8 @@ class Episode(ServedModel):
             stop_strings=tuple(dict.fromkeys([*own.stop_strings, *asked.stop_strings])),
         )
 
-    def _note(self, prompt_ids: Sequence[int], asked: _Asked | None, made: Sequence[Chunk]) -> None:
+    def _note(self, prompt_ids: Sequence[int], asked: _Asked | None, seed: int, made: Sequence[Chunk]) -> None:
+        """Note a response, as what the agent has been sent: that is what it will repeat."""
         completion = Completion(
             request_id=self.number,
             token_ids_T=np.array([token for chunk in made for token in chunk.token_ids], dtype=np.int32),
@@ -162,10 +164,10 @@ class Episode(ServedModel):
         if asked is None:
             self.session.add(prompt_ids, completion)
             return
-        growing = Growing(self.tokenizer, asked.request)
-        text = "".join([growing.add(chunk).text for chunk in made])
-        said = [*asked.messages, {"role": "assistant", "content": text}]
-        self.session.add(prompt_ids, completion, said, asked.variables)
+        growing = Growing(self, asked.request, prompt_ids, seed)
+        piece = joined([growing.add(chunk) for chunk in made])
+        said = ChatMessage(role="assistant", content=piece.text, tool_calls=piece.tool_calls or None)
+        self.session.add(prompt_ids, completion, [*asked.messages, said.for_template()], asked.variables)
 
     # --- what the agent says of it -----------------------------------------------------------------------------------
 

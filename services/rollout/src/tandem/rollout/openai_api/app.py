@@ -189,8 +189,9 @@ async def _events(
         async with contextlib.aclosing(grow(model, asked, job)) as growing:
             async for number, piece in growing:
                 num_tokens += len(piece.token_ids)
-                if piece.text or piece.finish_reason or shows_tokens:
-                    yield _event(msgspec.json.encode(view.chunk(number, piece)))
+                if piece.text or piece.tool_calls or piece.finish_reason or shows_tokens:
+                    for chunk in view.chunks(number, piece):
+                        yield _event(msgspec.json.encode(chunk))
         for last in view.end(num_tokens):
             yield _event(msgspec.json.encode(last))
         yield b"data: [DONE]\n\n"

@@ -13,7 +13,6 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from tandem.common.messages import SamplingParameters
-from tandem.common.tokenizer import Tokenizer
 from tandem.rollout.openai_api.generator import Chunk, ServedModel
 from tandem.rollout.openai_api.protocol import (
     MAX_CHOICES,
@@ -30,13 +29,17 @@ from tandem.rollout.openai_api.protocol import (
     CompletionRequest,
     Delta,
     FinishReason,
+    FunctionDelta,
     Generating,
     TokenLogprob,
+    ToolCall,
+    ToolCallDelta,
     Usage,
     too_long,
 )
 from tandem.rollout.openai_api.refusals import Refused
 from tandem.rollout.openai_api.text import StoppedText, TextStream
+from tandem.rollout.openai_api.tool_calls import MARKERS, ToolCalls
 
 Chosen = tuple[int, "Piece"]
 
@@ -65,6 +68,7 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: FinishReason | None
+    tool_calls: list[ToolCall] = []
 
 
 # --- what is asked for -----------------------------------------------------------------------------------------------
@@ -126,18 +130,35 @@ def _seed(seed: int, choice: int) -> int:
 
 
 class Growing:
-    """Makes pieces of the chunks of one response."""
+    """Makes pieces of the chunks of one response; the same ones wherever the same response is asked for."""
 
-    def __init__(self, tokenizer: Tokenizer, request: Generating) -> None:
-        self._stream = TextStream(tokenizer, skip_special_tokens=request.skip_special_tokens is not False)
+    def __init__(self, model: ServedModel, request: Generating, prompt_ids: Sequence[int], seed: int) -> None:
+        parser = model.tool_call_parser if isinstance(request, ChatRequest) and request.may_call else None
+        kept = model.tokenizer.special_ids(MARKERS[parser]) if parser else frozenset[int]()
+        shows_special = request.skip_special_tokens is False
+        self._stream = TextStream(model.tokenizer, skip_special_tokens=not shows_special, kept=kept)
         self._stopped = StoppedText(request.stop_strings)
+        # A conversation grows, and its turns may be asked for with the same seed.
+        self._calls = ToolCalls(parser, f"{seed}/{len(prompt_ids)}") if parser else None
 
     def add(self, chunk: Chunk) -> Piece:
         """Return what a chunk adds to the response; the text may be that of earlier tokens too."""
+        is_last = chunk.finish_reason is not None
         text = self._stopped.push(self._stream.push(chunk.token_ids))
-        if chunk.finish_reason is not None:
+        if is_last:
             text += self._stopped.push(self._stream.finish()) + self._stopped.finish()
-        return Piece(text=text, token_ids=chunk.token_ids, logprobs=chunk.logprobs, finish_reason=chunk.finish_reason)
+        calls: list[ToolCall] = []
+        reason: FinishReason | None = chunk.finish_reason
+        if self._calls is not None:
+            text, calls = self._calls.push(text)
+            if is_last:
+                rest, more = self._calls.finish()
+                text, calls = text + rest, calls + more
+            if reason == "stop" and self._calls.has_calls:
+                reason = "tool_calls"
+        return Piece(
+            text=text, token_ids=chunk.token_ids, logprobs=chunk.logprobs, finish_reason=reason, tool_calls=calls
+        )
 
 
 async def grow(model: ServedModel, request: Generating, job: Job) -> AsyncGenerator[Chosen, None]:
@@ -148,8 +169,9 @@ async def grow(model: ServedModel, request: Generating, job: Job) -> AsyncGenera
     pieces: asyncio.Queue[Chosen | Exception] = asyncio.Queue()
 
     async def follow(number: int, wanted: Wanted) -> None:
-        growing = Growing(model.tokenizer, request)
-        chunks = model.generator.generate(job.prompts[wanted.prompt], wanted.sampling, wanted.seed)
+        prompt_ids = job.prompts[wanted.prompt]
+        growing = Growing(model, request, prompt_ids, wanted.seed)
+        chunks = model.generator.generate(prompt_ids, wanted.sampling, wanted.seed)
         try:
             async with contextlib.aclosing(chunks):
                 async for chunk in chunks:
@@ -178,15 +200,17 @@ async def collect(model: ServedModel, request: Generating, job: Job) -> list[Pie
     async with contextlib.aclosing(grow(model, request, job)) as growing:
         async for number, piece in growing:
             parts[number].append(piece)
-    return [_joined(pieces) for pieces in parts]
+    return [joined(pieces) for pieces in parts]
 
 
-def _joined(pieces: Sequence[Piece]) -> Piece:
+def joined(pieces: Sequence[Piece]) -> Piece:
+    """Return the pieces of a response as one."""
     return Piece(
         text="".join(piece.text for piece in pieces),
         token_ids=[token_id for piece in pieces for token_id in piece.token_ids],
         logprobs=[logprob for piece in pieces for logprob in piece.logprobs],
         finish_reason=pieces[-1].finish_reason,
+        tool_calls=[call for piece in pieces for call in piece.tool_calls],
     )
 
 
@@ -202,13 +226,15 @@ class ChatView:
         self._job = job
         self._id = f"chatcmpl-{secrets.token_hex(12)}"
         self._created = int(time.time())
+        self._num_calls = [0] * len(job.wanted)
+        """That were sent of each choice's."""
 
     def answer(self, pieces: Sequence[Piece]) -> ChatAnswer:
         """Return the whole answer."""
         choices = [
             ChatChoice(
                 index=number,
-                message=AnswerMessage(content=piece.text),
+                message=_message(piece),
                 logprobs=self._logprobs(piece),
                 finish_reason=_ended(piece),
                 token_ids=_shown_ids(self._request, piece.token_ids),
@@ -231,16 +257,23 @@ class ChatView:
             choice = ChatChunkChoice(index=number, delta=Delta(role="assistant", content=""))
             yield self._chunk([choice], prompt_token_ids=UNSET if number else ids)
 
-    def chunk(self, number: int, piece: Piece) -> ChatChunk:
-        """Return a part of a stream."""
+    def chunks(self, number: int, piece: Piece) -> Iterator[ChatChunk]:
+        """Yield a part of a stream: text and tokens, then calls, of which clients expect a delta a chunk."""
+        calls = piece.tool_calls
         choice = ChatChunkChoice(
             index=number,
             delta=Delta(content=piece.text or UNSET),
             logprobs=self._logprobs(piece),
-            finish_reason=piece.finish_reason,
+            finish_reason=None if calls else piece.finish_reason,
             token_ids=_shown_ids(self._request, piece.token_ids),
         )
-        return self._chunk([choice])
+        yield self._chunk([choice])
+        for call in calls:
+            for delta in _deltas(self._num_calls[number], call):
+                yield self._chunk([ChatChunkChoice(index=number, delta=Delta(tool_calls=[delta]))])
+            self._num_calls[number] += 1
+        if calls and piece.finish_reason:
+            yield self._chunk([ChatChunkChoice(index=number, delta=Delta(), finish_reason=piece.finish_reason)])
 
     def end(self, num_tokens: int) -> Iterator[ChatChunk]:
         """Yield what a stream ends with."""
@@ -303,9 +336,9 @@ class CompletionView:
             for number in range(len(self._job.wanted)):
                 yield self._part([self._choice(number, empty, is_first=True)])
 
-    def chunk(self, number: int, piece: Piece) -> CompletionAnswer:
-        """Return a part of a stream."""
-        return self._part([self._choice(number, piece, is_first=False)])
+    def chunks(self, number: int, piece: Piece) -> Iterator[CompletionAnswer]:
+        """Yield a part of a stream."""
+        yield self._part([self._choice(number, piece, is_first=False)])
 
     def end(self, num_tokens: int) -> Iterator[CompletionAnswer]:
         """Yield what a stream ends with."""
@@ -353,6 +386,18 @@ View = ChatView | CompletionView
 def _ended(piece: Piece) -> FinishReason:
     assert piece.finish_reason is not None, "the last piece of a response says why it ended"
     return piece.finish_reason
+
+
+def _deltas(index: int, call: ToolCall) -> Iterator[ToolCallDelta]:
+    """Yield what is called, then with what."""
+    named = FunctionDelta(name=call.function.name, arguments="")
+    yield ToolCallDelta(index=index, id=call.id, type="function", function=named)
+    yield ToolCallDelta(index=index, function=FunctionDelta(arguments=call.function.arguments))
+
+
+def _message(piece: Piece) -> AnswerMessage:
+    says_nothing = piece.tool_calls and not piece.text
+    return AnswerMessage(content=None if says_nothing else piece.text, tool_calls=piece.tool_calls or UNSET)
 
 
 def _shown_ids(request: Generating, token_ids: list[int]) -> list[int] | UnsetType:

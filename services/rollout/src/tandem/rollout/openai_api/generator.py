@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
+from tandem.common.config.schema.generation import ToolCallParser
 from tandem.common.messages import SamplingParameters
 from tandem.common.tokenizer import Tokenizer
 from tandem.rollout.openai_api.protocol import ChatRequest
@@ -52,6 +53,7 @@ class ServedModel:
         vocabulary: int,
         stop_token_ids: Sequence[int] = (),
         aliases: Sequence[str] = (),
+        tool_call_parser: ToolCallParser | None = None,
     ) -> None:
         """Describe it.
 
@@ -63,6 +65,7 @@ class ServedModel:
             vocabulary: number of tokens that the model can read.
             stop_token_ids: those that end a response, beside the tokenizer's end of a sequence.
             aliases: other names for it.
+            tool_call_parser: how it writes calls of tools; None where they stay text.
 
         """
         self.name = name
@@ -72,6 +75,7 @@ class ServedModel:
         self.max_length = max_length
         self.vocabulary = vocabulary
         self.stop_token_ids = tuple(dict.fromkeys([tokenizer.eos_id, *stop_token_ids]))
+        self.tool_call_parser = tool_call_parser
         self.created = int(time.time())
 
     def chat_ids(self, request: ChatRequest) -> list[int]:

@@ -39,7 +39,7 @@ _CHANGES_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "prediction": (),
     "functions": ([],),
     "function_call": ("none",),
-    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True,),
     "web_search_options": (),
     "structured_outputs": (),
     "guided_json": (),
@@ -204,8 +204,14 @@ class ChatRequest(Generating, frozen=True, kw_only=True):
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
-        """Tools for the chat template."""
-        return [] if self.tool_choice == "none" else msgspec.to_builtins(self.tools or [])
+        """Tools for the chat template, which shows them where none is to be called as well."""
+        found: list[dict[str, Any]] = msgspec.to_builtins(self.tools or [])
+        return found
+
+    @property
+    def may_call(self) -> bool:
+        """Whether calls of tools are to be told from text."""
+        return bool(self.tools) and self.tool_choice != "none"
 
 
 class CompletionRequest(Generating, frozen=True, kw_only=True):
@@ -263,6 +269,9 @@ def read_request(body: bytes, kind: type[Request]) -> Request:
         value = fields.get(name)
         if value is not None and value not in neutral:
             raise Refused(f"{name}: this server does not carry it out: leave it out", param=name, code="unsupported")
+    if fields.get("tool_choice") not in (None, "none", "auto"):
+        what = "tool_choice: the model is made to call nothing: it may be 'auto' or 'none'"
+        raise Refused(what, param="tool_choice", code="unsupported")
     try:
         request: Request = msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
@@ -314,7 +323,7 @@ def _call_for_template(call: ToolCall) -> dict[str, Any]:
 
 # --- answers ---------------------------------------------------------------------------------------------------------
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class Usage(Struct, frozen=True, kw_only=True):
@@ -356,8 +365,10 @@ class AnswerMessage(Struct, frozen=True, kw_only=True):
     """What the assistant says."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
+    """Null where it calls tools and says nothing."""
     refusal: None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct, frozen=True, kw_only=True):
@@ -382,11 +393,28 @@ class ChatAnswer(Struct, frozen=True, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
+class FunctionDelta(Struct, frozen=True, kw_only=True):
+    """What a call gets."""
+
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class ToolCallDelta(Struct, frozen=True, kw_only=True):
+    """What the calls of a message get: first which is called, then with what."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionDelta
+
+
 class Delta(Struct, frozen=True, kw_only=True):
     """What a message gets."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct, frozen=True, kw_only=True):

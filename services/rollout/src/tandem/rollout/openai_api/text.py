@@ -21,9 +21,13 @@ class TextStream:
     piece of text before that.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, kept: frozenset[int] = frozenset()
+    ) -> None:
+        """`kept` are special tokens that are shown even where others are not."""
         self._tokenizer = tokenizer
         self._skips_special = skip_special_tokens
+        self._kept = kept
         self._window: list[int] = []
         self._num_before = 0
         """Tokens of the window whose text has been returned."""
@@ -52,7 +56,7 @@ class TextStream:
         return new
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skips_special)
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skips_special, kept=self._kept)
 
 
 class StoppedText:
@@ -73,7 +77,7 @@ class StoppedText:
             self.has_stopped = True
             shown, self._held = self._held[: min(found)], ""
             return shown
-        num_held = max((_beginning(self._held, stop) for stop in self._stop_strings), default=0)
+        num_held = max((beginning(self._held, stop) for stop in self._stop_strings), default=0)
         shown = self._held[: len(self._held) - num_held]
         self._held = self._held[len(shown) :]
         return shown
@@ -84,6 +88,6 @@ class StoppedText:
         return shown
 
 
-def _beginning(text: str, stop: str) -> int:
+def beginning(text: str, stop: str) -> int:
     """Return how many characters at the end of a text are the beginning of a stop string."""
     return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)

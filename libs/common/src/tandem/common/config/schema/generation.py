@@ -15,6 +15,9 @@ from tandem.common.config.schema.base import (
     Section,
 )
 
+ToolCallParser = Literal["hermes", "llama3_json"]
+"""Formats in which models call tools, by the names that vLLM gives them."""
+
 
 class TransformersCfg(Section, frozen=True, kw_only=True):
     """The embedded engine, which runs the model through the transformers library."""
@@ -93,6 +96,10 @@ class Generation(Section, frozen=True, kw_only=True):
     """Tokens that end a response, beside the tokenizer's end-of-sequence token."""
     stop_strings: tuple[str, ...] | None = None
     """Texts that end a response."""
+    tool_call_parser: ToolCallParser | None = None
+    """New. How the model writes calls of tools, by vLLM's names, so that agents get them as `tool_calls`: hermes
+    (Qwen, Hermes: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``) or llama3_json (Llama 3:
+    ``{"name": ..., "parameters": {...}}``). null: they stay text."""
     transformers_cfg: TransformersCfg
     vllm_cfg: VllmCfg
     vllm_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
