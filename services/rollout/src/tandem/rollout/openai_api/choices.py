@@ -64,6 +64,7 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     token_ids: list[int]
     logprobs: list[float]
+    versions: list[int] = []
     finish_reason: FinishReason | None
 
 
@@ -137,7 +138,13 @@ class Growing:
         text = self._stopped.push(self._stream.push(chunk.token_ids))
         if chunk.finish_reason is not None:
             text += self._stopped.push(self._stream.finish()) + self._stopped.finish()
-        return Piece(text=text, token_ids=chunk.token_ids, logprobs=chunk.logprobs, finish_reason=chunk.finish_reason)
+        return Piece(
+            text=text,
+            token_ids=chunk.token_ids,
+            logprobs=chunk.logprobs,
+            versions=chunk.versions,
+            finish_reason=chunk.finish_reason,
+        )
 
 
 async def grow(model: ServedModel, request: Generating, job: Job) -> AsyncGenerator[Chosen, None]:
@@ -186,6 +193,7 @@ def _joined(pieces: Sequence[Piece]) -> Piece:
         text="".join(piece.text for piece in pieces),
         token_ids=[token_id for piece in pieces for token_id in piece.token_ids],
         logprobs=[logprob for piece in pieces for logprob in piece.logprobs],
+        versions=[version for piece in pieces for version in piece.versions],
         finish_reason=pieces[-1].finish_reason,
     )
 
@@ -222,6 +230,7 @@ class ChatView:
             choices=choices,
             usage=_usage(self._job, sum(len(piece.token_ids) for piece in pieces)),
             prompt_token_ids=_shown_ids(self._request, self._job.prompts[0]),
+            weight_versions=_versions(self._model, pieces),
         )
 
     def begin(self) -> Iterator[ChatChunk]:
@@ -240,7 +249,7 @@ class ChatView:
             finish_reason=piece.finish_reason,
             token_ids=_shown_ids(self._request, piece.token_ids),
         )
-        return self._chunk([choice])
+        return self._chunk([choice], weight_versions=_versions(self._model, [piece]))
 
     def end(self, num_tokens: int) -> Iterator[ChatChunk]:
         """Yield what a stream ends with."""
@@ -253,6 +262,7 @@ class ChatView:
         *,
         usage: Usage | None = None,
         prompt_token_ids: list[int] | UnsetType = UNSET,
+        weight_versions: list[int] | UnsetType = UNSET,
     ) -> ChatChunk:
         return ChatChunk(
             id=self._id,
@@ -261,6 +271,7 @@ class ChatView:
             choices=choices,
             usage=usage if self._request.wants_usage else UNSET,
             prompt_token_ids=prompt_token_ids,
+            weight_versions=weight_versions,
         )
 
     def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
@@ -294,7 +305,8 @@ class CompletionView:
     def answer(self, pieces: Sequence[Piece]) -> CompletionAnswer:
         """Return the whole answer."""
         choices = [self._choice(number, piece, is_first=True) for number, piece in enumerate(pieces)]
-        return self._answer(choices, _usage(self._job, sum(len(piece.token_ids) for piece in pieces)))
+        usage = _usage(self._job, sum(len(piece.token_ids) for piece in pieces))
+        return self._answer(choices, usage, _versions(self._model, pieces))
 
     def begin(self) -> Iterator[CompletionAnswer]:
         """Yield what a stream begins with: nothing, but where token ids are asked for."""
@@ -305,19 +317,31 @@ class CompletionView:
 
     def chunk(self, number: int, piece: Piece) -> CompletionAnswer:
         """Return a part of a stream."""
-        return self._part([self._choice(number, piece, is_first=False)])
+        return self._part([self._choice(number, piece, is_first=False)], _versions(self._model, [piece]))
 
     def end(self, num_tokens: int) -> Iterator[CompletionAnswer]:
         """Yield what a stream ends with."""
         if self._request.wants_usage:
             yield self._answer([], _usage(self._job, num_tokens))
 
-    def _part(self, choices: list[CompletionChoice]) -> CompletionAnswer:
-        return self._answer(choices, None if self._request.wants_usage else UNSET)
+    def _part(
+        self, choices: list[CompletionChoice], weight_versions: list[int] | UnsetType = UNSET
+    ) -> CompletionAnswer:
+        return self._answer(choices, None if self._request.wants_usage else UNSET, weight_versions)
 
-    def _answer(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> CompletionAnswer:
+    def _answer(
+        self,
+        choices: list[CompletionChoice],
+        usage: Usage | UnsetType | None,
+        weight_versions: list[int] | UnsetType = UNSET,
+    ) -> CompletionAnswer:
         return CompletionAnswer(
-            id=self._id, created=self._created, model=self._model.name, choices=choices, usage=usage
+            id=self._id,
+            created=self._created,
+            model=self._model.name,
+            choices=choices,
+            usage=usage,
+            weight_versions=weight_versions,
         )
 
     def _choice(self, number: int, piece: Piece, *, is_first: bool) -> CompletionChoice:
@@ -357,6 +381,11 @@ def _ended(piece: Piece) -> FinishReason:
 
 def _shown_ids(request: Generating, token_ids: list[int]) -> list[int] | UnsetType:
     return token_ids if request.return_token_ids else UNSET
+
+
+def _versions(model: ServedModel, pieces: Sequence[Piece]) -> list[int] | UnsetType:
+    """Return the versions of the weights that have made these tokens, where they change."""
+    return sorted({version for piece in pieces for version in piece.versions}) if model.shows_versions else UNSET
 
 
 def _usage(job: Job, num_tokens: int) -> Usage:

@@ -52,6 +52,7 @@ class ServedModel:
         vocabulary: int,
         stop_token_ids: Sequence[int] = (),
         aliases: Sequence[str] = (),
+        shows_versions: bool = False,
     ) -> None:
         """Describe it.
 
@@ -63,10 +64,12 @@ class ServedModel:
             vocabulary: number of tokens that the model can read.
             stop_token_ids: those that end a response, beside the tokenizer's end of a sequence.
             aliases: other names for it.
+            shows_versions: whether answers say which versions of the weights have made them.
 
         """
         self.name = name
         self.aliases = tuple(aliases)
+        self.shows_versions = shows_versions
         self.tokenizer = tokenizer
         self.generator = generator
         self.max_length = max_length

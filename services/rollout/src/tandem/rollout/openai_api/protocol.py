@@ -380,6 +380,8 @@ class ChatAnswer(Struct, frozen=True, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | UnsetType = UNSET
+    weight_versions: list[int] | UnsetType = UNSET
+    """Of a run that goes on: the versions of the weights that have made its tokens."""
 
 
 class Delta(Struct, frozen=True, kw_only=True):
@@ -410,6 +412,8 @@ class ChatChunk(Struct, frozen=True, kw_only=True):
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     """In the first of a stream."""
+    weight_versions: list[int] | UnsetType = UNSET
+    """Of a run that goes on: the versions of the weights that have made its tokens."""
 
 
 class CompletionChoice(Struct, frozen=True, kw_only=True):
@@ -432,6 +436,8 @@ class CompletionAnswer(Struct, frozen=True, kw_only=True):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
+    weight_versions: list[int] | UnsetType = UNSET
+    """Of a run that goes on: the versions of the weights that have made its tokens."""
 
 
 class ModelCard(Struct, frozen=True, kw_only=True):
