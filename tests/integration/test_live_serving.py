@@ -70,9 +70,9 @@ def running(config: dict[str, Any]) -> Iterator[Command]:
 @contextlib.contextmanager
 def served() -> Iterator[tuple[Command, openai.OpenAI]]:
     """Serve the run; yield the command and a client of it."""
-    with Command("coordinator", "serve", RUN, "--port", "0") as server:
+    with Command("coordinator", "serve", RUN, "--port", "0", "--token", "secret") as server:
         url = server.wait_for(r"serving policy at (http://\S+)/v1")[1]
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S) as client:
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0, timeout=TIMEOUT_S) as client:
             yield server, client
 
 
@@ -126,6 +126,11 @@ def test_a_run_with_guests_is_the_run_without_to_the_bit() -> None:
 def test_a_client_a_rollout_and_the_run_leave_in_mid_stream() -> None:
     with running(LONG) as run, served() as (server, client):
         assert (RUN / "guests.json").stat().st_mode & 0o077 == 0
+        with pytest.raises(openai.AuthenticationError):
+            client.with_options(api_key="another").models.list()
+        refused = coordinator("serve", RUN, "--max-batch-size", "4")
+        assert refused.returncode == 1
+        assert "--max-batch-size: the run in run goes on and its own rollouts answer" in refused.stderr
         by = {complete(client).headers["x-tandem-rollout"] for _ in range(6)}
         assert by == {"rollout-0", "rollout-1"}, "they take turns"
         answer = complete(client, logprobs=0, seed=3).parse()

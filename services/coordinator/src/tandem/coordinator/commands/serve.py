@@ -37,7 +37,6 @@ _ENGINE_DEFAULTS: dict[str, Any] = {
     "max_length": None,
     "precision": None,
     "timeout_s": 600.0,
-    "overrides": [],
 }
 
 
@@ -54,11 +53,11 @@ def is_answered_by_the_run(arguments: argparse.Namespace) -> bool:
 
     if arguments.checkpoint or not answers_itself(arguments.folder):
         return False
-    given = [name for name, default in _ENGINE_DEFAULTS.items() if getattr(arguments, name) != default]
-    if given:
-        option = arguments.overrides[0] if given[0] == "overrides" else f"--{given[0].replace('_', '-')}"
+    defaults = _ENGINE_DEFAULTS.items()
+    given = [f"--{name.replace('_', '-')}" for name, default in defaults if getattr(arguments, name) != default]
+    if given := [*given, *arguments.overrides]:
         raise ConfigError(
-            f"{option}: the run in {arguments.folder} goes on and its own rollouts answer, which have their engines; "
+            f"{given[0]}: the run in {arguments.folder} goes on and its own rollouts answer, which have their engines; "
             "--checkpoint serves its newest checkpoint instead"
         )
     return True
@@ -86,6 +85,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "overrides",
         nargs="*",
+        default=[],
         metavar="key=value",
         help="settings of vLLM's: vllm_cfg.tensor_parallel_size=2, vllm_kwargs.ARGUMENT=VALUE",
     )
