@@ -1,4 +1,4 @@
-"""Find the models in a folder: one of Hugging Face's, a checkpoint, checkpoints, or a run that has some."""
+"""Find the models in a folder: one of Hugging Face's, a checkpoint, several, or a run that has some."""
 
 from __future__ import annotations
 
