@@ -1,4 +1,4 @@
-"""What the coordinator says for those who look on: ``live.json``, timeline, curves, their page, who answers guests.
+"""What the coordinator says for those who look on: ``live.json``, timeline, curves, page, guests.
 
 It takes no part in the run, and nothing that goes wrong with it stops that.
 """

@@ -1,4 +1,4 @@
-"""Have a run that goes on answer OpenAI's API: each request goes to one of its rollouts, and the answer comes back.
+"""Have a run that goes on answer OpenAI's API: its rollouts are asked, and their answers passed on.
 
 It waits for a request's body, for a rollout, and for the client to take what was sent. A rollout that goes before it
 has begun to answer leaves the request to another. Nothing is kept between requests but which rollout has how many.
