@@ -206,7 +206,7 @@ def test_what_cannot_be_evaluated_is_said_on_one_line_before_anything_starts(her
     (here / "other/tokens").mkdir(parents=True)
     cases = {
         ("--model", "run/checkpoints/step_22"): "there is no such folder; did you mean 'step_2'?",
-        ("--model", str(here / "other")): "no model: there is neither a config.json in it nor",
+        ("--model", str(here / "other")): "holds no model: no config.json, no checkpoint",
         ("--model", "config.yaml"): "it is a file",
         ("--model", str(strange)): "transformers has no model type 'qwen33' (config.json: model_type); did you mean",
         ("--model", str(small)): "model.embed_tokens.weight has shape",

@@ -109,6 +109,18 @@ def test_arrays_arrive_to_the_bit_in_both_directions(hub: Hub) -> None:
     assert next_from(hub, Goodbye)[1].reason == "done"
 
 
+def test_who_waits_for_a_message_is_woken_from_another_thread(hub: Hub) -> None:
+    link, peer = joined(hub)
+    threading.Timer(0.2, link.wake).start()
+    assert link.receive(60.0) is None, "the test would take a minute"
+    hub.send(peer, encode(Shutdown(reason="done")))
+    received = link.receive(10.0)
+    assert received is not None
+    assert received.message == Shutdown(reason="done")
+    link.close("done")
+    link.wake()  # of no effect any more
+
+
 def test_heartbeats_flow_while_the_process_is_busy(hub: Hub) -> None:
     link, _ = joined(hub)
     link.set_phase("thinking hard")

@@ -81,6 +81,9 @@ class Member:
     def fail(self, command_id: int, error: BaseException, *, aside: str = "") -> None:
         self.errors.append(error)
 
+    def wake(self) -> None:
+        """Whoever drives the service looks again and again."""
+
 
 class Rollout:
     """A rollout service with the weights of a tiny random model."""
@@ -136,6 +139,7 @@ class Rollout:
         built, _ = self.member.sent.pop()
         assert isinstance(built, EngineBuilt)
         self.samples_at = built.samples_at
+        self.guests = built.guests
         wanted = layout.decode(built.layouts[0])
         planned = plan({"trainer-0": shared_layout(self.model)}, {"rollout-0": wanted}, allow_alias=False)
         encoded = program.encode(planned.programs["rollout-0"])

@@ -14,7 +14,7 @@ from serving_harness import MAX_LENGTH, Driving, make_model, served, write_token
 
 from tandem.coordinator.cli import main
 from tandem.coordinator.run.checkpoints import CheckpointFolder, CheckpointRecord
-from tandem.coordinator.serving.found_model import find_model
+from tandem.coordinator.run.found_models import models_in
 
 Refusal = Callable[..., str]
 
@@ -71,9 +71,9 @@ def test_folders(model: Path, refusal: Refusal) -> None:
 def test_of_checkpoints_the_newest_is_found(model: Path) -> None:
     checkpoints_in(model, Path("checkpoints"), 12)
     for typed in ("checkpoints", "checkpoints/step_12", "checkpoints/step_12/policy", "checkpoints/latest"):
-        found = find_model(Path(typed))
+        (found,) = models_in(Path(typed))
         assert (found.folder.resolve(), found.name) == (Path("checkpoints/step_12/policy").resolve(), "step_12")
-    assert find_model(model).name == "model"
+    assert [found.name for found in models_in(model)] == ["model"]
 
 
 def test_weights(model: Path, refusal: Refusal) -> None:

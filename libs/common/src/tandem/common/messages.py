@@ -361,6 +361,15 @@ class BuildEngine(Command, frozen=True, kw_only=True, tag=True):
     """None where the configuration says all there is to know of the environment."""
 
 
+class GuestServer(Message, frozen=True, kw_only=True):
+    """Where a rollout answers OpenAI's API, for who is no member of the run."""
+
+    url: Name
+    """``http://HOST:PORT``."""
+    token: Annotated[str, Meta(max_length=MAX_NAME)] = ""
+    """Whoever asks must send it; empty on loopback, where nobody has to."""
+
+
 class EngineBuilt(Message, frozen=True, kw_only=True, tag=True):
     """The engine wants weights."""
 
@@ -369,6 +378,8 @@ class EngineBuilt(Message, frozen=True, kw_only=True, tag=True):
     """Encoded `tandem.refit.layout.Layout`s: what each of its `tandem.common.worker_shards` wants, and where."""
     samples_at: Listener
     """Where trainers fetch its samples."""
+    guests: GuestServer | None = None
+    """None where `policy.generation.expose_http_server` is off."""
 
 
 class Problem(Message, frozen=True, kw_only=True):

@@ -81,6 +81,10 @@ class Member:
         self._answered.setdefault(command_id, []).append(frames)
         self._link.send(frames)
 
+    def wake(self) -> None:
+        """Have `Service.work` called soon, from any thread."""
+        self._link.wake()
+
     def fail(self, command_id: int, error: BaseException, *, aside: str = "") -> None:
         """Report, from any thread, that a command could not be carried out.
 
@@ -224,7 +228,7 @@ def _answer_orders(link: Link[Any], member: Member, service: Service) -> str:
             member.fail(error.command_id, error)
             continue
         if received is None:
-            busy = service.work() if busy else False
+            busy = service.work()
             continue
         match received.message:
             case Shutdown(reason=reason):

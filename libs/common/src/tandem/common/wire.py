@@ -406,6 +406,10 @@ class Link(Generic[Incoming]):
         # Between the process and the link's thread: one way each, since a socket is for one thread at a time.
         self._incoming, self._arrived = self._pipe("arrived")
         self._queued, self._outgoing = self._pipe("queued")
+        self._woken = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._poller = zmq.Poller()
+        for what in (self._incoming, self._woken):
+            self._poller.register(what, zmq.POLLIN)
         self._sending = threading.Lock()
         self._thread: threading.Thread | None = None
         self._phase = "joining"
@@ -491,11 +495,20 @@ class Link(Generic[Incoming]):
             self._outgoing.send_multipart(frames, copy=False)
 
     def receive(self, timeout_s: float) -> Received[Incoming] | None:
-        """Return the next message, or None after `timeout_s`. Heartbeats are not returned."""
-        if not self._incoming.poll(int(timeout_s * 1000)):
+        """Return the next message, or None after `timeout_s` or a `wake`. Heartbeats are not returned."""
+        ready = dict(self._poller.poll(int(timeout_s * 1000)))
+        if self._woken in ready:
+            os.eventfd_read(self._woken)
+        if self._incoming not in ready:
             return None
         frames = self._incoming.recv_multipart(copy=False)
         return self._codec.decode([frame.buffer for frame in frames])
+
+    def wake(self) -> None:
+        """Have `receive` return at once, from any thread."""
+        with self._sending:
+            if self._woken >= 0:
+                os.eventfd_write(self._woken, 1)
 
     def close(self, reason: str) -> None:
         """Say goodbye and stop the thread."""
@@ -508,6 +521,7 @@ class Link(Generic[Incoming]):
         self._incoming.close()
         with self._sending:
             self._outgoing.close()
+            self._close_woken()
         self._context.term()
 
     def _pipe(self, name: str) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
@@ -525,7 +539,12 @@ class Link(Generic[Incoming]):
         self._dealer.setsockopt(zmq.LINGER, 0)
         for socket in (self._dealer, self._incoming, self._arrived, self._queued, self._outgoing):
             socket.close()
+        self._close_woken()
         self._context.term()
+
+    def _close_woken(self) -> None:
+        os.close(self._woken)
+        self._woken = -1
 
     def _start(self, welcome: Welcome) -> None:
         pump = _Pump(self._dealer, self._queued, self._arrived, welcome, lambda: self._phase, self.trainers)

@@ -26,6 +26,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParameters
     seed: int
     """Unsigned 64-bit. Token ``i`` of the response is a function of the weights, the prefix, the seed and ``i``."""
+    num_made: int = 0
+    """Tokens at the end of the prompt that are of the response: it was taken out of the engine, and goes on. An engine
+    that cannot draw its next token as if it had stayed draws it in another way."""
+    is_guest: bool = False
+    """Asked for from outside the run: it goes before requests that wait, and none of these may find its keys cached."""
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,6 +7,9 @@ may answer a response, and then the sample goes on (`tandem.rollout.conversation
 looks for orders; it waits only for environments, each of whose answers has a deadline of its own. Where training takes
 turns with generation on the same devices, the engine sleeps from the end of a `Generate` to what it is asked for next.
 
+Requests from outside the run (`tandem.rollout.guests`) are carried out while the engine has no samples to make; beside
+them with ``async_engine``, which gives up that a run can be repeated to the bit.
+
 Without ``async_engine`` the engine stands still while an environment may answer, so that what runs together does not
 depend on how long that takes. With it the engine goes on with the others, and who was answered joins at once.
 """
@@ -60,6 +63,7 @@ from tandem.rollout.environments.program import Program
 
 if TYPE_CHECKING:
     from tandem.rollout.agents.agents import Agents
+    from tandem.rollout.guests import Guests
     from tandem.rollout.sample_recorder import SampleRecorder
 
 _REWARD_POLL_S = 0.001
@@ -67,6 +71,8 @@ _UNSCORED = Score(0.0, correct=False)
 """A sample that a limit ended before the environment did; it has the rewards of its turns."""
 _DIGEST_SHARE = 0.25
 """Of the time between tokens that goes into attesting the version they are made with."""
+_GUEST_SHARE, _MOST_GUEST_S = 0.1, 5.0
+"""Of the time that a generation took, and seconds: what guests get before training takes the engine's device."""
 
 
 _Finished = dict[int, list[tuple[PromptGroup, SampleScored, SampleArrays]]]
@@ -102,6 +108,8 @@ class RolloutService:
         """None where agents play."""
         self._agents: Agents | None = None
         self._store: SampleStore | None = None
+        self._guests: Guests | None = None
+        """None where nobody from outside may ask."""
         self._recorder: SampleRecorder | None = None
         """None where no record of samples is kept."""
         self._tokenizer: Tokenizer | None = None
@@ -128,7 +136,10 @@ class RolloutService:
                     self._build(order)
             case Refit():
                 self._refit(order)
-            case InstallProgram() | ConnectMesh() | Attest():
+            case InstallProgram() | ConnectMesh():
+                self._pause_guests()
+                self._plane().handle(order)
+            case Attest():
                 self._plane().handle(order)
             case Generate():
                 self._start(order)
@@ -147,7 +158,7 @@ class RolloutService:
             is_digesting = self._endpoint is not None and self._endpoint.work()
             if not is_digesting:
                 self._restore()
-            return is_digesting
+            return self._serve_guests() or is_digesting
         started = time.perf_counter()
         step = next(iter(self._generations.values())).order.step
         try:
@@ -163,6 +174,8 @@ class RolloutService:
 
     def close(self) -> None:
         """Release the engine and the environments."""
+        if self._guests is not None:
+            self._guests.close()
         if self._recorder is not None:
             self._recorder.close()
         if self._agents is not None:
@@ -197,14 +210,29 @@ class RolloutService:
         self._store = SampleStore(host, self._member.run_id, max_tokens, self._member.trainers)
         if order.samples_folder:
             self._recorder = self._make_recorder(Path(order.samples_folder), self._store, self._tokenizer)
-        reply = EngineBuilt(command_id=order.command_id, layouts=layouts, samples_at=self._store.at)
+        if self._config.policy.generation.has_guests:
+            self._guests = self._make_guests(self._engine, self._tokenizer)
+        reply = EngineBuilt(
+            command_id=order.command_id,
+            layouts=layouts,
+            samples_at=self._store.at,
+            guests=None if self._guests is None else self._guests.address,
+        )
         self._member.reply(order.command_id, reply)
 
     def _make_agents(self, engine: Engine, tokenizer: Tokenizer) -> Agents:
         # Imported where agents play: it serves HTTP.
         from tandem.rollout.agents.agents import Agents
 
-        return Agents(self._config, engine, tokenizer, address_towards(self._member.coordinator))
+        return Agents(self._config, engine, tokenizer, address_towards(self._member.coordinator), self._step)
+
+    def _make_guests(self, engine: Engine, tokenizer: Tokenizer) -> Guests:
+        # Likewise.
+        from tandem.rollout.guests import Guests
+
+        tokenizer.encode("")  # as for the recorder
+        host = address_towards(self._member.coordinator)
+        return Guests(self._config, engine, tokenizer, host, self._member.wake)
 
     def _make_recorder(self, folder: Path, store: SampleStore, tokenizer: Tokenizer) -> SampleRecorder:
         # Arrow has threads from its import on, and services are forked by a process that must have none.
@@ -247,6 +275,7 @@ class RolloutService:
         keeps_requests = receives and is_newer and config.updates_in_flight
         if receives and not keeps_requests:
             self._give_up([*self._generations])
+        self._pause_guests()
         if receives:
             engine.wake()  # on a GPU the memory of its weights is away while it sleeps
         try:
@@ -324,6 +353,8 @@ class RolloutService:
         """Have a token made for each request of an agent; take the episodes that have ended."""
         started = time.perf_counter()
         phase = "generation" if agents.work() else "rewards"
+        if self._guests is not None and not self._num_running:
+            self._guests.work()
         for generation in self._generations.values():
             generation.seconds[phase] += time.perf_counter() - started
         finished: _Finished = {}
@@ -339,11 +370,11 @@ class RolloutService:
         engine, environments = self._built(), self._environments()
         started = time.perf_counter()
         phase = "rewards"
-        if engine.num_unfinished and (self._is_async or not self._awaited):
+        if self._num_running and (self._is_async or not self._awaited):
             phase = "generation"
-            for completion in engine.step():
+            for completion in self._step():
                 self._take(completion)
-        else:
+        elif self._num_running or self._guests is None or not self._guests.work():
             time.sleep(_REWARD_POLL_S)
         for generation in self._generations.values():
             generation.seconds[phase] += time.perf_counter() - started
@@ -353,6 +384,40 @@ class RolloutService:
                 generation = self._generation_of[number]
                 engine.add_request(generation.conversations[number].request(number, generation.order.sampling))
             self._answered.clear()
+
+    @property
+    def _num_running(self) -> int:
+        """Requests for samples that the engine has."""
+        return self._built().num_unfinished - (0 if self._guests is None else self._guests.num_running)
+
+    def _step(self) -> list[Completion]:
+        """Have a token made for each sample; return what has finished. Guests are beside them only with `is_async`."""
+        engine, guests = self._built(), self._guests
+        if guests is None:
+            return engine.step()
+        if not self._is_async:
+            guests.pause()
+            return engine.step()
+        guests.admit()
+        return guests.hand_out(engine.step())
+
+    def _serve_guests(self) -> bool:
+        """Have a token made for each guest while no sample is made; tell whether there is more to do.
+
+        Not where training may have the device now, and its memory may be the engine's.
+        """
+        if self._guests is None or self._config.takes_turns or self._built().version is None:
+            return False
+        return self._guests.work()
+
+    def _pause_guests(self) -> None:
+        if self._guests is not None:
+            self._guests.pause()
+
+    def _sleep(self) -> None:
+        """Give way to training on the same device."""
+        self._pause_guests()
+        self._built().sleep()
 
     def _take(self, completion: Completion) -> None:
         """Hand a response to the environment."""
@@ -412,7 +477,7 @@ class RolloutService:
     def _restore(self) -> None:
         """Have samples taken from disk; where training follows on the same device, the engine first gives way to it."""
         if self._restoring and self._config.takes_turns and not self._generations:
-            self._built().sleep()
+            self._sleep()
         for order in self._restoring:
             self._record_of().order(order)
         self._restoring.clear()
@@ -442,7 +507,9 @@ class RolloutService:
         if self._agents is not None and not self._generations:
             self._agents.rest()
         if self._config.takes_turns and not self._generations:
-            self._built().sleep()
+            if self._guests is not None and not self._is_async:
+                self._guests.work_for(min(_GUEST_SHARE * sum(generation.seconds.values()), _MOST_GUEST_S))
+            self._sleep()
         reply = Generated(
             command_id=generation.order.command_id,
             step=generation.order.step,
@@ -474,7 +541,9 @@ def _make_engine(config: Config) -> Engine:
     if generation.backend == "vllm":
         from tandem.rollout.engines.vllm.engine import VllmEngine
 
-        return VllmEngine(Path(policy.model_name), generation.vllm_cfg, extra=generation.vllm_kwargs)
+        # Guests are few, and do not wait for all the samples that do.
+        extra = {"scheduling_policy": "priority"} if generation.has_guests and generation.is_async else {}
+        return VllmEngine(Path(policy.model_name), generation.vllm_cfg, extra={**extra, **generation.vllm_kwargs})
     from tandem.rollout.engines.transformers import TransformersEngine
 
     return TransformersEngine(

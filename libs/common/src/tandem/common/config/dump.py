@@ -41,6 +41,8 @@ FREE_ON_RESUME = (
     "dpo.val_global_batch_size",
     "dpo.val_micro_batch_size",
     "policy.activation_checkpointing_enabled",
+    "policy.generation.expose_http_server",
+    "policy.generation.vllm_cfg.expose_http_server",
     "policy.dtensor_cfg.activation_checkpointing",
     "policy.dtensor_cfg.context_parallel_size",
     "policy.dtensor_cfg.cpu_offload",

@@ -5,11 +5,16 @@ from __future__ import annotations
 import argparse
 import os
 import secrets
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tandem.common.errors import ConfigError
 from tandem.coordinator.commands.arguments import OK, Commands, count, number
-from tandem.coordinator.commands.serve import FOLDER_HELP, add_engine
+from tandem.coordinator.commands.serve import FOLDER_HELP, add_checkpoint, add_engine, is_answered_by_the_run
+
+if TYPE_CHECKING:
+    from tandem.coordinator.serving.client import ChatServer
 
 
 def add(commands: Commands) -> None:
@@ -27,6 +32,7 @@ def add(commands: Commands) -> None:
     chat.add_argument("--max-tokens", type=count, help="longest answer (default: what the context leaves)")
     chat.add_argument("--seed", type=int, help="makes the same answers again")
     add_engine(chat)
+    add_checkpoint(chat)
     chat.set_defaults(carry_out=_chat)
 
 
@@ -34,7 +40,11 @@ def _chat(arguments: argparse.Namespace) -> int:
     if (arguments.folder is None) == (arguments.url is None):
         raise ConfigError("give the FOLDER of a model, or the --url of a server")
     if arguments.url is not None:
-        return _talk(arguments, arguments.url, arguments.token)
+        return _talk_to(arguments, arguments.url, arguments.token)
+    if is_answered_by_the_run(arguments):
+        from tandem.coordinator.serving.live_run import LiveRun
+
+        return _talk(arguments, LiveRun(arguments.folder).server)
     import msgspec
 
     from tandem.common.network import url_of
@@ -46,17 +56,22 @@ def _chat(arguments: argparse.Namespace) -> int:
     with open_port("127.0.0.1", 0, token) as listening:
         print(f"loading {serving.model_folder}", flush=True)
         with launched(msgspec.structs.replace(serving, listening=listening.fileno(), launched_by=os.getpid())):
-            return _talk(arguments, url_of(listening), token)
+            return _talk_to(arguments, url_of(listening), token)
 
 
-def _talk(arguments: argparse.Namespace, url: str, token: str | None) -> int:
+def _talk_to(arguments: argparse.Namespace, url: str, token: str | None) -> int:
     from tandem.coordinator.serving.client import ChatServer
-    from tandem.coordinator.serving.conversation import HELP, Conversation
 
     server = ChatServer(url, token)
-    model = server.choose_model(arguments.model)
+    return _talk(arguments, lambda: server)
+
+
+def _talk(arguments: argparse.Namespace, find_server: Callable[[], ChatServer]) -> int:
+    from tandem.coordinator.serving.conversation import HELP, Conversation
+
+    model = find_server().choose_model(arguments.model)
     names = ("temperature", "top_p", "top_k", "max_tokens", "seed")
     settings = {name: getattr(arguments, name) for name in names}
     print(f"talking to {model}; {HELP}; Ctrl-C stops an answer", flush=True)
-    Conversation(server, model, arguments.system, settings).hold()
+    Conversation(find_server, model, arguments.system, settings).hold()
     return OK

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from tandem.common.config.schema.generation import ToolCallParser
-from tandem.coordinator.commands.arguments import Commands, count, number
+from tandem.common.errors import ConfigError
+from tandem.coordinator.commands.arguments import OK, Commands, count, number
 
 if TYPE_CHECKING:
     from tandem.common.serving import Serving
@@ -27,22 +28,54 @@ def add(commands: Commands) -> None:
         choices=get_args(ToolCallParser),
         help="how the model writes calls of tools, which are returned as such (default: they stay text)",
     )
+    add_checkpoint(serve)
     serve.set_defaults(carry_out=_serve)
 
 
-FOLDER_HELP = "a Hugging Face model, a checkpoint step_N, or a run folder, whose newest checkpoint is taken"
+FOLDER_HELP = (
+    "a Hugging Face model, a checkpoint step_N, or a run folder: its rollouts answer while it goes on and has "
+    "policy.generation.expose_http_server, else its newest checkpoint is taken"
+)
+_ENGINE_DEFAULTS: dict[str, Any] = {
+    "name": None,
+    "engine": "transformers",
+    "max_batch_size": 32,
+    "max_length": None,
+    "precision": None,
+    "timeout_s": 600.0,
+    "tool_call_parser": None,
+}
+
+
+def add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    """Have a parser take whether a checkpoint is meant, and not the run."""
+    parser.add_argument(
+        "--checkpoint", action="store_true", help="of a run that goes on: take its newest checkpoint all the same"
+    )
+
+
+def is_answered_by_the_run(arguments: argparse.Namespace) -> bool:
+    """Tell whether the folder is that of a run whose rollouts answer. Raises `TandemError`."""
+    from tandem.coordinator.serving.live_run import answers_itself
+
+    if arguments.checkpoint or not answers_itself(arguments.folder):
+        return False
+    defaults = _ENGINE_DEFAULTS.items()
+    given = [f"--{name.replace('_', '-')}" for name, default in defaults if getattr(arguments, name) != default]
+    if given := [*given, *arguments.overrides]:
+        raise ConfigError(
+            f"{given[0]}: the run in {arguments.folder} goes on and its own rollouts answer, which have their engines; "
+            "--checkpoint serves its newest checkpoint instead"
+        )
+    return True
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
     """Have a parser take what there is to say of the engine that generates."""
     engine = parser.add_argument_group("engine")
     engine.add_argument("--name", help="what requests call the model (default: the folder's name)")
-    engine.add_argument(
-        "--engine", choices=("transformers", "vllm"), default="transformers", help="default: transformers, embedded"
-    )
-    engine.add_argument(
-        "--max-batch-size", type=count, default=32, metavar="N", help="responses at the same time (default: 32)"
-    )
+    engine.add_argument("--engine", choices=("transformers", "vllm"), help="default: transformers, embedded")
+    engine.add_argument("--max-batch-size", type=count, metavar="N", help="responses at the same time (default: 32)")
     engine.add_argument(
         "--max-length",
         type=count,
@@ -53,7 +86,6 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--timeout-s",
         type=number("above 0", lambda number: number > 0),
-        default=600.0,
         metavar="SECONDS",
         help="for one request (default: 600)",
     )
@@ -64,9 +96,12 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         metavar="key=value",
         help="settings of vLLM's: vllm_cfg.tensor_parallel_size=2, vllm_kwargs.ARGUMENT=VALUE",
     )
+    parser.set_defaults(**_ENGINE_DEFAULTS)
 
 
 def _serve(arguments: argparse.Namespace) -> int:
+    if is_answered_by_the_run(arguments):
+        return _serve_run(arguments)
     import msgspec
 
     from tandem.common.network import url_of
@@ -81,13 +116,33 @@ def _serve(arguments: argparse.Namespace) -> int:
         become(msgspec.structs.replace(serving, greeting=greeting, listening=listening.fileno()))
 
 
+def _serve_run(arguments: argparse.Namespace) -> int:
+    from tandem.common.network import url_of
+    from tandem.coordinator.serving.proxy import serve_run
+    from tandem.coordinator.serving.settings import open_port
+
+    run = arguments.folder
+    with open_port(arguments.host, arguments.port, arguments.token) as listening:
+        url = url_of(listening)
+        print(f"serving policy at {url}/v1 (the rollouts of {run}, as long as it goes on); Ctrl-C ends it")
+        print(f"try: {_example(url, 'policy', arguments.token)}", flush=True)
+        if serve_run(run, listening, arguments.token):
+            print(f"the run in {run} has ended; coordinator serve {shlex.quote(str(run))} serves its newest checkpoint")
+    return OK
+
+
 def _greeting(serving: Serving, url: str) -> str:
-    body = f'{{"model": "{serving.name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
-    words = ["curl", f"{url}/v1/chat/completions", "-H", "Content-Type: application/json"]
-    if serving.token is not None:
-        words += ["-H", "Authorization: Bearer TOKEN"]
     return (
         f"serving {serving.name} at {url}/v1 ({serving.engine}, {serving.precision}, {serving.max_batch_size} answers "
         f"at once, at most {serving.max_length} tokens each, prompt included); Ctrl-C ends it\n"
-        f"try: {shlex.join([*words, '-d', body])}"
+        f"try: {_example(url, serving.name, serving.token)}"
     )
+
+
+def _example(url: str, model: str, token: str | None) -> str:
+    """Return a command that asks a server something."""
+    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+    words = ["curl", f"{url}/v1/chat/completions", "-H", "Content-Type: application/json"]
+    if token is not None:
+        words += ["-H", "Authorization: Bearer TOKEN"]
+    return shlex.join([*words, "-d", body])

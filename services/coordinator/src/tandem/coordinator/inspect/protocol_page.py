@@ -35,6 +35,7 @@ _PARTS = (
     messages.PromptGroup,
     messages.Problem,
     messages.SamplingParameters,
+    messages.GuestServer,
     messages.SampleScored,
     messages.RecordedGroup,
     messages.PlannedMesh,

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import signal
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import uvicorn
 
+from tandem.coordinator.http_server import SignalledServer
 from tandem.coordinator.page.beside import END
 from tandem.coordinator.page.server import make_app
 from tandem.coordinator.page.stream import Watch
@@ -38,26 +37,14 @@ def serve(
     asyncio.run(server.serve(sockets=[listener]))
 
 
-class _Server(uvicorn.Server):
-    """Ends when it is asked to, streams included."""
+class _Server(SignalledServer):
+    """Ends its streams as well."""
 
     def __init__(self, config: uvicorn.Config, watch: Watch, *, heeds_signals: bool) -> None:
-        super().__init__(config)
+        super().__init__(config, heeds_signals=heeds_signals, end=END)
         self._watch = watch
-        self._heeds_signals = heeds_signals
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End the streams, or they would be waited for."""
         self._watch.end()
         await super().shutdown(sockets)
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Take a signal as a request to end; uvicorn would raise it once more afterwards."""
-        if not self._heeds_signals:
-            signal.signal(END, self.handle_exit)
-            yield
-            return
-        with super().capture_signals():
-            yield
-            self._captured_signals.clear()

@@ -20,6 +20,7 @@ from tandem.common import signals
 from tandem.common.messages import (
     Attested,
     CheckpointCopied,
+    EngineBuilt,
     Evaluated,
     Generate,
     Generated,
@@ -190,6 +191,8 @@ class Loop:
                 self._step_metrics.trained(event.member, trained)
             case Evaluated() as evaluated:
                 self._step_metrics.evaluated(evaluated)
+            case EngineBuilt() as built:
+                self._onlookers.built(event.member, built)
             case Generated() as generated:
                 self._step_metrics.generated(generated)
             case Refitted() as refitted:
@@ -301,6 +304,7 @@ class Loop:
     def _replace(self, member: str, why: str) -> None:
         """Launch a process in the place of one that is lost, or ask for one if the lost one was started by hand."""
         self._registry.forget(member)
+        self._onlookers.lost(member)
         self._generated.pop(member, None)
         launched = self._processes.restart(member)
         if launched is None:

@@ -1,4 +1,4 @@
-"""What the coordinator says for those who look on: ``live.json``, timeline, curves, and their page.
+"""What the coordinator says for those who look on: ``live.json``, timeline, curves, page, guests.
 
 It takes no part in the run, and nothing that goes wrong with it stops that.
 """
@@ -11,9 +11,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tandem.common.config import Config
-from tandem.common.messages import Failed, Order, Reply
+from tandem.common.messages import EngineBuilt, Failed, Order, Reply
 from tandem.coordinator.page.beside import PageProcess
 from tandem.coordinator.run.curves_file import CurvesFile
+from tandem.coordinator.run.guest_servers import GuestServersFile
 from tandem.coordinator.run.journal import StepRecord
 from tandem.coordinator.run.live_file import LiveFile
 from tandem.coordinator.run.members import Registry
@@ -37,6 +38,7 @@ class Onlookers:
         self._page = page
         self._news: list[str] = []
         self.live = LiveFile(config, folder, steps.stop - 1, history)
+        self._guest_servers = GuestServersFile(folder)
         self._timeline = Timeline(folder, steps.start, self._news.append)
         self._curves: CurvesFile | None = None
         with self._watching_curves():
@@ -51,6 +53,16 @@ class Onlookers:
     def answered(self, reply: Reply | Failed, now: float) -> None:
         """Note that it was carried out, or could not be."""
         self._timeline.answered(reply, now)
+
+    def built(self, member: str, reply: EngineBuilt) -> None:
+        """Note where a rollout answers who is no member of the run, if it does."""
+        if reply.guests is not None:
+            self._guest_servers.open(member, reply.guests)
+            self._news.append(f"{member} answers OpenAI's API at {reply.guests.url}/v1")
+
+    def lost(self, member: str) -> None:
+        """Note that a process is gone."""
+        self._guest_servers.close(member)
 
     def handled(self, event: Event, scheduler: Scheduler) -> None:
         """Note what the run does after an event."""
@@ -79,6 +91,7 @@ class Onlookers:
 
     def close(self) -> None:
         """Say nothing more: how the run ended is in its journal."""
+        self._guest_servers.end()
         self._timeline.close()
         if self._curves is not None:
             self._curves.close()

@@ -102,9 +102,11 @@ def _evaluated(asked: Asked, reply: Evaluated) -> None:
 
 
 def _engine_built(asked: Asked, reply: EngineBuilt) -> None:
-    """`layouts` can be read. The address of `samples_at` is ``tcp://HOST:PORT``."""
+    """`layouts` can be read. The address of `samples_at` is ``tcp://HOST:PORT``, `guests.url` ``http://HOST:PORT``."""
     address = reply.samples_at.address
     must(_ADDRESS.fullmatch(address) is not None, "samples_at.address", address, "tcp://HOST:PORT")
+    guests = "http://h:1" if reply.guests is None else reply.guests.url
+    must(_ADDRESS.fullmatch(guests.replace("http", "tcp", 1)) is not None, "guests.url", guests, "http://HOST:PORT")
     asked.member.num_tensors = tuple(num_tensors_of(f"layouts[{i}]", each) for i, each in enumerate(reply.layouts))
 
 

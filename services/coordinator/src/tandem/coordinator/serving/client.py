@@ -32,6 +32,8 @@ class ChatServer:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"--url {url}: expected an address such as http://127.0.0.1:8000")
         self.url = url
+        self.versions: tuple[int, ...] = ()
+        """Of the weights that have made the last answer, where they change."""
         self._parts = parts
         self._port = parts.port if has_port else None
         self._path = parts.path.rstrip("/").removesuffix("/v1")
@@ -52,6 +54,7 @@ class ChatServer:
 
     def stream(self, messages: Sequence[Mapping[str, str]], **settings: Any) -> Generator[str, None, None]:
         """Yield the pieces of an answer as they come. Raises `ServiceError`."""
+        versions: set[int] = set()
         body = msgspec.json.encode({"messages": messages, "stream": True, **settings})
         with self._asked("POST", "/v1/chat/completions", body) as response:
             for line in response:
@@ -63,6 +66,8 @@ class ChatServer:
                 event = _decoded(data)
                 if "error" in event:
                     raise ServiceError(self.url, "answering", _message(event))
+                versions.update(event.get("weight_versions", ()))
+                self.versions = tuple(sorted(versions))
                 for choice in event.get("choices", []):
                     if piece := choice.get("delta", {}).get("content"):
                         yield str(piece)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tandem.common.errors import ServiceError, nearest
@@ -18,8 +18,16 @@ HELP = ", ".join(f"{command}: {what}" for command, what in _COMMANDS.items())
 class Conversation:
     """What has been said to a server's model, and what is typed next."""
 
-    def __init__(self, server: ChatServer, model: str, system: str | None, settings: Mapping[str, Any]) -> None:
-        self._server = server
+    def __init__(
+        self, find_server: Callable[[], ChatServer], model: str, system: str | None, settings: Mapping[str, Any]
+    ) -> None:
+        """`find_server` returns what answers the next question. Where weights change, it is shown which have answered.
+
+        It may raise `ServiceError`.
+        """
+        self._find_server = find_server
+        self._versions: tuple[int, ...] = ()
+        """Of the weights that have answered last."""
         self._settings = {"model": model, **{name: value for name, value in settings.items() if value is not None}}
         self._beginning = [] if system is None else [{"role": "system", "content": system}]
         self._messages = [*self._beginning]
@@ -60,17 +68,26 @@ class Conversation:
         question = {"role": "user", "content": text}
         said: list[str] = []
         try:
-            with contextlib.closing(self._server.stream([*self._messages, question], **self._settings)) as pieces:
+            server = self._find_server()
+            with contextlib.closing(server.stream([*self._messages, question], **self._settings)) as pieces:
                 for piece in pieces:
                     said.append(piece)
                     print(_printable(piece), end="", flush=True)
             print()
+            self._show_versions(server.versions)
         except KeyboardInterrupt:
             print("\n(stopped)")
         except ServiceError as error:
             print(f"{chr(10) if said else ''}error: {error.what}", file=sys.stderr, flush=True)
             return  # the question was not answered, and the next one does not build on it
         self._messages += [question, {"role": "assistant", "content": "".join(said)}]
+
+    def _show_versions(self, versions: tuple[int, ...]) -> None:
+        """Say which weights have answered, if it is not those that have answered before."""
+        if versions and versions != self._versions:
+            several = "s" if len(versions) > 1 else ""
+            print(f"(weights of step{several} {', '.join(map(str, versions))})")
+        self._versions = versions
 
 
 def _printable(text: str) -> str:

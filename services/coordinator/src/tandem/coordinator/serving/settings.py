@@ -25,8 +25,8 @@ from tandem.common.serving import Serving
 from tandem.common.sources import package_folder
 from tandem.common.tokenizer import load_model_tokenizer
 from tandem.common.vllm_arguments import check_arguments
+from tandem.coordinator.run.found_models import models_in
 from tandem.coordinator.run.model_folder import check_weights, read_json
-from tandem.coordinator.serving.found_model import find_model
 
 LONGEST_BY_DEFAULT = 4096
 """Of a sequence, where the model could do more: memory for keys and values is set aside for the whole batch."""
@@ -44,7 +44,7 @@ class _Given(Section, frozen=True, kw_only=True):
 
 def settings_of(arguments: argparse.Namespace, token: str | None) -> Serving:
     """Return how the model in ``arguments.folder`` is served. Raises `TandemError`; nothing has started then."""
-    found = find_model(arguments.folder)
+    (found,) = models_in(arguments.folder)
     if not any(found.folder.glob("*.safetensors")):
         raise ModelError(f"{found.folder} has a config.json and no weights: there are no *.safetensors")
     try:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import queue
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import msgspec
@@ -29,7 +29,7 @@ from tandem.rollout.agents.episodes import Episode, over
 from tandem.rollout.agents.players import make_player
 from tandem.rollout.agents.programs import Launcher
 from tandem.rollout.agents.session import Session
-from tandem.rollout.engine import Engine
+from tandem.rollout.engine import Completion, Engine
 from tandem.rollout.environments import FaultPolicy, Score, Unscored
 from tandem.rollout.environments.outcomes import Failure, failure_of, timed_out
 from tandem.rollout.openai_api.app import api_routes, read_body, refusal
@@ -56,14 +56,21 @@ class Played(NamedTuple):
 class Agents:
     """The episodes of one rollout process."""
 
-    def __init__(self, config: Config, engine: Engine, tokenizer: Tokenizer, host: str) -> None:
-        """Begin to listen, on `host` if a server elsewhere plays."""
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        host: str,
+        step: Callable[[], list[Completion]] | None = None,
+    ) -> None:
+        """Begin to listen, on `host` if a server elsewhere plays; `step` is as in `EngineDriver`."""
         assert config.agent is not None, "or nobody plays"
         self._config = config
         self._settings = config.agent
         self._tokenizer = tokenizer
         self._faults = FaultPolicy(config)
-        self._driver = EngineDriver(engine)
+        self._driver = EngineDriver(engine, step=step)
         self._ended: queue.SimpleQueue[tuple[Episode, Score | Failure] | Exception] = queue.SimpleQueue()
         self._wanted: set[int] = set()
         """Numbers of the episodes that somebody waits for."""

@@ -160,9 +160,12 @@ class RefittedEngine:
                 f"{self._length_key}={self._max_length}"
             )
 
-    def _stop_strings(self, stop_strings: tuple[str, ...]) -> StopStrings | None:
-        if not stop_strings:
+    def _stop_strings(self, request: Request) -> StopStrings | None:
+        if not request.sampling.stop_strings:
             return None
         if self._detokenizer is None:
             self._detokenizer = load_detokenizer(self._model_folder)
-        return StopStrings(self._detokenizer, stop_strings)
+        stop_strings = StopStrings(self._detokenizer, request.sampling.stop_strings)
+        for token_id in request.prompt_ids[len(request.prompt_ids) - request.num_made :]:
+            stop_strings.push(token_id)
+        return stop_strings

@@ -41,6 +41,8 @@ class Slots:
         """Positions of the slot's sequence that are in the key-value cache."""
         self.last_token_S = np.zeros(num_slots, np.int64)
         """The newest token; it enters the cache in the next step."""
+        self.num_before_S = np.zeros(num_slots, np.int64)
+        """Tokens of the response that were made before the sequence joined."""
         self.num_new_S = np.zeros(num_slots, np.int64)
         self.max_new_S = np.zeros(num_slots, np.int64)
         self.seed_S = np.zeros(num_slots, np.uint64)
@@ -61,6 +63,7 @@ class Slots:
         assert slot < self.num_slots
         sampling = sequence.request.sampling
         self.length_S[slot] = len(sequence.request.prompt_ids)
+        self.num_before_S[slot] = sequence.request.num_made
         self.num_new_S[slot] = 0
         self.max_new_S[slot] = sequence.max_new_tokens
         self.seed_S[slot] = sequence.request.seed

@@ -70,14 +70,16 @@ class TransformersEngine(RefittedEngine):
     def add_request(self, request: Request) -> None:
         """Queue a request; it joins at the next `step` that has room. Raises `DataError` if it can make no token."""
         self._require_room(request)
-        self._queue.append(
-            Sequence(
-                request=request,
-                arrival=self._num_arrived,
-                max_new_tokens=min(request.sampling.max_new_tokens, self._max_length - len(request.prompt_ids)),
-                stop_strings=self._stop_strings(request.sampling.stop_strings),
-            )
+        sequence = Sequence(
+            request=request,
+            arrival=self._num_arrived,
+            max_new_tokens=min(request.sampling.max_new_tokens, self._max_length - len(request.prompt_ids)),
+            stop_strings=self._stop_strings(request),
         )
+        if request.is_guest:
+            self._queue.appendleft(sequence)
+        else:
+            self._queue.append(sequence)
         self._num_arrived += 1
 
     def step(self) -> list[Completion]:
@@ -96,7 +98,7 @@ class TransformersEngine(RefittedEngine):
         num = slots.num_running
         token_R, logprob_R = draw(
             logits_RV,
-            uniforms(slots.seed_S[:num], slots.num_new_S[:num]),
+            uniforms(slots.seed_S[:num], slots.num_before_S[:num] + slots.num_new_S[:num]),
             slots.temperature_S[:num],
             slots.top_k_S[:num],
             slots.top_p_S[:num],

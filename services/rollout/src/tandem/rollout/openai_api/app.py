@@ -48,6 +48,8 @@ Find = Callable[[Request], ServedModel]
 _BODY_S = 60.0
 """For a request's body to arrive."""
 _JSON = "application/json"
+_HEADERS = {401: {"www-authenticate": "Bearer"}, 429: {"retry-after": "1"}, 503: {"retry-after": "1"}}
+"""Of refusals; seconds."""
 T = TypeVar("T")
 Begin = Callable[[ServedModel, bytes], tuple[ChatRequest | CompletionRequest, Job, View]]
 """Reads a request's body."""
@@ -216,7 +218,7 @@ async def read_body(request: Request, most: int = MAX_BODY_BYTES) -> bytes:
 
 def refusal(error: Refused) -> Response:
     """Return the answer that says so."""
-    headers = {"www-authenticate": "Bearer"} if error.status == 401 else None
+    headers = _HEADERS.get(error.status)
     return Response(error.encode(), status_code=error.status, media_type=_JSON, headers=headers)
 
 

@@ -67,6 +67,7 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     token_ids: list[int]
     logprobs: list[float]
+    versions: list[int] = []
     finish_reason: FinishReason | None
     tool_calls: list[ToolCall] = []
 
@@ -157,7 +158,12 @@ class Growing:
             if reason == "stop" and self._calls.has_calls:
                 reason = "tool_calls"
         return Piece(
-            text=text, token_ids=chunk.token_ids, logprobs=chunk.logprobs, finish_reason=reason, tool_calls=calls
+            text=text,
+            token_ids=chunk.token_ids,
+            logprobs=chunk.logprobs,
+            versions=chunk.versions,
+            finish_reason=reason,
+            tool_calls=calls,
         )
 
 
@@ -209,6 +215,7 @@ def joined(pieces: Sequence[Piece]) -> Piece:
         text="".join(piece.text for piece in pieces),
         token_ids=[token_id for piece in pieces for token_id in piece.token_ids],
         logprobs=[logprob for piece in pieces for logprob in piece.logprobs],
+        versions=[version for piece in pieces for version in piece.versions],
         finish_reason=pieces[-1].finish_reason,
         tool_calls=[call for piece in pieces for call in piece.tool_calls],
     )
@@ -248,6 +255,7 @@ class ChatView:
             choices=choices,
             usage=_usage(self._job, sum(len(piece.token_ids) for piece in pieces)),
             prompt_token_ids=_shown_ids(self._request, self._job.prompts[0]),
+            weight_versions=_versions(self._model, pieces),
         )
 
     def begin(self) -> Iterator[ChatChunk]:
@@ -267,7 +275,7 @@ class ChatView:
             finish_reason=None if calls else piece.finish_reason,
             token_ids=_shown_ids(self._request, piece.token_ids),
         )
-        yield self._chunk([choice])
+        yield self._chunk([choice], weight_versions=_versions(self._model, [piece]))
         for call in calls:
             for delta in _deltas(self._num_calls[number], call):
                 yield self._chunk([ChatChunkChoice(index=number, delta=Delta(tool_calls=[delta]))])
@@ -286,6 +294,7 @@ class ChatView:
         *,
         usage: Usage | None = None,
         prompt_token_ids: list[int] | UnsetType = UNSET,
+        weight_versions: list[int] | UnsetType = UNSET,
     ) -> ChatChunk:
         return ChatChunk(
             id=self._id,
@@ -294,6 +303,7 @@ class ChatView:
             choices=choices,
             usage=usage if self._request.wants_usage else UNSET,
             prompt_token_ids=prompt_token_ids,
+            weight_versions=weight_versions,
         )
 
     def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
@@ -327,7 +337,8 @@ class CompletionView:
     def answer(self, pieces: Sequence[Piece]) -> CompletionAnswer:
         """Return the whole answer."""
         choices = [self._choice(number, piece, is_first=True) for number, piece in enumerate(pieces)]
-        return self._answer(choices, _usage(self._job, sum(len(piece.token_ids) for piece in pieces)))
+        usage = _usage(self._job, sum(len(piece.token_ids) for piece in pieces))
+        return self._answer(choices, usage, _versions(self._model, pieces))
 
     def begin(self) -> Iterator[CompletionAnswer]:
         """Yield what a stream begins with: nothing, but where token ids are asked for."""
@@ -338,19 +349,31 @@ class CompletionView:
 
     def chunks(self, number: int, piece: Piece) -> Iterator[CompletionAnswer]:
         """Yield a part of a stream."""
-        yield self._part([self._choice(number, piece, is_first=False)])
+        yield self._part([self._choice(number, piece, is_first=False)], _versions(self._model, [piece]))
 
     def end(self, num_tokens: int) -> Iterator[CompletionAnswer]:
         """Yield what a stream ends with."""
         if self._request.wants_usage:
             yield self._answer([], _usage(self._job, num_tokens))
 
-    def _part(self, choices: list[CompletionChoice]) -> CompletionAnswer:
-        return self._answer(choices, None if self._request.wants_usage else UNSET)
+    def _part(
+        self, choices: list[CompletionChoice], weight_versions: list[int] | UnsetType = UNSET
+    ) -> CompletionAnswer:
+        return self._answer(choices, None if self._request.wants_usage else UNSET, weight_versions)
 
-    def _answer(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> CompletionAnswer:
+    def _answer(
+        self,
+        choices: list[CompletionChoice],
+        usage: Usage | UnsetType | None,
+        weight_versions: list[int] | UnsetType = UNSET,
+    ) -> CompletionAnswer:
         return CompletionAnswer(
-            id=self._id, created=self._created, model=self._model.name, choices=choices, usage=usage
+            id=self._id,
+            created=self._created,
+            model=self._model.name,
+            choices=choices,
+            usage=usage,
+            weight_versions=weight_versions,
         )
 
     def _choice(self, number: int, piece: Piece, *, is_first: bool) -> CompletionChoice:
@@ -402,6 +425,11 @@ def _message(piece: Piece) -> AnswerMessage:
 
 def _shown_ids(request: Generating, token_ids: list[int]) -> list[int] | UnsetType:
     return token_ids if request.return_token_ids else UNSET
+
+
+def _versions(model: ServedModel, pieces: Sequence[Piece]) -> list[int] | UnsetType:
+    """Return the versions of the weights that have made these tokens, where they change."""
+    return sorted({version for piece in pieces for version in piece.versions}) if model.shows_versions else UNSET
 
 
 def _usage(job: Job, num_tokens: int) -> Usage:

@@ -13,13 +13,15 @@ import contextlib
 import itertools
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+
+import msgspec
 
 from tandem.common.errors import DataError
 from tandem.common.messages import SamplingParameters
 from tandem.rollout.engine import Completion, Engine, Request, Tokens
 from tandem.rollout.openai_api.generator import Chunk
-from tandem.rollout.openai_api.refusals import Refused
+from tandem.rollout.openai_api.refusals import Refused, unavailable
 
 _MAX_UNFINISHED = 4096
 """Responses that run or wait, of all requests together."""
@@ -28,22 +30,46 @@ _MAX_UNFINISHED = 4096
 class _Stream:
     """Where the chunks of one response go."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, request: Request) -> None:
         self.loop = loop
+        self.request = request
+        """What the engine has to do yet, by a number that it has not had before."""
         self.chunks: asyncio.Queue[Chunk | Refused] = asyncio.Queue()
         self.num_sent = 0
-        """Tokens."""
+        """Tokens that the engine has made of it, since it has it."""
 
 
 class EngineDriver:
     """Generates with an engine; the events above say which thread does what."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        step: Callable[[], list[Completion]] | None = None,
+        notify: Callable[[], None] | None = None,
+        most_at_once: int = _MAX_UNFINISHED,
+        for_guests: bool = False,
+    ) -> None:
+        """Have the engine to itself, or share it.
+
+        Args:
+            engine: makes the tokens.
+            step: what has it make the next, where others have requests in it: `Engine.step`, with `hand_out` of each.
+            notify: called by the event loop when there is something to do.
+            most_at_once: responses that the engine has at the same time; others wait here.
+            for_guests: whether requests come from outside the run. Their numbers are negative, and no others are.
+
+        """
         self._engine = engine
-        self._numbers = itertools.count()
+        self._step = step or (lambda: engine.step())
+        self._notify = notify or (lambda: None)
+        self._most_at_once = most_at_once
+        self._for_guests = for_guests
+        self._numbers = itertools.count(-1, -1) if for_guests else itertools.count()
         self._changed = threading.Condition()
-        self._arrived: deque[tuple[Request, _Stream]] = deque()
-        self._left: set[int] = set()
+        self._arrived: deque[_Stream] = deque()
+        self._left: set[_Stream] = set()
         self._closed: Refused | None = None
         self._streams: dict[int, _Stream] = {}
         """Of the requests that the engine has."""
@@ -54,15 +80,25 @@ class EngineDriver:
         """Responses that are awaited."""
         return self._num_unfinished
 
+    @property
+    def num_running(self) -> int:
+        """Responses that the engine has."""
+        return len(self._streams)
+
     # --- called by the event loop ------------------------------------------------------------------------------------
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: SamplingParameters, seed: int
     ) -> AsyncGenerator[Chunk, None]:
         """Yield a response as it is made; see `tandem.rollout.openai_api.generator.Generator`."""
-        stream = _Stream(asyncio.get_running_loop())
-        number = next(self._numbers)
-        request = Request(request_id=number, prompt_ids=tuple(prompt_ids), sampling=sampling, seed=seed)
+        request = Request(
+            request_id=next(self._numbers),
+            prompt_ids=tuple(prompt_ids),
+            sampling=sampling,
+            seed=seed,
+            is_guest=self._for_guests,
+        )
+        stream = _Stream(asyncio.get_running_loop(), request)
         with self._changed:
             if self._closed is not None:
                 raise self._closed
@@ -70,8 +106,9 @@ class EngineDriver:
                 what = f"{self._num_unfinished} responses are being made or wait: ask again later"
                 raise Refused(what, status=429, kind="rate_limit_error", code="overloaded")
             self._num_unfinished += 1
-            self._arrived.append((request, stream))
+            self._arrived.append(stream)
             self._changed.notify()
+        self._notify()
         is_finished = False
         try:
             while not is_finished:
@@ -84,8 +121,9 @@ class EngineDriver:
             with self._changed:
                 self._num_unfinished -= 1
                 if not is_finished:
-                    self._left.add(number)
+                    self._left.add(stream)
                     self._changed.notify()
+            self._notify()
 
     # --- called by the thread that drives the engine -----------------------------------------------------------------
 
@@ -97,58 +135,94 @@ class EngineDriver:
 
     def work(self) -> None:
         """Make one token for every response. Raises what the engine raises, which nobody gets a response after."""
+        self.admit()
+        if self._streams:
+            self.hand_out(self._step())
+
+    def admit(self) -> None:
+        """Give the engine the requests that have come, and take those out that nobody waits for any more."""
         with self._changed:
-            arrived, left = [*self._arrived], {*self._left}
-            self._arrived.clear()
-            self._left.clear()
+            left, self._left = self._left, set()
+            waiting = [stream for stream in self._arrived if stream not in left]
+            gone = [number for number, stream in self._streams.items() if stream in left]
+            num_joining = max(0, self._most_at_once - len(self._streams) + len(gone))
+            self._arrived = deque(waiting[num_joining:])
+        for number in gone:
+            del self._streams[number]
+            self._engine.abort(number)
         sent: list[tuple[_Stream, Chunk | Refused]] = []
-        for request, stream in arrived:
-            if request.request_id in left:
-                continue
+        for stream in waiting[:num_joining]:
             try:
-                self._engine.add_request(request)
-                self._streams[request.request_id] = stream
+                self._engine.add_request(stream.request)
+                self._streams[stream.request.request_id] = stream
             except DataError as error:
                 sent.append((stream, Refused(str(error))))
-        for number in left:
-            if self._streams.pop(number, None) is not None:
-                self._engine.abort(number)
-        if self._streams:
-            sent += self._step()
         _send(sent)
 
-    def drop(self, why: str) -> None:
-        """Take all requests out of the engine, and tell who waits for them; others may follow."""
-        for number in self._streams:
-            self._engine.abort(number)
-        self._refuse_all(Refused(why, status=503, kind="server_error", code="unavailable"))
-
-    def close(self, why: str) -> None:
-        """Tell all who wait, and all who will ask, that nothing more is generated."""
-        refused = Refused(why, status=503, kind="server_error", code="unavailable")
-        with self._changed:
-            self._closed = refused
-        self._refuse_all(refused)
-
-    def _refuse_all(self, refused: Refused) -> None:
-        with self._changed:
-            streams = [*self._streams.values(), *(stream for _, stream in self._arrived)]
-            self._streams.clear()
-            self._arrived.clear()
-        _send([(stream, refused) for stream in streams])
-
-    def _step(self) -> list[tuple[_Stream, Chunk | Refused]]:
+    def hand_out(self, completions: Sequence[Completion]) -> list[Completion]:
+        """Send what the engine has made to who waits for it; return what has finished of others."""
         sent: list[tuple[_Stream, Chunk | Refused]] = []
-        for completion in self._engine.step():
+        others = []
+        for completion in completions:
             stream = self._streams.pop(completion.request_id, None)
-            if stream is not None:
+            if stream is None:
+                others.append(completion)
+            else:
                 sent.append((stream, _last_chunk(completion, stream.num_sent)))
         starts = {number: stream.num_sent for number, stream in self._streams.items()}
         for number, tokens in self._engine.made(starts).items():
             if len(tokens.token_ids_T):
                 self._streams[number].num_sent += len(tokens.token_ids_T)
                 sent.append((self._streams[number], _chunk(tokens)))
-        return sent
+        _send(sent)
+        return others
+
+    def suspend(self) -> None:
+        """Take all requests out of the engine, which does something else now; `admit` has them go on."""
+        waiting = []
+        for number, stream in self._streams.items():
+            made = self._engine.abort(number)
+            if made is not None and len(made.token_ids_T):
+                stream.request = self._rest_of(stream.request, made)
+                stream.num_sent = 0
+            waiting.append(stream)
+        self._streams.clear()
+        with self._changed:
+            self._arrived.extendleft(reversed(waiting))
+
+    def drop(self, why: str) -> None:
+        """Take all requests out of the engine, and tell who waits for them; others may follow."""
+        for number in self._streams:
+            self._engine.abort(number)
+        self._refuse_all(unavailable(why))
+
+    def close(self, why: str) -> None:
+        """Tell all who wait, and all who will ask, that nothing more is generated."""
+        refused = unavailable(why)
+        with self._changed:
+            self._closed = refused
+        self._refuse_all(refused)
+
+    def _refuse_all(self, refused: Refused) -> None:
+        with self._changed:
+            streams = [*self._streams.values(), *self._arrived]
+            self._streams.clear()
+            self._arrived.clear()
+        _send([(stream, refused) for stream in streams])
+
+    def _rest_of(self, request: Request, made: Completion) -> Request:
+        """Return what is left of a request."""
+        num_tokens = len(made.token_ids_T)
+        sampling = msgspec.structs.replace(
+            request.sampling, max_new_tokens=request.sampling.max_new_tokens - num_tokens
+        )
+        return msgspec.structs.replace(
+            request,
+            request_id=next(self._numbers),
+            prompt_ids=(*request.prompt_ids, *made.token_ids_T.tolist()),
+            sampling=sampling,
+            num_made=request.num_made + num_tokens,
+        )
 
 
 def _chunk(tokens: Tokens) -> Chunk:

@@ -54,6 +54,7 @@ class ServedModel:
         stop_token_ids: Sequence[int] = (),
         aliases: Sequence[str] = (),
         tool_call_parser: ToolCallParser | None = None,
+        shows_versions: bool = False,
     ) -> None:
         """Describe it.
 
@@ -66,10 +67,12 @@ class ServedModel:
             stop_token_ids: those that end a response, beside the tokenizer's end of a sequence.
             aliases: other names for it.
             tool_call_parser: how it writes calls of tools; None where they stay text.
+            shows_versions: whether answers say which versions of the weights have made them.
 
         """
         self.name = name
         self.aliases = tuple(aliases)
+        self.shows_versions = shows_versions
         self.tokenizer = tokenizer
         self.generator = generator
         self.max_length = max_length

@@ -391,6 +391,8 @@ class ChatAnswer(Struct, frozen=True, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | UnsetType = UNSET
+    weight_versions: list[int] | UnsetType = UNSET
+    """Of a run that goes on: the versions of the weights that have made its tokens."""
 
 
 class FunctionDelta(Struct, frozen=True, kw_only=True):
@@ -438,6 +440,8 @@ class ChatChunk(Struct, frozen=True, kw_only=True):
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     """In the first of a stream."""
+    weight_versions: list[int] | UnsetType = UNSET
+    """Of a run that goes on: the versions of the weights that have made its tokens."""
 
 
 class CompletionChoice(Struct, frozen=True, kw_only=True):
@@ -460,6 +464,8 @@ class CompletionAnswer(Struct, frozen=True, kw_only=True):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
+    weight_versions: list[int] | UnsetType = UNSET
+    """Of a run that goes on: the versions of the weights that have made its tokens."""
 
 
 class ModelCard(Struct, frozen=True, kw_only=True):

@@ -53,6 +53,11 @@ def unauthorised() -> Refused:
     )
 
 
+def unavailable(why: str) -> Refused:
+    """Return the refusal of what is not done now."""
+    return Refused(why, status=503, kind="server_error", code="unavailable")
+
+
 def too_late(deadline_s: float) -> Refused:
     """Return what is said when a deadline has passed."""
     return Refused(f"not done within {deadline_s:g} s", status=504, kind="timeout_error", code="deadline_exceeded")

@@ -50,6 +50,8 @@ class VllmCfg(Section, frozen=True, kw_only=True):
     """Run without CUDA graphs; on a CPU there are none."""
     async_engine: bool = False
     """The same as `policy.generation.async_engine`, where NeMo-RL has it; whatever the engine."""
+    expose_http_server: bool = False
+    """The same as `policy.generation.expose_http_server`, where NeMo-RL has it; whatever the engine."""
 
     @property
     def num_workers(self) -> int:
@@ -108,6 +110,10 @@ class Generation(Section, frozen=True, kw_only=True):
     """Let samples go on as soon as the environment has answered them, while the engine generates others, and assign
     prompts to the engine with the fewest outstanding tokens. Without it the engine waits for answers, and prompts are
     pinned to engines in turn: then a run can be repeated to the bit."""
+    expose_http_server: bool = False
+    """Have every rollout process answer OpenAI's API while the run goes on, with the weights that it holds:
+    `coordinator serve` and `coordinator chat` of the run folder are then answered by the run itself. What is asked gets
+    what training leaves of the engines, and changes nothing of it."""
     generation_timeout: PositiveFloat | None = None
     """New. Seconds that an engine without work waits for others before it takes over their prompts; null means for
     ever. Needs `async_engine`."""
@@ -120,3 +126,8 @@ class Generation(Section, frozen=True, kw_only=True):
     def is_async(self) -> bool:
         """Whether `async_engine` is on, at either place."""
         return self.async_engine or self.vllm_cfg.async_engine
+
+    @property
+    def has_guests(self) -> bool:
+        """Whether `expose_http_server` is on, at either place."""
+        return self.expose_http_server or self.vllm_cfg.expose_http_server

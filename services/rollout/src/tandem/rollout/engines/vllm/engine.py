@@ -115,12 +115,12 @@ class VllmEngine(RefittedEngine):
 
         self._require_room(request)
         sampling = request.sampling
-        stop_strings = self._stop_strings(sampling.stop_strings)
+        stop_strings = self._stop_strings(request)
         params = SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
-            seed=request.seed,
+            seed=(request.seed + request.num_made) % 2**64,
             max_tokens=min(sampling.max_new_tokens, self._max_length - len(request.prompt_ids)),
             stop_token_ids=list(sampling.stop_token_ids),
             ignore_eos=True,
@@ -129,9 +129,10 @@ class VllmEngine(RefittedEngine):
             output_kind=RequestOutputKind.DELTA,
         )
         # The salt is a part of what cached keys and values are found by.
-        salt = f"update {self._num_updates}"
+        salt = f"{'guests of ' if request.is_guest else ''}update {self._num_updates}"
         prompt = {"type": "token", "prompt_token_ids": list(request.prompt_ids), "cache_salt": salt}
-        self._llm.engine.add_request(str(request.request_id), prompt, params)
+        priority = -1 if request.is_guest else 0  # the lower one goes first, where ``scheduling_policy`` is priority
+        self._llm.engine.add_request(str(request.request_id), prompt, params, priority=priority)
         self._sequences[request.request_id] = _Sequence(request, self._num_arrived, stop_strings)
         self._num_arrived += 1
 

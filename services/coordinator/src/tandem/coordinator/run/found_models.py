@@ -1,0 +1,111 @@
+"""Find the models in a folder: one of Hugging Face's, a checkpoint, several, or a run that has some."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from tandem.common.config import Config, config_from_json
+from tandem.common.errors import CheckpointError, ModelError, RunFolderError, nearest
+from tandem.coordinator.run.checkpoints import CheckpointFolder
+from tandem.coordinator.run.journal import read_journal
+from tandem.coordinator.run.journal_file import JOURNAL_NAME
+from tandem.coordinator.run.replay import checkpoints_of, config_of
+
+Which: TypeAlias = Literal["newest", "best", "all"]
+"""The checkpoints that count, of several."""
+_POLICY = "policy"
+_CONFIG = "config.json"
+_MAX_LISTED = 5
+
+
+class FoundModel(msgspec.Struct, frozen=True):
+    """A model."""
+
+    folder: Path
+    """Where its files are."""
+    name: str
+    """What to call it."""
+    label: Path
+    """What people call its folder."""
+
+
+def models_in(folder: Path, which: Which = "newest") -> list[FoundModel]:
+    """Return the models in a folder, in order; of checkpoints the newest, the best, or all.
+
+    Raises `TandemError` if there is none.
+    """
+    if (folder / _CONFIG).is_file():
+        path = folder.resolve()
+        is_policy = path.name == _POLICY and path.parent.name.startswith("step_")
+        return [FoundModel(folder, path.parent.name if is_policy else path.name, folder)]
+    if (folder / _POLICY / _CONFIG).is_file():
+        return [FoundModel(folder / _POLICY, folder.resolve().name, folder)]
+    if (folder / JOURNAL_NAME).is_file():
+        return _of_run(folder, which)
+    if (checkpoints := CheckpointFolder(folder, keep_top_k=None, higher_is_better=True)).steps():
+        return _of_checkpoints(folder, checkpoints, which, None)
+    if folder.is_file():
+        raise ModelError(f"{folder}: it is a file, and no folder with a model")
+    if not folder.is_dir():
+        raise ModelError(f"{folder}: there is no such folder{_hint(folder)}")
+    raise ModelError(
+        f"{folder} holds no model: no {_CONFIG}, no checkpoint's {_POLICY}/, no checkpoint step_N and no "
+        f"{JOURNAL_NAME} of a run{_hint(folder)}"
+    )
+
+
+def _of_run(run: Path, which: Which) -> list[FoundModel]:
+    with read_journal(run) as journal:
+        config = config_of(journal)
+    checkpoints = checkpoints_of(run, config)
+    if not checkpoints.steps():
+        when = f"every {config.checkpointing.save_period} steps" if config.checkpointing.enabled else "never"
+        raise RunFolderError(
+            f"{run} has no checkpoint: the run saves {when} (checkpointing.enabled, checkpointing.save_period)"
+        )
+    name = run.resolve().name
+    found = _of_checkpoints(run, checkpoints, which, config)
+    return [msgspec.structs.replace(each, name=f"{name}-{each.name}") for each in found]
+
+
+def _of_checkpoints(path: Path, checkpoints: CheckpointFolder, which: Which, config: Config | None) -> list[FoundModel]:
+    steps, found = checkpoints.steps(), []
+    chosen = {"newest": steps[-1:], "all": steps}.get(which) or [_best(checkpoints, steps, config)]
+    for folder in map(checkpoints.folder_of, chosen):
+        if not (folder / _POLICY / _CONFIG).is_file():
+            raise CheckpointError(f"{folder} is not whole: it has no {_POLICY}/{_CONFIG}; name another checkpoint")
+        label = folder if folder.is_relative_to(path) else path / folder.name
+        found.append(FoundModel(folder / _POLICY, folder.name, label))
+    return found
+
+
+def _best(checkpoints: CheckpointFolder, steps: Sequence[int], config: Config | None) -> int:
+    """Return the step of the best checkpoint, by what they are ranked by."""
+    records = {step: checkpoints.read_record(step) for step in steps}
+    ranked = {step: record.metric for step, record in records.items() if record.metric is not None}
+    if not ranked:
+        folder = checkpoints.folder_of(steps[0]).parent
+        raise ModelError(f"no checkpoint in {folder} has the metric that ranks them; choose newest (--checkpoints)")
+    config = config or config_from_json(records[steps[-1]].config_json.encode())
+    sign = 1 if config.checkpointing.higher_is_better else -1
+    return max(ranked, key=lambda step: (sign * ranked[step], step))
+
+
+def _hint(folder: Path) -> str:
+    """Say which folders there are that have a model, and which of them is meant."""
+    inside = sorted(map(str, _with_models(folder)))
+    if inside:
+        return f"; in it {', '.join(inside[:_MAX_LISTED])} {'does' if len(inside) == 1 else 'do'}"
+    return nearest(str(folder), map(str, _with_models(folder.parent)))
+
+
+def _with_models(folder: Path) -> Iterator[Path]:
+    if folder.is_dir():
+        for path in folder.iterdir():
+            marks = (path / _CONFIG, path / _POLICY / _CONFIG, path / JOURNAL_NAME)
+            if any(mark.is_file() for mark in marks):
+                yield path

@@ -1,0 +1,104 @@
+"""Guests: requests from outside the run, which get what training leaves of the engine.
+
+Two threads meet here, as in `tandem.rollout.openai_api.driver`: one answers HTTP, the one that drives the engine calls
+everything else of `Guests`. In a run that can be repeated to the bit, guests and samples are never in the engine
+together: guests have it while it has no samples to make (`work`), and are taken out before it has (`pause`); they go on
+from what they have afterwards. In one whose samples join and leave the engine as time will have it, a few guests run
+beside them (`admit`, `hand_out`).
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tandem.common.config import Config
+from tandem.common.messages import GuestServer
+from tandem.common.model_sizes import vocabulary_size
+from tandem.common.network import is_loopback
+from tandem.common.tokenizer import Tokenizer
+from tandem.rollout.engine import Completion, Engine
+from tandem.rollout.openai_api.app import make_app, only_with
+from tandem.rollout.openai_api.driver import EngineDriver
+from tandem.rollout.openai_api.generator import ServedModel
+from tandem.rollout.openai_api.server import HttpServer, listen
+
+MODEL = "policy"
+"""What guests call the model; by the run's folder and by the model that it began with as well."""
+_BESIDE_SAMPLES = 4
+"""Responses that are made at once for guests beside samples."""
+_AT_ONCE = 64
+"""The same, where there are none."""
+_DEADLINE_S = 600.0
+"""Of a request, the time included in which the engine does other things."""
+
+
+class Guests:
+    """The endpoint of one rollout process."""
+
+    def __init__(
+        self, config: Config, engine: Engine, tokenizer: Tokenizer, host: str, notify: Callable[[], None]
+    ) -> None:
+        """Begin to listen; `notify` is called when there is something to do."""
+        generation = config.policy.generation
+        is_beside = generation.is_async
+        self._driver = EngineDriver(
+            engine, notify=notify, most_at_once=_BESIDE_SAMPLES if is_beside else _AT_ONCE, for_guests=True
+        )
+        run = config.logger.log_dir
+        model = ServedModel(
+            MODEL,
+            tokenizer,
+            self._driver,
+            max_length=config.policy.max_total_sequence_length,
+            vocabulary=vocabulary_size(config.policy),
+            stop_token_ids=generation.stop_token_ids or (),
+            aliases=[*dict.fromkeys([run, Path(run).resolve().name, config.policy.model_name])],
+            shows_versions=True,
+        )
+        token = "" if is_loopback(host) else secrets.token_urlsafe(24)
+        app = make_app(only_with(token or None, model), deadline_s=_DEADLINE_S)
+        self._server = HttpServer(app, listen(host, 0))
+        self.address = GuestServer(url=self._server.url, token=token)
+
+    @property
+    def num_running(self) -> int:
+        """Requests of theirs that the engine has."""
+        return self._driver.num_running
+
+    def work(self) -> bool:
+        """Have a token made for each of them; tell whether there is more to do. The engine has no other requests."""
+        if not self._driver.num_unfinished and not self._driver.num_running:
+            return False
+        try:
+            self._driver.work()
+        except Exception as error:  # the run finds out for itself
+            print(f"guests are sent away: {error}", file=sys.stderr, flush=True)
+            self._driver.drop(f"the engine has failed: {error}")
+        return self._driver.num_unfinished > 0
+
+    def work_for(self, seconds: float) -> None:
+        """Go on for so long, or until there is nothing to do."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and self.work():
+            pass
+
+    def pause(self) -> None:
+        """Take them out of the engine until they are worked for again."""
+        self._driver.suspend()
+
+    def admit(self) -> None:
+        """Put them into the engine beside other requests."""
+        self._driver.admit()
+
+    def hand_out(self, completions: Sequence[Completion]) -> list[Completion]:
+        """Send guests what the engine has made for them; return what has finished of others."""
+        return self._driver.hand_out(completions)
+
+    def close(self) -> None:
+        """Send them away: the run ends, or this process."""
+        self._driver.close("the run has ended, or this rollout has")
+        self._server.close()

@@ -1,0 +1,144 @@
+"""Guests of a rollout: requests from outside the run, which get what training leaves of its engine.
+
+The embedded engine and the real vLLM (`tests/vllm`) are both tested so.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+import torch
+from rollout_harness import CHARACTERS, Rollout, tokens_of
+
+from tandem.common.batch import SampleArrays
+from tandem.common.messages import SampleScored
+
+Samples = dict[tuple[int, int], tuple[SampleScored, SampleArrays]]
+Start = Callable[..., Rollout]
+WAIT_S = 120.0
+DISJOINT = {"colocated": {"enabled": False}}
+"""The engine has a device of its own: it is free while nothing is generated."""
+
+
+class Guest:
+    """A client in a thread of its own, while this one drives the service."""
+
+    def __init__(self, rollout: Rollout) -> None:
+        assert rollout.guests is not None
+        self._rollout = rollout
+        self._pool = ThreadPoolExecutor(8)
+        self._client = openai.OpenAI(base_url=f"{rollout.guests.url}/v1", api_key="none", max_retries=0, timeout=WAIT_S)
+
+    def __enter__(self) -> Guest:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        guests = self._rollout.service._guests
+        assert guests is not None
+        guests._driver.drop("the test is over")  # where it has failed, somebody may wait
+        self._client.close()
+        self._pool.shutdown()
+
+    def ask(self, **how: Any) -> Future[Any]:
+        """Ask for a completion, token ids and log-probabilities included."""
+        settings = {"max_tokens": 40, "seed": 5, "logprobs": 0, "prompt": "1u2", **how}
+        extra = {"return_token_ids": True, "ignore_eos": True}
+        return self._pool.submit(lambda: self._client.completions.create(model="policy", extra_body=extra, **settings))
+
+    def answer(self, asked: Future[Any]) -> Any:
+        """Drive the service until there is the answer."""
+        while not asked.done():
+            self._rollout.service.work()
+        return asked.result()
+
+
+def the_same(left: Samples, right: Samples) -> bool:
+    """Tell whether samples are the same to the bit."""
+    return left.keys() == right.keys() and all(
+        np.array_equal(frame, other, equal_nan=True)
+        for key, (_, arrays) in left.items()
+        for frame, other in zip(arrays.to_frames().values(), right[key][1].to_frames().values(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("placement", [{}, DISJOINT], ids=["colocated", "disjoint"])
+def test_samples_are_the_same_to_the_bit_whoever_asks_meanwhile(start: Start, placement: dict[str, Any]) -> None:
+    def steps(rollout: Rollout) -> list[Samples]:
+        made = []
+        for number in range(6):
+            groups = [rollout.group(number * 3 + each, range(3)) for each in range(3)]
+            made.append(rollout.run(*groups, max_new_tokens=30))
+            for _ in range(3):  # guests have the engine for a moment, if it is theirs
+                rollout.service.work()
+            rollout.refit(number + 1)
+        return made
+
+    alone = steps(start(guests=False, **placement))
+    rollout = start(**placement)
+    with Guest(rollout) as guest:
+        asked = [guest.ask(seed=seed) for seed in range(4)]
+        until(lambda: rollout.service._guests is not None and rollout.service._guests._driver.num_unfinished == 4)
+        together = steps(rollout)
+        assert all(map(the_same, alone, together))
+        if placement:  # the engine is theirs now
+            answers = [guest.answer(each) for each in asked]
+            versions = {version for answer in answers for version in answer.weight_versions}
+            assert len(versions) > 1, "some of it was made between steps"
+            assert all(answer.usage.completion_tokens == 40 for answer in answers)
+        else:
+            assert any(stream.request.num_made for stream in rollout.service._guests._driver._arrived)  # type: ignore[union-attr]
+            assert not any(each.done() for each in asked), "the device is training's now"
+            rollout.service.close()
+            assert all(isinstance(each.exception(WAIT_S), openai.InternalServerError) for each in asked)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "it does not come"
+        time.sleep(0.001)
+
+
+def test_guests_run_beside_samples_where_these_join_and_leave_at_any_time(start: Start) -> None:
+    rollout = start(async_engine=True, **DISJOINT)
+    alone = tokens_of(rollout.run(rollout.group(0, range(12)), max_new_tokens=60, ends=False))
+    with Guest(rollout) as guest:
+        rollout.start(rollout.group(0, range(12)), max_new_tokens=60, ends=False)  # more than there are slots
+        asked = guest.ask(max_tokens=20)
+        answer = guest.answer(asked)
+        assert rollout.service._generations, "it did not wait for them"
+        assert len(answer.choices[0].token_ids) == 20
+        assert tokens_of(rollout.finish()) == alone
+
+
+def test_weights_change_in_the_middle_of_an_answer(start: Start) -> None:
+    rollout = start(**DISJOINT)
+    with Guest(rollout) as guest:
+        asked = guest.ask(max_tokens=100)
+        until(lambda: rollout.service.work() and rollout.service._guests is not None)
+        with torch.no_grad():
+            for parameter in rollout.model.parameters():
+                parameter.mul_(1.5)
+        rollout.refit(1)
+        assert guest.answer(asked).weight_versions == [0, 1]
+        assert guest.answer(guest.ask()).weight_versions == [1]
+
+
+def test_guests_are_told_what_is_wrong_and_whom_they_talk_to(start: Start) -> None:
+    rollout = start(**DISJOINT)
+    assert rollout.guests is not None
+    assert rollout.guests.url.startswith("http://127.0.0.1:")
+    assert not rollout.guests.token, "on loopback nobody needs one"
+    with Guest(rollout) as guest:
+        (known,) = {model.root for model in guest._client.models.list()}
+        assert known == "policy"
+        with pytest.raises(openai.BadRequestError, match="the maximum context length is 200 tokens"):
+            guest.answer(guest.ask(prompt=CHARACTERS[0] * 300))
+        with pytest.raises(openai.NotFoundError, match="there is 'policy'"):
+            guest._client.completions.create(model="nobody", prompt="1")
