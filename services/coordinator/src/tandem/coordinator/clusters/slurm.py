@@ -109,10 +109,11 @@ if [ "${{SLURM_RESTART_COUNT:-0}}" -gt 0 ] && [ -e "$run/{journal}" ]; then how=
 coordinator up {given} cluster.address="$TANDEM_COORDINATOR" "${{how[@]}}" &
 run_pid=$!
 {others}
-# USR1 comes before the time limit, TERM with a preemption: the run saves, ends, and waits in the queue.
+# USR1 comes before the time limit, TERM with a preemption: the run saves, ends, and waits in the queue. (What bash
+# starts in the background ignores INT.)
 stopped="" interrupted=""
-trap 'stopped=requeue interrupted=1; kill -INT $run_pid' USR1
-trap 'stopped=asked interrupted=1; kill -INT $run_pid' TERM
+trap 'stopped=requeue interrupted=1; kill -TERM $run_pid' USR1
+trap 'stopped=asked interrupted=1; kill -TERM $run_pid' TERM
 while :; do
   wait $run_pid
   code=$?
