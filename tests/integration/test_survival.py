@@ -21,6 +21,7 @@ from tests.integration.harness import (
     Command,
     all_gone,
     coordinator,
+    joins,
     merged,
     process_of,
     steps_of,
@@ -78,7 +79,7 @@ def harried(config: Path) -> Iterator[Harried]:
         address = run.wait_for(r"listens on (tcp://\S+)")[1]
         for _ in range(2):
             out = started.enter_context(Path(f"rollout-{time.monotonic_ns()}.txt").open("wb"))
-            words = ("--coordinator", address)
+            words = joins(address)
             process = consoles.fork_server().start(killing_rollout.__name__, words, out)
             started.callback(process.wait, 20.0)
             started.callback(process.kill)
@@ -133,16 +134,20 @@ def test_trainers_that_were_started_by_hand_are_awaited_and_one_that_wakes_up_is
         def start(count: int) -> list[Command]:
             trainers = []
             for _ in range(count):
-                trainers.append(started.enter_context(Command("trainer", "--coordinator", cluster.address)))
+                trainers.append(started.enter_context(Command("trainer", *joins(cluster.address))))
                 trainers[-1].wait_for("joined")
             return trainers
 
         survivor, _ = start(2)
-        cluster.run.wait_for(r"trainer-1 is lost: .*started again; 2 to be started by hand, at .* goes on at step 1 ")
+        cluster.run.wait_for(
+            r"trainer-1 is lost: .*started again; 2 to be started by hand: trainer .* goes on at step 1 "
+        )
         assert survivor.wait() == 0
         assert "leaves: a trainer is lost, and all of them are started again" in survivor.output()
         stopped, _ = start(2)
-        cluster.run.wait_for(r"trainer-0 is lost: no heartbeat .*; 2 to be started by hand, at .* goes on at step 4 ")
+        cluster.run.wait_for(
+            r"trainer-0 is lost: no heartbeat .*; 2 to be started by hand: trainer .* goes on at step 4 "
+        )
         start(2)
         cluster.run.wait_for("step 5/8")
         stopped.signal(signal.SIGCONT)
