@@ -1,4 +1,4 @@
-"""``coordinator up --supervise``: start the coordinator again when it is killed; imports very little.
+"""``coordinator up --supervise``: start the coordinator again when it is killed.
 
 The coordinator is a child of this process, which does nothing but wait for it. Where a signal ends it that this process
 has not passed on, another goes on with the run as ``--resume`` does, at the same address if that has a port, once all
