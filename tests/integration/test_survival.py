@@ -92,7 +92,9 @@ def test_a_refit_service_that_dies_or_hangs_is_replaced_and_nobody_else(undistur
     kill_file("attest", 2).write_text("refit 0 SIGKILL")
     kill_file("give", 5).write_text("refit 0 SIGSTOP")
     with harried(config) as cluster:
+        cluster.run.wait_for("step 1/8")
         trainers = {process.pid for process in processes_at(cluster.address, "trainer")}
+        assert len(trainers) == 2
         cluster.run.wait_for(r"refit-0 is lost: no heartbeat for \d+ s.*; another is launched in its place")
         assert {process.pid for process in processes_at(cluster.address, "trainer")} == trainers
         said = cluster.end()
