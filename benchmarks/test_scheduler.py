@@ -48,9 +48,11 @@ from tandem.coordinator.scheduler.events import (
     DispatchPrompts,
     DrawPrompts,
     Event,
+    FindKept,
     Finish,
     GroupSize,
     Joined,
+    KeptFound,
     PromptsDrawn,
     Replied,
 )
@@ -186,6 +188,8 @@ class Simulation:
 
     def _answer(self, action: Action) -> None:
         match action:
+            case FindKept():
+                self._events.append(KeptFound(now=0.0, groups={}))
             case DrawPrompts(step=step, purpose=purpose, groups=groups):
                 sizes = (GroupSize(num_samples=NUM_SAMPLES, num_tokens=1000),) * len(groups)
                 self._events.append(PromptsDrawn(now=0.0, step=step, purpose=purpose, sizes=sizes))

@@ -204,9 +204,9 @@ def test_an_engine_that_is_killed_is_replaced_and_the_run_does_every_step(over: 
     assert leaks.segments_left(before) == set()
 
 
-def test_kill_9_of_who_cannot_be_replaced_ends_the_run_and_it_goes_on_from_its_checkpoint() -> None:
+def test_kill_9_of_who_may_not_be_replaced_ends_the_run_and_it_goes_on_from_its_checkpoint() -> None:
     before, over = leaks.segments(), {"grpo": {"max_num_steps": 1000}, "checkpointing": {"save_period": 2}}
-    config = write_config(merged(ASYNCHRONOUS, over))
+    config = write_config(merged(merged(ASYNCHRONOUS, over), {"cluster": {"max_replacements": 0}}))
     done = 0
     for kind in ("trainer", "refit", "coordinator"):
         with Command("coordinator", "up", config, *(["--resume"] if done else [])) as run:

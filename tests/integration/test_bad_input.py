@@ -208,7 +208,7 @@ def test_a_service_of_another_protocol_version_is_refused_with_both_named() -> N
 
 
 def test_a_process_that_breaks_the_protocol_ends_the_run_with_its_name() -> None:
-    with Command("coordinator", "up", write_config({"cluster": {"launch": "none"}})) as run:
+    with Command("coordinator", "up", write_config({"cluster": {"launch": "none", "max_replacements": 0}})) as run:
         address, keys = run.wait_for(r"listens on (tcp://\S+)")[1], read_key_file(key_file(Path("run")))
         link: Link[Any] = Link(address, "refit", "me", ToRefit, keys)
         link.join(Hello(protocol_version=PROTOCOL_VERSION, service="refit", host="here", pid=1), 30.0)

@@ -36,6 +36,7 @@ from tests.integration.harness import (
 )
 from tests.members import RUN
 
+NOBODY_REPLACED: dict[str, Any] = {"cluster": {"max_replacements": 0}}
 LONG = {"grpo": {"max_num_steps": 1000, "val_period": 500}, "checkpointing": {"save_period": 1000}}
 
 
@@ -217,10 +218,10 @@ def test_services_started_by_hand_notice_that_the_coordinator_was_killed() -> No
     [("trainer", 0, {}), ("trainer", 1, MEGATRON_TP2), ("refit", 0, {})],
     ids=["trainer", "megatron", "refit"],
 )
-def test_kill_9_of_a_service_that_cannot_be_replaced_ends_the_run_with_its_name(
+def test_kill_9_of_a_service_that_may_not_be_replaced_ends_the_run_with_its_name(
     kind: str, index: int, over: dict[str, Any]
 ) -> None:
-    with Command("coordinator", "up", write_config(merged(LONG, over))) as run:
+    with Command("coordinator", "up", write_config(merged(merged(LONG, NOBODY_REPLACED), over))) as run:
         run.wait_for("step 2/1000")
         children = run.children()
         victim = process_of(run, kind, index)
@@ -308,7 +309,8 @@ def test_a_stopped_engine_is_noticed_by_its_silence_and_replaced() -> None:
 
 
 def test_a_stopped_trainer_is_noticed_by_its_silence() -> None:
-    with Command("coordinator", "up", write_config(LONG | {"cluster": {"heartbeat_timeout_s": 2.0}})) as run:
+    over = {"cluster": {"heartbeat_timeout_s": 2.0, "max_replacements": 0}}
+    with Command("coordinator", "up", write_config(LONG | over)) as run:
         run.wait_for("step 2/1000")
         victim = process_of(run, "trainer")
         victim.send_signal(signal.SIGSTOP)

@@ -31,6 +31,9 @@ SIX = {"grpo": {"max_num_steps": 6, "val_period": 0}, "checkpointing": {"metric_
 BY_HAND = {"cluster": {"launch": {"rollouts": 1, "refit": True}, "heartbeat_timeout_s": 5.0}}
 
 
+NOBODY_REPLACED: dict[str, Any] = {"cluster": {"max_replacements": 0}}
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run whose disk is quick."""
@@ -87,7 +90,7 @@ def test_without_memory_for_a_copy_the_run_says_so_and_waits(undisturbed: Path) 
 
 @pytest.mark.parametrize("victim", ["coordinator", "trainer"])
 def test_kill_9_while_a_checkpoint_is_written_loses_only_that_one(victim: str, undisturbed: Path) -> None:
-    config = write_config(merged(SIX, BY_HAND))
+    config = write_config(merged(merged(SIX, BY_HAND), NOBODY_REPLACED))
     busy_file(4).touch()
     with run_with_slow_disk(config) as (run, trainer):
         run.wait_for("step 5/6")
@@ -120,7 +123,7 @@ def test_ctrl_c_waits_until_the_checkpoint_is_written() -> None:
 
 def test_a_run_that_fails_waits_until_the_checkpoint_is_written() -> None:
     busy_file(2).touch()
-    with run_with_slow_disk(write_config(merged(SIX, BY_HAND))) as (run, _):
+    with run_with_slow_disk(write_config(merged(merged(SIX, BY_HAND), NOBODY_REPLACED))) as (run, _):
         run.wait_for("step 3/6")
         process_of(run, "refit").kill()
         run.wait_for("refit-0 failed while .*; the run ends as soon as its last checkpoint is written")
@@ -132,7 +135,7 @@ def test_a_run_that_fails_waits_until_the_checkpoint_is_written() -> None:
 
 
 def test_a_disk_that_never_comes_back_has_a_deadline() -> None:
-    over: dict[str, Any] = {"cluster": {"deadlines": {"save_s": 2.0}}}
+    over = merged({"cluster": {"deadlines": {"save_s": 2.0}}}, NOBODY_REPLACED)
     busy_file(2).touch()
     with run_with_slow_disk(write_config(merged(merged(SIX, BY_HAND), over))) as (run, _):
         assert run.wait() == 1

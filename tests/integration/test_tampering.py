@@ -89,7 +89,7 @@ def a_million_metrics(message: dict[str, Any], arrays: dict[str, Any]) -> None:
     ids=["NaN", "a million"],
 )
 def test_a_trainer_that_says_what_cannot_be_ends_the_run_with_one_line(tamper: Tampering, what: str) -> None:
-    over = SIX | {"cluster": {"launch": {"rollouts": 1, "refit": True}}}
+    over = SIX | {"cluster": {"launch": {"rollouts": 1, "refit": True}, "max_replacements": 0}}
     with Command("coordinator", "up", write_config(over)) as run:
         address = run.wait_for(r"listens on (tcp://\S+)")[1]
 

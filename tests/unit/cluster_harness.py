@@ -52,10 +52,12 @@ from tandem.coordinator.scheduler.events import (
     DispatchPrompts,
     DispatchRecord,
     DrawPrompts,
+    FindKept,
     Finish,
     GroupSize,
     Interrupted,
     Joined,
+    KeptFound,
     Lost,
     PromptsDrawn,
     Replied,
@@ -200,7 +202,7 @@ class Cluster:
     """Of each group."""
 
     def __init__(self, spec: RunSpec, kept: Mapping[Place, KeptGroup] = {}) -> None:
-        self.plan = Scheduler(spec, now=0.0, kept=kept)
+        self.plan = Scheduler(spec, now=0.0)
         self.kept = kept
         self.now = 0.0
         self.pending: list[Sent] = []
@@ -221,6 +223,9 @@ class Cluster:
                 sizes = tuple(self.size_of(action, group) for group in action.groups)
                 drawn = PromptsDrawn(now=self.now, step=action.step, purpose=action.purpose, sizes=sizes)
                 actions += self.give(drawn)
+                continue
+            if isinstance(action, FindKept):
+                actions += self.give(KeptFound(now=self.now, groups=self.kept))
                 continue
             actions.append(action)
             if isinstance(action, DispatchPrompts):

@@ -134,8 +134,19 @@ class Rollout:
         self.tokenizer = load_tokenizer(self.config)
         self.member = Member(self.config)
         self.service = RolloutService(self.member)  # type: ignore[arg-type]
-        samples = "" if samples_folder is None else str(samples_folder)
-        self.order(BuildEngine(command_id=1, deadline_s=WAIT_S, samples_folder=samples))
+        self._samples_folder = "" if samples_folder is None else str(samples_folder)
+        self._command_ids = itertools.count(1)
+        self._generated: list[int] = []
+        self.build()
+
+    def build(self) -> None:
+        """Have the engine built, or begin anew, and give it the weights."""
+        order = BuildEngine(command_id=next(self._command_ids), deadline_s=WAIT_S, samples_folder=self._samples_folder)
+        self.order(order)
+        deadline = time.monotonic() + WAIT_S
+        while not self.member.sent or not isinstance(self.member.sent[-1][0], EngineBuilt):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
         built, _ = self.member.sent.pop()
         assert isinstance(built, EngineBuilt)
         self.samples_at = built.samples_at
@@ -143,9 +154,7 @@ class Rollout:
         wanted = layout.decode(built.layouts[0])
         planned = plan({"trainer-0": shared_layout(self.model)}, {"rollout-0": wanted}, allow_alias=False)
         encoded = program.encode(planned.programs["rollout-0"])
-        self.order(InstallProgram(command_id=2, deadline_s=WAIT_S, programs=(encoded,)))
-        self._command_ids = itertools.count(3)
-        self._generated: list[int] = []
+        self.order(InstallProgram(command_id=next(self._command_ids), deadline_s=WAIT_S, programs=(encoded,)))
         self.refit(0)
 
     def order(self, order: RolloutOrder) -> None:

@@ -527,9 +527,30 @@ def test_who_breaks_the_protocol_is_told_to_leave_and_heard_no_more(hub: Listeni
     assert isinstance(event, Lost)
     headers = room.members[0].told()
     assert msgspec.msgpack.decode(headers[-1], type=Shutdown).reason == event.why
-    room.registry.forget("rollout-0")
+    room.registry.dismiss("rollout-0", "another takes its place")
     room.members[0].send(encode(BUILT))
     assert list(room.registry.receive(0.2)) == []
+
+
+def test_a_member_that_is_dismissed_is_told_to_go(hub: Listening) -> None:
+    room = Room(hub, "trainer")
+    room.members[0].told()
+    room.registry.dismiss("trainer-0", "another takes its place")
+    (told,) = [msgspec.msgpack.decode(header, type=Shutdown) for header in room.members[0].told()]
+    assert told.reason == "another takes its place"
+    assert room.registry.members == {}
+
+
+def test_what_was_ordered_before_a_term_is_answered_in_vain(hub: Listening) -> None:
+    room = Room(hub, "rollout")
+    room.order(BuildEngine(**command(10)))
+    (joined,) = room.registry.begin_term()
+    assert (joined.member, joined.kind) == ("rollout-0", "rollout")
+    room.members[0].send(encode(msgspec.structs.replace(BUILT, command_id=10)))
+    assert list(room.registry.receive(0.2)) == []
+    room.order(BuildEngine(**command(11)))
+    event, _ = room.say(encode(msgspec.structs.replace(BUILT, command_id=11)))
+    assert isinstance(event, Replied)
 
 
 def test_a_failure_closes_its_order(hub: Listening) -> None:

@@ -106,6 +106,31 @@ def test_what_trainers_have_fetched_is_on_disk(start: Callable[..., Rollout], tm
         assert len(keys) == count, "who is killed now takes nothing along"
 
 
+def test_an_engine_that_begins_anew_stays_and_has_nothing_to_do_with_what_it_made_before(
+    start: Callable[..., Rollout], tmp_path: Path
+) -> None:
+    rollout, folder = start("Scores"), tmp_path / "samples"
+    samples = rollout.run(rollout.group(0, [1, 2]))
+    rollout.record("rollout-0", *all_of(rollout._generated[0], samples))
+    engine, address = rollout.service._engine, rollout.samples_address
+    rollout.start(rollout.group(1, [3]), ends=False, max_new_tokens=50)
+    assert rollout.service.work()
+    rollout.build()
+    assert rollout.service._engine is engine
+    assert rollout.samples_address == address
+    assert not rollout.service.work(), "it has given up what it was at"
+    assert "does not have sample" in str(fetch(address, [(rollout._generated[0], 0, 0)]))
+    shard = next(folder.glob("*.parquet")).rename(tmp_path / "aside.parquet")
+    before = shard.read_bytes()
+    again = rollout.run(rollout.group(0, [1, 2]))
+    assert {key: arrays.token_ids_T.tolist() for key, (_, arrays) in again.items()} == {
+        key: arrays.token_ids_T.tolist() for key, (_, arrays) in samples.items()
+    }
+    recorded = rollout.record("rollout-0", *all_of(rollout._generated[-1], again))
+    assert (recorded.num_samples, recorded.num_missing) == (2, 0), "of a step that it had recorded before"
+    assert shard.read_bytes() == before
+
+
 def test_the_order_sent_again_is_answered_as_before(start: Callable[..., Rollout], tmp_path: Path) -> None:
     rollout = start()
     samples = rollout.run(rollout.group(0, [1, 2]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -209,7 +210,7 @@ def test_seconds_by_phase_add_up(validate_at_start: bool) -> None:
 
 @pytest.mark.parametrize("member", ["trainer-1", "refit-0"])
 def test_a_lost_process_ends_the_run_and_is_named(member: str) -> None:
-    cluster = Cluster(GRPO)
+    cluster = Cluster(msgspec.structs.replace(GRPO, max_replacements=0))
     cluster.join_all()
     cluster.run_until(Phase.GENERATING)
     finish = only_finish(cluster.give(Lost(now=cluster.now, member=member, why="killed by SIGKILL")))
@@ -248,7 +249,7 @@ def test_a_failed_command_ends_the_run_with_the_processes_own_words() -> None:
     ],
 )
 def test_every_phase_has_a_deadline(phase: Phase, allowed: float, doing: str) -> None:
-    cluster = Cluster(GRPO)
+    cluster = Cluster(msgspec.structs.replace(GRPO, max_replacements=0))
     cluster.join_all()
     cluster.run_until(phase)
     assert cluster.give(Ticked(now=cluster.now + allowed - 0.5)) == []
@@ -350,8 +351,76 @@ def test_an_engine_that_is_lost_too_often_ends_the_run() -> None:
     cluster.run_until(Phase.GENERATING)
     lose(cluster, "rollout-0")
     replace(cluster, "rollout-0")
+    twice = copy.deepcopy(cluster)
     finish = only_finish(lose(cluster, "rollout-0"))
-    assert str(finish.error) == ("rollout-0 failed while generating: killed by SIGKILL; it was replaced 1 times before")
+    times = "processes were replaced 1 times before"
+    assert str(finish.error) == f"rollout-0 failed while generating: killed by SIGKILL; {times}"
+    assert str(only_finish(lose(twice, "rollout-1")).error).endswith(times), "one loss of each engine counts twice"
+
+
+def test_a_lost_refit_service_is_told_the_layouts_and_goes_on() -> None:
+    patient = msgspec.structs.replace(GRPO.deadlines, join=100)
+    cluster = Cluster(msgspec.structs.replace(GRPO, deadlines=patient))
+    cluster.join_all()
+    cluster.run_until(Phase.GENERATING)
+    since = len(cluster.orders)
+    assert lose(cluster, "refit-0") == [Replace(member="refit-0", why="killed by SIGKILL")]
+    while cluster.pending:  # all but the comparison goes on
+        cluster.answer_next()
+    assert cluster.commits() == [0, 1], "what is not proven is not trained on"
+    for seconds in (1, 20):
+        assert cluster.give(Ticked(now=cluster.now + seconds)) == [], "it is waited for"
+    (again,) = cluster.give(Joined(now=cluster.now, member="refit-0", kind="refit"))
+    assert isinstance(again, Dispatch)
+    (first, second) = orders_of(cluster, PlanTransfers)
+    assert (first.sources, first.destinations) == (second.sources, second.destinations)
+    cluster.run_until(Phase.FINISHED)
+    assert cluster.commits() == [0, 1, 2, 3]
+    later = {type(action.order) for action in cluster.orders[since:] if isinstance(action, Dispatch)}
+    assert not later & {BuildTrainer, BuildEngine, InstallProgram}, "nobody else begins anew"
+    assert {action.version for action in cluster.done if isinstance(action, RecordRefit)} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("is_comparing", [True, False])
+def test_the_next_refit_service_proves_what_the_lost_one_compared_or_had_proven(*, is_comparing: bool) -> None:
+    cluster = Cluster(GRPO)
+    cluster.join_all()
+    while not orders_of(cluster, CommitVersion):
+        cluster.answer_next()
+    while not is_comparing and cluster.plan.publication.is_attesting:
+        cluster.answer_next()
+    lose(cluster, "refit-0")
+    cluster.give(Joined(now=cluster.now, member="refit-0", kind="refit"))
+    cluster.run_until(Phase.FINISHED)
+    assert [order.version for order in orders_of(cluster, CommitVersion)] == [0, 0, 1, 2, 3]
+    recorded = [action.version for action in cluster.done if isinstance(action, RecordRefit)]
+    assert recorded == ([0, 1, 2, 3] if is_comparing else [0, 0, 1, 2, 3])
+    assert cluster.commits() == [0, 1, 2, 3]
+
+
+def test_a_refit_service_that_nobody_replaces_ends_the_run() -> None:
+    cluster = Cluster(GRPO)
+    cluster.join_all()
+    cluster.run_until(Phase.TRAINING)
+    lose(cluster, "refit-0")
+    finish = only_finish(cluster.give(Ticked(now=cluster.now + 10.5)))
+    assert str(finish.error) == (
+        "refit-0 failed while waiting for a replacement: no process has taken its place within 10 s"
+    )
+
+
+@pytest.mark.parametrize("phase", [Phase.GENERATING, Phase.REFITTING])
+def test_an_engine_that_does_not_answer_is_replaced_like_one_that_is_lost(phase: Phase) -> None:
+    cluster = Cluster(GRPO)
+    cluster.join_all()
+    cluster.run_until(phase)
+    while len(cluster.pending) > 1:
+        cluster.answer_next()
+    (late,) = cluster.pending
+    actions = cluster.give(Ticked(now=cluster.now + (30.5 if phase is Phase.GENERATING else 5.5)))
+    (replaced,) = [action for action in actions if isinstance(action, Replace)]
+    assert replaced.member == late.member
+    assert replaced.why.startswith("no answer within")
 
 
 def test_a_replacement_that_does_not_come_ends_the_run() -> None:

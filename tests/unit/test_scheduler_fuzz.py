@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from cluster_harness import GRPO, Cluster, answer
 
+from tandem.common.errors import ServiceLost
 from tandem.common.messages import (
     Attest,
     Attested,
@@ -30,6 +31,7 @@ from tandem.common.messages import (
     TransfersPlanned,
     VersionCommitted,
 )
+from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import (
     Action,
     CommitStep,
@@ -45,10 +47,12 @@ from tandem.coordinator.scheduler.events import (
     Lost,
     PublishCheckpoint,
     RecordRefit,
+    Replace,
     Replied,
     Ticked,
 )
 from tandem.coordinator.scheduler.phases import Phase
+from tandem.coordinator.scheduler.replacements import Replacements
 from tandem.coordinator.scheduler.spec import Balance, Deadlines, DynamicSampling, RunSpec
 from tandem.coordinator.scheduler.transfers import processes_in
 
@@ -66,6 +70,8 @@ class Troubles(msgspec.Struct, frozen=True, kw_only=True):
     """How likely each trouble is, where it can happen."""
 
     loss: float = 0.0
+    trainer_loss: float = 0.0
+    service_loss: float = 0.0
     torn: float = 0.0
     wrong: float = 0.0
     missing: float = 0.0
@@ -92,6 +98,10 @@ class Job:
         """The place of the weights in the engine's history."""
 
 
+def is_informative(results: Sequence[SampleScored]) -> bool:
+    return results[0].group % 2 == 0
+
+
 class Harried(Cluster):
     """A cluster of processes that have troubles."""
 
@@ -116,8 +126,13 @@ class Harried(Cluster):
         """Of each step whose samples are missing, the engines that they are missing at."""
         self.num_missing: dict[int, int] = {}
         self.is_interrupted = False
+        self.num_terms = 1
+        self.begun_at = 0
+        """How many actions there were before this term."""
+        self.before: list[int] = []
+        """Steps that were done before it, and count."""
         super().__init__(spec)
-        self.plan.tables.is_informative = lambda results: results[0].group % 2 == 0
+        self.plan.tables.is_informative = is_informative
 
     # --- orders ------------------------------------------------------------------------------------------------------
 
@@ -231,9 +246,14 @@ class Harried(Cluster):
         self.now += 1.0
         if self.absent and (not can or chance() < 0.1):
             name = self.absent.pop(self.random.randrange(len(self.absent)))
-            self.tell(Joined(now=self.now, member=name, kind="rollout"))
+            self.tell(Joined(now=self.now, member=name, kind="refit" if name == "refit-0" else "rollout"))
         elif engines and self.plan.tables.has_started and chance() < troubles.loss:
             self.lose(self.random.choice(engines))
+        elif troubles.service_loss and self.may_lose("refit-0") and chance() < troubles.service_loss:
+            self.lose("refit-0")
+        elif troubles.trainer_loss and self.may_lose("trainer-1") and chance() < troubles.trainer_loss:
+            self.pending = [action for action in self.pending if action.member != "trainer-1"]
+            self.tell(Lost(now=self.now, member="trainer-1", why="killed by SIGKILL"))
         elif chance() < troubles.interrupt and not self.is_interrupted:
             self.is_interrupted = True
             self.tell(Interrupted(now=self.now))
@@ -245,6 +265,9 @@ class Harried(Cluster):
             return False
         return True
 
+    def may_lose(self, name: str) -> bool:
+        return self.plan.tables.has_started and self.plan.tables.error is None and name not in self.absent
+
     def lose(self, name: str) -> None:
         for command_id in [i for i, job in self.jobs.items() if job.order.member == name]:
             self.give_up(command_id)
@@ -255,6 +278,28 @@ class Harried(Cluster):
         self.is_torn.discard(name)
         self.absent.append(name)
         self.tell(Lost(now=self.now, member=name, why="killed by SIGKILL"))
+
+    def begin_term(self) -> None:
+        """Go on with other trainers from the newest checkpoint, as `tandem.coordinator.run.terms` does."""
+        done = self.commits()
+        saved = [a.step for a in self.done if isinstance(a, PublishCheckpoint) and done and a.step <= done[-1]]
+        first = saved[-1] + 1 if saved else 1
+        spec = msgspec.structs.replace(self.plan.spec, first_step=first)
+        following = self.plan.requests.next_command_id
+        self.plan = Scheduler(spec, self.now, is_informative, first_command_id=following)
+        self.num_terms, self.begun_at = self.num_terms + 1, len(self.done)
+        self.before = [step for step in done if step < first]
+        self.pending, self.jobs, self.epochs = [], {}, {}
+        self.history, self.is_torn, self.lacking, self.num_missing = {}, set(), {}, {}
+        self.orders.clear()
+        for kind, count in spec.expected.items():
+            for name in (f"{kind}-{index}" for index in range(count)):
+                if name not in self.absent:
+                    self.give(Joined(now=self.now, member=name, kind=kind))
+
+    def commits(self) -> list[int]:
+        """Return the steps that count: those of this term, and those before that it went on from."""
+        return [*self.before, *(a.step for a in self.done[self.begun_at :] if isinstance(a, CommitStep))]
 
     def answer_one(self, action: Order) -> None:
         if isinstance(action, DispatchPrompts):
@@ -365,7 +410,9 @@ class Harried(Cluster):
             if self.plan.phase is Phase.FINISHED:
                 finish = self.done[-1]
                 assert isinstance(finish, Finish)
-                return finish
+                if not isinstance(finish.error, ServiceLost) or self.is_interrupted:
+                    return finish
+                self.begin_term()
             if not self.go_on():
                 break
         raise AssertionError(f"the run stands still in step {self.plan.step}, {self.plan.phase.value}")
@@ -379,7 +426,7 @@ class Harried(Cluster):
         return asked
 
 
-def make(seed: int, *, has_room: bool = True) -> Harried:
+def make(seed: int, *, has_room: bool = True, loses_others: bool = False) -> Harried:
     """A run of which everything is drawn from its number."""
     draw = random.Random(seed)
     spec = msgspec.structs.replace(
@@ -398,6 +445,8 @@ def make(seed: int, *, has_room: bool = True) -> Harried:
     )
     troubles = Troubles(
         loss=draw.choice([0.0, 0.01, 0.05]),
+        trainer_loss=draw.choice([0.0, 0.002, 0.01]) if loses_others else 0.0,
+        service_loss=draw.choice([0.0, 0.01, 0.05]) if loses_others else 0.0,
         torn=draw.choice([0.0, 0.3]),
         wrong=draw.choice([0.0, 0.3]),
         missing=draw.choice([0.0, 0.3]),
@@ -429,6 +478,22 @@ def test_every_step_is_done_once_with_samples_of_proven_weights(chunk: int) -> N
         assert cluster.trained() == list(range(1, LAST_STEP + 1)), f"seed {seed}"
         recorded = {action.version for action in cluster.done if isinstance(action, RecordRefit)}
         assert recorded >= set(range(LAST_STEP)), f"seed {seed}"
+
+
+@pytest.mark.parametrize("chunk", range(6))
+def test_every_step_is_done_once_however_often_trainers_and_the_refit_service_are_lost(chunk: int) -> None:
+    num_terms, num_services = 0, 0
+    for seed in range(CHUNK * chunk, CHUNK * (chunk + 1)):
+        cluster = make(seed, loses_others=True)
+        assert cluster.run() == Finish(outcome="finished"), f"seed {seed}"
+        assert cluster.commits()[-LAST_STEP:] == list(range(1, LAST_STEP + 1)), f"seed {seed}"
+        assert cluster.trained() == list(range(cluster.plan.spec.first_step, LAST_STEP + 1)), f"seed {seed}"
+        ids = [cluster.id_of(action) for action in cluster.done if isinstance(action, Dispatch | DispatchPrompts)]
+        assert len(ids) == len({*ids}), "no id is given twice, in whatever term"
+        num_terms += cluster.num_terms
+        num_services += sum(isinstance(a, Replace) and a.member == "refit-0" for a in cluster.done)
+    assert num_terms > CHUNK, "trainers were lost"
+    assert num_services > 0, "and so was the service"
 
 
 @pytest.mark.parametrize("chunk", range(4))
@@ -468,6 +533,7 @@ def test_who_cannot_be_replaced_ends_the_run_whatever_goes_on(kind: str) -> None
         for _ in range(cluster.random.randrange(40, 200)):
             cluster.go_on()
         phase = cluster.plan.phase
+        cluster.plan.publication.replacements = Replacements(0)
         actions = cluster.give(Lost(now=cluster.now, member=kind, why="killed by SIGKILL"))
         while cluster.plan.phase is Phase.WRITING:
             cluster.go_on()

@@ -121,9 +121,8 @@ def test_what_older_weights_have_made_counts_still() -> None:
 
 
 def test_what_cannot_be_read_is_made_again_and_what_follows_from_it() -> None:
-    cluster = resumed(kept_of(3, 4, age=1), msgspec.structs.replace(SPEC, max_trajectory_age_steps=1))
-    for place, group in kept_of(4).items():
-        cluster.plan.tables.kept._groups[place] = group
+    kept = {**kept_of(3, age=1), **kept_of(4)}
+    cluster = resumed(kept, msgspec.structs.replace(SPEC, max_trajectory_age_steps=1))
     for _ in range(200):
         orders = [a for a in cluster.pending if isinstance(a, Dispatch) and isinstance(a.order, RestoreSamples)]
         if any(a.order.step == 4 for a in orders) and not any(a.order.step == 3 for a in orders[1:]):

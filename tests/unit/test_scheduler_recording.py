@@ -24,7 +24,7 @@ from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.spec import RunSpec
 
 SPEC = msgspec.structs.replace(
-    GRPO, samples_folder="run/samples", validate_every=0, validate_at_start=False, save_every=1
+    GRPO, samples_folder="run/samples", validate_every=0, validate_at_start=False, save_every=1, max_replacements=2
 )
 
 

@@ -25,6 +25,7 @@ from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.spec import RunSpec
 
 EVERY_STEP = msgspec.structs.replace(GRPO, save_every=1, validate_every=0, validate_at_start=False)
+NOBODY_REPLACED = msgspec.structs.replace(EVERY_STEP, max_replacements=0)
 
 
 def writing(shape: RunSpec) -> tuple[Cluster, list[Dispatch]]:
@@ -149,7 +150,7 @@ def test_a_trainer_that_dies_takes_the_checkpoint_along() -> None:
 
 
 def test_a_run_that_fails_for_another_reason_waits_for_the_checkpoint() -> None:
-    cluster, owed = writing(EVERY_STEP)
+    cluster, owed = writing(NOBODY_REPLACED)
     why = "refit-0 failed while generating: killed by SIGKILL"
     assert lose(cluster, "refit-0") == [Say(text=f"{why}; the run ends as soon as its last checkpoint is written")]
     assert cluster.plan.phase is Phase.WRITING
@@ -177,7 +178,7 @@ def test_a_trainer_that_dies_after_it_has_written_its_part_leaves_the_checkpoint
 
 @pytest.mark.parametrize("end", ["Ctrl-C", "the other trainer dies", "the deadline"])
 def test_a_run_that_has_failed_waits_no_longer_than_makes_sense(end: str) -> None:
-    cluster, _ = writing(EVERY_STEP)
+    cluster, _ = writing(NOBODY_REPLACED)
     lose(cluster, "refit-0")
     match end:
         case "Ctrl-C":

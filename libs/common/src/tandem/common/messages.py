@@ -353,7 +353,11 @@ class RewardServer(Message, frozen=True, kw_only=True):
 
 
 class BuildEngine(Command, frozen=True, kw_only=True, tag=True):
-    """Build the generation engine, with no weights of its own, and the environments."""
+    """Build the generation engine, with no weights of its own, and the environments.
+
+    An engine that is there already stays. It gives up all that it was asked for before, forgets its samples, and
+    answers once nothing of that is written any more: all trainers were started again.
+    """
 
     samples_folder: str = ""
     """Folder of the record of samples, which finished ones are written to; empty where there is none."""

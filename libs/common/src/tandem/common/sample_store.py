@@ -83,6 +83,12 @@ class SampleStore:
                 for arrays in self._samples.pop(command_id, {}).values():
                     self._num_tokens -= len(arrays.token_ids_T)
 
+    def release_all(self) -> None:
+        """Forget all samples."""
+        with self._lock:
+            self._samples.clear()
+            self._num_tokens = 0
+
     def release_groups(self, command_id: int, groups: Collection[int]) -> None:
         """Forget the samples of some groups of an order."""
         with self._lock:

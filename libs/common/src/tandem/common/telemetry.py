@@ -79,6 +79,10 @@ class MlflowRun(msgspec.Struct, frozen=True, kw_only=True):
 class MetricWriter(Protocol):
     """One dashboard."""
 
+    def go_back_to(self, first_step: int) -> None:
+        """Take note that what was written of `first_step` and later is done again."""
+        ...
+
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write a step's metrics, named for dashboards."""
         ...
@@ -99,8 +103,12 @@ class TensorBoardWriter:
         self._event = event_pb2.Event
         self._summary = summary_pb2.Summary
         self._file = EventFileWriter(str(folder))
-        restart = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-        self._file.add_event(self._event(wall_time=time.time(), step=first_step, session_log=restart))
+        self._restart = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self.go_back_to(first_step)
+
+    def go_back_to(self, first_step: int) -> None:
+        """Hide what was written of `first_step` and later."""
+        self._file.add_event(self._event(wall_time=time.time(), step=first_step, session_log=self._restart))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one event that holds every metric."""
@@ -149,6 +157,9 @@ class WandbWriter:
             raise ConfigError(f"logger.wandb_enabled: {' '.join(str(error).split())}") from error
         # Its own counter refuses to go back, as a run that resumes from an older checkpoint does.
         self._run.define_metric("*", step_metric="step")
+
+    def go_back_to(self, first_step: int) -> None:
+        """Do nothing: of rows with the same step, the last one counts."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one row."""
@@ -218,6 +229,9 @@ class MlflowWriter:
             client.log_batch(made.info.run_id, params=parameters[first : first + self._MOST_PARAMETERS])
         return str(made.info.run_id)
 
+    def go_back_to(self, first_step: int) -> None:
+        """Do nothing: of values with the same step, the last one counts."""
+
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send a step's metrics; those that cannot be sent now go with the next step's."""
         now = int(time.time() * 1000)
@@ -267,6 +281,11 @@ class MetricWriters:
     def add(self, writer: MetricWriter) -> None:
         """Write to this one as well, from now on, and close it at the end."""
         self._writers.append(writer)
+
+    def go_back_to(self, first_step: int) -> None:
+        """Take note that what was written of `first_step` and later is done again."""
+        for writer in self._writers:
+            writer.go_back_to(first_step)
 
     def write(self, step: int, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
         """Write a step that is done, by its short names."""

@@ -17,7 +17,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple, assert_never
 
@@ -70,6 +70,13 @@ class _Finished(NamedTuple):
     samples: Sequence[tuple[PromptGroup, SampleScored, SampleArrays]]
 
 
+class _Anew(NamedTuple):
+    """Samples are finished for the same steps once more: those of before belong to nobody here."""
+
+    done: Callable[[], None]
+    """To be called once nothing more is written of before."""
+
+
 class SampleRecorder:
     """The record of one rollout's samples."""
 
@@ -80,7 +87,7 @@ class SampleRecorder:
         self._store = store
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
-        self._queue: queue.SimpleQueue[_Finished | RecordSamples | RestoreSamples | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Finished | _Anew | RecordSamples | RestoreSamples | None] = queue.SimpleQueue()
         self._files: dict[tuple[int, Purpose], UnfinishedFile] = {}
         """That this process writes to, by step and purpose."""
         self._newest: dict[Purpose, int] = {}
@@ -112,6 +119,10 @@ class SampleRecorder:
         """Have an order carried out after all that was added before; it is answered from another thread."""
         self._queue.put(order)
 
+    def begin_anew(self, done: Callable[[], None]) -> None:
+        """Let go of all files after what was added and ordered before; then call `done`, from another thread."""
+        self._queue.put(_Anew(done))
+
     def flush(self) -> None:
         """Wait until all is on disk that was added, for a moment at most; from any thread."""
         num_added = self._num_added
@@ -137,10 +148,18 @@ class SampleRecorder:
                         self._has_written.notify_all()
                 case RecordSamples() | RestoreSamples():
                     self._carry_out(item)
+                case _Anew(done=done):
+                    self._let_go()
+                    done()
                 case other:
                     assert_never(other)
-        for file in self._files.values():
-            file.close()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Write to no file any more that there is."""
+        for key in [*self._files]:
+            self._close(key)
+        self._newest.clear()
 
     def _carry_out(self, order: RecordSamples | RestoreSamples) -> None:
         doing = "recording" if isinstance(order, RecordSamples) else "restoring"

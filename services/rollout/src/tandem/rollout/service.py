@@ -17,6 +17,7 @@ depend on how long that takes. With it the engine goes on with the others, and w
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, assert_never
 
@@ -131,9 +132,12 @@ class RolloutService:
     def handle(self, order: RolloutOrder, arrays: Arrays) -> None:
         """Carry out one order; `Generate` goes on in `work`."""
         match order:
-            case BuildEngine():
+            case BuildEngine() if self._engine is None:
                 with self._member.phase("building the engine"):
                     self._build(order)
+            case BuildEngine():
+                with self._member.phase("beginning anew"):
+                    self._begin_anew(order)
             case Refit():
                 self._refit(order)
             case InstallProgram() | ConnectMesh():
@@ -203,7 +207,6 @@ class RolloutService:
             self._scorer.await_ready()  # it has begun beside the engine
         else:
             self._agents = self._make_agents(self._engine, self._tokenizer)
-        layouts = tuple(map(layout.encode, self._engine.layouts()))
         # After the engine: processes that it forks must not hold the socket.
         max_tokens = self._config.policy.generation.max_stored_tokens
         host = address_towards(self._member.coordinator)
@@ -212,13 +215,36 @@ class RolloutService:
             self._recorder = self._make_recorder(Path(order.samples_folder), self._store, self._tokenizer)
         if self._config.policy.generation.has_guests:
             self._guests = self._make_guests(self._engine, self._tokenizer)
+        self._say_built(order)
+
+    def _say_built(self, order: BuildEngine) -> None:
+        """Answer; from any thread."""
         reply = EngineBuilt(
             command_id=order.command_id,
-            layouts=layouts,
-            samples_at=self._store.at,
+            layouts=tuple(map(layout.encode, self._built().layouts())),
+            samples_at=self._samples().at,
             guests=None if self._guests is None else self._guests.address,
         )
         self._member.reply(order.command_id, reply)
+
+    def _begin_anew(self, order: BuildEngine) -> None:
+        """Give up all that was asked for before, keep the engine, and answer once nothing of it is written any more.
+
+        Trainers were started again. What they train on they have made here again, or taken from the record.
+        """
+        self._give_up([*self._generations])
+        self._restoring.clear()
+        self._pause_guests()
+        if self._agents is not None:
+            self._agents.rest()
+        if self._config.takes_turns:
+            self._built().sleep()
+        self._plane().close()
+        self._samples().release_all()
+        if self._recorder is None:
+            self._say_built(order)
+        else:
+            self._recorder.begin_anew(partial(self._say_built, order))
 
     def _make_agents(self, engine: Engine, tokenizer: Tokenizer) -> Agents:
         # Imported where agents play: it serves HTTP.

@@ -40,7 +40,7 @@ class RecordedAlgorithm:
         assert config.replay is not None, "asked only where samples are recorded"
         self._config = config
         self._replay = config.replay
-        self._steps = RecordedSteps(config)
+        self._steps: RecordedSteps | None = None
         self._store: SampleStore | None = None
         self._step = 0
         """Whose samples the store has."""
@@ -51,6 +51,7 @@ class RecordedAlgorithm:
 
     def serve(self, coordinator: str, run_id: str, first_step: int, trainers: Admitted) -> dict[str, Listener]:
         """Begin to give out samples, to these trainers of a run, beside its coordinator; return where, by source."""
+        self._steps, self._step = RecordedSteps(self._config), 0
         self._steps.read_ahead(first_step)
         host = str(urlsplit(coordinator).hostname)
         self._store = SampleStore(host, run_id, max_tokens=sys.maxsize, trainers=trainers)
@@ -58,7 +59,8 @@ class RecordedAlgorithm:
 
     def close(self) -> None:
         """Give out no more, and read no more."""
-        self._steps.close()
+        if self._steps is not None:
+            self._steps.close()
         if self._store is not None:
             self._store.close()
 
@@ -105,6 +107,7 @@ class RecordedAlgorithm:
     def _put(self, step: int) -> None:
         """Have the store give out the samples of `step`, and those of no other."""
         assert self._store is not None, "served before anything is trained on"
+        assert self._steps is not None, "likewise"
         self._store.release([self._step])
         samples = self._steps.take(step)
         _refuse_too_few(self._config, step, samples)

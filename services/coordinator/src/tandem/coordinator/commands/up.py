@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem.common.config import load_config
+from tandem.common.process_lifetime import die_with
 from tandem.coordinator.commands.arguments import Commands, add_config
 from tandem.coordinator.commands.running import run_to_end
+from tandem.coordinator.commands.supervision import Supervisor
 
 if TYPE_CHECKING:
     from tandem.coordinator.run.prerequisite import Mode
@@ -27,11 +30,24 @@ def add(commands: Commands) -> None:
         metavar="STEP",
         help="with --resume: go on from the checkpoint of this step, and do later ones again",
     )
+    up.add_argument(
+        "--supervise",
+        action="store_true",
+        help="start the coordinator again when it is killed, as often as cluster.max_replacements says",
+    )
+    up.add_argument("--supervised-by", type=int, default=0, help=argparse.SUPPRESS)
     up.set_defaults(carry_out=_up)
 
 
 def _up(arguments: argparse.Namespace) -> int:
+    if arguments.supervised_by:
+        die_with(arguments.supervised_by)
     config = load_config(arguments.config, arguments.overrides)
+    if arguments.supervise:
+        words = [arguments.config, *arguments.overrides]
+        how = ["--resume"] * arguments.resume + ["--restart"] * arguments.restart
+        how += [] if arguments.from_step is None else ["--from", str(arguments.from_step)]
+        return Supervisor(words, Path(config.logger.log_dir), config.cluster.max_replacements).run(how)
     mode: Mode = "resume" if arguments.resume else "restart" if arguments.restart else "new"
     words = ["coordinator", "up", arguments.config, *arguments.overrides, "--resume"]
     return run_to_end(arguments.config, config, mode, arguments.from_step, words)

@@ -1,4 +1,4 @@
-"""Assemble a run: the scheduler and its spec, processes, the record of samples, the loop around them."""
+"""Assemble a term of a run: the scheduler and its spec, the record of samples, the loop around them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import contextlib
 import time
 from functools import partial
 
+import msgspec
+
 from tandem.common.assignment import scoring_trainers
 from tandem.common.config import Config, config_to_json
 from tandem.common.messages import Listener
-from tandem.common.telemetry import TensorBoardWriter
 from tandem.coordinator.algorithms.rewards import has_spread
 from tandem.coordinator.algorithms.running import RunningAlgorithm
 from tandem.coordinator.run.batches import Batches
@@ -17,10 +18,11 @@ from tandem.coordinator.run.checkpoints import CheckpointFolder
 from tandem.coordinator.run.invocation import Invocation
 from tandem.coordinator.run.kept_samples import KeptSamples
 from tandem.coordinator.run.launch import Admits, LocalProcesses
-from tandem.coordinator.run.loop import Loop
+from tandem.coordinator.run.loop import Interrupts, Loop
 from tandem.coordinator.run.members import Listening, Pulse, Registry
 from tandem.coordinator.run.onlookers import Onlookers
 from tandem.coordinator.run.opening import Opened
+from tandem.coordinator.run.prerequisite import Say
 from tandem.coordinator.run.progress import Progress
 from tandem.coordinator.run.recorder import Recorder
 from tandem.coordinator.run.replies import Replies
@@ -32,21 +34,56 @@ from tandem.coordinator.scheduler import RunSpec, Scheduler
 from tandem.coordinator.scheduler.kept import KeptGroup, Place
 
 
+class Lasting(msgspec.Struct, frozen=True, kw_only=True):
+    """What lasts through all terms of a run: its members, and who asks it to end."""
+
+    registry: Registry
+    processes: LocalProcesses
+    interrupts: Interrupts
+
+
+class Past(msgspec.Struct, frozen=True, kw_only=True):
+    """What the terms before leave to the next one."""
+
+    began_at: float
+    """When the first began, by the monotonic clock."""
+    next_command_id: int = 1
+    """Above that of every order."""
+    num_replaced: int = 0
+    """Processes that were; trainers that were started again together count once."""
+    has_started: bool = False
+    """Whether one has got as far as its first step."""
+    notes: tuple[str, ...] = ()
+    """The newest lines of the console."""
+
+
+def lasting(invocation: Invocation, opened: Opened) -> Lasting:
+    """Make what lasts through all terms. No process is started yet."""
+    config, listening = invocation.ready.config, opened.listening
+    admits = Admits(listening.hub.at, listening.admitted)
+    return Lasting(
+        registry=_registry(config, opened),
+        processes=LocalProcesses(admits, opened.journal.folder / "logs", invocation.fork_server),
+        interrupts=Interrupts(),
+    )
+
+
 def assemble(
     invocation: Invocation,
     opened: Opened,
+    members: Lasting,
+    past: Past,
     checkpoints: CheckpointFolder,
     start: Start,
     limits: KeptLimits,
     stack: contextlib.ExitStack,
 ) -> Loop:
-    """Make the loop of a run that begins at `start`; `stack` closes what it needs. No process is started yet.
+    """Make the loop of a term that begins at `start`; `stack` closes what it needs.
 
     `limits` are those of samples that may be taken from the record.
     """
     config, algorithm = invocation.ready.config, invocation.ready.algorithm
     samples = SampleFolder(config.logger, [f"trainer-{index}" for index in scoring_trainers(config)])
-    kept = _put_aside(invocation, samples, start.first_step, limits, opened.journal.run_id)
     spec = run_spec(
         config,
         first_step=start.first_step,
@@ -57,19 +94,24 @@ def assemble(
         samples_folder=str(samples.path),
         reward_server=invocation.reward_server,
     )
-    listening, registry = opened.listening, _registry(config, opened)
-    sources = _serve_record(algorithm, registry, opened.journal.run_id, start.first_step, stack)
-    recorder = _recorder(config, opened, checkpoints, samples, spec, stack)
-    invocation.say(_who_runs_where(config, listening))
+    spec = msgspec.structs.replace(spec, num_replaced=past.num_replaced)
+    run_id = opened.journal.run_id
+    sources = _serve_record(algorithm, members.registry, run_id, start.first_step, stack)
+    recorder = _recorder(config, opened, checkpoints, samples, spec, past, stack)
     return Loop(
-        Scheduler(spec, time.monotonic(), is_informative=partial(has_spread, config.grpo), kept=kept),
-        registry,
-        LocalProcesses(
-            Admits(listening.hub.at, listening.admitted), opened.journal.folder / "logs", invocation.fork_server
+        Scheduler(
+            spec,
+            time.monotonic(),
+            is_informative=partial(has_spread, config.grpo),
+            first_command_id=past.next_command_id,
         ),
+        members.registry,
+        members.processes,
         algorithm,
         Batches(config, algorithm, sources),
         recorder,
+        members.interrupts,
+        partial(_find_kept, invocation, samples, start.first_step, limits, run_id, recorder.note),
     )
 
 
@@ -86,25 +128,24 @@ def _recorder(
     checkpoints: CheckpointFolder,
     samples: SampleFolder,
     spec: RunSpec,
+    past: Past,
     stack: contextlib.ExitStack,
 ) -> Recorder:
     """Make what writes down how the run goes, also for those who look on."""
     journal, writers = opened.journal, opened.writers
     history = journal.steps()
-    progress = Progress(config, spec, history)
-    if config.logger.tensorboard_enabled:
-        writers.add(TensorBoardWriter(journal.folder / config.logger.tensorboard.log_dir, spec.first_step))
+    progress = Progress(config, spec, history, began_at=past.began_at)
     stack.callback(progress.close)
     steps = range(spec.first_step, spec.last_step + 1)
-    onlookers = Onlookers(config, journal.folder, steps, history, opened.page)
+    onlookers = Onlookers(config, journal.folder, steps, history, opened.page, past.notes)
     return Recorder(config, journal, checkpoints, samples, writers, progress, onlookers)
 
 
-def _put_aside(
-    invocation: Invocation, samples: SampleFolder, first_step: int, limits: KeptLimits, run_id: str
+def _find_kept(
+    invocation: Invocation, samples: SampleFolder, first_step: int, limits: KeptLimits, run_id: str, say: Say
 ) -> dict[Place, KeptGroup]:
     """Take what is recorded of the steps that are to come out of the record; return what need not be generated."""
-    config, say = invocation.ready.config, invocation.say
+    config = invocation.ready.config
     try:
         samples.put_aside_after(first_step - 1, limits)
     except OSError as error:
@@ -127,7 +168,7 @@ def _serve_record(
     return algorithm.serve(registry.address, run_id, first_step, registry.trainers)
 
 
-def _who_runs_where(config: Config, listening: Listening) -> str:
+def who_runs_where(config: Config, listening: Listening) -> str:
     """Say what is launched here, and what to type elsewhere for the rest."""
     expected, launched = expected_processes(config), launched_processes(config)
     lines = [f"coordinator listens on {listening.hub.address}"]

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -118,15 +118,22 @@ class LocalProcesses:
         self._launched[launched.name] = kind
         return launched
 
-    def restart(self, name: str) -> Launched | None:
-        """Start a process in the place of one that is lost, and may only be hanging; None if it was not ours."""
-        kind = self._launched.get(name)
-        if kind is None:
-            return None
-        if (launched := self._running.pop(name, None)) is not None:
+    def restart(self, names: Collection[str]) -> list[Launched]:
+        """Start processes in the place of some that are lost, or hang, or cannot go on; not of those that are not ours.
+
+        None is started before all that it takes the place of are gone.
+        """
+        gone = [self._running.pop(name) for name in names if name in self._running]
+        for launched in gone:
             launched.process.kill()
+        for launched in gone:
             launched.process.wait(_KILLED_S)
-        return self.start(kind, int(name.rpartition("-")[2]))
+        ours = [name for name in names if name in self._launched]
+        return [self.start(self._launched[name], int(name.rpartition("-")[2])) for name in ours]
+
+    def has_launched(self, name: str) -> bool:
+        """Tell whether a process of the name was ever started here."""
+        return name in self._launched
 
     def died(self) -> list[Launched]:
         """Return the processes that ended since the last call."""

@@ -37,13 +37,20 @@ _DRIVER = Path("/dev/nvidiactl")
 class LiveFile:
     """Writes ``live.json``, at most twice a second and only when something has changed."""
 
-    def __init__(self, config: Config, folder: Path, num_steps: int, history: Sequence[StepRecord]) -> None:
-        """Forget what was said before; `history` are the steps that a resumed run has done."""
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        num_steps: int,
+        history: Sequence[StepRecord],
+        notes: Sequence[str] = (),
+    ) -> None:
+        """Forget what was said before, but for `notes`; `history` are the steps that are done."""
         self._config = config
         self._path = folder / LIVE_NAME
         self._num_steps = num_steps
         self._records = deque(history, NUM_RECENT)
-        self._notes = deque[str]((), _NUM_NOTES)
+        self._notes = deque(notes, _NUM_NOTES)
         self._num_dropped = 0
         self._num_failures = 0
         self._has_gpus = _DRIVER.exists()
@@ -52,6 +59,11 @@ class LiveFile:
         self._last: Live | None = None
         with contextlib.suppress(OSError):
             self._path.unlink()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The newest lines of the console."""
+        return tuple(self._notes)
 
     def note(self, text: str) -> None:
         """Keep a line of the console."""

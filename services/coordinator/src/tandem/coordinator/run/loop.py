@@ -11,12 +11,11 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import assert_never
 
 import msgspec
 
-from tandem.common import signals
 from tandem.common.messages import (
     Attested,
     CheckpointCopied,
@@ -29,8 +28,6 @@ from tandem.common.messages import (
     ReleaseSamples,
     RestoreSamples,
     SamplesFinished,
-    ServiceKind,
-    Shutdown,
     Trained,
     TrainerBuilt,
 )
@@ -55,10 +52,11 @@ from tandem.coordinator.scheduler.events import (
     DropKept,
     Erred,
     Event,
+    FindKept,
     Finish,
     Interrupted,
+    KeptFound,
     Lost,
-    Outcome,
     PromptsDrawn,
     PublishCheckpoint,
     RecordRefit,
@@ -69,6 +67,7 @@ from tandem.coordinator.scheduler.events import (
     StepValidated,
     Ticked,
 )
+from tandem.coordinator.scheduler.kept import KeptGroup, Place
 
 _CAUSE_S = 0.5
 """How long after an error the death of a process that caused it may show."""
@@ -81,6 +80,34 @@ _RESEND_AFTER = 0.5
 """Share of its deadline after which an unanswered order is sent once more; receivers know a repetition by its id."""
 
 
+class Interrupts:
+    """Requests to end the run that nobody has dealt with yet, counted where signals are handled."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._asked_at = -math.inf
+
+    def hear(self, number: int) -> None:
+        """Count a signal."""
+        # `timeout` and systemd ask twice at once; only who presses Ctrl-C again means it.
+        now = time.monotonic()
+        if number == signal.SIGINT or now - self._asked_at > _ASKED_ONCE_S:
+            self._count += 1
+        self._asked_at = now
+
+    @property
+    def are_there(self) -> bool:
+        """Whether there is one."""
+        return self._count > 0
+
+    def take(self) -> bool:
+        """Take one of them; False if there is none."""
+        if not self._count:
+            return False
+        self._count -= 1
+        return True
+
+
 class Sent(msgspec.Struct, frozen=True):
     """An order on its way, kept until it is answered."""
 
@@ -90,7 +117,7 @@ class Sent(msgspec.Struct, frozen=True):
 
 
 class Loop:
-    """One run, from the first process that joins to the last that leaves."""
+    """One term of a run: what a scheduler decides until the run is over, or cannot go on with who is there."""
 
     def __init__(
         self,
@@ -100,8 +127,12 @@ class Loop:
         algorithm: RunningAlgorithm,
         batches: Batches,
         recorder: Recorder,
+        interrupts: Interrupts,
+        find_kept: Callable[[], Mapping[Place, KeptGroup]],
     ) -> None:
-        self._scheduler = scheduler
+        """`find_kept` finds what was generated before, and is to be trained on."""
+        self.scheduler = self._scheduler = scheduler
+        self.recorder = recorder
         self._registry = registry
         self._processes = processes
         self._algorithm = algorithm
@@ -114,38 +145,31 @@ class Loop:
         self._sent: dict[int, Sent] = {}
         self._generated: dict[str, list[tuple[int, int]]] = {}
         """Orders to generate whose samples rollouts may keep, each with the step that trains on them."""
-        self._interrupts = 0
-        self._asked_at = -math.inf
+        self._interrupts = interrupts
+        self._find_kept = find_kept
         self._finish: Finish | None = None
-
-    def launch(self, processes: Mapping[ServiceKind, int]) -> None:
-        """Start what the coordinator launches itself: so many processes of each kind."""
-        for kind, count in processes.items():
-            for index in range(count):
-                self._registry.reserve(self._processes.start(kind, index))
+        self.lost: dict[str, str] = {}
+        """Who was lost in whose place nobody was started yet, and why."""
+        self.num_replaced = 0
 
     def run(self) -> Finish:
         """Run until the scheduler finishes; return how it did."""
-        with signals.heard(self._on_signal):
-            while self._finish is None:
-                for event in self._events():
-                    self._keep(event)
-                    self._handle(event)
-                self._recorder.show(self._scheduler, self._registry)
+        for joined in self._registry.begin_term():
+            self._handle(joined)
+        while self._finish is None:
+            for event in self._events():
+                self._keep(event)
+                self._handle(event)
+            self._recorder.show(self._scheduler, self._registry)
         return self._finish
 
     def _handle(self, event: Event) -> None:
+        if isinstance(event, Lost):
+            self.lost[event.member] = event.why
         actions = self._scheduler.handle(event)
         self._onlookers.handled(event, self._scheduler)
         for action in actions:
             self._carry_out(action)
-
-    def _on_signal(self, number: int) -> None:
-        # `timeout` and systemd ask twice at once; only who presses Ctrl-C again means it.
-        now = time.monotonic()
-        if number == signal.SIGINT or now - self._asked_at > _ASKED_ONCE_S:
-            self._interrupts += 1
-        self._asked_at = now
 
     def _events(self) -> Iterator[Event]:
         """Wait for what happens next, `_POLL_S` at most, and end with a tick."""
@@ -157,8 +181,8 @@ class Loop:
                 yield event
         lost = self._losses(_CAUSE_S if errors else 0.0)
         now = time.monotonic()
-        while self._interrupts:  # first: who asks all processes to end has also ended what others now fail for want of
-            self._interrupts -= 1
+        # First: who asks all processes to end has also ended what others now fail for want of.
+        while self._interrupts.take():
             self._recorder.note("interrupted: finishing or abandoning the step; press Ctrl-C again to stop at once")
             yield Interrupted(now=now)
         # Who fails for want of another is heard before that one's death is seen, and is not to blame.
@@ -218,6 +242,8 @@ class Loop:
             case DrawPrompts(step=step, purpose=purpose):
                 sizes = group_sizes(self._algorithm, action)
                 self._handle(PromptsDrawn(now=time.monotonic(), step=step, purpose=purpose, sizes=sizes))
+            case FindKept():
+                self._handle(KeptFound(now=time.monotonic(), groups=self._find_kept()))
             case DispatchPrompts():
                 self._send_prompts(action)
             case DispatchBatch():
@@ -303,14 +329,16 @@ class Loop:
 
     def _replace(self, member: str, why: str) -> None:
         """Launch a process in the place of one that is lost, or ask for one if the lost one was started by hand."""
-        self._registry.forget(member)
+        del self.lost[member]
+        self.num_replaced += 1
+        self._registry.dismiss(member, f"it is replaced: {why}")
         self._onlookers.lost(member)
         self._generated.pop(member, None)
-        launched = self._processes.restart(member)
-        if launched is None:
+        launched = self._processes.restart([member])
+        if not launched:
             how = f"start another: {self._registry.how_to_join(member.rpartition('-')[0])}"
         else:
-            self._registry.reserve(launched)
+            self._registry.reserve(*launched)
             how = "another is launched in its place"
         self._recorder.note(f"{member} is lost: {why}; {how}")
 
@@ -325,11 +353,3 @@ class Loop:
 
     def _new_metrics(self) -> StepMetrics:
         return StepMetrics(is_asynchronous=not self._scheduler.spec.is_synchronous)
-
-    def end(self, outcome: Outcome) -> None:
-        """Tell every process how the run has ended, and end it: ask, wait, kill."""
-        self._onlookers.close()
-        self._registry.broadcast(Shutdown(reason=f"the run {'' if outcome == 'finished' else 'was '}{outcome}"))
-        failed = self._finish is not None and self._finish.outcome == "failed"
-        # After a failure other ranks may sit in a collective operation that nothing will ever complete.
-        self._processes.stop(grace_s=1.0 if failed else 10.0)

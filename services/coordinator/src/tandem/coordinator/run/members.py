@@ -128,9 +128,14 @@ class Registry:
         """Where processes join."""
         return self._hub.address
 
-    def reserve(self, launched: Launched) -> None:
-        """Keep the name of a process that was just launched."""
-        self._reserved[launched.public_key] = launched.name
+    @property
+    def patience_s(self) -> float:
+        """After how long it is known at the latest that a process is gone."""
+        return self._pulse.timeout_s + self._pulse.interval_s
+
+    def reserve(self, *launched: Launched) -> None:
+        """Keep the names of processes that were just launched."""
+        self._reserved |= {each.public_key: each.name for each in launched}
 
     def enrol(self, key: str) -> None:
         """Hear a process by a key that it has made itself."""
@@ -141,17 +146,27 @@ class Registry:
             del self._enrolled[oldest]
             self._admitted.remove(oldest)
 
-    def forget(self, name: str) -> None:
-        """Free the name of a member that is lost; nothing that it still sends is heard, and it cannot come back."""
+    def dismiss(self, name: str, reason: str) -> None:
+        """Free the name of a member that is lost, or is to start again, and tell it to go: it may only be hanging.
+
+        Nothing that it still sends is heard, and it cannot come back.
+        """
         member = self.members.pop(name, None)
         if member is not None:
             del self._by_peer[member.peer]
+            self._hub.send(member.peer, wire.encode(Shutdown(reason=reason[:MAX_TEXT])))
             self._admitted.remove(member.peer.key)
             self._note_trainers(member)
         self._replies.forget(name)
         for key in [key for key, kept in self._reserved.items() if kept == name]:
             del self._reserved[key]
             self._admitted.remove(key)
+
+    def begin_term(self) -> list[Joined]:
+        """Expect no answer to what was ordered before; return who is there already, as if they had joined now."""
+        self._replies.forget_orders()
+        now = time.monotonic()
+        return [Joined(now=now, member=each.name, kind=each.hello.service) for each in self.members.values()]
 
     def receive(self, timeout_s: float) -> Iterator[tuple[Event, wire.Arrays]]:
         """Wait up to `timeout_s` for something to happen; yield what did, with its arrays."""

@@ -33,11 +33,12 @@ class Onlookers:
         steps: range,
         history: Sequence[StepRecord],
         page: PageProcess | None,
+        notes: Sequence[str] = (),
     ) -> None:
-        """`steps` are those to come, `history` those that a resumed run has done."""
+        """`steps` are those to come, `history` those that are done; `notes` were said before."""
         self._page = page
         self._news: list[str] = []
-        self.live = LiveFile(config, folder, steps.stop - 1, history)
+        self.live = LiveFile(config, folder, steps.stop - 1, history, notes)
         self._guest_servers = GuestServersFile(folder)
         self._timeline = Timeline(folder, steps.start, self._news.append)
         self._curves: CurvesFile | None = None
@@ -90,7 +91,7 @@ class Onlookers:
         self._timeline.commit(record.step, record.seconds.get("total", 0.0), self._now)
 
     def close(self) -> None:
-        """Say nothing more: how the run ended is in its journal."""
+        """Say nothing more: how the run goes on, or ended, others say."""
         self._guest_servers.end()
         self._timeline.close()
         if self._curves is not None:

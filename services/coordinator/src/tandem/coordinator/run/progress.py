@@ -136,15 +136,20 @@ class Progress:
         console: Console | None = None,
         now: Callable[[], float] = time.monotonic,
         line_every_s: float = _LINE_EVERY_S,
+        began_at: float | None = None,
     ) -> None:
-        """`now` returns the seconds since some moment; a line comes at least so often where there is no terminal."""
+        """`now` returns the seconds since some moment; a line comes at least so often where there is no terminal.
+
+        `began_at` is when the run did, by that clock; default: now.
+        """
         self._title = f"{config.algorithm} · {config.policy.model_name} · {config.logger.log_dir}"
         self._spec = spec
         self._records = list(history)
         self._console = console or Console()
         self._now = now
         self._line_every_s = line_every_s
-        self._began_at = self._printed_at = self._committed_at = now()
+        self._printed_at = self._committed_at = now()
+        self._began_at = self._printed_at if began_at is None else began_at
         self._shown_at = -_REFRESH_S
         self._display: Display | None = None
         if self._console.is_terminal and not self._console.is_dumb_terminal:

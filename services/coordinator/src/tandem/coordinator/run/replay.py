@@ -48,7 +48,6 @@ _REFUSED = {
     "data": f"{_IN_VAIN}: no problem is drawn",
     "refit": f"{_IN_VAIN}: there are no engines for weights to move to",
     "cluster.rollouts": f"{_IN_VAIN}: there are no engines",
-    "cluster.max_replacements": f"{_IN_VAIN}: there are no engines",
     "logger.samples": "a replay records no samples: it is made of them",
     "logger.num_val_samples_to_print": f"{_IN_VAIN}: nothing is validated without engines",
     **{f"grpo.{name}": f"{_IN_VAIN}: nothing is validated without engines" for name in _VALIDATION},

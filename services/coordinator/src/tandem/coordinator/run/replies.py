@@ -31,6 +31,8 @@ class Replies:
     def ordered(self, name: str, order: Order) -> None:
         """Note an order that is sent to a member."""
         self._newest = max(self._newest, order.command_id)
+        if isinstance(order, BuildEngine):  # which begins anew: it holds no version that it was given before
+            self._members[name] = Member()
         member = self._members.setdefault(name, Member())
         match order:
             case BuildEngine():
@@ -53,6 +55,10 @@ class Replies:
         """Expect nothing more of a member; another of the name begins anew."""
         self._asked = {i: asked for i, asked in self._asked.items() if asked.name != name}
         self._members.pop(name, None)
+
+    def forget_orders(self) -> None:
+        """Take no answer any more to what was ordered so far."""
+        self._asked = {}
 
     def take(self, name: str, reply: Reply | Failed, arrays: Arrays) -> bool:
         """Check a reply; return whether it answers an order that is still open, and not one that is over.

@@ -60,10 +60,7 @@ class SampleFolder:
         """Of each step, with their bytes; of shards that are written together, the first has those of all."""
         self._awaited: list[int] = []
         """Steps whose log-probabilities have not been seen."""
-        for file in self._all():
-            self._add(file, file.purpose)
-        for file in files(self.path / LOGPROBS):
-            self._add(file, "logprobs")
+        self._look()
 
     def take_recorded(self, step: int, rollouts: Iterable[str], num_bytes: int, purpose: Purpose = "train") -> None:
         """Take note that a step is recorded whole; delete what is left over of it, and what is too old to be kept."""
@@ -82,6 +79,7 @@ class SampleFolder:
         and so are shards that were being written when the run was killed, and of later steps what is made again
         whatever is kept: validation samples, and trainers' log-probabilities.
         """
+        self._look()  # rollouts may have gone on until now
         for file in [*half_written(self.path), *half_written(self.path / LOGPROBS)]:
             _delete(file.path)
         self._delete_leftovers({(file.step, file.purpose) for file in self._all() if file.step <= step})
@@ -112,6 +110,14 @@ class SampleFolder:
     def aside(self) -> list[Path]:
         """Return the folders of what was put aside, the newest first."""
         return sorted((path for path in self.path.glob(f"{_ASIDE}*") if _number(path)), key=_number, reverse=True)
+
+    def _look(self) -> None:
+        """Take note of all that is there."""
+        self._files.clear()
+        for file in self._all():
+            self._add(file, file.purpose)
+        for file in files(self.path / LOGPROBS):
+            self._add(file, "logprobs")
 
     def _all(self) -> Iterator[RecordFile]:
         """Yield all files of samples."""

@@ -98,6 +98,17 @@ class Attestation:
             self._engines.attest(engine, is_attested=True)
         return attested, [engine for engine in engines if engine.name in reply.differing]
 
+    def forget_comparison(self) -> None:
+        """Take note that the refit service compares nothing any more: it is lost."""
+        self._comparing = None
+
+    def prove_again(self, version: int) -> None:
+        """Have engines that hold a version, and had been proven to, proven by digests that are known."""
+        for name in self._engines.having(Status.HOLDING):
+            engine = self._engines[name]
+            if engine.version == version and (name in self._digests or not self._is_verified):
+                self._engines.attest(engine, is_attested=False)
+
     def forget(self, engine: str) -> None:
         """Take note that what an engine held does not count any more: it is lost, or torn."""
         self._digests.pop(engine, None)

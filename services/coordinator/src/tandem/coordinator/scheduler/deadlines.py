@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from tandem.common.errors import DeadlineExceeded, ServiceError
+from tandem.coordinator.scheduler import losses
 from tandem.coordinator.scheduler.engines import Status
 from tandem.coordinator.scheduler.events import Action
 from tandem.coordinator.scheduler.groups import GroupState
@@ -37,16 +38,22 @@ def check(tables: Tables) -> list[Action]:
 
 
 def _check_requests(tables: Tables) -> list[Action]:
-    """Give up parts of the record that are late. Raise `DeadlineExceeded` for the first other request."""
+    """Give up parts of the record that are late, and processes that can be replaced: such a one hangs.
+
+    Raise `DeadlineExceeded` for the first other request.
+    """
     given_up = tables.recording.give_up_late()
     while (late := tables.requests.overdue()) is not None:
         no_answer = f"no answer within {late.allowed_s:g} s"
-        if late.phase is not Phase.RECORDING:
+        if late.phase is Phase.RECORDING:
+            tables.requests.close(late.command_id)
+            given_up += tables.recording.take_failure(late.command_id, no_answer)
+        elif losses.is_replaceable(tables, late.member):
+            given_up += losses.take_loss(tables, late.member, f"{no_answer} ({late.phase.value})")
+        else:
             if late.phase is Phase.WRITING:
                 tables.saving.give_up()
             raise DeadlineExceeded(late.member, late.phase.value, no_answer)
-        tables.requests.close(late.command_id)
-        given_up += tables.recording.take_failure(late.command_id, no_answer)
     return given_up
 
 
@@ -65,9 +72,8 @@ def _is_stuck(tables: Tables) -> bool:
 def _check_standstill(tables: Tables) -> None:
     """Raise `ServiceError` if nobody has been asked for anything for a while: no event would ever come."""
     now = tables.requests.now
-    is_awaited = (
-        len(tables.requests) or tables.recording.is_waiting or tables.publication.engines.num_having(Status.ABSENT)
-    )
+    is_replaced = tables.publication.engines.num_having(Status.ABSENT) or tables.publication.service.is_absent
+    is_awaited = len(tables.requests) or tables.recording.is_waiting or is_replaced
     if is_awaited or tables.stage is not None:
         tables.still_since = math.inf
         return

@@ -8,7 +8,7 @@ Both happen a bounded number of times; then the error that this leads to ends th
 
 from __future__ import annotations
 
-from tandem.common.errors import CommandFailed, DeadlineExceeded, ServiceLost
+from tandem.common.errors import CommandFailed, DeadlineExceeded
 from tandem.coordinator.scheduler.engines import Engine, EngineTable, Status
 from tandem.coordinator.scheduler.events import Action, Dispatch, Replace
 from tandem.coordinator.scheduler.meshes import Meshes
@@ -31,14 +31,6 @@ class EngineRecovery:
         self._engines = engines
         self._transfers = transfers
         self._meshes = meshes
-
-    def count_loss(self, engine: Engine, doing: str, why: str) -> None:
-        """Raise `ServiceLost` if an engine that is lost was replaced too often."""
-        most = self._spec.max_replacements
-        engine.num_losses += 1
-        if engine.num_losses > most:
-            times = f"; it was replaced {most} times before" if most else ""
-            raise ServiceLost(engine.name, doing, why + times)
 
     def count_failure(self, engine: Engine, doing: str, why: str) -> None:
         """Raise `CommandFailed` if an engine that is torn has had its second attempt."""

@@ -44,7 +44,6 @@ class Engine:
         """Requests that must be answered before its status changes."""
         self.num_failures = 0
         """To bring it to the current version."""
-        self.num_losses = 0
         self.replace_by = 0.0
         """When it must have been replaced; while it is absent."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -30,6 +31,7 @@ from tandem.common.messages import (
 
 if TYPE_CHECKING:
     from tandem.coordinator.scheduler.groups import SampleRecord
+    from tandem.coordinator.scheduler.kept import KeptGroup, Place
 
 
 class GroupSize(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,6 +87,13 @@ class PromptsDrawn(msgspec.Struct, frozen=True, kw_only=True):
     """What each group asks of an engine, in order."""
 
 
+class KeptFound(msgspec.Struct, frozen=True, kw_only=True):
+    """What `FindKept` asked for: the groups that were generated before, and are still to be trained on."""
+
+    now: float
+    groups: Mapping[Place, KeptGroup]
+
+
 class Ticked(msgspec.Struct, frozen=True, kw_only=True):
     """Time passed."""
 
@@ -97,7 +106,7 @@ class Interrupted(msgspec.Struct, frozen=True, kw_only=True):
     now: float
 
 
-Event = Joined | Replied | Erred | Lost | PromptsDrawn | Ticked | Interrupted
+Event = Joined | Replied | Erred | Lost | PromptsDrawn | KeptFound | Ticked | Interrupted
 
 
 # --- actions ---------------------------------------------------------------------------------------------------------
@@ -133,6 +142,10 @@ class DrawPrompts(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     purpose: Purpose
     groups: range
+
+
+class FindKept(msgspec.Struct, frozen=True, kw_only=True):
+    """Find what was generated before, of which no engine writes any more, and answer with `KeptFound`."""
 
 
 class DispatchPrompts(msgspec.Struct, frozen=True, kw_only=True):
@@ -263,6 +276,7 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
 Action = (
     Dispatch
     | DrawPrompts
+    | FindKept
     | DispatchPrompts
     | DispatchBatch
     | DispatchRecord

@@ -4,9 +4,13 @@
 
 | lost | then |
 |---|---|
-| rollout | it is replaced, at most `max_replacements` times: its groups wait again, others go on |
-| rollout of a run that was interrupted | nothing: it is asked for nothing more |
-| any other, or a rollout before everything is set up | the run ends, once its last checkpoint is written |
+| rollout | it is replaced: its groups wait again, others go on |
+| refit service | it is replaced: another gets the layouts, and weights go on moving meanwhile |
+| either, of a run that was interrupted | nothing: it is asked for nothing more |
+| trainer, or any before everything is set up | this schedule ends, once its last checkpoint is written |
+
+So many are replaced as `max_replacements` says. What follows the end of a schedule is decided by whoever has made it
+(`tandem.coordinator.run.terms`): trainers are started again, and there is a new one.
 
 What an order leads to that its process could not carry out depends on what it was for (`take_failure`). An error that
 is raised here ends the run (`ending.fail`).
@@ -20,13 +24,17 @@ from tandem.coordinator.scheduler import regeneration
 from tandem.coordinator.scheduler.events import Action
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.tables import Tables
+from tandem.coordinator.scheduler.transfers import SERVICE
 
 
 def take_joined(tables: Tables, member: str, kind: ServiceKind) -> list[Action]:
     """Take note of a process; one in the place of an engine that was lost is brought to where the others are."""
     tables.members.add(member, kind)
-    is_wanted = member in tables.publication.engines and tables.error is None
-    return tables.publication.take_replacement(member) if is_wanted else []
+    if tables.error is not None:
+        return []
+    if member in tables.publication.engines:
+        return tables.publication.take_replacement(member)
+    return tables.publication.take_service() if tables.publication.service.is_absent and kind == "refit" else []
 
 
 def take_loss(tables: Tables, member: str, why: str) -> list[Action]:
@@ -37,13 +45,23 @@ def take_loss(tables: Tables, member: str, why: str) -> list[Action]:
     elif tables.error is not None:
         return []
     match tables.members.kind(member):
-        case "rollout" if tables.is_interrupted:
+        case "rollout" | "refit" if tables.is_interrupted:
             tables.requests.drop(member)
             return []
         case "rollout" if member in tables.publication.engines:
             return _replace_engine(tables, member, why)
+        case "refit" if tables.stage is None:
+            return tables.publication.take_loss_of_service(tables.phase.value, why)
         case _:
             raise ServiceLost(member, tables.phase.value, why)
+
+
+def is_replaceable(tables: Tables, member: str) -> bool:
+    """Tell whether a process would be replaced if it was lost now, without more ado."""
+    publication = tables.publication
+    if tables.stage is not None or tables.error is not None or tables.is_interrupted:
+        return False
+    return publication.replacements.are_left and (member in publication.engines or member == SERVICE)
 
 
 def take_failure(tables: Tables, member: str, failed: Failed) -> list[Action]:

@@ -21,7 +21,15 @@ cannot go on.
 from __future__ import annotations
 
 from tandem.common.errors import CommandFailed, DeadlineExceeded
-from tandem.common.messages import Attested, CopyWeights, Failed, Reply, VersionCommitted, WeightsCopied
+from tandem.common.messages import (
+    Attested,
+    CopyWeights,
+    Failed,
+    Reply,
+    TransfersPlanned,
+    VersionCommitted,
+    WeightsCopied,
+)
 from tandem.coordinator.scheduler.attestation import Attestation
 from tandem.coordinator.scheduler.engine_recovery import MOST_FAILURES, EngineRecovery
 from tandem.coordinator.scheduler.engines import Engine, EngineTable, Status
@@ -29,9 +37,11 @@ from tandem.coordinator.scheduler.events import Action, Dispatch, Say
 from tandem.coordinator.scheduler.meshes import Meshes
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.refit_record import RefitProgress
+from tandem.coordinator.scheduler.replacements import Replacements
 from tandem.coordinator.scheduler.requests import PendingRequests
+from tandem.coordinator.scheduler.service_recovery import ServiceRecovery
 from tandem.coordinator.scheduler.spec import RunSpec
-from tandem.coordinator.scheduler.transfers import Transfers
+from tandem.coordinator.scheduler.transfers import SERVICE, Transfers
 
 
 class Publication:
@@ -62,7 +72,9 @@ class Publication:
         self.record = RefitProgress()
         self.attestation = Attestation(spec, requests, self.engines)
         self.meshes = Meshes(self.transfers, self.engines, requests)
+        self.service = ServiceRecovery(spec, requests, self.transfers, self.attestation)
         self._recovery = EngineRecovery(spec, requests, self.engines, self.transfers, self.meshes)
+        self.replacements = Replacements(spec.max_replacements, spec.num_replaced)
 
     # --- what the scheduler asks -------------------------------------------------------------------------------------
 
@@ -130,7 +142,7 @@ class Publication:
 
     def overdue(self) -> DeadlineExceeded | None:
         """Return the error of a replacement that did not come in time."""
-        return self._recovery.overdue()
+        return self._recovery.overdue() or self.service.overdue()
 
     @property
     def _outlasts_step(self) -> bool:
@@ -244,6 +256,11 @@ class Publication:
             case VersionCommitted():
                 self._take_committed(reply)
                 return []
+            case TransfersPlanned() if self.version >= 0:  # from one in the place of a refit service that is lost
+                self.record.deadline = max(self.record.deadline, self.requests.now + self.spec.deadlines.refit)
+                if self.is_transferred:
+                    self.attestation.prove_again(self.version)
+                return []
             case _:
                 pass
         engine = self.engines.get(member)
@@ -278,7 +295,7 @@ class Publication:
     def take_loss(self, name: str, doing: str, why: str) -> list[Action]:
         """Ask for a replacement of an engine. Raises `ServiceLost` if it was replaced too often."""
         engine = self.engines[name]
-        self._recovery.count_loss(engine, doing, why)
+        self.replacements.count(name, doing, why)
         self.requests.drop(name)
         self._forget(engine)
         if not self.record.seconds:  # what comes is a refit of this engine alone
@@ -288,6 +305,15 @@ class Publication:
     def take_replacement(self, name: str) -> list[Action]:
         """Begin to bring a new process to where the others are."""
         return self._recovery.rebuild(name)
+
+    def take_loss_of_service(self, doing: str, why: str) -> list[Action]:
+        """Ask for a replacement of the refit service. Raises `ServiceLost` if too many were lost."""
+        self.replacements.count(SERVICE, doing, why)
+        return self.service.replace(why)
+
+    def take_service(self) -> list[Action]:
+        """Tell a process in the place of the refit service what it has to know."""
+        return self.service.take_joined(self.trainers, self.engines.names())
 
     def _take_committed(self, reply: VersionCommitted) -> None:
         attested, differing = self.attestation.take_compared(reply)

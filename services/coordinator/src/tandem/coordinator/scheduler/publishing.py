@@ -112,7 +112,7 @@ def _begin_attesting(publication: Publication) -> list[Action]:
 
 def _compare(publication: Publication) -> list[Action]:
     """Have the engines attested whose digests are all here, unless others are still computing theirs."""
-    if not publication.is_transferred or not publication.attestation.may_compare:
+    if not publication.is_transferred or not publication.attestation.may_compare or not publication.service.is_able:
         return []
     publication.record.attested(publication.requests.now)
     return publication.attestation.compare(

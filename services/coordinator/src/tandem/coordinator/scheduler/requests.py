@@ -32,14 +32,15 @@ class CommandFields(TypedDict):
 class PendingRequests:
     """Gives each order its id and deadline, and knows which were answered. Reads no clock: its owner sets `now`."""
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, now: float, first_command_id: int = 1) -> None:
         self.now = now
         self._by_id: dict[int, Request] = {}
         self._of_member: dict[str, dict[int, Request]] = {}
         self._num_of_phase: dict[Phase, int] = dict.fromkeys(Phase, 0)
         self._deadlines: list[tuple[float, int]] = []
         """A heap; those that were answered are still in it."""
-        self._next_command_id = 1
+        self.next_command_id = first_command_id
+        """Orders of an earlier term of the run have lower ones, so that no late answer can be taken for another."""
 
     def __contains__(self, command_id: int) -> bool:
         return command_id in self._by_id
@@ -65,8 +66,8 @@ class PendingRequests:
 
     def notice(self, allowed_s: float) -> CommandFields:
         """Give an id to an order whose answer nobody waits for."""
-        command_id = self._next_command_id
-        self._next_command_id += 1
+        command_id = self.next_command_id
+        self.next_command_id += 1
         return CommandFields(command_id=command_id, deadline_s=allowed_s)
 
     def close(self, command_id: int) -> Request | None:

@@ -13,7 +13,6 @@ An error that is raised on the way ends the run (`ending.fail`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import assert_never
 
 from tandem.common.errors import ServiceError
@@ -34,12 +33,13 @@ from tandem.coordinator.scheduler.events import (
     Event,
     Interrupted,
     Joined,
+    KeptFound,
     Lost,
     PromptsDrawn,
     Replied,
     Ticked,
 )
-from tandem.coordinator.scheduler.kept import KeptGroup, Place
+from tandem.coordinator.scheduler.kept import KeptGroups
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.rules import run_rules
 from tandem.coordinator.scheduler.spec import RunSpec
@@ -54,13 +54,13 @@ class Scheduler:
         spec: RunSpec,
         now: float,
         is_informative: IsInformative = bool,
-        kept: Mapping[Place, KeptGroup] = {},
+        first_command_id: int = 1,
     ) -> None:
         """`is_informative` says whether a group is worth training on, where the run samples dynamically.
 
-        `kept` are groups that were generated before the run was resumed.
+        `first_command_id` is above that of any order in an earlier term of the run.
         """
-        self.tables = Tables(spec, now, is_informative, kept)
+        self.tables = Tables(spec, now, is_informative, first_command_id)
         self.requests = self.tables.requests
         self.groups = self.tables.groups
         self.publication = self.tables.publication
@@ -120,6 +120,9 @@ def _apply(tables: Tables, event: Event) -> list[Action]:
             return losses.take_loss(tables, member, why)
         case PromptsDrawn():
             generation.take_prompts(tables, event)
+            return []
+        case KeptFound(groups=groups):
+            tables.kept = KeptGroups(groups)
             return []
         case Ticked():
             return [*deadlines.check(tables), *regeneration.move_from_slow_engines(tables)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tandem.common.messages import BuildTrainer, OpenRendezvous, RendezvousOpened
-from tandem.coordinator.scheduler.events import Action, Dispatch
+from tandem.coordinator.scheduler.events import Action, Dispatch, FindKept
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.tables import Tables
 
@@ -25,7 +25,7 @@ def set_up(tables: Tables) -> list[Action] | None:
             ]
         case Phase.BUILDING if tables.spec.has_engines:
             tables.stage = Phase.PLANNING
-            return transfers.order_plan(trainers, engines)
+            return [FindKept(), *transfers.order_plan(trainers, engines)]
         case Phase.PLANNING:
             tables.stage = Phase.INSTALLING
             return transfers.order_install()

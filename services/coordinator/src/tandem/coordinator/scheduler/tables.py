@@ -7,7 +7,7 @@ concerns. Nothing here orders anything.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from tandem.common.errors import ServiceError
 from tandem.common.messages import Purpose, SampleScored
@@ -15,7 +15,7 @@ from tandem.coordinator.scheduler.assignment import assignment_for
 from tandem.coordinator.scheduler.events import Finish
 from tandem.coordinator.scheduler.groups import GroupTable
 from tandem.coordinator.scheduler.idleness import Idleness
-from tandem.coordinator.scheduler.kept import KeptGroup, KeptGroups, Place
+from tandem.coordinator.scheduler.kept import KeptGroups
 from tandem.coordinator.scheduler.membership import Membership
 from tandem.coordinator.scheduler.phases import Phase, Stopwatch
 from tandem.coordinator.scheduler.publication import Publication
@@ -53,16 +53,14 @@ class StepProgress:
 class Tables:
     """Groups, engines, processes and pending requests, the step in progress, and how far the run is."""
 
-    def __init__(
-        self, spec: RunSpec, now: float, is_informative: IsInformative, kept: Mapping[Place, KeptGroup]
-    ) -> None:
+    def __init__(self, spec: RunSpec, now: float, is_informative: IsInformative, first_command_id: int) -> None:
         self.spec = spec
         self.is_informative = is_informative
         self.members = Membership(spec.expected)
-        self.requests = PendingRequests(now)
+        self.requests = PendingRequests(now, first_command_id)
         self.groups = GroupTable()
         self.assignment = assignment_for(spec.balance)
-        self.kept = KeptGroups(kept)
+        self.kept = KeptGroups({})
         self.publication = Publication(spec, self.requests)
         self.saving = Saving(spec, self.requests)
         self.recording = Recording(spec, self.requests)

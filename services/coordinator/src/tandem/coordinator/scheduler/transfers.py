@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from tandem.common.errors import CommandFailed
 from tandem.common.messages import (
@@ -56,8 +56,10 @@ class Transfers:
                 self._layouts[member] = {member: layout}
             case EngineBuilt(layouts=layouts):
                 self._take_layouts(member, by_part(member, layouts))
-            case TransfersPlanned():
+            case TransfersPlanned() if self._planned is None:
                 self._planned = reply
+            case TransfersPlanned():
+                pass  # of a service in the place of one that is lost: what is installed stays
             case Refitted():
                 self._check_bytes(member, reply)
             case _:
@@ -72,7 +74,12 @@ class Transfers:
         )
         return Dispatch(member=engine, order=order)
 
-    def order_plan(self, trainers: list[str], engines: list[str]) -> list[Action]:
+    @property
+    def is_planning(self) -> bool:
+        """Whether the refit service is yet to answer that it knows all layouts."""
+        return self._requests.num_for(Phase.PLANNING) > 0
+
+    def order_plan(self, trainers: Sequence[str], engines: Sequence[str]) -> list[Action]:
         """Have all transfers planned from the layouts that trainers and engines sent."""
         order = PlanTransfers(
             sources={part: layout for name in trainers for part, layout in self._layouts[name].items()},

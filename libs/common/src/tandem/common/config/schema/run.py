@@ -180,7 +180,8 @@ class Cluster(Section, frozen=True, kw_only=True):
     heartbeat_timeout_s: PositiveFloat = 15.0
     """New. Seconds of silence after which a process counts as lost."""
     max_replacements: NonNegativeInt = 3
-    """New. How often each rollout process may be lost and replaced by a new one before the run fails."""
+    """New. How many processes of whatever kind may be lost, or hang, and be replaced before the run fails. Trainers
+    are started again together, which counts once. With 0 the first loss ends the run, and ``--resume`` goes on."""
     links: LinkRates = LinkRates()
     deadlines: Deadlines = Deadlines()
 
