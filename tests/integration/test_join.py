@@ -20,7 +20,7 @@ CONFIG: dict[str, Any] = {
     "cluster": {"trainers": 2, "rollouts": 2},
     "grpo": {"max_num_steps": NUM_STEPS, "val_period": NUM_STEPS},
     "policy": {"train_micro_batch_size": 4},
-    "checkpointing": {"save_period": NUM_STEPS},
+    "checkpointing": {"save_period": 3},
 }
 TWO_NODES: dict[str, Any] = {
     "cluster": {"num_nodes": 2, "gpus_per_node": 0, "launch": {"trainers": 1, "rollouts": 1, "refit": True}}
@@ -46,19 +46,22 @@ def on_two_nodes(over: dict[str, Any] | None = None) -> Iterator[tuple[Command, 
 
 @pytest.fixture(scope="module")
 def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a run on two nodes, the second of which loses its engine once."""
+    """Return the folder of a run on two nodes, the second of which loses its engine, and then its trainer."""
     folder = tmp_path_factory.mktemp("two_nodes")
     with in_folder(folder), on_two_nodes() as (first, second):
         first.wait_for(r"step +2/")
         process_of(second, "rollout").kill()
+        first.wait_for(r"step +4/")
+        process_of(second, "trainer").kill()
         assert first.wait() == 0, first.output()
         assert second.wait() == 0, second.output()
-        assert "started again" in second.output()
+        assert second.output().count("started again") == 2
+        assert "all trainers are started again" in first.output()
     return folder / "run"
 
 
 def test_nodes_have_the_results_of_one(two_nodes: Path, one_node: Path) -> None:
-    """The second node's engine takes its own place again after it was killed."""
+    """Processes of the second node take their own places again after they were killed."""
     assert_same_results(two_nodes, one_node)
     logs = {path.name for path in (two_nodes / "logs").glob("*.log")}
     assert {"trainer-0.log", "trainer-1.log", "rollout-0.log", "rollout-1.log"} <= logs

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tandem.common.service import NOT_ADMITTED
+from tandem.common.wire import EXIT_NOT_ADMITTED
 from tandem.coordinator.run.journal import read_journal
 from tests.integration.by_hand import undisturbed_run
 from tests.integration.harness import (
@@ -172,7 +172,7 @@ def test_a_process_too_many_is_refused() -> None:
             second.wait_for("joined|refused")
             wait_until(lambda: "refused" in first.output() + second.output(), lambda: "a refusal")
             refused = first if "refused" in first.output() else second
-            assert refused.wait() == NOT_ADMITTED
+            assert refused.wait() == EXIT_NOT_ADMITTED
             assert "the run has its 1 refit process already" in refused.output()
             run.signal(signal.SIGINT)
             assert run.wait() == 130

@@ -130,9 +130,11 @@ class Goodbye(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Shutdown(Message, frozen=True, kw_only=True, tag=True):
-    """The coordinator ends the run; the process cleans up and exits with code 0."""
+    """The process is to go: it cleans up and exits, with code 0 when the run ends."""
 
     reason: Text
+    is_awaited_anew: bool = False
+    """Whether the run goes on with another process in its place; then the code is 76."""
 
 
 class Failed(Message, frozen=True, kw_only=True, tag=True):

@@ -37,12 +37,10 @@ from tandem.common.messages import (
     Welcome,
 )
 from tandem.common.process_lifetime import die_with
-from tandem.common.wire import UNDECODABLE, Arrays, Frames, Link, encode
+from tandem.common.wire import EXIT_NOT_ADMITTED, UNDECODABLE, Arrays, Frames, Link, encode, exit_code
 
 _IDLE_POLL_S = 1.0
 _EXIT_INTERRUPTED = 130
-NOT_ADMITTED = 75
-"""Exit code of a process that the run does not want now, and may want later: sysexits.h has it as a passing failure."""
 _REMEMBERED_COMMANDS = 16
 
 
@@ -171,7 +169,7 @@ def run_service(
         welcome = link.join(hello, arguments.join_timeout, say_so)
     except TandemError as error:
         print(f"{kind}: {error}", file=sys.stderr)
-        return NOT_ADMITTED if isinstance(error, NotAdmitted) else 1
+        return EXIT_NOT_ADMITTED if isinstance(error, NotAdmitted) else 1
     except KeyboardInterrupt:
         print(f"{kind}: interrupted before it had joined", file=sys.stderr)
         return _EXIT_INTERRUPTED
@@ -182,7 +180,8 @@ def run_service(
         with gc_tuning.paused():
             service = make_service(member)
         gc_tuning.keep()
-        reason = _answer_orders(link, member, service)
+        shutdown = _answer_orders(link, member, service)
+        reason, code = shutdown.reason, exit_code(shutdown)
     except KeyboardInterrupt:
         reason = "interrupted"
     except WireError as error:
@@ -213,8 +212,8 @@ def _heed_signals(launched_by: int) -> None:
         signals.end_when_stuck()
 
 
-def _answer_orders(link: Link[Any], member: Member, service: Service) -> str:
-    """Answer orders until the coordinator shuts the run down; return its reason.
+def _answer_orders(link: Link[Any], member: Member, service: Service) -> Shutdown:
+    """Answer orders until the coordinator has this process go; return what it said.
 
     Raises `WireError` for what is no order, if not even its id can be read.
     """
@@ -231,8 +230,8 @@ def _answer_orders(link: Link[Any], member: Member, service: Service) -> str:
             busy = service.work()
             continue
         match received.message:
-            case Shutdown(reason=reason):
-                return reason
+            case Shutdown() as shutdown:
+                return shutdown
             case Command() as command:
                 if member.accept(command):
                     try:

@@ -73,6 +73,9 @@ _MOST_BYTES_OF_ORDER = 1 << 30
 _MOST_WAITING = 1000
 """Messages of a connection."""
 _EXIT_COORDINATOR_LOST = 70
+EXIT_NOT_ADMITTED, EXIT_AWAITED_ANEW = 75, 76
+"""Exit codes of a process that the run has no place for, perhaps only now, and of one that was told to go because the
+run goes on with another in its place."""
 _AT_ONCE_S = 1.0
 _AGAIN_S = 0.2
 _FAILURES, _FAILING_S = 5, 2.0
@@ -107,6 +110,7 @@ _encoder = msgspec.msgpack.Encoder()
 _tag_decoder = msgspec.msgpack.Decoder(_AnyTag)
 _manifest_decoder = msgspec.msgpack.Decoder(list[ArrayHeader])
 _trainer_keys_decoder = msgspec.msgpack.Decoder(TrainerKeys)
+_shutdown_decoder = msgspec.msgpack.Decoder(Shutdown)
 
 
 def encode(message: Message, arrays: Arrays | None = None) -> Frames:
@@ -602,6 +606,11 @@ class _Handshake:
                 )
 
 
+def exit_code(shutdown: Shutdown) -> int:
+    """Return the exit code of a process that was told to go."""
+    return EXIT_AWAITED_ANEW if shutdown.is_awaited_anew else 0
+
+
 class _Pump:
     """The thread of a `Link`: moves frames between the process and the socket, beats, and watches the coordinator."""
 
@@ -622,6 +631,7 @@ class _Pump:
         self._arrived = arrived
         self._welcome = welcome
         self._phase = phase
+        self._end_code = 0
 
     def run(self) -> None:
         """Consume both sides until the process closes the link; never waits longer than a heartbeat interval."""
@@ -653,7 +663,8 @@ class _Pump:
                     _EXIT_COORDINATOR_LOST,
                 )
             if now > end_by:
-                self._end_process(f"still {self._phase()} {_SHUTDOWN_GRACE_S:g} s after the coordinator's shutdown", 0)
+                why = f"still {self._phase()} {_SHUTDOWN_GRACE_S:g} s after the coordinator's shutdown"
+                self._end_process(why, self._end_code)
         self._dealer.close()
         self._queued.close()
         self._arrived.close()
@@ -668,6 +679,8 @@ class _Pump:
                 self._trainers.replace(told.public_keys)
                 self._trainer_keys = told.number
                 return False
+            if tag == "Shutdown":
+                self._end_code = exit_code(_shutdown_decoder.decode(frames[0].buffer))
         except UNDECODABLE:
             tag = ""  # no message: `receive` says so, where somebody hears it
         if tag != "Heartbeat":

@@ -14,13 +14,13 @@ import msgspec
 
 from tandem.common import signals
 from tandem.common.errors import NotAdmitted
-from tandem.common.service import NOT_ADMITTED
+from tandem.common.wire import EXIT_AWAITED_ANEW, EXIT_NOT_ADMITTED
 from tandem.coordinator.clusters.nodes import Node
 from tandem.coordinator.run.launch import Credentials, Launched, LocalProcesses
 
 _POLL_S = 0.1
 _RETRY_S = 2.0
-"""Pause before a process asks again that was not admitted: the place of one that was lost is not yet free, say."""
+"""Pause before a process is started again that was not admitted: the place of a lost one is not yet free, say."""
 
 
 class ByKeyFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,7 +91,11 @@ class NodeProcesses:
         code, now = launched.process.wait(0.0), time.monotonic()
         if code == 0 or self._end_by is not None:
             return True
-        if code == NOT_ADMITTED:
+        if code == EXIT_AWAITED_ANEW:
+            self._asks_since[launched.name] = now
+            self._again_at[launched.name] = (now, launched)
+            return False
+        if code == EXIT_NOT_ADMITTED:
             if now - self._asks_since[launched.name] > self._limits.admission_s:
                 self.failures.append(f"{launched.name}: {launched.describe_death()}")
                 return True

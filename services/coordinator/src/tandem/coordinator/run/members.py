@@ -154,7 +154,7 @@ class Registry:
         member = self.members.pop(name, None)
         if member is not None:
             del self._by_peer[member.peer]
-            self._hub.send(member.peer, wire.encode(Shutdown(reason=reason[:MAX_TEXT])))
+            self._hub.send(member.peer, wire.encode(Shutdown(reason=reason[:MAX_TEXT], is_awaited_anew=True)))
             self._admitted.remove(member.peer.key)
             self._note_trainers(member)
         self._replies.forget(name)
