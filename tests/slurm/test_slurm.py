@@ -32,7 +32,7 @@ TWO_NODES: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     """Return a Slurm of two nodes."""
     with slurm_in(tmp_path_factory.mktemp("slurm")) as running:

@@ -1,4 +1,4 @@
-"""Launch one node's share of a run that a coordinator on another node conducts, and stay until it has ended.
+"""Launch one node's share of a run whose coordinator is on another, and stay until it has ended.
 
 Services do not know of this process: each joins the coordinator by itself, under the number that is its own, and is
 started again here when it dies. They die with this process, kill -9 included.
