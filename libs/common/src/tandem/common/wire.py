@@ -365,7 +365,10 @@ class Callers:
         now = time.monotonic()
         for name in [name for name, at in self._refused.items() if now >= at]:
             del self._refused[name]
-            self._sockets[name].connect(self._listeners[name].address)
+            address = self._listeners[name].address
+            with contextlib.suppress(zmq.ZMQError):
+                self._sockets[name].disconnect(address)  # or to connect there again would do nothing
+            self._sockets[name].connect(address)
 
     def down_for(self, name: str) -> float:
         """Return the seconds for which there has been no connection; zero while there is one."""
