@@ -126,7 +126,7 @@ class Processes:
             answers.append(rank.recv())
         return answers
 
-    def train(self, command_id: int, table: BatchTable, sources: dict[str, str]) -> list[tuple[Message, int]]:
+    def train(self, command_id: int, table: BatchTable, sources: dict[str, Listener]) -> list[tuple[Message, int]]:
         order = Train(command_id=command_id, deadline_s=60.0, step=1, sources=sources)
         return self.order(order, table.to_frames())
 

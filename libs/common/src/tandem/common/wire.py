@@ -1,4 +1,4 @@
-"""The wire: ZeroMQ sockets, framing and heartbeats; no other module but `tandem.common.curve` imports zmq.
+"""The wire: ZeroMQ sockets, framing and heartbeats; beside `curve` no other module imports zmq.
 
 A message is two or more frames: the header (msgpack, one tagged union a link, see `tandem.common.messages`), the
 manifest of its arrays (msgpack: name, dtype and shape of each), then one raw frame an array. Arrays are sent from and
