@@ -212,6 +212,7 @@ class _Replies:
 
     def __init__(self) -> None:
         self.replies: list[Frames] = []
+        self.own, self.trainers = new_key_pair(), Admitted()
 
     def send(self, frames: Frames) -> None:
         self.replies.append(frames)

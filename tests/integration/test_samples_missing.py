@@ -172,7 +172,7 @@ def test_what_one_rank_lacks_no_rank_trains_without(tmp_path: Path) -> None:
         replies = there.train(3, table, {"rollout-0": first, "rollout-1": second})
         assert [reply for reply, _ in replies] == [
             SamplesMissing(command_id=3, step=1, members={}),
-            SamplesMissing(command_id=3, step=1, members={"rollout-1": f"nobody answers at {second}"}),
+            SamplesMissing(command_id=3, step=1, members={"rollout-1": f"nobody answers at {second.address}"}),
         ]
         assert [digest for _, digest in replies] == there.digests, "no weight has changed"
         # What was lost is made again; what rank 0 has fetched is not asked for again, and is not to be had any more.
