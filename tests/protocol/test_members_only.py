@@ -20,6 +20,7 @@ from tandem.common.messages import (
     FetchSamples,
     FromSampleStore,
     Goodbye,
+    Heartbeat,
     Hello,
     Listener,
     Problem,
@@ -29,6 +30,7 @@ from tandem.common.messages import (
     ToRefit,
     ToRollout,
     ToTrainer,
+    TrainerKeys,
     Welcome,
 )
 from tandem.common.sample_store import SampleStore
@@ -169,6 +171,37 @@ def test_rollouts_are_told_the_keys_of_trainers_and_of_no_others(registry: Regis
     await_keys((again.own.public,))
     for link in (rollout, trainer, refit, again):
         link.close("done")
+
+
+def test_keys_of_trainers_that_were_lost_on_the_way_are_told_again(registry: Registry) -> None:
+    own = new_key_pair()
+    registry.enrol(own.public)
+    context, socket = dealer_to(registry.address, own)
+    codec: Codec[Any] = Codec(ToRollout)
+
+    def heard(kind: type) -> list[Any]:
+        """Return what comes up to a message of a type."""
+        found: list[Any] = []
+        deadline = time.monotonic() + WAIT_S
+        while not (found and isinstance(found[-1], kind)):
+            assert time.monotonic() < deadline, found
+            list(registry.receive(0.05))
+            if socket.poll(0):
+                found.append(codec.decode(socket.recv_multipart()).message)
+        return found
+
+    socket.send_multipart(encode(hello("rollout")))
+    events(registry, lambda event: isinstance(event, Joined))
+    trainer = join(registry, "trainer")
+    told = heard(TrainerKeys)[-1]
+    assert told.public_keys == (trainer.own.public,)
+    socket.send_multipart(encode(Heartbeat(trainer_keys=told.number - 1)))
+    assert heard(TrainerKeys)[-1] == told
+    socket.send_multipart(encode(Heartbeat(trainer_keys=told.number)))
+    assert {type(each) for _ in range(3) for each in heard(Heartbeat)} == {Heartbeat}
+    socket.close()
+    context.term()
+    trainer.close("done")
 
 
 def test_the_wire_carries_no_configuration_that_can_be_read(registry: Registry) -> None:
