@@ -7,9 +7,11 @@ import stat
 from pathlib import Path
 
 import pytest
+import zmq
 
-from tandem.common.errors import ConfigError
+from tandem.common.errors import ConfigError, TandemError
 from tandem.common.keys import key_file, read_key_file, read_run_keys, write_run_keys
+from tandem.coordinator.run.members import new_run_keys
 from tests.members import RUN
 
 
@@ -30,6 +32,16 @@ def test_keys_are_written_for_their_owner_alone_and_read_back(tmp_path: Path) ->
         "coordinator.json": 0o600,
         "members.json": 0o600,
     }
+
+
+def test_without_curve_there_is_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zmq, "has", lambda capability: capability != "curve")
+    with pytest.raises(TandemError, match=r"^libzmq \S+ was built without CURVE.*: install pyzmq from its wheel$"):
+        new_run_keys()
+
+
+def test_the_wheels_libzmq_has_curve() -> None:
+    assert zmq.has("curve")
 
 
 def test_keys_that_are_there_stay(tmp_path: Path) -> None:
