@@ -18,6 +18,7 @@ import msgspec
 import torch.multiprocessing
 
 from tandem.common.config import build_config, config_to_json
+from tandem.common.curve import Admitted, new_key_pair
 from tandem.common.messages import (
     Attest,
     CommitVersion,
@@ -100,6 +101,7 @@ class PipeLink:
         self._connection = connection
         self._codec: Codec[Any] = Codec(ToRollout)
         self.asked = asked
+        self.own, self.trainers = new_key_pair(), Admitted()
 
     def send(self, frames: Frames) -> None:
         self._connection.send_bytes(msgspec.msgpack.encode([bytes(frame) for frame in frames]))
@@ -210,6 +212,7 @@ class _Replies:
 
     def __init__(self) -> None:
         self.replies: list[Frames] = []
+        self.own, self.trainers = new_key_pair(), Admitted()
 
     def send(self, frames: Frames) -> None:
         self.replies.append(frames)

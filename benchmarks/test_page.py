@@ -26,6 +26,7 @@ from starlette.testclient import TestClient
 
 from tandem.common.config import build_config
 from tandem.common.messages import Hello, ServiceKind, Train
+from tandem.common.wire import Peer
 from tandem.coordinator.page.server import make_app
 from tandem.coordinator.run.curves_file import CURVES_NAME, CurvesFile
 from tandem.coordinator.run.journal import Journal, StepRecord
@@ -188,7 +189,7 @@ def test_what_the_coordinator_pays_twice_a_second(benchmark: BenchmarkFixture, t
         for index in range(count):
             name = f"{service}-{index}"
             hello = Hello(protocol_version=1, service=service, host="node", pid=1)
-            registry.members[name] = Member(hello, name, b"", 0.0)
+            registry.members[name] = Member(hello, name, Peer(b"", ""), 0.0)
     scheduler.publication.engines.fill(f"rollout-{index}" for index in range(8))
     for step in (1, 2):
         groups = scheduler.groups.draw(step, "train", 128)

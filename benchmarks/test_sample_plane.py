@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -243,8 +244,8 @@ class Cluster:
 
     def _stand_ins(self, kind: ServiceKind, count: int) -> subprocess.Popen[bytes]:
         """Start a process that stands for several members."""
-        words = [sys.executable, __file__, self.hub.address, kind]
-        process = subprocess.Popen(words, stdin=subprocess.PIPE)
+        words = [sys.executable, "-m", "benchmarks.test_sample_plane", self.hub.address, kind]
+        process = subprocess.Popen(words, cwd=Path(__file__).parents[1], stdin=subprocess.PIPE)
         keys = [
             MemberKeys(coordinator=self.hub.at.public_key, own=new_key_pair(), is_joining=False) for _ in range(count)
         ]

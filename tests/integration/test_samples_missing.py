@@ -16,8 +16,11 @@ import pytest
 from tandem.common.assignment import Assignment
 from tandem.common.batch import BatchTable, SampleArrays, TrainingBatch
 from tandem.common.config import Config
+from tandem.common.curve import Admitted
+from tandem.common.keys import KeyPair
 from tandem.common.messages import (
     BuildTrainer,
+    Listener,
     Message,
     OpenRendezvous,
     RendezvousOpened,
@@ -29,6 +32,7 @@ from tandem.common.messages import (
 from tandem.common.sample_store import SampleStore
 from tandem.trainer.service import TrainerService
 from tests.integration.trainer_harness import CONTEXT, DEADLINE_S, digest_of, make_config, make_groups, make_model
+from tests.members import MEMBER
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 
@@ -42,7 +46,8 @@ class Member:
     run_id = RUN_ID
     coordinator = "tcp://127.0.0.1:1"
 
-    def __init__(self, config: Config, index: int) -> None:
+    def __init__(self, config: Config, index: int, keys: KeyPair) -> None:
+        self.keys = keys
         self.config, self.index, self.name = config, index, f"trainer-{index}"
         self.sent: list[Message] = []
 
@@ -54,9 +59,9 @@ class Member:
         self.sent.append(message)
 
 
-def serve_trainer(end: Connection, config: Config, index: int) -> None:
+def serve_trainer(end: Connection, config: Config, index: int, own: KeyPair) -> None:
     """Carry out orders until there are no more; answer each with what was said, and what the weights are then."""
-    member = Member(config, index)
+    member = Member(config, index, own)
     service = TrainerService(member)  # type: ignore[arg-type]
     while (order := end.recv()) is not None:
         service.handle(*order)
@@ -64,15 +69,15 @@ def serve_trainer(end: Connection, config: Config, index: int) -> None:
     service.close()
 
 
-def serve_samples(end: Connection, batch: TrainingBatch, command_id: int) -> None:
+def serve_samples(end: Connection, batch: TrainingBatch, command_id: int, trainer: str) -> None:
     """Have a rollout that keeps every sequence of a batch as a sample; its group is the row."""
-    store = SampleStore("127.0.0.1", RUN_ID, max_tokens=10_000)
+    store = SampleStore("127.0.0.1", RUN_ID, max_tokens=10_000, trainers=Admitted([trainer]))
     for row in range(len(batch.lengths_S)):
         one = batch.take([row])
         versions_T = np.where(one.loss_mask_T, np.int32(0), np.int32(-1))
         arrays = {name: one.to_frames()[name] for name in SampleArrays.__struct_fields__ if name != "versions_T"}
         store.put((command_id, row, 0), SampleArrays(**arrays, versions_T=versions_T))
-    end.send(store.address)
+    end.send(store.at)
     end.recv()
     store.close()
 
@@ -82,7 +87,7 @@ class Processes:
 
     def __init__(self, config: Config) -> None:
         self._started: list[tuple[BaseProcess, Connection]] = []
-        self.ranks = [self.start(serve_trainer, config, index)[1] for index in range(2)]
+        self.ranks = [self.start(serve_trainer, config, index, MEMBER)[1] for index in range(2)]
         (opened, _), *_ = self.order(OpenRendezvous(command_id=1, deadline_s=60.0), ranks=[self.ranks[0]])
         assert isinstance(opened, RendezvousOpened)
         built = self.order(
@@ -106,8 +111,8 @@ class Processes:
         self._started.append((process, ours))
         return process, ours
 
-    def rollout(self, command_id: int) -> tuple[BaseProcess, str]:
-        process, end = self.start(serve_samples, BATCH, command_id)
+    def rollout(self, command_id: int) -> tuple[BaseProcess, Listener]:
+        process, end = self.start(serve_samples, BATCH, command_id, MEMBER.public)
         assert end.poll(DEADLINE_S)
         return process, end.recv()
 
@@ -121,7 +126,7 @@ class Processes:
             answers.append(rank.recv())
         return answers
 
-    def train(self, command_id: int, table: BatchTable, sources: dict[str, str]) -> list[tuple[Message, int]]:
+    def train(self, command_id: int, table: BatchTable, sources: dict[str, Listener]) -> list[tuple[Message, int]]:
         order = Train(command_id=command_id, deadline_s=60.0, step=1, sources=sources)
         return self.order(order, table.to_frames())
 
@@ -167,7 +172,7 @@ def test_what_one_rank_lacks_no_rank_trains_without(tmp_path: Path) -> None:
         replies = there.train(3, table, {"rollout-0": first, "rollout-1": second})
         assert [reply for reply, _ in replies] == [
             SamplesMissing(command_id=3, step=1, members={}),
-            SamplesMissing(command_id=3, step=1, members={"rollout-1": f"nobody answers at {second}"}),
+            SamplesMissing(command_id=3, step=1, members={"rollout-1": f"nobody answers at {second.address}"}),
         ]
         assert [digest for _, digest in replies] == there.digests, "no weight has changed"
         # What was lost is made again; what rank 0 has fetched is not asked for again, and is not to be had any more.

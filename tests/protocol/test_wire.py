@@ -426,6 +426,33 @@ class Counting:
         pass
 
 
+def own_key_file(folder: Path) -> str:
+    """Return a key file as those have that were launched."""
+    file = folder / "own.json"
+    file.touch(mode=0o600)
+    file.write_bytes(keys.encode(MEMBER_KEYS))
+    return str(file)
+
+
+@pytest.mark.parametrize("config_json", [b"", b"junk", b"{}", b"[]", b'{"grpo": 5}', b"\xff", b"[" * 100_000])
+def test_a_configuration_that_is_none_is_one_line(
+    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str], config_json: bytes
+) -> None:
+    codes: list[int] = []
+    arguments = ["--coordinator", hub.address, "--key-file", own_key_file(tmp_path)]
+    thread = threading.Thread(target=lambda: codes.append(run_service("refit", ToRefit, Counting, arguments)))
+    thread.start()
+    peer, _, _ = next_from(hub, Hello)
+    hub.send(peer, encode(msgspec.structs.replace(WELCOME, config_json=config_json)))
+    next_from(hub, Goodbye)
+    thread.join(10.0)
+    assert codes == [1]
+    said = capsys.readouterr()
+    assert said.err == ""
+    (line,) = (line for line in said.out.splitlines() if "leaves" in line)
+    assert line.startswith("refit-0 leaves: the coordinator has sent Welcome.config_json: ")
+
+
 def test_an_order_that_comes_twice_is_carried_out_once(hub: Hub, tmp_path: Path) -> None:
     from tandem.common.config import build_config, config_to_json
     from tandem.common.messages import Failed
@@ -438,10 +465,7 @@ def test_an_order_that_comes_twice_is_carried_out_once(hub: Hub, tmp_path: Path)
         }
     )
     codes: list[int] = []
-    key_file = tmp_path / "own.json"
-    key_file.touch(mode=0o600)
-    key_file.write_bytes(keys.encode(MEMBER_KEYS))
-    arguments = ["--coordinator", hub.address, "--key-file", str(key_file)]
+    arguments = ["--coordinator", hub.address, "--key-file", own_key_file(tmp_path)]
     thread = threading.Thread(target=lambda: codes.append(run_service("refit", ToRefit, Counting, arguments)))
     thread.start()
     peer, _, _ = next_from(hub, Hello)

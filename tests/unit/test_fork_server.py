@@ -32,6 +32,9 @@ def main(arguments):
             here = {"folder": os.getcwd(), "parent": os.getppid(), "imported_here": imported_in == os.getpid()}
             here |= {"arguments": arguments, "argv": sys.argv, "mark": os.environ.get("MARK"), "path": sys.path[0]}
             print(json.dumps(here))
+        case "keys":
+            with open(int(arguments[-1]), "rb") as file:
+                print(json.dumps([arguments[:-1], file.read().decode(), *os.listdir("/proc/self/fd")]))
         case "fail":
             raise ValueError("on purpose")
         case "leave":
@@ -44,11 +47,14 @@ def main(arguments):
 
 OWNER = """
 import os, time
+from tandem.common.curve import new_key_pair
+from tandem.common.keys import MemberKeys, encode
 from tandem.coordinator.run.fork_server import ForkServer
 
 fork_server = ForkServer(lambda: None, 20.0)
+keys = encode(MemberKeys(coordinator=new_key_pair().public, own=new_key_pair(), is_joining=False))
 arguments = ["--coordinator", "tcp://127.0.0.1:1", "--launched-by", str(os.getpid())]
-fork_server.start("tandem.refit.cli", arguments, open(os.devnull, "wb"))
+fork_server.start("tandem.refit.cli", arguments, open(os.devnull, "wb"), keys=keys)
 print("ready", flush=True)
 time.sleep(60)
 """
@@ -100,6 +106,18 @@ def test_a_child_is_given_what_a_command_would_be(
         "path": str(tmp_path / "modules"),
         "imported_here": True,
     }
+
+
+def test_keys_come_by_a_descriptor_and_by_nothing_else(fork_server: ForkServer) -> None:
+    for text in ("the keys of one", "those of another"):
+        with Path("keys.log").open("wb") as out:
+            child = fork_server.start("family.member", ["keys"], out, keys=text.encode())
+        assert text not in Path(f"/proc/{child.pid}/environ").read_text(errors="replace")
+        assert child.wait(PATIENCE_S) == 3
+        words, found, *open_ = json.loads(Path("keys.log").read_text())
+        assert words == ["keys", "--key-fd"]
+        assert found == text
+    assert len(open_) <= 6, "streams, the keys, and the folder that is listed"
 
 
 def test_what_was_imported_before_is_not_imported_again(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from rich.console import Console
 from run_harness import build_config
 
 from tandem.common.messages import Hello
+from tandem.common.wire import Peer
 from tandem.coordinator.run import live_file
 from tandem.coordinator.run.journal import StepRecord
 from tandem.coordinator.run.live import LIVE_NAME, read_live
@@ -37,7 +38,7 @@ def members(num_engines: int) -> Registry:
             hello = msgspec.convert(
                 {"protocol_version": 1, "service": service, "host": f"node{index}", "pid": 1}, Hello
             )
-            registry.members[f"{service}-{index}"] = Member(hello, f"{service}-{index}", b"", 0.0)
+            registry.members[f"{service}-{index}"] = Member(hello, f"{service}-{index}", Peer(b"", ""), 0.0)
     return registry
 
 

@@ -22,6 +22,7 @@ from tandem.common.messages import Evaluate, Generate, Message, SamplingParamete
 from tandem.common.tokenizer import write_new_model
 from tandem.common.wire import Codec, encode
 from tandem.trainer.service import TrainerService
+from tests.members import MEMBER
 
 __all__ = ["Talks"]  # found here by its path
 VOCABULARY = len(CHARACTERS) + 3
@@ -43,7 +44,7 @@ def batch() -> dict[str, Any]:
 class Member:
     """Stands where the link to the coordinator would."""
 
-    name, index, run_id = "trainer-0", 0, "run"
+    name, index, run_id, keys = "trainer-0", 0, "run", MEMBER
 
     def __init__(self, config: Config) -> None:
         self.config = config

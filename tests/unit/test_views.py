@@ -16,6 +16,7 @@ from rich.text import Text
 from tandem.common.config import build_config
 from tandem.common.messages import Generated, Hello, MemoryUse, Refitted, Trained
 from tandem.common.telemetry import MetricWriters, TensorBoardWriter
+from tandem.common.wire import Peer
 from tandem.coordinator.inspect.report import format_report, write_report
 from tandem.coordinator.run.display import Display
 from tandem.coordinator.run.journal import Journal, StepRecord
@@ -135,7 +136,7 @@ def a_registry(**phases: str) -> Registry:
     registry = Registry.__new__(Registry)  # a view needs no socket
     registry.members = {}
     for name, phase in phases.items():
-        member = Member(Hello(protocol_version=1, service="trainer", host="node7", pid=4321), name, b"", 97.0)
+        member = Member(Hello(protocol_version=1, service="trainer", host="node7", pid=4321), name, Peer(b"", ""), 97.0)
         member.phase = phase
         registry.members[name.replace("_", "-")] = member
     return registry
@@ -191,7 +192,7 @@ def test_lines_say_how_long_a_run_has_taken_and_will_take() -> None:
 def test_on_a_terminal_the_display_shows_curves_and_health() -> None:
     hello = Hello(protocol_version=1, service="trainer", host="node7", pid=4321)
     registry = Registry.__new__(Registry)  # a view needs no socket, only who is in the run
-    registry.members = {"trainer-0": Member(hello, "trainer-0", b"", 97.0)}
+    registry.members = {"trainer-0": Member(hello, "trainer-0", Peer(b"", ""), 97.0)}
     out = io.StringIO()
     progress, plan = progress_on(Console(file=out, width=120, force_terminal=True))
     try:

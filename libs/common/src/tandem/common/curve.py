@@ -1,4 +1,4 @@
-"""CURVE on ZeroMQ's sockets: who may connect is known by a key, and all that is sent is encrypted.
+"""CURVE on ZeroMQ's sockets: who may connect is known by a key, and what is sent is encrypted.
 
 Whoever binds proves a key that those who connect know beforehand; whoever connects proves one of those that are
 admitted. Both come before either reads a byte of the other's messages. libzmq asks a `Gatekeeper` about each key

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import ipaddress
 import os
 import socket
+import struct
 from urllib.parse import urlsplit
 
 from tandem.common.errors import ConfigError
+
+_SIOCGIFADDR = 0x8915
+"""Linux's question for the address of an interface."""
 
 
 def address_towards(endpoint: str) -> str:
@@ -27,15 +33,30 @@ def is_loopback(host: str) -> bool:
     return ipaddress.ip_address(host).is_loopback
 
 
-def loopback_interface(*variables: str) -> None:
-    """Tell collective libraries, through these environment variables, to use the loopback interface.
+def keep_to_interface(address: str, *variables: str) -> None:
+    """Tell collective libraries, through these environment variables, to use the interface that has an address.
 
     They would otherwise look up the host's name, which a laptop often cannot resolve, and listen on what they find.
+    What the user has set stays.
     """
+    name = _interface_of(address)
+    for variable in variables if name else ():
+        os.environ.setdefault(variable, name)
+
+
+def _interface_of(address: str) -> str:
+    """Return the name of the interface that has an address of this host; empty where that cannot be told."""
     names = [name for _, name in socket.if_nameindex()]
-    loopback = "lo" if "lo" in names else "lo0"
-    for variable in variables:
-        os.environ.setdefault(variable, loopback)
+    if is_loopback(address):
+        return "lo" if "lo" in names else "lo0"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for name in names:
+            request = struct.pack("256s", name.encode()[:15])
+            with contextlib.suppress(OSError):  # it has no address of version 4
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return ""
 
 
 def url_of(listening: socket.socket) -> str:

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from tandem.common import gc_tuning, signals
 from tandem.common.config import Config, config_from_json
-from tandem.common.errors import NotAdmitted, TandemError, WireError
+from tandem.common.errors import ConfigError, NotAdmitted, TandemError, WireError
 from tandem.common.keys import MemberKeys, decode_member_keys, read_key_file
 from tandem.common.messages import (
     MAX_TEXT,
@@ -37,7 +37,7 @@ from tandem.common.messages import (
     Welcome,
 )
 from tandem.common.process_lifetime import die_with
-from tandem.common.wire import EXIT_NOT_ADMITTED, UNDECODABLE, Arrays, Frames, Link, encode, exit_code
+from tandem.common.wire import EXIT_NOT_ADMITTED, Arrays, Frames, Link, encode, exit_code
 
 _IDLE_POLL_S = 1.0
 _EXIT_INTERRUPTED = 130
@@ -125,8 +125,8 @@ def _config_of(welcome: Welcome) -> Config:
     """Return the run's configuration. Raises `WireError` for what is none."""
     try:
         return config_from_json(welcome.config_json)
-    except (TandemError, *UNDECODABLE) as error:
-        raise WireError(f"Welcome.config_json: no configuration of this release: {error}") from error
+    except ConfigError as error:
+        raise WireError(f"Welcome.config_json: {error}") from error
 
 
 class Service(Protocol):

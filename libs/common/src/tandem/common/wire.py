@@ -1,4 +1,4 @@
-"""The wire: ZeroMQ sockets, framing and heartbeats; no other module but `tandem.common.curve` imports zmq.
+"""The wire: ZeroMQ sockets, framing and heartbeats; beside `curve` no other module imports zmq.
 
 A message is two or more frames: the header (msgpack, one tagged union a link, see `tandem.common.messages`), the
 manifest of its arrays (msgpack: name, dtype and shape of each), then one raw frame an array. Arrays are sent from and
@@ -369,7 +369,10 @@ class Callers:
         now = time.monotonic()
         for name in [name for name, at in self._refused.items() if now >= at]:
             del self._refused[name]
-            self._sockets[name].connect(self._listeners[name].address)
+            address = self._listeners[name].address
+            with contextlib.suppress(zmq.ZMQError):
+                self._sockets[name].disconnect(address)  # or to connect there again would do nothing
+            self._sockets[name].connect(address)
 
     def down_for(self, name: str) -> float:
         """Return the seconds for which there has been no connection; zero while there is one."""

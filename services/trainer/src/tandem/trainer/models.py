@@ -49,9 +49,9 @@ def without_weights(source: str, dtype: torch.dtype) -> Any:
     Raises `ModelError`.
     """
     try:
-        settings = transformers.AutoConfig.from_pretrained(source)
+        settings = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
         with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(settings, dtype=dtype)
+            model = transformers.AutoModelForCausalLM.from_config(settings, dtype=dtype, trust_remote_code=False)
     except Exception as error:  # the library raises whatever its readers raise
         raise ModelError(f"cannot read the configuration of {source!r}: {error}".split("\n")[0]) from error
     with suppress(OSError):  # many checkpoints have none
@@ -215,7 +215,13 @@ def _has_weights(folder: Path) -> bool:
 
 def _pretrained(source: str, dtype: torch.dtype) -> Any:
     try:
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True)
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=dtype,
+            output_loading_info=True,
+            trust_remote_code=False,
+            use_safetensors=True,  # the other format is unpickled
+        )
     except Exception as error:  # the library raises whatever its readers raise
         raise ModelError(f"cannot load a model from {source!r}: {error}".split("\n")[0]) from error
     missing = sorted(info["missing_keys"])
@@ -228,9 +234,9 @@ def _new_model(folder: Path, config: Config, dtype: torch.dtype) -> Any:
     if config.policy.new_model is None:
         raise ModelError(f"there are no weights in {str(folder)!r}, and policy.new_model does not say how to make them")
     try:
-        settings = transformers.AutoConfig.from_pretrained(folder)
+        settings = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.policy.new_model.seed)
-            return transformers.AutoModelForCausalLM.from_config(settings, dtype=dtype)
+            return transformers.AutoModelForCausalLM.from_config(settings, dtype=dtype, trust_remote_code=False)
     except Exception as error:  # the library raises whatever its readers raise
         raise ModelError(f"policy.new_model.config: cannot make a model: {error}".split("\n")[0]) from error

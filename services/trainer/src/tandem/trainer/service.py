@@ -54,7 +54,7 @@ from tandem.common.messages import (
     WeightsCopied,
 )
 from tandem.common.model_sizes import vocabulary_size
-from tandem.common.network import address_towards, is_loopback, loopback_interface
+from tandem.common.network import address_towards, keep_to_interface
 from tandem.common.service import Member
 from tandem.common.threads import limit_threads
 from tandem.common.wire import Arrays
@@ -208,8 +208,9 @@ class TrainerService:
     def _build(self, order: BuildTrainer) -> None:
         limit_threads(self._config, "trainers")
         try_out(self._config)
-        if is_loopback(order.rendezvous_host):
-            loopback_interface("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+        # The ranks meet on the interface of the run, and on no other.
+        own = address_towards(self._member.coordinator)
+        keep_to_interface(own, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
         timeout = datetime.timedelta(seconds=order.deadline_s)
         if self._store is None:
             self._store = TCPStore(

@@ -30,14 +30,14 @@ def load_skeleton(model_folder: Path, max_length: int, dtype: torch.dtype, *, wi
     if not (model_folder / "config.json").is_file():
         raise ModelError(f"{model_folder} holds no model: config.json is missing")
     try:
-        config = transformers.AutoConfig.from_pretrained(model_folder)
+        config = transformers.AutoConfig.from_pretrained(model_folder, trust_remote_code=False)
         _refuse_unsupported(config.get_text_config(), max_length)
         if with_weights:
             model = _with_weights(model_folder, config, dtype)
         else:
             with no_init_weights():
                 model = transformers.AutoModelForCausalLM.from_config(
-                    config, dtype=dtype, attn_implementation=ATTENTION_NAME
+                    config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False
                 )
     except (ValueError, KeyError, OSError) as error:
         raise ModelError(f"{model_folder}: {' '.join(str(error).split())}") from error
@@ -61,6 +61,7 @@ def _with_weights(model_folder: Path, config: Any, dtype: torch.dtype) -> Any:
             attn_implementation=ATTENTION_NAME,
             use_safetensors=True,  # the other format is unpickled
             local_files_only=True,
+            trust_remote_code=False,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are not, below
         )

@@ -1,0 +1,25 @@
+"""``coordinator keys``: make the keys of a run before it begins, for services that are started by hand."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from tandem.common.config import load_config
+from tandem.coordinator.commands.arguments import OK, Commands, add_config
+
+
+def add(commands: Commands) -> None:
+    """Declare the command."""
+    keys = commands.add_parser("keys", help="make a run's keys before it begins, and say where those for services are")
+    add_config(keys)
+    keys.set_defaults(carry_out=_keys)
+
+
+def _keys(arguments: argparse.Namespace) -> int:
+    from tandem.common.keys import read_run_keys, write_run_keys
+    from tandem.coordinator.run.members import new_run_keys
+
+    run = Path(load_config(arguments.config, arguments.overrides).logger.log_dir)
+    print(write_run_keys(run, read_run_keys(run) or new_run_keys()))
+    return OK
