@@ -112,12 +112,12 @@ def test_an_engine_that_begins_anew_stays_and_has_nothing_to_do_with_what_it_mad
     rollout, folder = start("Scores"), tmp_path / "samples"
     samples = rollout.run(rollout.group(0, [1, 2]))
     rollout.record("rollout-0", *all_of(rollout._generated[0], samples))
-    engine, address = rollout.service._engine, rollout.samples_address
+    engine, address = rollout.service._engine, rollout.samples_at
     rollout.start(rollout.group(1, [3]), ends=False, max_new_tokens=50)
     assert rollout.service.work()
     rollout.build()
     assert rollout.service._engine is engine
-    assert rollout.samples_address == address
+    assert rollout.samples_at == address
     assert not rollout.service.work(), "it has given up what it was at"
     assert "does not have sample" in str(fetch(address, [(rollout._generated[0], 0, 0)]))
     shard = next(folder.glob("*.parquet")).rename(tmp_path / "aside.parquet")
