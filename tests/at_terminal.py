@@ -73,6 +73,20 @@ class Terminal:
             shown += read
         return shown
 
+    def interrupt(self) -> str:
+        """Press Ctrl-C, and again if nothing happens; return what is shown until the command has ended.
+
+        Python hears of a signal that comes just before it waits for a line only with the next one.
+        """
+        deadline, shown = time.monotonic() + TIMEOUT_S, ""
+        while self.process.poll() is None:
+            assert time.monotonic() < deadline, self.seen
+            self.type("\x03")
+            shown += self._read(2.0)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(2.0)
+        return shown + self.read_to_the_end()
+
     def _read(self, timeout_s: float) -> str:
         read = ""
         if select.select([self._ours], [], [], timeout_s)[0]:

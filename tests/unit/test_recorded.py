@@ -18,6 +18,7 @@ from samples_harness import fetch
 from tandem.common import sample_record
 from tandem.common.config import Config
 from tandem.common.config.schema import Replay
+from tandem.common.curve import Admitted
 from tandem.common.errors import SamplesError
 from tandem.common.sample_record import RecordedSample
 from tandem.common.tokenizer import load_tokenizer
@@ -25,8 +26,10 @@ from tandem.coordinator.algorithms import make_algorithm
 from tandem.coordinator.algorithms.grpo import batch_of_step
 from tandem.coordinator.algorithms.recorded import SOURCE, RecordedAlgorithm, is_whole
 from tandem.coordinator.scheduler.groups import SampleRecord
+from tests.members import MEMBER
 
 RUN_ID = "the replay"
+TRAINERS = Admitted([MEMBER.public])
 
 
 def config_of(run: Run, to_step: int = 4, **grpo: Any) -> Config:
@@ -63,7 +66,7 @@ def records_of(samples: list[RecordedSample]) -> list[SampleRecord]:
 
 
 def test_a_batch_is_that_of_the_run_but_for_where_its_tokens_are(run: Run, algorithm: RecordedAlgorithm) -> None:
-    algorithm.serve("tcp://127.0.0.1:1234", RUN_ID, 1)
+    algorithm.serve("tcp://127.0.0.1:1234", RUN_ID, 1, TRAINERS)
     for step in range(1, 5):
         samples = samples_of_step(step)
         prompts = {sample.scored.group: tuple(sample.arrays.token_ids_T[:2].tolist()) for sample in samples}
@@ -86,7 +89,7 @@ def test_advantages_are_those_of_the_configuration_of_now(run: Run) -> None:
     try:
         found = []
         for each in (algorithm, other):
-            each.serve("tcp://127.0.0.1:1234", RUN_ID, 1)
+            each.serve("tcp://127.0.0.1:1234", RUN_ID, 1, TRAINERS)
             found.append(each.batch(1, "train")[0].table.advantages_S.tolist())
     finally:
         algorithm.close()
@@ -96,7 +99,7 @@ def test_advantages_are_those_of_the_configuration_of_now(run: Run) -> None:
 
 
 def test_trainers_fetch_the_tokens_of_the_step_and_of_no_other(algorithm: RecordedAlgorithm) -> None:
-    address = algorithm.serve("tcp://127.0.0.1:1234", RUN_ID, 1)[SOURCE]
+    address = algorithm.serve("tcp://127.0.0.1:1234", RUN_ID, 1, TRAINERS)[SOURCE]
     for step in (1, 2):
         table = algorithm.batch(step, "train")[0].table
         keys = [*zip(table.command_S.tolist(), table.group_S.tolist(), table.sample_S.tolist(), strict=True)]
@@ -126,7 +129,7 @@ def test_one_step_is_read_ahead_and_no_more(
 
     read_step = sample_record.read_step
     monkeypatch.setattr(sample_record, "read_step", reading)
-    algorithm.serve("tcp://127.0.0.1:1234", RUN_ID, 1)
+    algorithm.serve("tcp://127.0.0.1:1234", RUN_ID, 1, TRAINERS)
     assert is_read.acquire(timeout=10)
     assert [step for step, _ in read] == [1], "before anybody asks"
     for step in (1, 2, 3):
@@ -139,7 +142,7 @@ def test_one_step_is_read_ahead_and_no_more(
 
 
 def test_samples_that_are_deleted_meanwhile_are_named(run: Run, algorithm: RecordedAlgorithm) -> None:
-    algorithm.serve("tcp://127.0.0.1:1234", RUN_ID, 1)
+    algorithm.serve("tcp://127.0.0.1:1234", RUN_ID, 1, TRAINERS)
     algorithm.batch(1, "train")
     for path in Path("run/samples").glob("step-00000003.*"):
         path.unlink()
@@ -164,7 +167,7 @@ def test_groups_beyond_a_step_are_filtered_as_dynamic_sampling_did(run: Run) -> 
     other = algorithm_of(config_of(run, use_dynamic_sampling=True, reward_scaling=scaling))
     try:
         for each in (algorithm, other):
-            each.serve("tcp://127.0.0.1:1234", RUN_ID, 1)
+            each.serve("tcp://127.0.0.1:1234", RUN_ID, 1, TRAINERS)
         batch, metrics = algorithm.batch(1, "train")
         assert batch.table.group_S.tolist() == [1, 1, 2, 2]
         assert metrics["dynamic_sampling_num_dropped_groups"] == 1

@@ -1,4 +1,4 @@
-"""How a run ended: a line among the events of its journal, and nowhere else; one that was killed has none.
+"""How a run ended: a line among the events of its journal alone; one that was killed has none.
 
 Reports and diagnoses read it there, and so does the page.
 """
