@@ -96,7 +96,7 @@ def _recorder(
         writers.add(TensorBoardWriter(journal.folder / config.logger.tensorboard.log_dir, spec.first_step))
     stack.callback(progress.close)
     steps = range(spec.first_step, spec.last_step + 1)
-    onlookers = Onlookers(config, journal.folder, steps, history, opened.page)
+    onlookers = Onlookers(config, journal.folder, steps, history, opened.watchers)
     return Recorder(config, journal, checkpoints, samples, writers, progress, onlookers)
 
 

@@ -53,6 +53,11 @@ class LiveFile:
         with contextlib.suppress(OSError):
             self._path.unlink()
 
+    @property
+    def last(self) -> Live | None:
+        """What the file says now; None before it says anything."""
+        return self._last
+
     def note(self, text: str) -> None:
         """Keep a line of the console."""
         self._notes.append(text)

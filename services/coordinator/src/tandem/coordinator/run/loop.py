@@ -306,6 +306,7 @@ class Loop:
         self._registry.forget(member)
         self._onlookers.lost(member)
         self._generated.pop(member, None)
+        self._onlookers.replaced()
         launched = self._processes.restart(member)
         if launched is None:
             how = f"start another: {self._registry.how_to_join(member.rpartition('-')[0])}"
