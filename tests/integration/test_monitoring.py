@@ -73,7 +73,11 @@ def scraped(url: str) -> dict[str, float]:
 
 
 def test_a_run_is_scraped_and_sends_its_spans(collector: Collector) -> None:
-    logger = {"prometheus": {"port": free_port()}, "opentelemetry": {"endpoint": collector.endpoint}}
+    logger = {
+        "monitor_gpus": True,
+        "prometheus": {"port": free_port()},
+        "opentelemetry": {"endpoint": collector.endpoint},
+    }
     with Command("coordinator", "up", write_config({"grpo": {"max_num_steps": 500}, "logger": logger})) as run:
         url = run.wait_for(r"metrics: (http://127\.0\.0\.1:\d+/metrics)")[1]
         found: dict[str, float] = {}

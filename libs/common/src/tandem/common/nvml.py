@@ -38,6 +38,10 @@ class GpuUse(msgspec.Struct, frozen=True, kw_only=True):
     """Sent and received over all of its NVLinks since it was asked before."""
 
 
+MEASURED = tuple(name for name in GpuUse.__struct_fields__ if name not in ("index", "name", "memory_gb"))
+"""What changes, and is measured again and again."""
+
+
 class GpuLinks(msgspec.Struct, frozen=True, kw_only=True):
     """How one GPU is connected."""
 
