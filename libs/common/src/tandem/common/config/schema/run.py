@@ -164,8 +164,8 @@ class Deadlines(Section, frozen=True, kw_only=True):
 class LinkRates(Section, frozen=True, kw_only=True):
     """How fast bytes move, in GB/s (10^9 bytes); what `coordinator plan` predicts with. Nothing else depends on it.
 
-    Measure yours: `coordinator doctor` prints this section; ``nccl-tests``' ``sendrecv`` between two nodes tells what NCCL
-    makes of their network, which can be much more than the one TCP connection that doctor measures.
+    Measure yours: `coordinator doctor` prints this section. Between two nodes ``nccl-tests``' ``sendrecv`` tells what
+    NCCL makes of their network, which can be much more than the one TCP connection that doctor measures.
     """
 
     memory: PositiveFloat = 5.0
