@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import sys
 import threading
@@ -21,6 +22,7 @@ from tandem.coordinator.doctor.machine import look_at_machine
 from tandem.coordinator.doctor.network import Listener, measure_loopback, measure_peer, parse_address
 from tandem.coordinator.doctor.steps import NEED_CUDA, STEPS
 from tests.integration.harness import write_config
+from tests.integration.pages_harness import DOCS, quoted
 
 HAS_GPU = torch.cuda.is_available()
 STANDS_IN = """
@@ -43,11 +45,14 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_whole_of_it_on_this_machine(in_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["doctor", str(write_config()), "--json"]) == 0
+    ((words, quotes),) = quoted((DOCS / "monitoring.md").read_text())
+    assert cli.main([*words[1:], str(write_config()), "--json"]) == 0
     report = msgspec.json.decode(capfd.readouterr().out, type=Report)
     found = {finding.name: finding for finding in report.findings}
     assert {"Python", "shared memory", "open files", "clocks", "disk", "network"} <= found.keys()
     assert {name for name, _ in STEPS.values()} <= found.keys()
+    for line in filter(re.compile("ok|missing|skipped").match, quotes):
+        assert line[9:24].strip() in found, line
     assert found["torch"].says.startswith(torch.__version__)
     assert found["memory copy"].status == "ok"
     assert report.links["memory"] > 0.01

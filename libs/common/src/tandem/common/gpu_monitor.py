@@ -1,4 +1,4 @@
-"""Watch the GPUs of a process by a thread of its own, where `logger.monitor_gpus` says so and there are any.
+"""Watch the GPUs of a process by a thread of its own, where `logger.monitor_gpus` says so.
 
 It takes no part in the run: what the driver does not answer is left out, and a driver that hangs holds up this thread.
 """

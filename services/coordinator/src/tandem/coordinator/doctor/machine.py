@@ -1,4 +1,4 @@
-"""Look at the machine itself: memory that is shared, limits, clocks, disks. Nothing here can hang, or needs torch."""
+"""Look at the machine itself: shared memory, limits, clocks, disks; it cannot hang, and needs no torch."""
 
 from __future__ import annotations
 

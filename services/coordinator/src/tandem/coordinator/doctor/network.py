@@ -1,4 +1,4 @@
-"""Measure how fast bytes move over TCP, within this host or to another that listens, and compare the two clocks.
+"""Measure how fast bytes move over TCP, here or to another host that listens, and compare the clocks.
 
 A visitor says `_HELLO`. The listener answers with its clock, takes bytes until the visitor ends its side, sends as many
 seconds of bytes back, and closes. It keeps nothing and tells nothing else; anyone who can reach the port can have it

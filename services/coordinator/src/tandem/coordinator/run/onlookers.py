@@ -1,4 +1,4 @@
-"""What the coordinator says for those who look on: ``live.json``, timeline, curves, guests, and what watches.
+"""What the coordinator says for those who look on: live.json, timeline, curves, guests, what watches.
 
 It takes no part in the run, and nothing that goes wrong with it stops that.
 """

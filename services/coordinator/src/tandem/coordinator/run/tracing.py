@@ -1,4 +1,4 @@
-"""Send what a run's timeline has, as spans, to a collector of OpenTelemetry: steps, and in them refits and requests.
+"""Send the steps of a timeline, with their refits and requests, to a collector of OpenTelemetry.
 
 Spans are handed over when their step is done, to a thread of the library's, which sends them. A collector that is slow
 or gone costs the run nothing but its spans, and that is said once.
