@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 
 from tandem.common.config.schema import Prometheus
 from tandem.common.errors import ConfigError
+from tandem.common.network import url_of
 from tandem.coordinator.run.journal import RefitRecord, StepRecord
 from tandem.coordinator.run.live import Live
 from tandem.coordinator.scheduler.engines import COMING_BACK
@@ -41,7 +42,7 @@ class Exporter:
             raise ConfigError(
                 f"logger.prometheus.port: cannot listen on {settings.host}:{settings.port}: {error.strerror or error}"
             ) from error
-        self.url = f"http://{settings.host}:{self._server.server_port}/metrics"
+        self.url = f"{url_of(self._server.socket)}/metrics"
 
     def name_run(self, run_id: str) -> None:
         """Say which run it is."""
