@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from tandem.coordinator.doctor.network import measure_peer
 from tests.integration.harness import Command, coordinator, steps_of, wait_until, write_config
 
 
@@ -136,6 +137,15 @@ def test_without_the_package_it_is_said_which_extra_is_missing(
     extra = key.partition(".")[0]
     missing = f"the package {distribution} is not installed; pip install 'tandem[{extra}]'"
     assert ended.stderr == f"error: logger.{key}: {missing}\n"
+
+
+def test_a_doctor_listens_until_it_is_interrupted() -> None:
+    with Command("coordinator", "doctor", "--listen", "127.0.0.1:0") as doctor:
+        peer = doctor.wait_for(r"listening: coordinator doctor --peer (127\.0\.0\.1:\d+)")[1]
+        assert measure_peer(peer).slower > 0
+        doctor.wait_for("measured by 127.0.0.1")
+        doctor.signal(signal.SIGINT)
+        assert doctor.wait() == 130
 
 
 def test_a_port_that_is_taken_is_said_before_anything_starts() -> None:

@@ -117,6 +117,25 @@ def test_a_listener_is_measured_from_elsewhere_and_survives_strangers() -> None:
         measure_peer(f"127.0.0.1:{listener.port}")
 
 
+def test_the_rate_to_a_peer_is_for_the_planner(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tandem.coordinator.doctor.look.outcomes", lambda *_: [])
+    listener = Listener("127.0.0.1", 0)
+    answering = threading.Thread(target=listener.answer_next)
+    answering.start()
+    try:
+        assert cli.main(["doctor", "--peer", f"127.0.0.1:{listener.port}", "--json"]) == 0
+    finally:
+        answering.join(60)
+        listener.close()
+    report = msgspec.json.decode(capsys.readouterr().out, type=Report)
+    assert report.links["network"] > 0
+    assert {finding.name: finding.status for finding in report.findings}["clock of peer"] == "ok"
+    assert cli.main(["doctor", "--peer", "elsewhere"]) == 2
+    assert capsys.readouterr().err == "error: 'elsewhere' is no address: it should be HOST:PORT\n"
+
+
 def test_loopback() -> None:
     assert measure_loopback().slower > 0
 

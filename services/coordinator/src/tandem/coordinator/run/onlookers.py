@@ -36,6 +36,8 @@ class Onlookers:
     ) -> None:
         """`steps` are those to come, `history` those that a resumed run has done."""
         self._watchers = watchers
+        if history:
+            watchers.commit(history[-1])
         self._news: list[str] = []
         self.live = LiveFile(config, folder, steps.stop - 1, history)
         self._guest_servers = GuestServersFile(folder)
