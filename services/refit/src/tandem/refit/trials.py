@@ -1,4 +1,4 @@
-"""Try the ways by which weights move within this machine, and measure them, by the code that refits run.
+"""Try the ways by which weights move within a machine, and measure them, by the code that refits run.
 
 `coordinator doctor` and the tests on GPUs call it. What another process holds is held by ``python -m
 tandem.refit.trials``, which says on its output where, and ends with its input.
