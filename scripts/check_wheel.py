@@ -15,8 +15,14 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# Imported only where these are: Triton comes with torch for CUDA, and vLLM imports the worker by its name.
-NEEDS = {"tandem.refit.transports.gpu_kernel": "triton", "tandem.rollout.engines.vllm.worker": "vllm"}
+# Imported only where these are: Triton comes with torch for CUDA, vLLM imports the worker by its name, and others are
+# of extras.
+NEEDS = {
+    "tandem.refit.transports.gpu_kernel": "triton",
+    "tandem.rollout.engines.vllm.worker": "vllm",
+    "tandem.coordinator.run.prometheus": "prometheus_client",
+    "tandem.coordinator.run.tracing": "opentelemetry",
+}
 
 
 def main() -> None:

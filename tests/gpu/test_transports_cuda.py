@@ -13,12 +13,11 @@ import pytest
 import torch
 
 from tandem.common.errors import RefitError
-from tandem.refit import layout, program
+from tandem.refit import layout, program, trials
 from tandem.refit.bound import bind
 from tandem.refit.layout import Layout, LayoutBuilder, contiguous_strides, whole
 from tandem.refit.planner import plan
 from tandem.refit.transports import cuda_ipc, process_group
-from tandem.refit.transports.copying import Copier
 
 pytestmark = [
     pytest.mark.gpu,
@@ -96,19 +95,15 @@ def test_an_engine_copies_out_of_the_trainers_memory(dtype: str) -> None:
         wire.close()
 
 
-@pytest.mark.parametrize(
-    "types", [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16)]
-)
+@pytest.mark.parametrize("types", trials.KERNEL_TYPES)
 def test_kernels_copy_what_torch_copies(types: tuple[torch.dtype, torch.dtype]) -> None:
-    to, from_ = types
-    sources, destinations = [], []
-    for number, shape in enumerate([(1,), (7,), (33, 65), (3, 5, 1024), (20000,), (128, 4096)]):
-        large = torch.randn(*shape[:-1], shape[-1] + number, device="cuda").to(from_)
-        sources.append(large[..., number:])
-        destinations.append(torch.zeros(shape[::-1], dtype=to, device="cuda").permute(*reversed(range(len(shape)))))
-    Copier(destinations, sources).run()
-    for destination, source in zip(destinations, sources, strict=True):
-        assert torch.equal(destination, source.to(to))
+    assert trials.kernels_agree(*types)
+
+
+def test_what_the_doctor_tries_works_here() -> None:
+    assert trials.collective_agrees()
+    assert trials.ipc_rate(64 << 20) > 1
+    assert trials.gpu_rate(64 << 20) > 1
 
 
 def stream_from(wire: Connection, port: int, encoded: bytes) -> None:

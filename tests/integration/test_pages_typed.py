@@ -36,6 +36,7 @@ TYPED_BY = {
     "architecture.md": "test_ages.py",
     "asynchronous.md": "test_docs.py",
     "index.md": "test_readme.py",
+    "monitoring.md": "test_doctor.py",
     "quickstart.md": "test_quickstart.py",
     "refit.md": "test_docs.py",
     "replay.md": "test_docs.py",

@@ -209,11 +209,12 @@ def test_num_validation_follows_from_where_validation_problems_come_from(here: P
     assert load_config("small.yaml", [*overrides, "data.val_data_path=b.jsonl"]).data.num_validation is None
 
 
-def test_gpu_monitoring_is_accepted_with_a_notice(here: Path) -> None:
+def test_what_has_no_effect_yet_is_accepted_with_a_notice(here: Path) -> None:
     assert notices(load_config("small.yaml")) == []
-    assert notices(load_config("small.yaml", ["logger.monitor_gpus=true"])) == [
-        "logger.monitor_gpus (true) has no effect yet"
+    assert notices(load_config("small.yaml", ["data.add_system_prompt=true"])) == [
+        "data.add_system_prompt (true) has no effect yet"
     ]
+    assert notices(load_config("small.yaml", ["logger.monitor_gpus=true"])) == []
 
 
 def test_configuration_needs_no_torch() -> None:

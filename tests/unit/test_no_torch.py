@@ -16,6 +16,7 @@ import pytest
         "import tandem.coordinator.inspect.report",
         "import tandem.coordinator.page.__main__, tandem.coordinator.page.program",
         "import tandem.coordinator.algorithms",
+        "import tandem.coordinator.commands.doctor, tandem.coordinator.doctor.look",
         "import tandem.common.telemetry, tandem.common.service, tandem.common.tokenizer",
         "import tandem.refit.planner, tandem.refit.program, tandem.refit.service, tandem.refit.digests.task",
         "import tandem.trainer.cli, tandem.rollout.cli",

@@ -253,6 +253,8 @@ class Trained(Message, frozen=True, kw_only=True, tag=True):
     has_update: bool
     """Whether an optimizer step had a gradient and a learning rate that are not zero, so that weights must differ."""
     memory: MemoryUse
+    gpus: Metrics = {}
+    """Means of what the rank's GPU did since its last answer, by the names of `tandem.common.nvml.GpuUse`."""
 
 
 class SamplesMissing(Message, frozen=True, kw_only=True, tag=True):
@@ -513,6 +515,8 @@ class Generated(Message, frozen=True, kw_only=True, tag=True):
     seconds: SecondsByPhase
     """Seconds by phase: ``generation``, ``rewards``."""
     memory: MemoryUse
+    gpus: Metrics = {}
+    """Means of what the engine's GPUs did since its last answer, by the names of `tandem.common.nvml.GpuUse`."""
 
 
 class ReleaseSamples(Command, frozen=True, kw_only=True, tag=True):

@@ -16,6 +16,7 @@ from tandem.coordinator.commands import (
     check,
     completion,
     diagnose,
+    doctor,
     eval,
     init,
     join,
@@ -37,6 +38,7 @@ _EXAMPLE = "example: coordinator up examples/arithmetic.yaml grpo.max_num_steps=
 _COMMANDS = (
     init,
     check,
+    doctor,
     plan,
     keys,
     up,

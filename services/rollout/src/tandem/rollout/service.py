@@ -27,6 +27,7 @@ from tandem.common import gc_tuning
 from tandem.common.batch import SampleArrays
 from tandem.common.config import Config
 from tandem.common.errors import DataError, WireError
+from tandem.common.gpu_monitor import GpuMonitor
 from tandem.common.memory import MemoryMeter
 from tandem.common.messages import (
     Attest,
@@ -50,6 +51,7 @@ from tandem.common.messages import (
 )
 from tandem.common.model_sizes import vocabulary_size
 from tandem.common.network import address_towards
+from tandem.common.placement import gpus_per_engine
 from tandem.common.sample_store import SampleStore
 from tandem.common.service import Member
 from tandem.common.threads import limit_threads
@@ -128,6 +130,7 @@ class RolloutService:
         self._restoring: list[RestoreSamples] = []
         """Not begun."""
         self._memory = MemoryMeter()
+        self._gpus = GpuMonitor(member.config.logger)
 
     def handle(self, order: RolloutOrder, arrays: Arrays) -> None:
         """Carry out one order; `Generate` goes on in `work`."""
@@ -180,6 +183,7 @@ class RolloutService:
         """Release the engine and the environments."""
         if self._guests is not None:
             self._guests.close()
+        self._gpus.close()
         if self._recorder is not None:
             self._recorder.close()
         if self._agents is not None:
@@ -207,6 +211,7 @@ class RolloutService:
             self._scorer.await_ready()  # it has begun beside the engine
         else:
             self._agents = self._make_agents(self._engine, self._tokenizer)
+        self._gpus.begin(0, gpus_per_engine(self._config))
         # After the engine: processes that it forks must not hold the socket.
         max_tokens = self._config.policy.generation.max_stored_tokens
         host = address_towards(self._member.coordinator)
@@ -544,6 +549,7 @@ class RolloutService:
             num_tokens=generation.num_tokens,
             seconds=generation.seconds,
             memory=self._memory.use(),
+            gpus=self._gpus.means(),
         )
         self._member.reply(generation.order.command_id, reply)
 

@@ -30,6 +30,7 @@ from tandem.common.assignment import data_parallel_ranks, scoring_trainers
 from tandem.common.batch import BatchTable, GivenTokens, TrainingBatch
 from tandem.common.config import Config
 from tandem.common.errors import WireError
+from tandem.common.gpu_monitor import GpuMonitor
 from tandem.common.memory import MemoryMeter
 from tandem.common.messages import (
     Attest,
@@ -89,6 +90,7 @@ class TrainerService:
         self._fetcher = SampleFetcher(member.run_id, self._vocabulary, member.keys)
         self._version = 0
         self._memory = MemoryMeter()
+        self._gpus = GpuMonitor(member.config.logger)
         self._writing: Writing | None = None
         """The last checkpoint."""
         self._recorder: LogprobRecorder | None = None
@@ -130,6 +132,7 @@ class TrainerService:
 
     def close(self) -> None:
         """Leave the meshes and the process group."""
+        self._gpus.close()
         if self._recorder is not None:
             self._recorder.close()
         if self._endpoint is not None:
@@ -233,6 +236,8 @@ class TrainerService:
             self._weights = shards.copy_of(self._weights)
         self._endpoint = Endpoint(self._member, self._weights)
         self._version = order.version
+        if torch.cuda.is_available():
+            self._gpus.begin(self._member.index, 1)
         if order.samples_folder and self._member.index in scoring_trainers(self._config):
             # Arrow has threads from its import on, and services are forked by a process that must have none.
             from tandem.trainer.logprob_recorder import LogprobRecorder
@@ -291,6 +296,7 @@ class TrainerService:
             waited_s=time.waited_s,
             has_update=result.has_update,
             memory=self._memory.use(),
+            gpus=self._gpus.means(),
         )
         self._member.reply(order.command_id, reply)
 

@@ -42,11 +42,8 @@ _PRECISIONS = ("auto", "bfloat16", "float16", "half", "float32", "float", "fp8")
 NOT_SUPPORTED_YET = (Row("policy.generation.vllm_cfg.precision", _PRECISIONS, _vllm),)
 """Refused, in the order in which an error lists them."""
 
-NO_EFFECT_YET = (
-    Row("logger.monitor_gpus", (False,)),
-    Row("data.add_system_prompt", (False,)),
-)
-"""Accepted with a notice: a run without it gives the same result. NeMo-RL's base files switch these on."""
+NO_EFFECT_YET = (Row("data.add_system_prompt", (False,)),)
+"""Accepted with a notice: a run without it gives the same result. NeMo-RL's base files switch it on."""
 
 
 def refusal(config: Config) -> str | None:

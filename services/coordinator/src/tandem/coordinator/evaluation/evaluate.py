@@ -87,6 +87,8 @@ def evaluation_config(base: Config, model: Path, run_folder: Path) -> Config:
                 "tensorboard_enabled": False,
                 "wandb_enabled": False,
                 "mlflow_enabled": False,
+                "prometheus": {"port": None},
+                "opentelemetry": {"endpoint": None},
                 "num_val_samples_to_print": 0,
             },
             "cluster": {"deadlines": {"generate_s": deadline_s}},

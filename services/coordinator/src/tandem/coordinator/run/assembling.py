@@ -137,7 +137,7 @@ def _recorder(
     progress = Progress(config, spec, history, began_at=past.began_at)
     stack.callback(progress.close)
     steps = range(spec.first_step, spec.last_step + 1)
-    onlookers = Onlookers(config, journal.folder, steps, history, opened.page, past.notes)
+    onlookers = Onlookers(config, journal.folder, steps, history, opened.watchers, past.notes)
     return Recorder(config, journal, checkpoints, samples, writers, progress, onlookers)
 
 

@@ -65,6 +65,11 @@ class LiveFile:
         """The newest lines of the console."""
         return tuple(self._notes)
 
+    @property
+    def last(self) -> Live | None:
+        """What the file says now; None before it says anything."""
+        return self._last
+
     def note(self, text: str) -> None:
         """Keep a line of the console."""
         self._notes.append(text)

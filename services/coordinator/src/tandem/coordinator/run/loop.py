@@ -334,6 +334,7 @@ class Loop:
         self._registry.dismiss(member, f"it is replaced: {why}")
         self._onlookers.lost(member)
         self._generated.pop(member, None)
+        self._onlookers.replaced()
         launched = self._processes.restart([member])
         if not launched:
             how = f"start another: {self._registry.how_to_join(member.rpartition('-')[0])}"

@@ -26,6 +26,8 @@ class StepMetrics:
         self._compute_s: dict[int, float] = {}
         """What each trainer rank took for its own work, and below for its waits."""
         self._waited_s: dict[int, float] = {}
+        self._gpus: dict[str, list[float]] = {}
+        """What processes said of their GPUs, named ``gpu_power_w_trainer``."""
 
     def trained(self, member: str, reply: Trained) -> None:
         """Note a rank's training step; the slowest rank is the one that counts."""
@@ -34,6 +36,7 @@ class StepMetrics:
         self._compute_s[rank], self._waited_s[rank] = reply.compute_s, reply.waited_s
         _keep_maxima(self._training_seconds, reply.seconds)
         self._note_memory("training", "generation", "trainer", reply.memory)
+        self._note_gpus("trainer", reply.gpus)
 
     def evaluated(self, reply: Evaluated) -> None:
         """Note the loss on validation data."""
@@ -44,6 +47,7 @@ class StepMetrics:
         if not reply.num_tokens:  # they come from disk
             return
         self._note_memory("generation", "training", "engine", reply.memory)
+        self._note_gpus("engine", reply.gpus)
         if reply.purpose == "train":
             self._num_generated_tokens += reply.num_tokens
             self._rewards_s = max(self._rewards_s, reply.seconds.get("rewards", 0.0))
@@ -56,6 +60,10 @@ class StepMetrics:
     def _note_memory(self, works: str, waits: str, kind: str, use: MemoryUse) -> None:
         """Note the memory of a process that works in one phase, and waits in another with what it holds then."""
         _keep_maxima(self._memory, {f"{works}_{kind}": use.peak, f"{waits}_{kind}": use.held})
+
+    def _note_gpus(self, kind: str, gpus: Mapping[str, float]) -> None:
+        for name, value in gpus.items():
+            self._gpus.setdefault(f"gpu_{name}_{kind}", []).append(value)
 
     def breakdown(self, phases: Mapping[str, float]) -> dict[str, float]:
         """Return the step's seconds by the names of NeMo-RL's published table.
@@ -77,6 +85,7 @@ class StepMetrics:
                 self.metrics["generation_tokens_per_s"] = self._num_generated_tokens / seconds["generation"]
         else:
             self._memory.pop("generation_trainer", None)  # there is no generation to wait for
+        self.metrics |= {name: sum(values) / len(values) for name, values in self._gpus.items()}
         self.metrics |= {f"memory_{name}_gb": num_bytes / 1e9 for name, num_bytes in self._memory.items()}
         self.metrics |= self._of_ranks()
         return seconds

@@ -1,4 +1,4 @@
-"""What the coordinator says for those who look on: ``live.json``, timeline, curves, page, guests.
+"""What the coordinator says for those who look on: live.json, timeline, curves, guests, what watches.
 
 It takes no part in the run, and nothing that goes wrong with it stops that.
 """
@@ -12,13 +12,13 @@ from pathlib import Path
 
 from tandem.common.config import Config
 from tandem.common.messages import EngineBuilt, Failed, Order, Reply
-from tandem.coordinator.page.beside import PageProcess
 from tandem.coordinator.run.curves_file import CurvesFile
 from tandem.coordinator.run.guest_servers import GuestServersFile
-from tandem.coordinator.run.journal import StepRecord
+from tandem.coordinator.run.journal import RefitRecord, StepRecord
 from tandem.coordinator.run.live_file import LiveFile
 from tandem.coordinator.run.members import Registry
 from tandem.coordinator.run.timeline import Timeline
+from tandem.coordinator.run.watchers import Watchers
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import Event
 
@@ -32,15 +32,17 @@ class Onlookers:
         folder: Path,
         steps: range,
         history: Sequence[StepRecord],
-        page: PageProcess | None,
+        watchers: Watchers,
         notes: Sequence[str] = (),
     ) -> None:
         """`steps` are those to come, `history` those that are done; `notes` were said before."""
-        self._page = page
+        self._watchers = watchers
+        if history:
+            watchers.commit(history[-1])
         self._news: list[str] = []
         self.live = LiveFile(config, folder, steps.stop - 1, history, notes)
         self._guest_servers = GuestServersFile(folder)
-        self._timeline = Timeline(folder, steps.start, self._news.append)
+        self._timeline = Timeline(folder, steps.start, self._news.append, watchers.send)
         self._curves: CurvesFile | None = None
         with self._watching_curves():
             self._curves = CurvesFile(folder, history)
@@ -74,17 +76,26 @@ class Onlookers:
         """Bring what they see up to date."""
         self._timeline.give_up(scheduler.requests.__contains__, time.monotonic())
         self.live.show(scheduler, registry)
+        self._watchers.show(self.live.last)
 
     def take_news(self) -> list[str]:
         """Return what has gone wrong with it since this was last asked."""
-        death = "" if self._page is None else self._page.death()
-        news = [*self._news, *([death] if death else [])]
+        news = [*self._news, *self._watchers.take_news()]
         self._news.clear()
         return news
+
+    def refitted(self, record: RefitRecord) -> None:
+        """Note that a version has reached engines."""
+        self._watchers.refitted(record)
+
+    def replaced(self) -> None:
+        """Note that a process is replaced."""
+        self._watchers.replaced()
 
     def commit(self, record: StepRecord) -> None:
         """Note that a step is done."""
         self.live.commit(record)
+        self._watchers.commit(record)
         if self._curves is not None:
             with self._watching_curves():
                 self._curves.append(record)

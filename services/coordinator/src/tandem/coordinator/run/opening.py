@@ -1,4 +1,4 @@
-"""Open what a run holds to its end: socket, run folder, journal, writers of metrics, page."""
+"""Open what a run holds to its end: socket, run folder, journal, writers of metrics, what watches it."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from tandem.coordinator.run.journal_file import CONFIG_NAME, JOURNAL_NAME, RESOL
 from tandem.coordinator.run.members import Listening, new_run_keys
 from tandem.coordinator.run.prerequisite import Mode, Ready, Say, make_model, set_aside
 from tandem.coordinator.run.resuming import refuse_changes
+from tandem.coordinator.run.watchers import Watchers
 
 
 class Opened(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,7 +28,7 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True):
     listening: Listening
     journal: Journal
     writers: MetricWriters
-    page: PageProcess | None
+    watchers: Watchers
 
 
 def open_run(invocation: Invocation, stack: contextlib.ExitStack) -> Opened:
@@ -38,6 +39,9 @@ def open_run(invocation: Invocation, stack: contextlib.ExitStack) -> Opened:
     # Before the journal: a run that cannot listen has not begun.
     listening = Listening(config.cluster.address, keys, key_file(folder))
     stack.callback(listening.hub.close)
+    watchers = Watchers()
+    if metrics := watchers.listen(config.logger, stack):
+        say(f"metrics: {metrics}")
     listener = page_socket(config.logger.page)
     if listener is not None:
         stack.callback(listener.close)
@@ -58,7 +62,8 @@ def open_run(invocation: Invocation, stack: contextlib.ExitStack) -> Opened:
         page = PageProcess(journal.folder, listener)
         stack.callback(page.close)
         say(f"page: {page.url}")
-    return Opened(listening=listening, journal=journal, writers=writers, page=page)
+    watchers.begin(config.logger, run_id, page, stack, say)
+    return Opened(listening=listening, journal=journal, writers=writers, watchers=watchers)
 
 
 def _name_run(config: Config, mode: Mode, say: Say) -> str:

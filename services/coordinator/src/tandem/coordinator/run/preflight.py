@@ -127,6 +127,18 @@ def _find_extras(config: Config) -> None:
         for package in ("wandb", "mlflow")
         if getattr(config.logger, f"{package}_enabled") and package_folder(package) is None
     ]
+    watching = {
+        "prometheus.port": (config.logger.prometheus.port, "prometheus_client", "prometheus-client", "prometheus"),
+        "opentelemetry.endpoint": (
+            *(config.logger.opentelemetry.endpoint, "opentelemetry.exporter.otlp.proto.http"),
+            *("opentelemetry-exporter-otlp-proto-http", "opentelemetry"),
+        ),
+    }
+    missing += [
+        f"logger.{key}: the package {distribution} is not installed; pip install 'tandem[{extra}]'"
+        for key, (setting, module, distribution, extra) in watching.items()
+        if setting is not None and package_folder(module) is None
+    ]
     launched = launched_processes(config)
     if launched.get("rollout") and config.policy.generation.backend == "vllm" and package_folder("vllm") is None:
         missing.append("policy.generation.backend: vllm, but vLLM is not installed; pip install 'tandem[vllm]'")

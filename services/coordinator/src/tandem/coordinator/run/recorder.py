@@ -134,19 +134,19 @@ class Recorder:
         refuse_other_weights(self._journal, self._checkpoints, action.version, action.digest, verify)
         for engine, why in action.quarantined.items():
             self.note(f"{engine} was quarantined and refitted to version {action.version}: {why}")
-        self._journal.record_refit(
-            RefitRecord(
-                version=action.version,
-                engines=action.engines,
-                num_bytes=refit_metrics.num_bytes,
-                seconds={**action.seconds, **refit_metrics.seconds},
-                predicted_s=action.predicted_s,
-                bound_s=action.bound_s,
-                digest=action.digest,
-                verify=verify,
-                quarantined=action.quarantined,
-            )
+        record = RefitRecord(
+            version=action.version,
+            engines=action.engines,
+            num_bytes=refit_metrics.num_bytes,
+            seconds={**action.seconds, **refit_metrics.seconds},
+            predicted_s=action.predicted_s,
+            bound_s=action.bound_s,
+            digest=action.digest,
+            verify=verify,
+            quarantined=action.quarantined,
         )
+        self._journal.record_refit(record)
+        self.onlookers.refitted(record)
 
 
 def failure_note(sample: SampleScored, count: int) -> str:

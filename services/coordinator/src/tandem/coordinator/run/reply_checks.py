@@ -12,6 +12,7 @@ from tandem.common.config import Config
 from tandem.common.errors import RefitError, WireError
 from tandem.common.messages import Generate, Order, SampleScored
 from tandem.common.model_sizes import vocabulary_size
+from tandem.common.nvml import MEASURED
 from tandem.refit import layout
 
 SHOWN = 100
@@ -166,6 +167,13 @@ def finite(metrics: Mapping[str, float]) -> None:
     """Raise `WireError` unless all metrics are finite numbers."""
     for name, value in metrics.items():
         must(math.isfinite(value), f"metrics[{name!r}]", value, "a finite number")
+
+
+def measured(gpus: Mapping[str, float]) -> None:
+    """Raise `WireError` unless numbers of GPUs have names of ours, since they become metrics, and are finite."""
+    all_among("gpus", gpus, {*MEASURED}, f"one of {', '.join(MEASURED)}")
+    for name, value in gpus.items():
+        must(math.isfinite(value), f"gpus[{name!r}]", value, "a finite number")
 
 
 def all_among(field: str, names: Iterable[str], among: set[str], what: str = "one of those in the order") -> None:

@@ -55,6 +55,7 @@ from tandem.coordinator.run.reply_checks import (
     check_samples,
     finite,
     fits,
+    measured,
     must,
     num_tensors_of,
     same,
@@ -82,11 +83,15 @@ def _trainer_built(asked: Asked, reply: TrainerBuilt) -> None:
 
 
 def _trained(asked: Asked, reply: Trained) -> None:
-    """`step` is that of the order, and so is `version`. `metrics` are finite numbers, and of rank 0 alone."""
+    """`step` is that of the order, and so is `version`. `metrics` are finite numbers, and of rank 0 alone.
+
+    `gpus` are those that `tandem.common.nvml` measures.
+    """
     same(asked, reply, "step")
     must(reply.version == asked.order.step, "version", reply.version, f"the step, {asked.order.step}")
     must(asked.name == _SPEAKER or not reply.metrics, "metrics", reply.metrics, f"empty: {_SPEAKER} has them")
     finite(reply.metrics)
+    measured(reply.gpus)
 
 
 def _samples_missing(asked: Asked, reply: SamplesMissing) -> None:
@@ -139,10 +144,14 @@ def _samples_finished(asked: Asked, reply: SamplesFinished) -> None:
 
 
 def _generated(asked: Asked, reply: Generated) -> None:
-    """`step` and `purpose` are those of the order. Every sample was sent; there are `num_samples`, of `num_tokens`."""
+    """`step` and `purpose` are those of the order. Every sample was sent; there are `num_samples`, of `num_tokens`.
+
+    `gpus` are those that `tandem.common.nvml` measures.
+    """
     same(asked, reply, "step", "purpose")
     _check_whole(asked, reply, sum(len(group.seeds) for group in asked.order.groups))
     must(reply.num_tokens == asked.num_tokens, "num_tokens", reply.num_tokens, f"{asked.num_tokens}, as were sent")
+    measured(reply.gpus)
 
 
 def _samples_restored(asked: Asked, reply: SamplesFinished) -> None:

@@ -134,9 +134,16 @@ class _Asked(msgspec.Struct, frozen=True):
 class Timeline:
     """The one writer of a run's timeline. It takes moments of the monotonic clock; what goes wrong is said once."""
 
-    def __init__(self, folder: Path, first_step: int, say: Callable[[str], None]) -> None:
-        """Forget what is there of the steps that are to come."""
+    def __init__(
+        self,
+        folder: Path,
+        first_step: int,
+        say: Callable[[str], None],
+        tell: Callable[[list[StepSpans]], None] = lambda _: None,
+    ) -> None:
+        """Forget what is there of the steps that are to come. `tell` is given what is written, as it is."""
         self._say = say
+        self._tell = tell
         self._step = first_step
         self._unix = time.time() - time.monotonic()
         self._asked: dict[int, _Asked] = {}
@@ -204,6 +211,7 @@ class Timeline:
             rows.insert(0, StepSpans(step=step - 1, start=began, end=start, spans=before))
         self._spans = []
         self._step = step + 1
+        self._tell(rows)
         if self._file is not None:
             with self._watching():
                 _write(self._file, rows)

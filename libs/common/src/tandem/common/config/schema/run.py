@@ -79,7 +79,24 @@ class GpuMonitoring(Section, frozen=True, kw_only=True):
     collection_interval: PositiveFloat = 10.0
     """Seconds between readings."""
     flush_interval: PositiveFloat = 10.0
-    """Seconds between writes of readings."""
+    """Accepted for NeMo-RL's sake: what was read is written with each step."""
+
+
+class Prometheus(Section, frozen=True, kw_only=True):
+    """Metrics for Prometheus to scrape from the coordinator; needs the extra ``prometheus``."""
+
+    port: Port | None = None
+    """New. The port on which ``/metrics`` is served while the run goes on, which must be free; null serves nothing."""
+    host: NonEmptyStr = "127.0.0.1"
+    """New. The address to listen on. Who can reach it can read the metrics: nobody is asked who they are."""
+
+
+class OpenTelemetry(Section, frozen=True, kw_only=True):
+    """Spans of steps, refits and requests for OpenTelemetry; needs the extra ``opentelemetry``."""
+
+    endpoint: NonEmptyStr | None = None
+    """New. Where a collector takes spans by OTLP over HTTP, such as ``http://localhost:4318/v1/traces``; null sends
+    none."""
 
 
 class Logger(Section, frozen=True, kw_only=True):
@@ -95,7 +112,8 @@ class Logger(Section, frozen=True, kw_only=True):
     mlflow_enabled: bool = False
     """Log to MLflow; needs the extra ``mlflow``."""
     monitor_gpus: bool = False
-    """Log the use of GPUs. Accepted everywhere, because NeMo-RL's base files say true; nothing is collected yet."""
+    """Watch the GPUs of trainers and engines by NVML, and have a step's metrics say what they did meanwhile. Accepted
+    everywhere, because NeMo-RL's base files say true: without a GPU there is nothing to say."""
     num_val_samples_to_print: NonNegativeInt = 0
     """Validation samples printed each time: those of other problems than the last time, as far as there are others."""
     samples: Literal["all", "off"] | PositiveFloat = 10.0
@@ -109,6 +127,8 @@ class Logger(Section, frozen=True, kw_only=True):
     mlflow: Mlflow = Mlflow()
     tensorboard: Tensorboard = Tensorboard()
     gpu_monitoring: GpuMonitoring = GpuMonitoring()
+    prometheus: Prometheus = Prometheus()
+    opentelemetry: OpenTelemetry = OpenTelemetry()
 
 
 class Launch(Section, frozen=True, kw_only=True):
@@ -144,7 +164,8 @@ class Deadlines(Section, frozen=True, kw_only=True):
 class LinkRates(Section, frozen=True, kw_only=True):
     """How fast bytes move, in GB/s (10^9 bytes); what `coordinator plan` predicts with. Nothing else depends on it.
 
-    Measure yours: one process copying memory, ``nccl-tests``' ``sendrecv`` within a node and between two.
+    Measure yours: `coordinator doctor` prints this section. Between two nodes ``nccl-tests``' ``sendrecv`` tells what
+    NCCL makes of their network, which can be much more than the one TCP connection that doctor measures.
     """
 
     memory: PositiveFloat = 5.0

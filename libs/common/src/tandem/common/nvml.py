@@ -1,0 +1,214 @@
+"""Ask NVIDIA's driver, through NVML, how its GPUs are doing and how they are linked.
+
+Where there is no GPU, no driver, or one that does not answer, there is nothing to tell, and that is no error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+_KILOBYTE = 1e3
+_KIBIBYTE = 1024.0
+_GB = 1e9
+_ALL_LINKS = 0xFFFFFFFF
+
+
+class GpuUse(msgspec.Struct, frozen=True, kw_only=True):
+    """One GPU as it is now; None is what its driver does not say."""
+
+    index: int
+    name: str
+    memory_gb: float | None = None
+    """That it has; 10^9 bytes, as everywhere."""
+    used_gb: float | None = None
+    """Memory that is taken, by whatever process."""
+    utilisation: float | None = None
+    """Share of the last moments in which it computed."""
+    power_w: float | None = None
+    temperature_c: float | None = None
+    pcie_gb_per_s: float | None = None
+    """Sent and received over PCIe in the last moments."""
+    nvlink_gb_per_s: float | None = None
+    """Sent and received over all of its NVLinks since it was asked before."""
+
+
+MEASURED = tuple(name for name in GpuUse.__struct_fields__ if name not in ("index", "name", "memory_gb"))
+"""What changes, and is measured again and again."""
+
+
+class GpuLinks(msgspec.Struct, frozen=True, kw_only=True):
+    """How one GPU is connected."""
+
+    index: int
+    name: str
+    memory_gb: float | None
+    num_nvlinks: int
+    """That are up."""
+    pcie: str
+    """Such as ``PCIe 5 x16``; empty where the driver does not say."""
+    peers: dict[int, str]
+    """How it reaches each other GPU: ``NVLink``, or what their way through PCIe has in common."""
+
+
+class Nvml:
+    """The driver, open until it is closed."""
+
+    def __init__(self, library: Any) -> None:
+        """`library` is the module ``pynvml``, initialised."""
+        self._library = library
+        self._error: type[Exception] = library.NVMLError
+        self._moved: dict[int, tuple[float, float]] = {}
+        """When each GPU was asked, and how much had gone over its NVLinks by then."""
+
+    def driver(self) -> str:
+        """Return the driver's version; empty where it does not say."""
+        return str(self._ask(self._library.nvmlSystemGetDriverVersion) or "")
+
+    def num_gpus(self) -> int:
+        """Return how many GPUs there are."""
+        return int(self._ask(self._library.nvmlDeviceGetCount) or 0)
+
+    def uses(self, indices: Sequence[int] | None = None) -> list[GpuUse]:
+        """Return GPUs as they are now: all, or some, of which those that are not there are left out."""
+        chosen = range(self.num_gpus()) if indices is None else indices
+        handles = ((index, self._ask(self._library.nvmlDeviceGetHandleByIndex, index)) for index in chosen)
+        return [self._use(index, handle) for index, handle in handles if handle is not None]
+
+    def links(self) -> list[GpuLinks]:
+        """Return how each GPU is connected."""
+        library = self._library
+        handles = [self._ask(library.nvmlDeviceGetHandleByIndex, index) for index in range(self.num_gpus())]
+        found = []
+        for index, handle in enumerate(handles):
+            if handle is None:
+                continue
+            memory = self._ask(library.nvmlDeviceGetMemoryInfo, handle)
+            states = [self._ask(library.nvmlDeviceGetNvLinkState, handle, link) for link in _nvlinks(library)]
+            generation = self._ask(library.nvmlDeviceGetMaxPcieLinkGeneration, handle)
+            width = self._ask(library.nvmlDeviceGetMaxPcieLinkWidth, handle)
+            peers = {i: self._way(handle, peer) for i, peer in enumerate(handles) if i != index and peer is not None}
+            found.append(
+                GpuLinks(
+                    index=index,
+                    name=_text(self._ask(library.nvmlDeviceGetName, handle)),
+                    memory_gb=None if memory is None else memory.total / _GB,
+                    num_nvlinks=sum(bool(state) for state in states),
+                    pcie=f"PCIe {generation} x{width}" if generation and width else "",
+                    peers=peers,
+                )
+            )
+        return found
+
+    def close(self) -> None:
+        """Let go of the driver."""
+        with contextlib.suppress(self._error):
+            self._library.nvmlShutdown()
+
+    def _use(self, index: int, handle: Any) -> GpuUse:
+        library = self._library
+        memory = self._ask(library.nvmlDeviceGetMemoryInfo, handle)
+        rates = self._ask(library.nvmlDeviceGetUtilizationRates, handle)
+        power = self._ask(library.nvmlDeviceGetPowerUsage, handle)
+        sides = (library.NVML_PCIE_UTIL_TX_BYTES, library.NVML_PCIE_UTIL_RX_BYTES)
+        pcie = [self._ask(library.nvmlDeviceGetPcieThroughput, handle, side) for side in sides]
+        return GpuUse(
+            index=index,
+            name=_text(self._ask(library.nvmlDeviceGetName, handle)),
+            memory_gb=None if memory is None else memory.total / _GB,
+            used_gb=None if memory is None else memory.used / _GB,
+            utilisation=None if rates is None else rates.gpu / 100,
+            power_w=None if power is None else power / 1e3,
+            temperature_c=self._ask(library.nvmlDeviceGetTemperature, handle, library.NVML_TEMPERATURE_GPU),
+            pcie_gb_per_s=None if None in pcie else sum(pcie) * _KILOBYTE / _GB,
+            nvlink_gb_per_s=self._nvlink_rate(index, handle),
+        )
+
+    def _nvlink_rate(self, index: int, handle: Any) -> float | None:
+        """Return the traffic since this was asked before; None the first time, and where nothing counts it."""
+        library = self._library
+        fields = (library.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, library.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX)
+        counted = self._ask(library.nvmlDeviceGetFieldValues, handle, [(field, _ALL_LINKS) for field in fields])
+        if counted is None or any(field.nvmlReturn != library.NVML_SUCCESS for field in counted):
+            return None
+        now = time.monotonic()
+        moved: float = sum(field.value.ullVal for field in counted) * _KIBIBYTE
+        before = self._moved.get(index)
+        self._moved[index] = now, moved
+        if before is None or now <= before[0]:
+            return None
+        return max(0.0, moved - before[1]) / (now - before[0]) / _GB
+
+    def _way(self, handle: Any, peer: Any) -> str:
+        library = self._library
+        status = self._ask(library.nvmlDeviceGetP2PStatus, handle, peer, library.NVML_P2P_CAPS_INDEX_NVLINK)
+        if status == library.NVML_P2P_STATUS_OK:
+            return "NVLink"
+        ways = {
+            library.NVML_TOPOLOGY_INTERNAL: "one board",
+            library.NVML_TOPOLOGY_SINGLE: "one PCIe switch",
+            library.NVML_TOPOLOGY_MULTIPLE: "several PCIe switches",
+            library.NVML_TOPOLOGY_HOSTBRIDGE: "one PCIe host bridge",
+            library.NVML_TOPOLOGY_NODE: "one NUMA node",
+            library.NVML_TOPOLOGY_SYSTEM: "the link between processors",
+        }
+        return ways.get(self._ask(library.nvmlDeviceGetTopologyCommonAncestor, handle, peer), "unknown")
+
+    def _ask(self, question: Callable[..., Any], *arguments: Any) -> Any:
+        """Return the answer; None where the driver does not have one."""
+        try:
+            return question(*arguments)
+        except self._error:
+            return None
+
+
+@contextlib.contextmanager
+def opened_nvml() -> Iterator[Nvml | None]:
+    """Open the driver; None where there is none."""
+    nvml = open_nvml()
+    try:
+        yield nvml
+    finally:
+        if nvml is not None:
+            nvml.close()
+
+
+def open_nvml() -> Nvml | None:
+    """Open the driver, which the caller closes; None where there is none."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    return Nvml(pynvml)
+
+
+def own_gpus(num_gpus: int, visible: str | None = None) -> list[int]:
+    """Return the numbers of the GPUs that this process may use, as ``CUDA_VISIBLE_DEVICES`` has them; all without it.
+
+    GPUs that are named by anything but their number are not told apart: then it is all of them, too.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") if visible is None else visible
+    if visible is None:
+        return [*range(num_gpus)]
+    words = [word.strip() for word in visible.split(",") if word.strip()]
+    if not all(word.lstrip("-").isdecimal() for word in words):
+        return [*range(num_gpus)]
+    return [index for index in map(int, words) if 0 <= index < num_gpus]
+
+
+def _nvlinks(library: Any) -> range:
+    return range(int(library.NVML_NVLINK_MAX_LINKS))
+
+
+def _text(name: str | bytes | None) -> str:
+    """Return a name, which older releases of the library give as bytes."""
+    return name.decode(errors="replace") if isinstance(name, bytes) else name or "GPU"

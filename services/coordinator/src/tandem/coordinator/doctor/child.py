@@ -1,0 +1,114 @@
+"""Have steps carried out in another process, which is given up when it dies or hangs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from tandem.coordinator.doctor.findings import Finding, Outcome
+from tandem.coordinator.doctor.steps import NEED_CUDA, NEED_TORCH, STEPS, Said
+
+_GONE_S = 5.0
+"""How long a killed process is waited for: one that hangs in a driver cannot be killed."""
+_CHUNK = 1 << 16
+
+
+def outcomes(
+    names: Sequence[str], num_threads: int, deadline_s: float, program: Sequence[str] = ()
+) -> Iterator[Outcome]:
+    """Yield what each step finds out, as it does.
+
+    A step in which the process dies, or that takes longer than `deadline_s`, is one that failed, and the others are
+    carried out by a new process; but what needs torch, or CUDA, is not tried again after that has failed itself.
+    `program` takes the place of the steps' own.
+    """
+    left = list(names)
+    program = program or (sys.executable, "-m", "tandem.coordinator.doctor.steps")
+    while left:
+        why = "it did not begin"
+        with _Child(program, num_threads, left) as child:
+            while left:
+                said = child.read(deadline_s)
+                if said is None:
+                    why = child.why(deadline_s)
+                    break
+                if said.outcome is not None:
+                    yield said.outcome
+                    left.remove(said.step)
+        if not left:
+            return
+        failed = left.pop(0)
+        yield Outcome((Finding(STEPS[failed][0], "missing", why),))
+        after = {"torch": NEED_TORCH, "cuda": NEED_CUDA}.get(failed, frozenset())
+        for name in [name for name in left if name in after]:
+            yield Outcome((Finding(STEPS[name][0], "skipped", f"{STEPS[failed][0]} has failed"),))
+            left.remove(name)
+
+
+class _Child:
+    """A process that carries out steps, with all that it starts; gone when this is left."""
+
+    def __init__(self, program: Sequence[str], num_threads: int, names: Sequence[str]) -> None:
+        self._said, theirs = os.pipe()
+        os.set_blocking(self._said, False)
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed when this is left
+        self._rest = b""
+        self._is_late = False
+        try:
+            self._process = subprocess.Popen(
+                [*program, str(theirs), str(num_threads), *names],
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=self._output,
+                pass_fds=[theirs],
+                start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": str(num_threads)},
+            )
+        finally:
+            os.close(theirs)
+
+    def read(self, deadline_s: float) -> Said | None:
+        """Return the next line; None if the process has ended, or says nothing for so long."""
+        until = time.monotonic() + deadline_s
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._said, selectors.EVENT_READ)
+            while b"\n" not in self._rest:
+                if not selector.select(max(0.0, until - time.monotonic())):
+                    self._is_late = True
+                    return None
+                data = os.read(self._said, _CHUNK)
+                if not data:
+                    return None
+                self._rest += data
+        line, _, self._rest = self._rest.partition(b"\n")
+        return msgspec.json.decode(line, type=Said)
+
+    def why(self, deadline_s: float) -> str:
+        """Return why there is no further line."""
+        if self._is_late:
+            return f"hangs: no answer for {deadline_s:g} s"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_GONE_S)
+        text = os.pread(self._output.fileno(), 1 << 20, 0).decode(errors="replace")
+        last = (text.strip().splitlines() or ["it said nothing"])[-1]
+        return f"ended its process (exit code {self._process.returncode}): {last[:300]}"
+
+    def __enter__(self) -> _Child:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_GONE_S)
+        os.close(self._said)
+        self._output.close()

@@ -1,0 +1,72 @@
+"""What was found out about a machine, as lines for people and as JSON for machines."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from tandem.common.config.schema import LinkRates
+
+Status = Literal["ok", "warning", "missing", "skipped"]
+"""Skipped is what there is nothing to try on: without a GPU, that is all that is about GPUs."""
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One check."""
+
+    name: str
+    status: Status
+    says: str
+    advice: str = ""
+    """What to do about it."""
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What one step found out."""
+
+    findings: tuple[Finding, ...]
+    rates: dict[str, float] = {}
+    """GB/s, by their keys in ``cluster.links``."""
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """A machine that was looked over."""
+
+    host: str
+    findings: tuple[Finding, ...]
+    links: dict[str, float]
+    """The rates that were measured, by their keys in ``cluster.links``."""
+    needed_but_missing: tuple[str, ...]
+    """Findings without which the configuration that was given cannot run."""
+
+
+def report_of(host: str, outcomes: Sequence[Outcome], needed: Collection[str]) -> Report:
+    """Put together what steps found out."""
+    findings = tuple(finding for outcome in outcomes for finding in outcome.findings)
+    return Report(
+        host=host,
+        findings=findings,
+        links={key: rate for outcome in outcomes for key, rate in outcome.rates.items()},
+        needed_but_missing=tuple(f.name for f in findings if f.status == "missing" and f.name in needed),
+    )
+
+
+def line_of(finding: Finding) -> str:
+    """Return a finding as a line of text."""
+    advice = f"; {finding.advice}" if finding.advice else ""
+    return f"{finding.status:<8} {finding.name:<15} {finding.says}{advice}"
+
+
+def links_section(rates: Mapping[str, float]) -> str:
+    """Return the section ``cluster.links`` of a configuration; what was not measured is a comment with the default."""
+    return "\n".join(["cluster:", "  links:  # GB/s", *_link_lines(rates)])
+
+
+def _link_lines(rates: Mapping[str, float]) -> Iterator[str]:
+    for field in msgspec.structs.fields(LinkRates):
+        if field.name in rates:
+            yield f"    {field.name}: {rates[field.name]:.3g}"
+        else:
+            yield f"    # {field.name}: {field.default:g}  the default: not measured here"

@@ -1,0 +1,54 @@
+"""Look a node over: the machine, then what is tried in other processes, then the network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from tandem.common.config import Config
+from tandem.coordinator.doctor.child import outcomes
+from tandem.coordinator.doctor.findings import Finding, Outcome
+from tandem.coordinator.doctor.machine import look_at_machine
+from tandem.coordinator.doctor.network import measure_loopback, measure_peer
+from tandem.coordinator.doctor.steps import STEPS
+
+_CLOCKS_APART_S = 1.0
+_GPU_FINDINGS = ("CUDA", "copy kernel", "CUDA IPC", "NCCL", "GPU to GPU")
+
+
+def look(config: Config | None, peer: str | None, deadline_s: float) -> Iterator[Outcome]:
+    """Yield what is found out, as it is."""
+    folder = Path("." if config is None else config.logger.log_dir)
+    for finding in look_at_machine(folder):
+        yield Outcome((finding,))
+    # Processes of a run share the cores; one thread is what the default of cluster.links.memory was measured with.
+    threads = 1 if config is None else config.cluster.threads_per_process or 1
+    yield from outcomes([*STEPS], threads, deadline_s)
+    yield _network(peer)
+
+
+def needed_by(config: Config | None) -> frozenset[str]:
+    """Return the names of findings without which a configuration cannot run on a node."""
+    if config is None:
+        return frozenset()
+    needed = {"torch", "memory copy", "shared memory", "disk"}
+    if config.generates and config.policy.generation.backend == "vllm":
+        needed.add("vLLM")
+    if config.policy.megatron_cfg.enabled:
+        needed.add("Megatron-Core")
+    if config.cluster.gpus_per_node:  # without a GPU those are skipped, and the run takes the CPU
+        needed.update(_GPU_FINDINGS)
+    return frozenset(needed)
+
+
+def _network(peer: str | None) -> Outcome:
+    rate = measure_loopback() if peer is None else measure_peer(peer)
+    where = "within this host" if peer is None else f"to {peer}"
+    says = f"{rate.sent:.2f} GB/s sent, {rate.received:.2f} GB/s received {where}, one TCP connection"
+    if peer is None:
+        advice = "between nodes: coordinator doctor --listen HOST:PORT there, --peer HOST:PORT here"
+        return Outcome((Finding("network", "ok", says, advice),))
+    apart = Finding("clock of peer", "ok", f"{abs(rate.clock_ahead_s) * 1e3:.1f} ms from this one's")
+    if abs(rate.clock_ahead_s) > _CLOCKS_APART_S:
+        apart = Finding("clock of peer", "warning", apart.says, "run chrony or systemd-timesyncd on both")
+    return Outcome((Finding("network", "ok", says), apart), {"network": rate.slower})

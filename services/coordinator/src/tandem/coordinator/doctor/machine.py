@@ -1,0 +1,149 @@
+"""Look at the machine itself: shared memory, limits, clocks, disks; it cannot hang, and needs no torch."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import platform
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from tandem.common.memory import available_bytes
+from tandem.coordinator.doctor.findings import Finding
+
+_GB = 1e9
+_SHM = Path("/dev/shm")
+_LEAST_SHM_GB = 1.0
+"""Containers often have 64 MB, which is less than the weights of any model worth training."""
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_LEAST_FILES = 4096
+"""A coordinator with some hundred processes, or a trainer that reads a large checkpoint, has a few thousand open."""
+_INFINIBAND = Path("/sys/class/infiniband")
+_LEAST_DISK_GB = 10.0
+_CLOCK_S = 0.2
+_CLOCK_DRIFT_S = 0.05
+_UNSYNCHRONISED = 0x40
+"""``STA_UNSYNC`` of ``adjtimex``."""
+
+
+def look_at_machine(folder: Path) -> Iterator[Finding]:
+    """Yield what is to be said of this machine, and of the disk that a folder is on, or will be."""
+    yield _python()
+    yield _memory()
+    yield _shared_memory()
+    yield _huge_pages()
+    yield _files()
+    yield _locked_memory()
+    yield _clocks()
+    yield _synchronised()
+    yield _disk(folder)
+
+
+def _python() -> Finding:
+    says = f"{platform.python_version()} ({sys.executable}), {os.cpu_count()} cores, {platform.machine()}"
+    return Finding("Python", "ok", says)
+
+
+def _memory() -> Finding:
+    return Finding("memory", "ok", f"{available_bytes() / _GB:.1f} GB can be had")
+
+
+def _shared_memory() -> Finding:
+    try:
+        disk = shutil.disk_usage(_SHM)
+    except OSError as error:
+        return Finding("shared memory", "missing", f"{_SHM}: {error.strerror}", "mount a tmpfs there")
+    says = f"{_SHM} has {disk.total / _GB:.1f} GB, {disk.free / _GB:.1f} GB free"
+    if disk.free < _LEAST_SHM_GB * _GB:
+        advice = "weights on CPUs are shared there: give the container more, as by docker run --shm-size"
+        return Finding("shared memory", "warning", says, advice)
+    return Finding("shared memory", "ok", says)
+
+
+def _huge_pages() -> Finding:
+    try:
+        text = _HUGE_PAGES.read_text()
+    except OSError:
+        return Finding("huge pages", "skipped", "the kernel does not say")
+    chosen = text.partition("[")[2].partition("]")[0]
+    if chosen == "never":
+        advice = f"echo madvise > {_HUGE_PAGES}, as root: memory is copied and touched faster"
+        return Finding("huge pages", "warning", "switched off", advice)
+    return Finding("huge pages", "ok", f"transparent: {chosen}")
+
+
+def _files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    says = f"{_limit(soft)} may be open in a process, at most {_limit(hard)}"
+    if soft != resource.RLIM_INFINITY and soft < _LEAST_FILES:
+        return Finding("open files", "warning", says, f"ulimit -n {_LEAST_FILES}, or LimitNOFILE= of the unit")
+    return Finding("open files", "ok", says)
+
+
+def _locked_memory() -> Finding:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return Finding("locked memory", "ok", "no limit")
+    says = f"{soft / 1e6:.3g} MB a process"
+    if _INFINIBAND.is_dir() and any(_INFINIBAND.iterdir()):
+        return Finding("locked memory", "warning", says, "NCCL over InfiniBand needs more: ulimit -l unlimited")
+    return Finding("locked memory", "ok", f"{says}; there is no InfiniBand, which would need more")
+
+
+def _clocks() -> Finding:
+    wall, steady = time.time(), time.monotonic()
+    time.sleep(_CLOCK_S)
+    passed = time.monotonic() - steady
+    drift = (time.time() - wall) - passed
+    resolution = time.get_clock_info("monotonic").resolution
+    says = f"wall and monotonic differ by {abs(drift) * 1e3:.1f} ms after {passed:.1f} s; resolution {resolution:g} s"
+    if abs(drift) > _CLOCK_DRIFT_S or resolution > 1e-3:
+        return Finding("clocks", "warning", says, "the wall clock is being set: logs of nodes may not be comparable")
+    return Finding("clocks", "ok", says)
+
+
+def _synchronised() -> Finding:
+    """Ask the kernel whether something keeps its clock right; to ask takes no privilege."""
+    name = "clock sync"
+    asked = (ctypes.c_byte * 512)()  # ``struct timex`` with room to spare; its first field, modes, is 0: change nothing
+    try:
+        state = ctypes.CDLL(None, use_errno=True).adjtimex(asked)
+    except (OSError, AttributeError):
+        state = -1
+    if state == -1:
+        return Finding(name, "skipped", "the kernel does not say")
+    status = ctypes.c_int.from_buffer(asked, _status_offset()).value
+    if status & _UNSYNCHRONISED:
+        advice = "on several nodes, run chrony or systemd-timesyncd on the hosts"
+        return Finding(name, "warning", "nothing keeps the clock right (NTP)", advice)
+    return Finding(name, "ok", "the kernel's clock is synchronised")
+
+
+def _status_offset() -> int:
+    """Return where ``status`` is in ``struct timex``: behind modes, which is padded, and four longs."""
+    word = ctypes.sizeof(ctypes.c_long)
+    return word + 4 * word
+
+
+def _disk(folder: Path) -> Finding:
+    whole = folder.absolute()
+    there = next(path for path in (whole, *whole.parents) if path.exists())
+    try:
+        disk = shutil.disk_usage(there)
+    except OSError as error:
+        return Finding("disk", "missing", f"{there}: {error.strerror}", "choose another folder")
+    says = f"{disk.free / _GB:.1f} GB free for {whole}"
+    if not os.access(there, os.W_OK):
+        return Finding("disk", "missing", f"{there} cannot be written", "choose another folder")
+    if disk.free < _LEAST_DISK_GB * _GB:
+        return Finding("disk", "warning", says, "checkpoints and samples need room: see logger.samples and keep_top_k")
+    return Finding("disk", "ok", says)
+
+
+def _limit(number: int) -> str:
+    return "any number" if number == resource.RLIM_INFINITY or number > math.pow(2, 40) else str(number)

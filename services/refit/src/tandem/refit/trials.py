@@ -1,0 +1,140 @@
+"""Try the ways by which weights move within a machine, and measure them, by the code that refits run.
+
+`coordinator doctor` and the tests on GPUs call it. What another process holds is held by ``python -m
+tandem.refit.trials``, which says on its output where, and ends with its input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import msgspec
+import torch
+
+from tandem.common.errors import RefitError
+from tandem.refit.layout import Storage
+from tandem.refit.transports import cuda_ipc, shm
+from tandem.refit.transports.copying import Copier
+
+KERNEL_TYPES = (
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.bfloat16),
+)
+"""Pairs of types, to and from, that `kernels_agree` is asked about."""
+_SHAPES = ((1,), (7,), (33, 65), (3, 5, 1024), (20000,), (128, 4096))
+_GB = 1e9
+_MEASURE_S = 0.5
+_LEAST_REPEATS = 3
+
+
+def kernels_agree(to: torch.dtype, from_: torch.dtype) -> bool:
+    """Say whether the kernel that copies slices within a GPU writes, bit by bit, what torch does."""
+    sources, destinations = [], []
+    for number, shape in enumerate(_SHAPES):
+        large = torch.randn(*shape[:-1], shape[-1] + number, device="cuda").to(from_)
+        sources.append(large[..., number:])
+        destinations.append(torch.zeros(shape[::-1], dtype=to, device="cuda").permute(*reversed(range(len(shape)))))
+    Copier(destinations, sources).run()
+    return all(torch.equal(to_, from_.to(to)) for to_, from_ in zip(destinations, sources, strict=True))
+
+
+def collective_agrees() -> bool:
+    """Say whether NCCL adds up, over all GPUs, what each of them has."""
+    from torch.cuda import nccl
+
+    tensors = [torch.ones(1024, device=f"cuda:{index}") for index in range(torch.cuda.device_count())]
+    nccl.all_reduce(tensors)  # type: ignore[no-untyped-call]
+    return all(bool((tensor == len(tensors)).all()) for tensor in tensors)
+
+
+def memory_rate(num_bytes: int) -> float:
+    """Return the GB/s at which this process copies out of another's shared memory; see `tandem.refit.transports.shm`.
+
+    Raises `RefitError`.
+    """
+    with _held_by_another("cpu", num_bytes) as storage:
+        return _copy_rate(shm.open_storage(storage, "the other process", "this process"), "cpu")
+
+
+def ipc_rate(num_bytes: int) -> float:
+    """Return the GB/s at which this process copies out of GPU memory of another, on the same GPU.
+
+    Raises `RefitError`, also for bytes that are not what the other process wrote.
+    """
+    with _held_by_another("cuda", num_bytes) as storage:
+        theirs = cuda_ipc.open_storage(storage, "the other process", "this process", torch.device("cuda", 0))
+        if not bool((theirs == _PATTERN).all()):
+            raise RefitError("what is read through CUDA IPC is not what the other process wrote")
+        return _copy_rate(theirs, "cuda:0")
+
+
+def gpu_rate(num_bytes: int, source: int = 0, destination: int = 0) -> float:
+    """Return the GB/s at which bytes are copied from a GPU to another, or within one."""
+    return _copy_rate(torch.ones(num_bytes, dtype=torch.uint8, device=f"cuda:{source}"), f"cuda:{destination}")
+
+
+_PATTERN = 7
+
+
+def _copy_rate(source: torch.Tensor, device: str) -> float:
+    destination = torch.zeros(source.shape, dtype=source.dtype, device=device)
+    copier = Copier([destination], [source])
+
+    def copy() -> None:
+        copier.run()
+        if destination.is_cuda:
+            torch.cuda.synchronize(destination.device)
+            torch.cuda.synchronize(source.device)
+
+    return source.nbytes / _seconds(copy) / _GB
+
+
+def _seconds(copy: Callable[[], None]) -> float:
+    """Return the median of several runs; the first, which touches the memory, does not count."""
+    copy()
+    taken: list[float] = []
+    until = time.monotonic() + _MEASURE_S
+    while len(taken) < _LEAST_REPEATS or time.monotonic() < until:
+        before = time.perf_counter()
+        copy()
+        taken.append(time.perf_counter() - before)
+    return statistics.median(taken)
+
+
+@contextlib.contextmanager
+def _held_by_another(device: str, num_bytes: int) -> Iterator[Storage]:
+    """Have another process hold bytes, each of them `_PATTERN`; yield where."""
+    command = [sys.executable, "-m", "tandem.refit.trials", device, str(num_bytes)]
+    # It ends with its input, and so with this process, however that ends.
+    holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert holder.stdin is not None
+    assert holder.stdout is not None
+    try:
+        line = holder.stdout.readline()
+        if not line:
+            raise RefitError(f"a process that should hold {num_bytes} bytes on {device} ended with {holder.wait()}")
+        yield msgspec.json.decode(line, type=Storage)
+    finally:
+        holder.stdin.close()
+        holder.kill()
+        holder.wait()
+        holder.stdout.close()
+
+
+def _hold(device: str, num_bytes: int) -> None:
+    held = torch.full((num_bytes,), _PATTERN, dtype=torch.uint8, device=device)
+    if held.is_cuda:
+        torch.cuda.synchronize()
+    address = cuda_ipc.share(held) if held.is_cuda else shm.share(held)
+    print(msgspec.json.encode(Storage(name="trial", num_bytes=num_bytes, address=address)).decode(), flush=True)
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    _hold(sys.argv[1], int(sys.argv[2]))
