@@ -43,9 +43,14 @@ def link_to(address: str, kind: ServiceKind, identity: str, incoming: Any) -> Li
 
 def dealer_to(address: str, own: KeyPair) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]:
     """Connect a bare socket, in a context of its own, that proves a key to the coordinator at an address."""
+    return dealer_with(at(address), own)
+
+
+def dealer_with(listener: Listener, own: KeyPair) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]:
+    """Connect a bare socket, in a context of its own, that proves a key to a listener."""
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)
-    curve.prove(socket, own, RUN.coordinator.public)
-    socket.connect(address)
+    curve.prove(socket, own, listener.public_key)
+    socket.connect(listener.address)
     return context, socket
