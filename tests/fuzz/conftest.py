@@ -15,14 +15,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz-anew", action="store_true", help="other messages each time, not those of a fixed seed")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Have hypothesis make as many messages, of a fixed seed unless it is to be another each time."""
-    settings.register_profile(
-        "fuzz",
-        max_examples=config.getoption("--fuzz-messages", _MESSAGES),
-        derandomize=not config.getoption("--fuzz-anew", False),
+@pytest.fixture
+def fuzz(request: pytest.FixtureRequest) -> settings:
+    """Return how many messages hypothesis makes, and from which seed."""
+    return settings(
+        max_examples=request.config.getoption("--fuzz-messages", _MESSAGES),
+        derandomize=not request.config.getoption("--fuzz-anew", False),
         deadline=None,
         database=None,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture],
+        suppress_health_check=[*HealthCheck],
     )
-    settings.load_profile("fuzz")

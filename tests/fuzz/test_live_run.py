@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import zmq
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.common import keys
@@ -158,9 +158,9 @@ def _send_bytes(attack: Attack, port: int, sent: bytes) -> None:
 
 
 @pytest.mark.parametrize("send", [_send, _send_bytes], ids=["messages", "bytes"])
-def test_the_run_goes_on_and_takes_no_harm(attack: Attack, send: Any) -> None:
+def test_the_run_goes_on_and_takes_no_harm(attack: Attack, fuzz: settings, send: Any) -> None:
     before = {process.pid for process in attack.processes()}
-    send(attack)
+    fuzz(send)(attack)
     seen = attack.step()
     wait_until(lambda: attack.step() >= seen + STEPS_AFTERWARDS, lambda: f"steps after {seen}: {attack.output()}")
     assert {process.pid for process in attack.processes()} == before
