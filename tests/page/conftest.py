@@ -8,14 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests import leaks
-from tests.integration import consoles
-
-
-@pytest.fixture(scope="session", autouse=True)
-def console_server() -> Iterator[None]:
-    """Start the process that commands are forked from before a test could count it among what the test left behind."""
-    with consoles.fork_server():
-        yield
+from tests.console_server import console_server as console_server
 
 
 @pytest.fixture(scope="module", autouse=True)

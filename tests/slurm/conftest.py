@@ -1,0 +1,5 @@
+"""Tests of Slurm have runs beside it that commands start."""
+
+from __future__ import annotations
+
+from tests.console_server import console_server as console_server
