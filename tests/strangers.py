@@ -86,8 +86,9 @@ class Tap:
         with contextlib.suppress(OSError):
             while True:
                 near, _ = self._listening.accept()
+                self._ends.append(near)
                 far = socket.create_connection(("127.0.0.1", self._port))
-                self._ends += [near, far]
+                self._ends.append(far)
                 for ends in ((near, far), (far, near)):
                     self._threads.append(threading.Thread(target=self._pass_on, args=ends, name="tap"))
                     self._threads[-1].start()

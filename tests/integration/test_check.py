@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tandem.common.keys import write_run_keys
+from tandem.common.wire import EXIT_NOT_ADMITTED
 from tests.integration.by_hand import MEGATRON_TP2
 from tests.integration.harness import GYM, Command, coordinator, joins, merged, steps_of, typed, write_config
 from tests.members import RUN
@@ -230,7 +231,7 @@ def test_the_version_is_said() -> None:
 def test_a_service_by_hand_says_whom_it_waits_for() -> None:
     write_run_keys(Path("run"), RUN)
     ended = typed("refit", *joins("tcp://127.0.0.1:9"), "--join-timeout", "1.5")
-    assert ended.returncode == 1
+    assert ended.returncode == EXIT_NOT_ADMITTED
     assert ended.stdout == "refit: waiting for a coordinator at tcp://127.0.0.1:9, up to 1.5 s\n"
 
 

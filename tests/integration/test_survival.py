@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tandem.common.wire import EXIT_AWAITED_ANEW
 from tandem.coordinator.run.journal import read_journal
 from tests import leaks
 from tests.integration import consoles, killing_rollout
@@ -144,7 +145,7 @@ def test_trainers_that_were_started_by_hand_are_awaited_and_one_that_wakes_up_is
         cluster.run.wait_for(
             r"trainer-1 is lost: .*started again; 2 to be started by hand: trainer .* goes on at step 1 "
         )
-        assert survivor.wait() == 0
+        assert survivor.wait() == EXIT_AWAITED_ANEW
         assert "leaves: a trainer is lost, and all of them are started again" in survivor.output()
         stopped, _ = start(2)
         cluster.run.wait_for(

@@ -109,7 +109,8 @@ def test_engines_that_are_killed_are_replaced_over_new_connections(
 
 
 def test_a_trainer_that_is_killed_is_named_within_seconds(other_host: tuple[str, ...]) -> None:
-    with on_two_hosts({"grpo": {"max_num_steps": 1000}}, other_host) as (run, engines, _):
+    over = {"grpo": {"max_num_steps": 1000}, "cluster": {"max_replacements": 0}}
+    with on_two_hosts(over, other_host) as (run, engines, _):
         run.wait_for("step 2/1000")
         children = run.children()
         killed_at = time.monotonic()

@@ -118,7 +118,7 @@ def test_with_the_joining_key_alone_one_is_told_nothing_and_orders_nothing(
 
 def test_who_is_lost_is_shut_out_by_its_key(registry: Registry) -> None:
     first = join(registry, "rollout")
-    registry.forget("rollout-0")
+    registry.dismiss("rollout-0", "it is lost")
     first.send(encode(Goodbye(reason="I still speak")))
     own = MemberKeys(coordinator=RUN.coordinator.public, own=first.own, is_joining=False)
     back: Link[Any] = Link(registry.address, "rollout", "rollout-again", ToRollout, own)
@@ -165,7 +165,7 @@ def test_rollouts_are_told_the_keys_of_trainers_and_of_no_others(registry: Regis
             assert [event for event, _ in registry.receive(0.05)] == []
 
     await_keys((trainer.own.public,))
-    registry.forget("trainer-0")
+    registry.dismiss("trainer-0", "it is lost")
     await_keys(())
     again = join(registry, "trainer")
     await_keys((again.own.public,))
