@@ -112,6 +112,8 @@ class Refused(Message, frozen=True, kw_only=True, tag=True):
     """The coordinator does not admit the process; it exits with the reason as its error."""
 
     reason: Text
+    is_for_good: bool = False
+    """Whether it is no use to ask again; the exit code is 1 then, and 75 otherwise."""
 
 
 class Heartbeat(Message, frozen=True, kw_only=True, tag=True):

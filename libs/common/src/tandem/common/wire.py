@@ -424,8 +424,8 @@ class Link(Generic[Incoming]):
     def join(self, hello: Hello, timeout_s: float, is_waiting: Callable[[], None] | None = None) -> Welcome:
         """Say hello until the coordinator answers; call `is_waiting` if it does not do so at once.
 
-        Raises `ConfigError` for an address that is none, `NotAdmitted` if the coordinator refuses or does not
-        answer, `TandemError` if it proves to be another run's.
+        Raises `ConfigError` for an address that is none, `NotAdmitted` if the coordinator refuses for now or
+        does not answer, `TandemError` if it refuses for good or proves to be another run's.
         """
         deadline = time.monotonic() + timeout_s
         try:
@@ -468,8 +468,9 @@ class Link(Generic[Incoming]):
                 if not handshake.poll(until - now):
                     continue
                 match admission.decode(dealer.recv_multipart()).message:
-                    case Refused(reason=reason) | Shutdown(reason=reason):
-                        raise NotAdmitted(
+                    case Refused(reason=reason) | Shutdown(reason=reason) as refusal:
+                        is_for_good = isinstance(refusal, Refused) and refusal.is_for_good
+                        raise (TandemError if is_for_good else NotAdmitted)(
                             f"the coordinator at {self._coordinator} refused this {self._service}: {reason}"
                         )
                     case Heartbeat():

@@ -231,7 +231,7 @@ class Registry:
             wire.check_version(frames[0])
             hello = _hello_codec.decode(frames).message
         except VersionMismatch as mismatch:
-            self._hub.send(peer, wire.encode(Refused(reason=str(mismatch)[:MAX_TEXT])))
+            self._hub.send(peer, wire.encode(Refused(reason=str(mismatch)[:MAX_TEXT], is_for_good=True)))
             return None
         except WireError:
             return None
@@ -241,8 +241,7 @@ class Registry:
             return None  # a member's, over a second connection
         name = self._name_for(hello, peer.key)
         if name is None:
-            reason = self._why_not(hello)
-            self._hub.send(peer, wire.encode(Refused(reason=reason)))
+            self._hub.send(peer, wire.encode(self._refusal(hello)))
             return None
         if hello.enrols is not None:
             self.enrol(hello.enrols)
@@ -278,15 +277,16 @@ class Registry:
         names = (f"{hello.service}-{index}" for index in places)
         return next((name for name in names if name not in taken), None)
 
-    def _why_not(self, hello: Hello) -> str:
+    def _refusal(self, hello: Hello) -> Refused:
         """Say why there is no place for a process."""
         wanted = self._expected.get(hello.service, 0)
         processes = f"{wanted} {hello.service} process{'' if wanted == 1 else 'es'}"
         if hello.index is None:
-            return f"the run has its {processes} already"
+            return Refused(reason=f"the run has its {processes} already")
         if hello.index < wanted:
-            return f"{hello.service}-{hello.index} is in the run already"
-        return f"there is no {hello.service}-{hello.index}: the run has {processes}, counted from 0"
+            return Refused(reason=f"{hello.service}-{hello.index} is in the run already")
+        reason = f"there is no {hello.service}-{hello.index}: the run has {processes}, counted from 0"
+        return Refused(reason=reason, is_for_good=True)
 
     def _note_trainers(self, changed: Member) -> None:
         """Admit the trainers that there are, and no others, to the samples."""
