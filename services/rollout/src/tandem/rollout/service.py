@@ -195,7 +195,8 @@ class RolloutService:
         if self._endpoint is not None:
             self._endpoint.close()
         if self._engine is not None:
-            self._engine.close()
+            engine, self._engine = self._engine, None
+            engine.close()
 
     # --- building and refit ------------------------------------------------------------------------------------------
 
