@@ -8,7 +8,7 @@ import pytest
 
 from tests.console_server import console_server as console_server
 
-_KILLS = 8
+_KILLS = 4
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
