@@ -20,7 +20,7 @@ ELSEWHERE = "another-host"
 NUM_STEPS = 12
 CONFIG: dict[str, Any] = {
     # The death of an engine that was started by hand is noticed by its silence; what it leaves stuck, by the deadline.
-    "cluster": {"heartbeat_timeout_s": 6.0, "deadlines": {"refit_s": 20.0}},
+    "cluster": {"heartbeat_timeout_s": 12.0, "deadlines": {"refit_s": 20.0}},
     "grpo": {"max_num_steps": NUM_STEPS, "val_period": NUM_STEPS},
     "policy": {"train_micro_batch_size": 4},
     "checkpointing": {"save_period": NUM_STEPS},
