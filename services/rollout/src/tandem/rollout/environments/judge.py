@@ -1,4 +1,4 @@
-"""A judge: a language model behind an OpenAI-compatible endpoint that says what a response is worth.
+"""A judge: a language model behind an endpoint that says what a response is worth.
 
 It runs in worker processes, as coroutines: one worker has many requests going. The client asks again where the
 endpoint cannot be reached, is busy (429, and for as long as that says) or fails (5xx); what is left is a failure like
