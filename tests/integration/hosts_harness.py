@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -27,8 +27,36 @@ CONFIG: dict[str, Any] = {
 }
 
 
+TWO_NODES: dict[str, Any] = {
+    "cluster": {"num_nodes": 2, "gpus_per_node": 0, "launch": {"trainers": 1, "rollouts": 1, "refit": True}}
+}
+"""The second of two nodes has a trainer and an engine, which its own process launches."""
+
+
 def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
+
+
+@contextlib.contextmanager
+def cut(namespaces: Mapping[str, str]) -> Iterator[None]:
+    """Have the cable between the hosts swallow every packet, both ways: nobody is told, and connections stay open."""
+    for name in namespaces.values():
+        _tc(name, "replace", "pfifo", "limit", "0")  # a queue for no packets
+    try:
+        yield
+    finally:
+        for name in namespaces.values():
+            _tc(name, "del")
+
+
+def _tc(namespace: str, *words: str) -> None:
+    command = ["tc", "-n", namespace, "qdisc", words[0], "dev", "cable", "root", *words[1:]]
+    subprocess.run(command, check=True, capture_output=True, timeout=20)
+
+
+def on(namespaces: Mapping[str, str], host: str) -> tuple[str, ...]:
+    """Return the words before a command that run it on a host."""
+    return (shutil.which("ip") or "ip", "netns", "exec", namespaces[host])
 
 
 @pytest.fixture
@@ -65,7 +93,7 @@ def other_host() -> tuple[str, ...]:
     pytest.skip("UTS namespaces cannot be made here")
 
 
-def _command(before: tuple[str, ...], name: str) -> list[str]:
+def command(before: tuple[str, ...], name: str) -> list[str]:
     """Return the words that start a console command behind others, which start a program and not a name."""
     return [*before, str(BIN / name)] if before else [name]
 
@@ -82,9 +110,9 @@ def on_two_hosts(
     trainers, engines = (config.get("cluster", {}).get(kind, 1) for kind in ("trainers", "rollouts"))
     config = merged(config, {"cluster": {"launch": {"trainers": trainers, "refit": True}}})
     with contextlib.ExitStack() as stack:
-        run = stack.enter_context(Command(*_command(here, "coordinator"), "up", write_config(config)))
+        run = stack.enter_context(Command(*command(here, "coordinator"), "up", write_config(config)))
         address = joins(run.wait_for(r"listens on (tcp://\S+)")[1])
-        words = [*_command(elsewhere, "rollout"), *address]
+        words = [*command(elsewhere, "rollout"), *address]
         harmed = [[*elsewhere, sys.executable, damaged_rollout.__file__, each, *address] for each in damages]
         starts = [*harmed, *[words] * (engines - len(harmed))]
         yield run, [stack.enter_context(Command(*start)) for start in starts], words

@@ -14,6 +14,7 @@ from tandem.common.keys import write_run_keys
 from tandem.coordinator.run.members import new_run_keys
 from tests.integration.by_hand import assert_same_results, in_folder, undisturbed_run
 from tests.integration.harness import Command, all_gone, coordinator, merged, process_of, wait_until, write_config
+from tests.integration.hosts_harness import TWO_NODES
 
 NUM_STEPS = 6
 CONFIG: dict[str, Any] = {
@@ -21,9 +22,6 @@ CONFIG: dict[str, Any] = {
     "grpo": {"max_num_steps": NUM_STEPS, "val_period": NUM_STEPS},
     "policy": {"train_micro_batch_size": 4},
     "checkpointing": {"save_period": 3},
-}
-TWO_NODES: dict[str, Any] = {
-    "cluster": {"num_nodes": 2, "gpus_per_node": 0, "launch": {"trainers": 1, "rollouts": 1, "refit": True}}
 }
 NOBODY = ("--coordinator", "tcp://127.0.0.1:9")
 
