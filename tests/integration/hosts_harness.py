@@ -16,6 +16,7 @@ from tests.integration import damaged_rollout
 from tests.integration.harness import BIN, Command, joins, merged, write_config
 
 ADDRESSES = {"trainers": "10.98.76.1", "engines": "10.98.76.2"}
+_ETHERNET = {"trainers": "02:00:00:00:00:01", "engines": "02:00:00:00:00:02"}
 ELSEWHERE = "another-host"
 NUM_STEPS = 12
 CONFIG: dict[str, Any] = {
@@ -72,10 +73,14 @@ def hosts() -> Iterator[dict[str, str]]:
             ip("link", "add", cable["trainers"], "type", "veth", "peer", "name", cable["engines"])
             for host, name in made.items():
                 ip("link", "set", cable[host], "netns", name)
-                ip("-n", name, "link", "set", cable[host], "name", "cable")
+                ip("-n", name, "link", "set", cable[host], "name", "cable", "address", _ETHERNET[host])
                 ip("-n", name, "addr", "add", f"{ADDRESSES[host]}/24", "dev", "cable")
                 ip("-n", name, "link", "set", "cable", "up")
                 ip("-n", name, "link", "set", "lo", "up")
+                # Hosts that had to ask for each other's again would hear of each other late once a cut is mended.
+                for other in ADDRESSES.keys() - {host}:
+                    known = (ADDRESSES[other], "lladdr", _ETHERNET[other], "nud", "permanent")
+                    ip("-n", name, "neigh", "replace", *known, "dev", "cable")
         except (OSError, subprocess.CalledProcessError) as error:
             pytest.skip(f"network namespaces cannot be made here: {getattr(error, 'stderr', error)!r}")
         yield made
