@@ -16,7 +16,6 @@ from tests.integration import damaged_rollout
 from tests.integration.harness import BIN, Command, joins, merged, write_config
 
 ADDRESSES = {"trainers": "10.98.76.1", "engines": "10.98.76.2"}
-_ETHERNET = {"trainers": "02:00:00:00:00:01", "engines": "02:00:00:00:00:02"}
 ELSEWHERE = "another-host"
 NUM_STEPS = 12
 CONFIG: dict[str, Any] = {
@@ -38,52 +37,76 @@ def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
 
 
-@contextlib.contextmanager
-def cut(namespaces: Mapping[str, str]) -> Iterator[None]:
-    """Have the cable between the hosts swallow every packet, both ways: nobody is told, and connections stay open."""
-    for name in namespaces.values():
-        _tc(name, "replace", "pfifo", "limit", "0")  # a queue for no packets
-    try:
-        yield
-    finally:
-        for name in namespaces.values():
-            _tc(name, "del")
-
-
-def _tc(namespace: str, *words: str) -> None:
-    command = ["tc", "-n", namespace, "qdisc", words[0], "dev", "cable", "root", *words[1:]]
-    subprocess.run(command, check=True, capture_output=True, timeout=20)
-
-
 def on(namespaces: Mapping[str, str], host: str) -> tuple[str, ...]:
     """Return the words before a command that run it on a host."""
     return (shutil.which("ip") or "ip", "netns", "exec", namespaces[host])
 
 
+@contextlib.contextmanager
+def _namespaces(*names: str) -> Iterator[dict[str, str]]:
+    """Make a network namespace for each of these; yield what they are called."""
+    made = {name: f"tandem-{name}-{os.getpid()}" for name in names}
+    with contextlib.ExitStack() as stack:
+        for namespace in made.values():
+            ip("netns", "add", namespace)
+            stack.callback(ip, "netns", "del", namespace)
+            ip("-n", namespace, "link", "set", "lo", "up")
+        yield made
+
+
+def _lay_cable(ends: Mapping[str, str]) -> None:
+    """Connect two namespaces; each calls its end as it is said here."""
+    cable = [f"tdm{place}-{os.getpid()}" for place in range(2)]
+    ip("link", "add", cable[0], "type", "veth", "peer", "name", cable[1])
+    for end, (namespace, name) in zip(cable, ends.items(), strict=True):
+        ip("link", "set", end, "netns", namespace)
+        ip("-n", namespace, "link", "set", end, "name", name)
+        ip("-n", namespace, "link", "set", name, "up")
+
+
+def _give_addresses(namespaces: Mapping[str, str]) -> None:
+    for host, address in ADDRESSES.items():
+        ip("-n", namespaces[host], "addr", "add", f"{address}/24", "dev", "cable")
+
+
 @pytest.fixture
 def hosts() -> Iterator[dict[str, str]]:
     """Return the namespace of each host."""
-    made = {host: f"tandem-{host}-{os.getpid()}" for host in ADDRESSES}
-    cable = {host: f"tdm{host[0]}{os.getpid()}" for host in ADDRESSES}
     with contextlib.ExitStack() as stack:
         try:
-            for name in made.values():
-                ip("netns", "add", name)
-                stack.callback(ip, "netns", "del", name)
-            ip("link", "add", cable["trainers"], "type", "veth", "peer", "name", cable["engines"])
-            for host, name in made.items():
-                ip("link", "set", cable[host], "netns", name)
-                ip("-n", name, "link", "set", cable[host], "name", "cable", "address", _ETHERNET[host])
-                ip("-n", name, "addr", "add", f"{ADDRESSES[host]}/24", "dev", "cable")
-                ip("-n", name, "link", "set", "cable", "up")
-                ip("-n", name, "link", "set", "lo", "up")
-                # Hosts that had to ask for each other's again would hear of each other late once a cut is mended.
-                for other in ADDRESSES.keys() - {host}:
-                    known = (ADDRESSES[other], "lladdr", _ETHERNET[other], "nud", "permanent")
-                    ip("-n", name, "neigh", "replace", *known, "dev", "cable")
+            made = stack.enter_context(_namespaces(*ADDRESSES))
+            _lay_cable(dict.fromkeys(made.values(), "cable"))
+            _give_addresses(made)
         except (OSError, subprocess.CalledProcessError) as error:
             pytest.skip(f"network namespaces cannot be made here: {getattr(error, 'stderr', error)!r}")
         yield made
+
+
+@pytest.fixture
+def switched_hosts() -> Iterator[dict[str, str]]:
+    """Return the namespace of each host, and that of the switch between them."""
+    with contextlib.ExitStack() as stack:
+        try:
+            made = stack.enter_context(_namespaces(*ADDRESSES, "switch"))
+            ip("-n", made["switch"], "link", "add", "name", "bridge", "type", "bridge")
+            for host in ADDRESSES:
+                _lay_cable({made[host]: "cable", made["switch"]: host})
+                ip("-n", made["switch"], "link", "set", host, "master", "bridge")
+            ip("-n", made["switch"], "link", "set", "bridge", "up")
+            _give_addresses(made)
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"a switch between network namespaces cannot be made here: {getattr(error, 'stderr', error)!r}")
+        yield made
+
+
+@contextlib.contextmanager
+def cut(hosts: Mapping[str, str]) -> Iterator[None]:
+    """Have the switch swallow every packet, both ways: no host is told, and connections stay open."""
+    ip("-n", hosts["switch"], "link", "set", "bridge", "down")
+    try:
+        yield
+    finally:
+        ip("-n", hosts["switch"], "link", "set", "bridge", "up")
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""A cable between two hosts that swallows packets: whoever is silent for too long is lost, and cannot come back.
+"""A switch between two hosts that swallows packets: whoever is silent for too long is lost, and cannot come back.
 
 Each host is a network namespace. The run is on one of them; on the other are services that were started by hand. Of
 those that are cut off some believe that the coordinator is gone, as they should, and end. Others go on as if nothing
@@ -8,7 +8,6 @@ had happened, and say what would end the run or change its results (`tests.integ
 from __future__ import annotations
 
 import contextlib
-import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -22,9 +21,8 @@ from tests.integration.by_hand import assert_same_results, undisturbed_run
 from tests.integration.harness import Command, joins, merged, wait_until, write_config
 from tests.integration.hosts_harness import ADDRESSES, CONFIG, command, cut, on
 
-hosts = hosts_harness.hosts
+hosts = hosts_harness.switched_hosts
 other_host = hosts_harness.other_host
-pytestmark = pytest.mark.skipif(shutil.which("tc") is None, reason="tc of iproute2 is not installed")
 
 TIMEOUT_S = 8.0
 """Of heartbeats."""
