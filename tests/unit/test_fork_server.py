@@ -217,9 +217,11 @@ def test_others_are_born_after_the_server_was_stopped(monkeypatch: pytest.Monkey
 def test_something_else_is_done_while_it_imports() -> None:
     """As the coordinator tells its services that it is there."""
     times: list[float] = []
-    with ForkServer(lambda: time.sleep(1.0), PATIENCE_S) as fork_server:
-        with fork_server.meanwhile(lambda: times.append(time.monotonic())):
-            told(fork_server)
+    with (
+        ForkServer(lambda: time.sleep(1.0), PATIENCE_S) as fork_server,
+        fork_server.meanwhile(lambda: times.append(time.monotonic())),
+    ):
+        told(fork_server)
     assert len(times) > 3
 
 
