@@ -145,9 +145,12 @@ class Harried:
                 process.resume()
         self._wakes.clear()
         for each in self._by_hand:  # those that wait for a run that is over
-            if each.process.poll() is None and " joined " not in each.output():
+            if _is_there(each) and " joined " not in each.output():
                 each.process.kill()
-        return all_gone([psutil.Process(each.process.pid) for each in self._by_hand if _is_there(each)], ENDS_S)
+        deadline = time.monotonic() + ENDS_S
+        while any(map(_is_there, self._by_hand)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return [psutil.Process(each.process.pid) for each in self._by_hand if _is_there(each)]
 
     @property
     def num_steps(self) -> int:
@@ -203,7 +206,10 @@ def harry(harried: Harried, dice: random.Random, num_kills: int, kills: list[Kil
         done, began = harried.num_steps, time.monotonic()
         if stays and kind != "coordinator":
             wakes_in_s = 1000.0
-        harried.strike(kind, dice.choice(of_kind), wakes_in_s if is_stopped else None)
+        try:
+            harried.strike(kind, dice.choice(of_kind), wakes_in_s if is_stopped else None)
+        except psutil.NoSuchProcess:  # it has just ended by itself
+            continue
         harried.wait(lambda seen=done: harried.num_steps > seen)
         phase = live.phase if live is not None else "starting"
         kills.append(Kill(kind=kind, is_stopped=is_stopped, phase=phase, seconds=time.monotonic() - began))

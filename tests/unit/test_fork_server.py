@@ -214,6 +214,17 @@ def test_others_are_born_after_the_server_was_stopped(monkeypatch: pytest.Monkey
         assert not forking.is_running()
 
 
+def test_something_else_is_done_while_it_imports() -> None:
+    """As the coordinator tells its services that it is there."""
+    times: list[float] = []
+    with (
+        ForkServer(lambda: time.sleep(1.0), PATIENCE_S) as fork_server,
+        fork_server.meanwhile(lambda: times.append(time.monotonic())),
+    ):
+        told(fork_server)
+    assert len(times) > 3
+
+
 def test_an_import_that_does_not_end_is_named() -> None:
     with ForkServer(lambda: time.sleep(60), 0.3) as made, pytest.raises(DeadlineExceeded) as caught:
         born(made, "tell")

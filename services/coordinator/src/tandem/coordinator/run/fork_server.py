@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import IO, NoReturn
 
 import msgspec
@@ -34,6 +34,7 @@ _NAME = "the process that forks services"
 _ATTEMPTS = 2
 _FORK_S = 5.0
 """How long a fork may take once all is imported: who takes longer hangs, and another takes its place."""
+_POLL_S = 0.1
 _KILLED_S = 10.0
 """How long the kernel may take to end a process that was killed."""
 _ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
@@ -108,6 +109,7 @@ class ForkServer:
         """
         self._preload = preload
         self._deadline_s = deadline_s
+        self._meanwhile: Callable[[], object] = lambda: None
         self._has_answered = False
         """Whether what forks now has done so before, which means that it has imported all."""
         self._process, self._orders = self._begin()
@@ -117,6 +119,15 @@ class ForkServer:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+    @contextlib.contextmanager
+    def meanwhile(self, do: Callable[[], object]) -> Iterator[None]:
+        """Within the block, `do` something again and again while a start is waited for: it may have to import first."""
+        self._meanwhile = do
+        try:
+            yield
+        finally:
+            self._meanwhile = lambda: None
 
     def start(
         self,
@@ -168,8 +179,7 @@ class ForkServer:
         ):
             descriptors = [file.fileno() for file in (order, out, errors, kept)]
             socket.send_fds(self._orders, [b"."], descriptors if keys else descriptors[:-1])
-            patience_s = min(_FORK_S, self._deadline_s) if self._has_answered else self._deadline_s
-            if not select.select([self._orders], [], [], patience_s)[0]:
+            if not self._answers_within(min(_FORK_S, self._deadline_s) if self._has_answered else self._deadline_s):
                 if self._has_answered:
                     return None
                 what = f"it did not fork {birth.module} within {self._deadline_s:g} s"
@@ -178,6 +188,15 @@ class ForkServer:
                 self._has_answered = True
                 return int(answer)
         return None
+
+    def _answers_within(self, patience_s: float) -> bool:
+        """Wait for an answer; say if there is one, or the end of whoever was to give it."""
+        deadline = time.monotonic() + patience_s
+        while not select.select([self._orders], [], [], min(_POLL_S, patience_s))[0]:
+            self._meanwhile()
+            if time.monotonic() > deadline:
+                return False
+        return True
 
     def _end(self) -> int:
         self._orders.close()

@@ -211,6 +211,14 @@ class Registry:
         for member in self.members.values():
             self._hub.send(member.peer, wire.encode(message))
 
+    def beat(self) -> None:
+        """Tell members that the coordinator is there, when it is time to."""
+        now = time.monotonic()
+        if now - self._last_beat >= self._pulse.interval_s:
+            self._last_beat = now
+            self.broadcast(Heartbeat())
+            self._tell_trainer_keys()
+
     def _to_event(self, member: Member, received: wire.Received[Any], now: float) -> Event | None:
         """Return what a message means. Raises `WireError` for a reply that cannot be one."""
         match received.message:
@@ -313,10 +321,7 @@ class Registry:
 
     def _watch(self, now: float) -> Iterator[Event]:
         """Beat when it is time; report members that have been silent for too long."""
-        if now - self._last_beat >= self._pulse.interval_s:
-            self._last_beat = now
-            self.broadcast(Heartbeat())
-            self._tell_trainer_keys()
+        self.beat()
         for member in list(self.members.values()):  # who hears of it may forget the member
             silent_s = now - member.last_seen
             if silent_s > self._pulse.timeout_s:

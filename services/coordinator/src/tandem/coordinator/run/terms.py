@@ -84,7 +84,9 @@ class Terms:
             folder = journal.folder / self._config.logger.tensorboard.log_dir
             self._opened.writers.add(TensorBoardWriter(folder, start.first_step))
         outcome: Outcome = "failed"
-        with signals.heard(self._members.interrupts.hear):
+        # Who waits for a new process must not keep those that are there waiting for a sign of life.
+        fork_server = self._invocation.fork_server
+        with signals.heard(self._members.interrupts.hear), fork_server.meanwhile(self._registry.beat):
             try:
                 finish = self._carry_out_all(start)
                 outcome = finish.outcome
