@@ -31,7 +31,6 @@ CONFIG: dict[str, Any] = {
         "trainers": 2,
         "rollouts": 2,
         "max_replacements": 100,
-        "heartbeat_timeout_s": 4.0,
         "deadlines": {"refit_s": 15.0},
     },
 }
