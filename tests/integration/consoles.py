@@ -1,8 +1,8 @@
 """The console commands, forked from a process that has imported what they need.
 
-They are the same processes but for the start of Python and its imports, which would be most of the processor time of
-all tests. The process that forks is a new interpreter, so that nothing of pytest's is in them. What checks the commands
-themselves runs them as a user does.
+They are the same processes but for the start of Python, its imports, and what libraries make once in a process, which
+would be most of the processor time of all tests. The process that forks is a new interpreter, so that nothing of
+pytest's is in them. What checks the commands themselves runs them as a user does.
 """
 
 from __future__ import annotations
@@ -21,13 +21,18 @@ from tandem.coordinator.run.fork_server import Child, ForkServer, serve
 from tandem.coordinator.run.launch import preload
 
 COMMANDS = ("coordinator", "trainer", "rollout", "refit")
-_DEADLINE_S = 120.0
+_DEADLINE_S = 400.0
+"""A disk that has just got all packages may take minutes to read them, which three processes ask of it at once."""
 _MODULES = (
+    "tandem.coordinator.cli",
+    "tandem.coordinator.run.preflight",
     "tandem.coordinator.run.run",
+    "tandem.coordinator.algorithms.grpo",
+    "tandem.coordinator.algorithms.recorded",
     "tandem.coordinator.inspect.report",
-    "transformers.models.qwen3.modeling_qwen3",
+    "matplotlib.backends.backend_agg",
     "reasoning_gym",
-    "tandem.trainer.backends.megatron.backend",  # last: Megatron-Core is not installed beside vLLM
+    "tests.integration.preloaded",  # last: it ends with Megatron-Core, which is not installed beside vLLM
 )
 
 
