@@ -473,12 +473,11 @@ class Link(Generic[Incoming]):
     ) -> Answer:
         """Connect, say hello and return the answer."""
         admission: Codec[Any] = Codec(wanted | Refused | Heartbeat | Shutdown)
-        with contextlib.closing(_Handshake(dealer, self._coordinator, self._keys_of)) as handshake:
+        with contextlib.closing(_Handshake(dealer, self._coordinator, self._keys_of, encode(hello))) as handshake:
             try:
                 dealer.connect(self._coordinator)
             except zmq.ZMQError as error:
                 raise ConfigError(f"--coordinator {self._coordinator!r}: {error.strerror}") from error
-            dealer.send_multipart(encode(hello))
             say_so_at = time.monotonic() + _AT_ONCE_S
             while (now := time.monotonic()) < deadline:
                 if is_waiting is not None and now >= say_so_at:
@@ -582,12 +581,14 @@ class Link(Generic[Incoming]):
 
 
 class _Handshake:
-    """Watches a socket connect: it need not wait for whoever will never speak to it.
+    """Watches a socket connect, and says hello whenever it has: it need not wait for whoever will never speak to it.
 
-    libzmq tries again whatever goes wrong, but for a key that was refused.
+    libzmq tries again whatever goes wrong, but for a key that was refused. Who has heard a hello may be gone before it
+    answers, and another one come.
     """
 
-    def __init__(self, dealer: zmq.Socket[bytes], address: str, keys_of: str) -> None:
+    def __init__(self, dealer: zmq.Socket[bytes], address: str, keys_of: str, hello: Frames) -> None:
+        self._hello = hello
         self._dealer = dealer
         self._address = address
         self._keys_of = keys_of
@@ -620,6 +621,7 @@ class _Handshake:
     def _take(self, event: int) -> None:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._failures.clear()
+            self._dealer.send_multipart(self._hello)
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             raise TandemError(f"the coordinator at {self._address} does not accept the key of {self._keys_of}")
         else:
