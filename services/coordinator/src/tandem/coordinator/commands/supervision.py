@@ -31,9 +31,12 @@ from tandem.coordinator.commands.arguments import FAILED, INTERRUPTED
 if TYPE_CHECKING:
     import socket
 
+    from tandem.common.wire import Stalls
+
 _GONE_S = 20.0
 """How long what a dead coordinator has started may take to end, before it is killed."""
-_LOOK_S = 0.1
+_LOOK_S, _LOOKED_S = 0.1, 1.0
+"""How often to look what happens, and how late that may be before it was kept from looking."""
 
 
 class Supervisor:
@@ -84,6 +87,7 @@ class Supervisor:
 
     def _run_once(self, how: Sequence[str], why: str) -> int:
         """Run a coordinator to its end; `why` the one before is lost. Return the exit code, negative for a signal."""
+        from tandem.common.wire import Stalls
         from tandem.coordinator.run.supervision import Begun, say, socket_pair
 
         ours, theirs = socket_pair()
@@ -98,20 +102,22 @@ class Supervisor:
                     [*program, *self._words, *how, *owner], process_group=0, pass_fds=[theirs.fileno()]
                 )
             self._pid, self._alive_by, self._silent_s = process.pid, math.inf, None
+            stalls = Stalls()
             while process.pid not in self._ended:
-                self._look(ours)
+                self._look(ours, stalls)
             self._hear(ours)
         self._pid = None
         code, _ = self._ended.pop(process.pid)
         process.returncode = code  # which was not its own to find out
         return code
 
-    def _look(self, coordinator: socket.socket) -> None:
+    def _look(self, coordinator: socket.socket, stalls: Stalls) -> None:
         """Wait for what happens next."""
         from tandem.coordinator.run.supervision import Ended, say
 
         select.select([coordinator], [], [], _LOOK_S)
         heard_of = time.monotonic()
+        self._alive_by += stalls.until(heard_of, _LOOKED_S)
         self._hear(coordinator)
         self._ended = {pid: ended for pid, ended in self._ended.items() if heard_of - ended[1] < _GONE_S}
         for pid, code in _reaped():

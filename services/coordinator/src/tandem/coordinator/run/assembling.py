@@ -73,14 +73,16 @@ def lasting(invocation: Invocation, opened: Opened) -> Lasting:
         timeout_s=config.cluster.heartbeat_timeout_s,
         orphan_timeout_s=orphan_timeout_s(config, is_supervised=invocation.supervision is not None),
     )
-    keeper = invocation.supervision if pulse.orphan_timeout_s else None
+    logs = opened.journal.folder / "logs"
     known = KnownMembers(
         opened.journal.folder, listening.hub.address, is_kept=pulse.orphan_timeout_s > 0, earlier=opened.earlier
     )
     return Lasting(
         known=known,
         registry=_registry(config, opened, pulse, known),
-        processes=LocalProcesses(admits, opened.journal.folder / "logs", invocation.fork_server, keeper),
+        processes=LocalProcesses(
+            admits, logs, invocation.fork_server, invocation.supervision, are_kept=pulse.orphan_timeout_s > 0
+        ),
         interrupts=Interrupts(),
     )
 

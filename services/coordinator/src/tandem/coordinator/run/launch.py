@@ -104,9 +104,12 @@ class LocalProcesses:
         log_folder: Path,
         fork_server: ForkServer,
         supervision: Supervision | None = None,
+        *,
+        are_kept: bool = False,
     ) -> None:
-        """`credentials` are those of the process with a number."""
+        """`credentials` are those of the process with a number. With `are_kept` services outlive this process."""
         self._supervision = supervision
+        self._are_kept = are_kept
         self._credentials = credentials
         self._fork_server = fork_server
         self._log_folder = log_folder
@@ -118,7 +121,9 @@ class LocalProcesses:
     def start(self, kind: ServiceKind, number: int) -> Launched:
         """Start one process; its output goes to ``<kind>-<number>.log`` in the log folder."""
         credentials = self._credentials(number)
-        supervision = None if kind == "trainer" else self._supervision
+        if self._supervision is not None:
+            self._supervision.rest()  # what forks may have to import everything first, and has a deadline of its own
+        supervision = self._supervision if self._are_kept and kind != "trainer" else None
         parent = os.getpid() if supervision is None else supervision.pid
         arguments = (*credentials.arguments, "--launched-by", str(parent))
         with self._log(kind, number).open("ab") as out:
