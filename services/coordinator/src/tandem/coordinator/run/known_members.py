@@ -1,4 +1,4 @@
-"""Members of a run that outlive its coordinator: whom it has admitted is on disk, and the next one takes them up.
+"""Members that outlive their coordinator: a list on disk, from which the next one takes them up.
 
 Engines and the refit service keep what they have, wait where their coordinator was (``cluster.orphan_timeout_s``), and
 are known again by their keys. Trainers are told to go: they start anew, as in any term. So is everybody where the
