@@ -1,9 +1,9 @@
 """A rollout process that kills others at a moment that a test names: a module that tests start.
 
 A file ``kill_POINT_NUMBER`` in the working directory holds the name of a kind of process and its place among those of
-its kind, such as ``trainer 1``, and the signal. The process goes once the rollout comes to that point for the first
-time: ``generate`` a step, ``give`` samples of a step to trainers, ``refit`` to a version, ``attest`` a version,
-``record`` a step, which is when its checkpoint is written.
+its kind, such as ``trainer 1``, or ``pid`` and that of a process, and the signal. The process goes once the rollout
+comes to that point for the first time: ``generate`` a step, ``give`` samples of a step to trainers, ``refit`` to a
+version, ``attest`` a version, ``record`` a step, which is when its checkpoint is written.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def _strike(address: str, point: str, number: int) -> None:
     with contextlib.suppress(FileNotFoundError):
         file.rename(taken)  # one rollout alone gets it
         kind, place, name = taken.read_text().split()
-        processes_at(address, kind)[int(place)].send_signal(signal.Signals[name])
+        victim = psutil.Process(int(place)) if kind == "pid" else processes_at(address, kind)[int(place)]
+        victim.send_signal(signal.Signals[name])
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from tandem.common.wire import EXIT_AWAITED_ANEW
@@ -217,22 +216,6 @@ def test_the_last_loss_ends_the_run_which_can_be_resumed() -> None:
         assert re.search(r"error: trainer-0 failed while .*: killed by SIGKILL", run.output()), run.output()
     resumed = coordinator("up", config, "--resume", f"grpo.max_num_steps={steps_of()[-1].step + 1}")
     assert resumed.returncode == 0, resumed.stderr
-
-
-def test_a_supervised_coordinator_that_is_killed_is_started_again_and_leaves_nothing(undisturbed: Path) -> None:
-    before, config = leaks.segments(), write_config(merged(RUN, LAUNCHED))
-    with Command("coordinator", "up", config, "--supervise") as run:
-        for step in (5, 7):
-            run.wait_for(rf"step {step}/8")
-            services = run.children()
-            (child,) = psutil.Process(run.process.pid).children()
-            child.kill()
-            assert all_gone(services, 20.0) == []
-        assert run.wait() == 0, run.output()
-        assert run.output().count("the coordinator was killed by SIGKILL; it is started again") == 2
-        assert run.output().count("resuming at step") == 2
-    assert_same_results("run", undisturbed)
-    assert leaks.segments_left(before) == set()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])

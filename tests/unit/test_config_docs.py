@@ -98,6 +98,7 @@ NEW_KEYS = [
     "cluster.threads_per_process",
     "cluster.heartbeat_interval_s",
     "cluster.heartbeat_timeout_s",
+    "cluster.orphan_timeout_s",
     "cluster.deadlines.join_s",
     "cluster.deadlines.build_s",
     "cluster.deadlines.generate_s",

@@ -3,13 +3,15 @@
 A run has a key pair of its coordinator, and a *joining* pair, which services that are started by hand take from a key
 file. Every member has a pair of its own: one that the coordinator launches is given it, one that was started by hand
 makes it and has it admitted by means of the joining pair, which serves for nothing else. So a member that is lost is
-shut out by its key, and no other with it.
+shut out by its key, and no other with it. Where services wait for another coordinator when theirs is lost, the keys of
+those that were admitted are kept, so that the next one hears them.
 
 Keys are Curve25519's, in ZeroMQ's text form (Z85). Files that hold secret ones are their owner's alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import stat
@@ -24,12 +26,13 @@ from tandem.common.regular_files import irregular
 
 FOLDER = "keys"
 """Within the run folder."""
-COORDINATOR_FILE, MEMBERS_FILE = "coordinator.json", "members.json"
+COORDINATOR_FILE, MEMBERS_FILE, ADMITTED_FILE = "coordinator.json", "members.json", "admitted.json"
 
 Key = Annotated[str, Meta(min_length=40, max_length=40)]
 """A key as text."""
 _Kept = TypeVar("_Kept")
 _MOST_BYTES = 4096
+_MOST_BYTES_OF_ADMITTED = 1 << 24
 
 
 class KeyPair(msgspec.Struct, frozen=True):
@@ -63,7 +66,16 @@ class RunKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return MemberKeys(coordinator=self.coordinator.public, own=self.joining, is_joining=True)
 
 
-def encode(keys: MemberKeys | RunKeys) -> bytes:
+class AdmittedMembers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Whom a coordinator has admitted, for another that goes on with its run when it is lost."""
+
+    address: str
+    """Where it listens, and they look for the other one."""
+    members: dict[str, Key]
+    """Public keys by the names of their owners."""
+
+
+def encode(keys: MemberKeys | RunKeys | AdmittedMembers) -> bytes:
     """Return keys as a file holds them."""
     return msgspec.json.format(msgspec.json.encode(keys)) + b"\n"
 
@@ -101,10 +113,38 @@ def write_run_keys(run: Path, keys: RunKeys) -> Path:
     return folder / MEMBERS_FILE
 
 
+def read_admitted(run: Path) -> AdmittedMembers | None:
+    """Return whom the last coordinator of a run had admitted when it was lost, None if it ended by itself.
+
+    Raises `ConfigError`, as `read_key_file` does.
+    """
+    path = run.absolute() / FOLDER / ADMITTED_FILE
+    what = "list of a run's members"
+    return _read(path, AdmittedMembers, what, _MOST_BYTES_OF_ADMITTED) if path.exists() else None
+
+
+def write_admitted(run: Path, admitted: AdmittedMembers) -> None:
+    """Write whom a coordinator has admitted, whole or not at all."""
+    path = run.absolute() / FOLDER / ADMITTED_FILE
+    try:
+        _replace(path, encode(admitted))
+    except OSError as error:
+        raise ConfigError(f"cannot write the list of the run's members to {path}: {error.strerror}") from error
+
+
+def forget_admitted(run: Path) -> None:
+    """Have the next coordinator of a run expect nobody."""
+    with contextlib.suppress(OSError):
+        (run.absolute() / FOLDER / ADMITTED_FILE).unlink(missing_ok=True)
+
+
 def _write(path: Path, text: bytes) -> None:
     """Write a file that nobody else may read, whole or not at all; one that is there stays."""
-    if path.exists():
-        return
+    if not path.exists():
+        _replace(path, text)
+
+
+def _replace(path: Path, text: bytes) -> None:
     written = path.with_name(f".{path.name}.{os.getpid()}")
     written.unlink(missing_ok=True)
     descriptor = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -115,13 +155,13 @@ def _write(path: Path, text: bytes) -> None:
     written.replace(path)
 
 
-def _read(path: Path, kind: type[_Kept], what: str) -> _Kept:
+def _read(path: Path, kind: type[_Kept], what: str, most_bytes: int = _MOST_BYTES) -> _Kept:
     try:
         if odd := irregular(path):
             raise ConfigError(f"{path} is {odd}, and no {what}")
         with path.open("rb") as file:
             _refuse_others(path, os.fstat(file.fileno()))
-            text = file.read(_MOST_BYTES)
+            text = file.read(most_bytes)
     except OSError as error:
         raise ConfigError(f"cannot read the {what} {path}: {error.strerror}") from error
     try:

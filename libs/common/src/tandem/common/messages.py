@@ -104,6 +104,10 @@ class Welcome(Message, frozen=True, kw_only=True, tag=True):
     run_id: str
     heartbeat_interval_s: Seconds
     heartbeat_timeout_s: Seconds
+    orphan_timeout_s: Seconds = 0.0
+    """How long the process waits for another coordinator of the run, at the same address, after this one was silent for
+    ``heartbeat_timeout_s``. Zero: it ends then. One that waits says `Hello` over each new connection, and a `Welcome`
+    with its own name tells it that it is taken up: it keeps its memory, and what it was asked for before is over."""
     config_json: bytes
     """The resolved configuration: `tandem.common.config.Config` as JSON."""
 

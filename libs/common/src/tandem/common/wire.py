@@ -9,7 +9,8 @@ encrypted.
 
 The coordinator holds one ROUTER socket (`Hub`), every other process one DEALER (`Link`). A `Link` lives in a thread of
 its own, so that heartbeats flow while the process computes, and so that a process whose coordinator is gone ends within
-the heartbeat timeout whatever it is doing.
+the heartbeat timeout whatever it is doing. Where the coordinator's `Welcome` has told it to, it waits longer: it says
+hello again over each new connection, and another coordinator of the run takes it up.
 """
 
 from __future__ import annotations
@@ -111,6 +112,8 @@ _tag_decoder = msgspec.msgpack.Decoder(_AnyTag)
 _manifest_decoder = msgspec.msgpack.Decoder(list[ArrayHeader])
 _trainer_keys_decoder = msgspec.msgpack.Decoder(TrainerKeys)
 _shutdown_decoder = msgspec.msgpack.Decoder(Shutdown)
+_welcome_decoder = msgspec.msgpack.Decoder(Welcome)
+_refused_decoder = msgspec.msgpack.Decoder(Refused)
 
 
 def encode(message: Message, arrays: Arrays | None = None) -> Frames:
@@ -407,8 +410,9 @@ class Link(Generic[Incoming]):
     """A process's connection to its coordinator.
 
     `join` first; then `receive` from one thread, and `send` from any. Its own thread exchanges heartbeats and ends the
-    whole process (exit code 70) when the coordinator has been silent for longer than the heartbeat timeout: a process
-    without coordinator has nothing to save, and its memory has no name that could outlive it.
+    whole process (exit code 70) when the coordinator has been silent for longer than the heartbeat timeout, and no
+    other has taken its place within the orphan timeout: a process without coordinator has nothing to save, and its
+    memory has no name that could outlive it.
     """
 
     def __init__(
@@ -455,7 +459,7 @@ class Link(Generic[Incoming]):
         except BaseException:
             self._close_sockets()
             raise
-        self._start(welcome)
+        self._start(hello, welcome)
         return welcome
 
     def _ask(
@@ -469,12 +473,11 @@ class Link(Generic[Incoming]):
     ) -> Answer:
         """Connect, say hello and return the answer."""
         admission: Codec[Any] = Codec(wanted | Refused | Heartbeat | Shutdown)
-        with contextlib.closing(_Handshake(dealer, self._coordinator, self._keys_of)) as handshake:
+        with contextlib.closing(_Handshake(dealer, self._coordinator, self._keys_of, encode(hello))) as handshake:
             try:
                 dealer.connect(self._coordinator)
             except zmq.ZMQError as error:
                 raise ConfigError(f"--coordinator {self._coordinator!r}: {error.strerror}") from error
-            dealer.send_multipart(encode(hello))
             say_so_at = time.monotonic() + _AT_ONCE_S
             while (now := time.monotonic()) < deadline:
                 if is_waiting is not None and now >= say_so_at:
@@ -570,19 +573,22 @@ class Link(Generic[Incoming]):
         os.close(self._woken)
         self._woken = -1
 
-    def _start(self, welcome: Welcome) -> None:
-        pump = _Pump(self._dealer, self._queued, self._arrived, welcome, lambda: self._phase, self.trainers)
+    def _start(self, hello: Hello, welcome: Welcome) -> None:
+        hello = msgspec.structs.replace(hello, index=welcome.index)
+        pump = _Pump(self._dealer, self._queued, self._arrived, hello, welcome, lambda: self._phase, self.trainers)
         self._thread = threading.Thread(target=pump.run, name="link", daemon=True)
         self._thread.start()
 
 
 class _Handshake:
-    """Watches a socket connect: it need not wait for whoever will never speak to it.
+    """Watches a socket connect, and says hello whenever it has: it need not wait for whoever will never speak to it.
 
-    libzmq tries again whatever goes wrong, but for a key that was refused.
+    libzmq tries again whatever goes wrong, but for a key that was refused. Who has heard a hello may be gone before it
+    answers, and another one come.
     """
 
-    def __init__(self, dealer: zmq.Socket[bytes], address: str, keys_of: str) -> None:
+    def __init__(self, dealer: zmq.Socket[bytes], address: str, keys_of: str, hello: Frames) -> None:
+        self._hello = hello
         self._dealer = dealer
         self._address = address
         self._keys_of = keys_of
@@ -615,6 +621,7 @@ class _Handshake:
     def _take(self, event: int) -> None:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._failures.clear()
+            self._dealer.send_multipart(self._hello)
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             raise TandemError(f"the coordinator at {self._address} does not accept the key of {self._keys_of}")
         else:
@@ -639,76 +646,145 @@ class _Pump:
         dealer: zmq.Socket[bytes],
         queued: zmq.Socket[bytes],
         arrived: zmq.Socket[bytes],
+        hello: Hello,
         welcome: Welcome,
         phase: Callable[[], str],
         trainers: Admitted,
     ) -> None:
+        """`hello` is said to any other coordinator of the run."""
         self._trainers = trainers
         self._trainer_keys = 0
         """The number of what was last told of them."""
         self._dealer = dealer
         self._queued = queued
         self._arrived = arrived
+        self._hello = hello
         self._welcome = welcome
         self._phase = phase
+        self._last_seen = self._last_beat = time.monotonic()
+        self._is_waiting = False
+        """For another coordinator."""
+        self._end_by = math.inf
         self._end_code = 0
+        self._monitor: zmq.Socket[bytes] | None = None
+        if welcome.orphan_timeout_s:
+            events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+            self._monitor = dealer.get_monitor_socket(events, "inproc://connections")
 
     def run(self) -> None:
         """Consume both sides until the process closes the link; never waits longer than a heartbeat interval."""
         poller = zmq.Poller()
-        poller.register(self._dealer, zmq.POLLIN)
-        poller.register(self._queued, zmq.POLLIN)
+        for socket in (self._dealer, self._queued, self._monitor):
+            if socket is not None:
+                poller.register(socket, zmq.POLLIN)
         interval = self._welcome.heartbeat_interval_s
-        last_seen = last_beat = time.monotonic()
         stalls = Stalls()
-        end_by = float("inf")
         while True:
             ready = dict(poller.poll(int(interval * 1000 / 2)))
             now = time.monotonic()
-            last_seen += stalls.until(now, interval)
+            self._last_seen += stalls.until(now, interval)
             if self._dealer in ready:
-                last_seen = now
-                if self._forward_incoming():
-                    end_by = now + _SHUTDOWN_GRACE_S
+                self._last_seen, self._is_waiting = now, False
+                self._forward_incoming(now)
+            if self._monitor is not None and self._monitor in ready:
+                self._take_connection(recv_monitor_message(self._monitor)["event"], now)
             if self._queued in ready:
                 frames = self._queued.recv_multipart(copy=False)
                 if len(frames) == 1 and len(frames[0]) == 0:
                     break
-                self._dealer.send_multipart(frames, copy=False)
-            if now - last_beat >= interval:
-                last_beat = now
-                beat = Heartbeat(phase=self._phase()[:MAX_TEXT], trainer_keys=self._trainer_keys)
-                self._dealer.send_multipart(encode(beat))
-            if now - last_seen > self._welcome.heartbeat_timeout_s:
-                self._end_process(
-                    f"the coordinator was silent for {now - last_seen:.0f} s while {self._phase()}",
-                    _EXIT_COORDINATOR_LOST,
-                )
-            if now > end_by:
-                why = f"still {self._phase()} {_SHUTDOWN_GRACE_S:g} s after the coordinator's shutdown"
-                self._end_process(why, self._end_code)
+                self._send(frames)
+            self._beat(now)
+            self._watch(now)
+        if self._monitor is not None:
+            self._dealer.disable_monitor()
+            self._monitor.close()
         self._dealer.close()
         self._queued.close()
         self._arrived.close()
 
-    def _forward_incoming(self) -> bool:
-        """Hand one message to the process, heartbeats and keys aside; True if it was a `Shutdown`."""
+    def _send(self, frames: Sequence[Any]) -> None:
+        """Send, or keep for the next connection; where there will be none, because the key was refused, drop it."""
+        with contextlib.suppress(zmq.Again):
+            self._dealer.send_multipart(frames, zmq.NOBLOCK, copy=False)
+
+    def _beat(self, now: float) -> None:
+        if now - self._last_beat >= self._welcome.heartbeat_interval_s:
+            self._last_beat = now
+            beat = Heartbeat(phase=self._phase()[:MAX_TEXT], trainer_keys=self._trainer_keys)
+            self._send(encode(beat))
+
+    def _watch(self, now: float) -> None:
+        """End the process that has no coordinator any more, or does not go when it is told to."""
+        silent_s, patience_s = now - self._last_seen, self._welcome.heartbeat_timeout_s
+        if silent_s > patience_s + self._welcome.orphan_timeout_s:
+            why = f"the coordinator was silent for {silent_s:.0f} s while {self._phase()}"
+            self._end_process(why, _EXIT_COORDINATOR_LOST)
+        if silent_s > patience_s and not self._is_waiting:
+            self._is_waiting = True
+            self._say(
+                f"the coordinator is silent for {silent_s:.0f} s; waiting for another one, up to "
+                f"{self._welcome.orphan_timeout_s:g} s"
+            )
+        if now > self._end_by:
+            why = f"still {self._phase()} {_SHUTDOWN_GRACE_S:g} s after the coordinator's shutdown"
+            self._end_process(why, self._end_code)
+
+    def _forward_incoming(self, now: float) -> None:
+        """Hand one message to the process, but for what is about the connection alone."""
         frames = self._dealer.recv_multipart(copy=False)
+        header = frames[0].buffer
         try:
-            tag = _tag_decoder.decode(frames[0].buffer).type
-            if tag == "TrainerKeys":
-                told = _trainer_keys_decoder.decode(frames[0].buffer)
-                self._trainers.replace(told.public_keys)
-                self._trainer_keys = told.number
-                return False
-            if tag == "Shutdown":
-                self._end_code = exit_code(_shutdown_decoder.decode(frames[0].buffer))
+            match _tag_decoder.decode(header).type:
+                case "Heartbeat":
+                    return
+                case "TrainerKeys":
+                    told = _trainer_keys_decoder.decode(header)
+                    self._trainers.replace(told.public_keys)
+                    self._trainer_keys = told.number
+                    return
+                case "Welcome":
+                    self._take_welcome(_welcome_decoder.decode(header), now)
+                    return
+                case "Refused":
+                    refused = _refused_decoder.decode(header)
+                    self._leave(f"another coordinator goes on with the run: {refused.reason}", now)
+                    return
+                case "Shutdown":
+                    self._end_code = exit_code(_shutdown_decoder.decode(header))
+                    self._end_by = now + _SHUTDOWN_GRACE_S
+                case _:
+                    pass
         except UNDECODABLE:
-            tag = ""  # no message: `receive` says so, where somebody hears it
-        if tag != "Heartbeat":
-            self._arrived.send_multipart(frames, copy=False)
-        return tag == "Shutdown"
+            pass  # no message: `receive` says so, where somebody hears it
+        self._arrived.send_multipart(frames, copy=False)
+
+    def _take_connection(self, event: int, now: float) -> None:
+        """Say hello over a connection that is new: it may be to another coordinator."""
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._send(encode(self._hello))
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:  # libzmq does not try again by itself
+            self._leave("another coordinator goes on with the run, and does not accept the key of this process", now)
+
+    def _take_welcome(self, welcome: Welcome, now: float) -> None:
+        """Be a member of another coordinator, by the same name."""
+        if (welcome.run_id, welcome.member) != (self._welcome.run_id, self._welcome.member):
+            self._leave(f"another coordinator takes it for {welcome.member} of run {welcome.run_id}", now)
+            return
+        self._trainer_keys = 0  # it counts from the beginning
+        self._trainers.replace(())
+        self._say("taken up by another coordinator")
+
+    def _leave(self, reason: str, now: float) -> None:
+        """Have the process go as if it had been told to."""
+        if self._end_by == math.inf:
+            shutdown = Shutdown(reason=reason[:MAX_TEXT], is_awaited_anew=True)
+            self._end_by, self._end_code = now + _SHUTDOWN_GRACE_S, exit_code(shutdown)
+            self._arrived.send_multipart(encode(shutdown))
+
+    def _say(self, what: str) -> None:
+        with contextlib.suppress(OSError):
+            print(f"{self._welcome.member}: {what}", file=sys.stderr, flush=True)
 
     def _end_process(self, why: str, code: int) -> None:
-        print(f"{self._welcome.member}: ending: {why}", file=sys.stderr, flush=True)
+        self._say(f"ending: {why}")
         os._exit(code)

@@ -17,12 +17,21 @@ if TYPE_CHECKING:
     from tandem.common.config import Config
     from tandem.common.messages import RewardServer
     from tandem.coordinator.run.prerequisite import Mode
+    from tandem.coordinator.run.supervision import Supervision
     from tandem.coordinator.scheduler.events import Finish
 
 
-def run_to_end(source: str, config: Config, mode: Mode, from_step: int | None, to_continue: Sequence[str]) -> int:
+def run_to_end(
+    source: str,
+    config: Config,
+    mode: Mode,
+    from_step: int | None,
+    to_continue: Sequence[str],
+    *,
+    supervision: Supervision | None = None,
+) -> int:
     """Run a configuration, which `source` holds, to its end; `to_continue` is what to type if it is interrupted."""
-    finish = run_to_outcome(source, config, mode, from_step)
+    finish = run_to_outcome(source, config, mode, from_step, supervision=supervision)
     match finish.outcome:
         case "finished":
             return OK
@@ -46,8 +55,12 @@ def run_to_outcome(
     from_step: int | None,
     reward_server: RewardServer | None = None,
     begun: Callable[[], None] = lambda: None,
+    *,
+    supervision: Supervision | None = None,
 ) -> Finish:
     """Run a configuration, and report on it when it has finished; `begun` is called when it was looked through.
+
+    `supervision` is that of this process, if another goes on when it is lost.
 
     Raises:
         TandemError: something is wrong that is known before any process starts.
@@ -78,6 +91,7 @@ def run_to_outcome(
                 say=partial(print, flush=True),
                 fork_server=fork_server,
                 from_step=from_step,
+                supervision=supervision,
                 reward_server=reward_server,
             )
             finish = run(invocation)

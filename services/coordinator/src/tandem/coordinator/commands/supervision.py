@@ -1,28 +1,42 @@
-"""``coordinator up --supervise``: start the coordinator again when it is killed.
+"""``coordinator up --supervise``: start the coordinator again when it is killed, or hangs.
 
-The coordinator is a child of this process, which does nothing but wait for it. Where a signal ends it that this process
-has not passed on, another goes on with the run as ``--resume`` does, at the same address if that has a port, once all
-that the dead one had launched is gone. An exit code of its own is final: then it has said what there is to say.
+The coordinator is a child of this process, and so are the engines and the refit service that it launches: they outlive
+it, and end with this process. The rest of what a coordinator has started ends with it. Where a signal ends the
+coordinator that this process has not passed on, or no sign of life comes in time, another goes on with the run as
+``--resume`` does, where the dead one listened, and takes up the processes that are there. An exit code of its own is
+final: then it has said what there is to say.
+
+The loop of this process consumes what the coordinator says, and deaths; it waits at most `_LOOK_S` at a time.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tandem.common import signals
 from tandem.common.errors import RunFolderError
-from tandem.common.process_lifetime import adopt_orphans
+from tandem.common.process_lifetime import adopt_orphans, descendants
 from tandem.coordinator.commands.arguments import FAILED, INTERRUPTED
 
+if TYPE_CHECKING:
+    import socket
+
+    from tandem.common.wire import Stalls
+
 _GONE_S = 20.0
-"""How long the kernel may take to end what the coordinator has launched."""
+"""How long what a dead coordinator has started may take to end, before it is killed."""
+_LOOK_S, _LOOKED_S = 0.1, 1.0
+"""How often to look what happens, and how late that may be before it was kept from looking."""
 
 
 class Supervisor:
@@ -35,40 +49,121 @@ class Supervisor:
         self._most = most
         self._asked: list[int] = []
         """Signals that asked the run to end."""
-        self._process: subprocess.Popen[bytes] | None = None
+        self._pid: int | None = None
+        """Of the coordinator."""
+        self._alive_by = math.inf
+        """When it must have shown life."""
+        self._silent_s: float | None = None
+        """How long it had not, if it was killed for that."""
+        self._kept: dict[int, str] = {}
+        """Children that outlive it, and their names."""
+        self._ended: dict[int, tuple[int, float]] = {}
+        """Exit codes of children that have just ended, and when."""
+        self._within_s = 0.0
+        """How soon the coordinator was to show life again."""
 
     def run(self, how: Sequence[str]) -> int:
         """Bring the run to its end; `how` are the words that say how it begins. Return the exit code."""
-        before = self._run_id()
+        before, why = self._run_id(), ""
         adopt_orphans()
         with signals.heard(self._pass_on):
             for num_deaths in range(self._most + 1):
-                code = self._run_once(how)
+                code = self._run_once(how, why)
                 if code >= 0:
                     return code
-                _reap()
+                why = f"killed by {signal.Signals(-code).name}"
+                if self._silent_s is not None:
+                    why = f"no sign of life for {self._silent_s:.0f} s"
+                self._await_the_others()
                 if self._asked:
                     return INTERRUPTED
-                name = signal.Signals(-code).name
                 if num_deaths == self._most:
                     break
                 if "--resume" in how or self._run_id() != before:  # else it died before it had begun
                     how = ["--resume"]
-                print(f"the coordinator was killed by {name}; it is started again", flush=True)
-        print(f"error: the coordinator was killed by {name}; it was started {num_deaths + 1} times", file=sys.stderr)
+                print(f"the coordinator was {_verb(why)}; it is started again", flush=True)
+        print(f"error: the coordinator was {_verb(why)}; it was started {num_deaths + 1} times", file=sys.stderr)
         return FAILED
 
-    def _run_once(self, how: Sequence[str]) -> int:
-        program = [sys.executable, "-m", "tandem.coordinator.cli", "up"]
-        owner = ["--supervised-by", str(os.getpid())]
-        # In a group of its own, so that what a terminal sends to all reaches it once, by way of this process.
-        self._process = subprocess.Popen([*program, *self._words, *how, *owner], process_group=0)
-        return self._process.wait()
+    def _run_once(self, how: Sequence[str], why: str) -> int:
+        """Run a coordinator to its end; `why` the one before is lost. Return the exit code, negative for a signal."""
+        from tandem.common.wire import Stalls
+        from tandem.coordinator.run.supervision import Begun, say, socket_pair
+
+        ours, theirs = socket_pair()
+        with ours:
+            with theirs:
+                kept = {name: pid for pid, name in self._kept.items()}
+                say(ours, Begun(why, kept))
+                program = [sys.executable, "-m", "tandem.coordinator.cli", "up"]
+                owner = ["--supervised-by", str(os.getpid()), "--supervision-fd", str(theirs.fileno())]
+                # In a group of its own, so that what a terminal sends to all reaches it once, by way of this process.
+                process = subprocess.Popen(
+                    [*program, *self._words, *how, *owner], process_group=0, pass_fds=[theirs.fileno()]
+                )
+            self._pid, self._alive_by, self._silent_s = process.pid, math.inf, None
+            stalls = Stalls()
+            while process.pid not in self._ended:
+                self._look(ours, stalls)
+            self._hear(ours)
+        self._pid = None
+        code, _ = self._ended.pop(process.pid)
+        process.returncode = code  # which was not its own to find out
+        return code
+
+    def _look(self, coordinator: socket.socket, stalls: Stalls) -> None:
+        """Wait for what happens next."""
+        from tandem.coordinator.run.supervision import Ended, say
+
+        select.select([coordinator], [], [], _LOOK_S)
+        heard_of = time.monotonic()
+        self._alive_by += stalls.until(heard_of, _LOOKED_S)
+        self._hear(coordinator)
+        self._ended = {pid: ended for pid, ended in self._ended.items() if heard_of - ended[1] < _GONE_S}
+        for pid, code in _reaped():
+            self._ended[pid] = code, heard_of
+            if self._kept.pop(pid, None) is not None:
+                say(coordinator, Ended(pid, code))
+        if heard_of > self._alive_by and self._silent_s is None and self._pid is not None:
+            self._silent_s = heard_of - self._alive_by + self._within_s
+            os.kill(self._pid, signal.SIGKILL)
+
+    def _hear(self, coordinator: socket.socket) -> None:
+        """Take what the coordinator has said."""
+        from tandem.coordinator.run.supervision import Alive, Ended, hear, say, to_supervisor
+
+        while message := hear(coordinator):
+            said = to_supervisor.decode(message)
+            if isinstance(said, Alive):
+                self._within_s = said.within_s or 0.0
+                self._alive_by = math.inf if said.within_s is None else time.monotonic() + said.within_s
+            elif said.pid in self._ended:
+                say(coordinator, Ended(said.pid, self._ended[said.pid][0]))
+            else:
+                self._kept[said.pid] = said.name
+
+    def _await_the_others(self) -> None:
+        """Wait until all is gone that a dead coordinator had started, but for what is kept: the kernel ends it."""
+        deadline = time.monotonic() + _GONE_S
+        while True:
+            for pid, _ in _reaped():
+                self._kept.pop(pid, None)
+            kept = {each for pid in self._kept for each in (pid, *descendants(pid))}
+            others = [pid for pid in descendants(os.getpid()) if pid not in kept]
+            if not others:
+                return
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.02)
+        for pid in others:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def _pass_on(self, number: int) -> None:
         self._asked.append(number)
-        if self._process is not None:
-            self._process.send_signal(number)
+        if self._pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, number)
 
     def _run_id(self) -> str | None:
         """Return the name of the run in the folder; None if there is none."""
@@ -79,10 +174,14 @@ class Supervisor:
         return None
 
 
-def _reap() -> None:
-    """Wait until all is gone that a dead coordinator had started: the kernel ends it."""
-    deadline = time.monotonic() + _GONE_S
+def _verb(why: str) -> str:
+    return why if why.startswith("killed") else f"killed: {why}"
+
+
+def _reaped() -> list[tuple[int, int]]:
+    """Collect the children that have ended, with their exit codes."""
+    found = []
     with contextlib.suppress(ChildProcessError):  # there is none any more
-        while time.monotonic() < deadline:
-            if os.waitpid(-1, os.WNOHANG) == (0, 0):
-                time.sleep(0.02)
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            found.append((ended[0], os.waitstatus_to_exitcode(ended[1])))
+    return found

@@ -36,6 +36,7 @@ def add(commands: Commands) -> None:
         help="start the coordinator again when it is killed, as often as cluster.max_replacements says",
     )
     up.add_argument("--supervised-by", type=int, default=0, help=argparse.SUPPRESS)
+    up.add_argument("--supervision-fd", type=int, help=argparse.SUPPRESS)
     up.set_defaults(carry_out=_up)
 
 
@@ -50,4 +51,9 @@ def _up(arguments: argparse.Namespace) -> int:
         return Supervisor(words, Path(config.logger.log_dir), config.cluster.max_replacements).run(how)
     mode: Mode = "resume" if arguments.resume else "restart" if arguments.restart else "new"
     words = ["coordinator", "up", arguments.config, *arguments.overrides, "--resume"]
-    return run_to_end(arguments.config, config, mode, arguments.from_step, words)
+    supervision = None
+    if arguments.supervision_fd is not None:
+        from tandem.coordinator.run.supervision import Supervision
+
+        supervision = Supervision(arguments.supervision_fd, arguments.supervised_by)
+    return run_to_end(arguments.config, config, mode, arguments.from_step, words, supervision=supervision)

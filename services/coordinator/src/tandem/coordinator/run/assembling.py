@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from functools import partial
 
 import msgspec
@@ -17,6 +18,7 @@ from tandem.coordinator.run.batches import Batches
 from tandem.coordinator.run.checkpoints import CheckpointFolder
 from tandem.coordinator.run.invocation import Invocation
 from tandem.coordinator.run.kept_samples import KeptSamples
+from tandem.coordinator.run.known_members import KnownMembers, orphan_timeout_s
 from tandem.coordinator.run.launch import Admits, LocalProcesses
 from tandem.coordinator.run.live_file import Said
 from tandem.coordinator.run.loop import Interrupts, Loop
@@ -34,6 +36,11 @@ from tandem.coordinator.run.spec import KINDS, expected_processes, launched_proc
 from tandem.coordinator.scheduler import RunSpec, Scheduler
 from tandem.coordinator.scheduler.kept import KeptGroup, Place
 
+_ORDERS_OF_A_COORDINATOR = 1 << 32
+_MOST_TIMEOUTS = 2.0
+"""Heartbeat timeouts without a round of the loop, after which its supervisor has another coordinator: services wait for
+it after one, and a disk may have held it up for as long."""
+
 
 class Lasting(msgspec.Struct, frozen=True, kw_only=True):
     """What lasts through all terms of a run: its members, and who asks it to end."""
@@ -41,6 +48,7 @@ class Lasting(msgspec.Struct, frozen=True, kw_only=True):
     registry: Registry
     processes: LocalProcesses
     interrupts: Interrupts
+    known: KnownMembers
 
 
 class Past(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,9 +68,21 @@ def lasting(invocation: Invocation, opened: Opened) -> Lasting:
     """Make what lasts through all terms. No process is started yet."""
     config, listening = invocation.ready.config, opened.listening
     admits = Admits(listening.hub.at, listening.admitted)
+    pulse = Pulse(
+        interval_s=config.cluster.heartbeat_interval_s,
+        timeout_s=config.cluster.heartbeat_timeout_s,
+        orphan_timeout_s=orphan_timeout_s(config, is_supervised=invocation.supervision is not None),
+    )
+    logs = opened.journal.folder / "logs"
+    known = KnownMembers(
+        opened.journal.folder, listening.hub.address, is_kept=pulse.orphan_timeout_s > 0, earlier=opened.earlier
+    )
     return Lasting(
-        registry=_registry(config, opened),
-        processes=LocalProcesses(admits, opened.journal.folder / "logs", invocation.fork_server),
+        known=known,
+        registry=_registry(config, opened, pulse, known),
+        processes=LocalProcesses(
+            admits, logs, invocation.fork_server, invocation.supervision, are_kept=pulse.orphan_timeout_s > 0
+        ),
         interrupts=Interrupts(),
     )
 
@@ -111,14 +131,27 @@ def assemble(
         recorder,
         members.interrupts,
         partial(_find_kept, invocation, samples, start.first_step, limits, run_id, recorder.note),
+        _sign_of_life(invocation),
     )
 
 
-def _registry(config: Config, opened: Opened) -> Registry:
-    pulse = Pulse(interval_s=config.cluster.heartbeat_interval_s, timeout_s=config.cluster.heartbeat_timeout_s)
-    replies = Replies(Limits.of(config))
-    run_id = opened.journal.run_id
-    return Registry(opened.listening, expected_processes(config), config_to_json(config), run_id, pulse, replies)
+def first_command_id(opened: Opened) -> int:
+    """Return an id above that of every order of earlier coordinators: none is given twice in a run."""
+    return 1 + (opened.journal.num_begun - 1) * _ORDERS_OF_A_COORDINATOR
+
+
+def _registry(config: Config, opened: Opened, pulse: Pulse, known: KnownMembers) -> Registry:
+    replies = Replies(Limits.of(config), first_command_id(opened) - 1)
+    expected, run_id = expected_processes(config), opened.journal.run_id
+    return Registry(opened.listening, expected, config_to_json(config), run_id, pulse, replies, known)
+
+
+def _sign_of_life(invocation: Invocation) -> Callable[[], None]:
+    """Return what the loop calls in each round."""
+    if invocation.supervision is None:
+        return lambda: None
+    within_s = _MOST_TIMEOUTS * invocation.ready.config.cluster.heartbeat_timeout_s
+    return partial(invocation.supervision.show_life, within_s)
 
 
 def _recorder(

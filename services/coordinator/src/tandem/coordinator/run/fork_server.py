@@ -54,6 +54,8 @@ class Birth(msgspec.Struct, frozen=True, kw_only=True):
     arguments: tuple[str, ...]
     folder: str
     environment: dict[str, str]
+    parent: int
+    """Whose child it is: the owner of the fork server, or a process above that, which adopts orphans."""
     heeds_signals: bool
     """Whether it ends when it is asked to, by SIGTERM or Ctrl-C, from its first moment on."""
 
@@ -138,8 +140,11 @@ class ForkServer:
         *,
         heeds_signals: bool = True,
         keys: bytes = b"",
+        parent: int = 0,
     ) -> Child:
         """Run the ``main`` of a module in a new process, with this one's folder and environment.
+
+        It is a child of this process, or of `parent`, which is one above it that adopts orphans.
 
         Without `heeds_signals` it does not end when it is asked to, unless `main` has it do so. `keys`, where there are
         some, it finds in a descriptor that nobody else has, the number of which follows its arguments: ``--key-fd N``.
@@ -154,6 +159,7 @@ class ForkServer:
             arguments=tuple(arguments),
             folder=os.getcwd(),
             environment=dict(os.environ),
+            parent=parent or os.getpid(),
             heeds_signals=heeds_signals,
         )
         code = 0
@@ -173,7 +179,7 @@ class ForkServer:
         """Return the id of the process that was born, None if there is nobody to ask any more, or who hangs."""
         with (
             contextlib.suppress(OSError),
-            reaper(),
+            reaper() if birth.parent == os.getpid() else contextlib.nullcontext(),
             _in_memory("birth", msgspec.json.encode(birth)) as order,
             _in_memory("keys", keys) as kept,
         ):
@@ -250,8 +256,8 @@ def serve(orders_fd: int, owner: int, preload: Callable[[], None]) -> NoReturn:
         if between == 0:
             between = os.getpid()
             if os.fork() == 0:
-                _become(orders, between, owner, *descriptors)
-            os._exit(0)  # which makes its child one of the owner's, who asked for orphans
+                _become(orders, between, *descriptors)
+            os._exit(0)  # which makes its child one of the process's that asked for orphans
         os.waitpid(between, 0)
         for descriptor in descriptors:
             os.close(descriptor)
@@ -274,17 +280,17 @@ def _forget_owner(keep_fd: int) -> None:
 
 
 def _become(
-    orders: socket.socket, between: int, owner: int, order: int, out: int, errors: int, keys: int | None = None
+    orders: socket.socket, between: int, order: int, out: int, errors: int, keys: int | None = None
 ) -> NoReturn:
     """Be the process that was ordered, to its end."""
     code = 1
     try:
-        while (parent := os.getppid()) == between:
-            time.sleep(0.0005)
-        if parent != owner:  # which has ended
-            os._exit(1)
         with os.fdopen(order, "rb") as file:
             birth = msgspec.json.decode(file.read(), type=Birth)
+        while (parent := os.getppid()) == between:
+            time.sleep(0.0005)
+        if parent != birth.parent:  # which has ended
+            os._exit(1)
         if keys is not None:
             birth = msgspec.structs.replace(birth, arguments=(*birth.arguments, "--key-fd", str(keys)))
         os.dup2(out, 1)

@@ -7,6 +7,7 @@ import msgspec
 from tandem.common.messages import RewardServer
 from tandem.coordinator.run.fork_server import ForkServer
 from tandem.coordinator.run.prerequisite import Mode, Ready, Say
+from tandem.coordinator.run.supervision import Supervision
 
 
 class Invocation(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,6 +21,8 @@ class Invocation(msgspec.Struct, frozen=True, kw_only=True):
     """Forks the services."""
     from_step: int | None = None
     """The step to resume after, where it is not the newest with a checkpoint."""
+    supervision: Supervision | None = None
+    """Of this process, if another one goes on when it is lost."""
     reward_server: RewardServer | None = None
     """Where a Python program scores samples, if one does."""
 

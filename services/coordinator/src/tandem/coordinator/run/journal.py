@@ -125,6 +125,11 @@ class JournalReader:
                 raise LookupError("it has no configuration")
             return rows[0][0]
 
+    @property
+    def num_begun(self) -> int:
+        """How many coordinators have begun the run or gone on with it."""
+        return int(self._rows("SELECT count(*) FROM configs")[0][0])
+
     def last_step(self) -> int | None:
         """Return the newest step that is done; None if there is none."""
         (step,) = self._rows("SELECT max(step) FROM steps WHERE superseded_at IS NULL")[0]

@@ -16,6 +16,7 @@ from tandem.common.curve import Admitted, new_key_pair
 from tandem.common.keys import MemberKeys, encode
 from tandem.common.messages import Listener, ServiceKind
 from tandem.coordinator.run.fork_server import Child, ForkServer
+from tandem.coordinator.run.supervision import Supervision
 
 _KILLED_S = 3.0
 """How long the kernel may take to end a process that was killed."""
@@ -92,10 +93,23 @@ class Admits:
 
 
 class LocalProcesses:
-    """The launched processes. They die with this one, whatever ends it: the kernel sees to that."""
+    """The launched processes. They die with this one, whatever ends it: the kernel sees to that.
 
-    def __init__(self, credentials: Callable[[int], Credentials], log_folder: Path, fork_server: ForkServer) -> None:
-        """`credentials` are those of the process with a number."""
+    Where there is a supervisor, all but trainers die with that one instead.
+    """
+
+    def __init__(
+        self,
+        credentials: Callable[[int], Credentials],
+        log_folder: Path,
+        fork_server: ForkServer,
+        supervision: Supervision | None = None,
+        *,
+        are_kept: bool = False,
+    ) -> None:
+        """`credentials` are those of the process with a number. With `are_kept` services outlive this process."""
+        self._supervision = supervision
+        self._are_kept = are_kept
         self._credentials = credentials
         self._fork_server = fork_server
         self._log_folder = log_folder
@@ -107,16 +121,39 @@ class LocalProcesses:
     def start(self, kind: ServiceKind, number: int) -> Launched:
         """Start one process; its output goes to ``<kind>-<number>.log`` in the log folder."""
         credentials = self._credentials(number)
-        log = self._log_folder / f"{kind}-{number}.log"
-        arguments = (*credentials.arguments, "--launched-by", str(os.getpid()))
-        with log.open("ab") as out:
+        if self._supervision is not None:
+            self._supervision.rest()  # what forks may have to import everything first, and has a deadline of its own
+        supervision = self._supervision if self._are_kept and kind != "trainer" else None
+        parent = os.getpid() if supervision is None else supervision.pid
+        arguments = (*credentials.arguments, "--launched-by", str(parent))
+        with self._log(kind, number).open("ab") as out:
             process = self._fork_server.start(
-                f"tandem.{kind}.cli", arguments, out, heeds_signals=False, keys=credentials.keys
+                f"tandem.{kind}.cli", arguments, out, heeds_signals=False, keys=credentials.keys, parent=parent
             )
-        launched = Launched(public_key=credentials.public_key, kind=kind, number=number, log=log, process=process)
+        if supervision is not None:
+            process = supervision.keep(f"{kind}-{number}", process.pid)
+        return self._note(kind, number, credentials.public_key, process)
+
+    def take_up(self, name: str, public_key: str, process: Child) -> None:
+        """Take a process for one of ours that has outlived the coordinator which started it."""
+        kind, _, number = name.rpartition("-")
+        self._note(msgspec.convert(kind, ServiceKind), int(number), public_key, process)
+
+    @staticmethod
+    def end(process: Child) -> None:
+        """Kill a process that an earlier coordinator has started, and wait until it is gone."""
+        process.kill()
+        process.wait(_KILLED_S)
+
+    def _note(self, kind: ServiceKind, number: int, public_key: str, process: Child) -> Launched:
+        log = self._log(kind, number)
+        launched = Launched(public_key=public_key, kind=kind, number=number, log=log, process=process)
         self._running[launched.name] = launched
         self._launched[launched.name] = kind
         return launched
+
+    def _log(self, kind: ServiceKind, number: int) -> Path:
+        return self._log_folder / f"{kind}-{number}.log"
 
     def restart(self, names: Collection[str]) -> list[Launched]:
         """Start processes in the place of some that are lost, or hang, or cannot go on; not of those that are not ours.

@@ -69,6 +69,7 @@ from tandem.coordinator.scheduler.events import (
 )
 from tandem.coordinator.scheduler.kept import KeptGroup, Place
 
+_NOT_BACK = "it has not come back after the coordinator was lost"
 _CAUSE_S = 0.5
 """How long after an error the death of a process that caused it may show."""
 _POLL_S = 0.1
@@ -129,8 +130,10 @@ class Loop:
         recorder: Recorder,
         interrupts: Interrupts,
         find_kept: Callable[[], Mapping[Place, KeptGroup]],
+        show_life: Callable[[], None],
     ) -> None:
-        """`find_kept` finds what was generated before, and is to be trained on."""
+        """`find_kept` finds what was generated before, and is to be trained on; `show_life` is called all the time."""
+        self._show_life = show_life
         self.scheduler = self._scheduler = scheduler
         self.recorder = recorder
         self._registry = registry
@@ -157,6 +160,10 @@ class Loop:
         for joined in self._registry.begin_term():
             self._handle(joined)
         while self._finish is None:
+            self._show_life()
+            for name in self._registry.not_back():
+                self.lost[name] = _NOT_BACK
+                self._replace(name, _NOT_BACK)
             for event in self._events():
                 self._keep(event)
                 self._handle(event)

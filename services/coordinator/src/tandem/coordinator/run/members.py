@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import msgspec
 from tandem.common import wire
 from tandem.common.curve import Admitted, new_key_pair
 from tandem.common.errors import VersionMismatch, WireError
-from tandem.common.keys import RunKeys
+from tandem.common.keys import Key, RunKeys
 from tandem.common.messages import (
     MAX_TEXT,
     Enrolled,
@@ -32,6 +33,7 @@ from tandem.common.messages import (
     TrainerKeys,
     Welcome,
 )
+from tandem.coordinator.run.known_members import KnownMembers
 from tandem.coordinator.run.launch import Launched
 from tandem.coordinator.run.replies import Replies
 from tandem.coordinator.scheduler.events import Erred, Event, Joined, Lost, Replied
@@ -43,6 +45,7 @@ _CODECS: dict[ServiceKind, wire.Codec[Any]] = {
 }
 _hello_codec: wire.Codec[Hello] = wire.Codec(Hello)
 _MOST_ENROLLED = 10_000
+_ANOTHER_GOES_ON = "another coordinator goes on with the run, and this process is started again"
 
 
 class Pulse(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +53,7 @@ class Pulse(msgspec.Struct, frozen=True, kw_only=True):
 
     interval_s: float
     timeout_s: float
+    orphan_timeout_s: float = 0.0
 
 
 class Member:
@@ -73,11 +77,14 @@ def new_run_keys() -> RunKeys:
 class Listening:
     """The coordinator's socket, and whom it hears: at first those alone who have proven the joining key."""
 
-    def __init__(self, address: str, keys: RunKeys, key_file: Path) -> None:
-        """Bind. Raises `ConfigError` if the address is taken or is none. `key_file` will have the keys for services."""
+    def __init__(self, address: str, keys: RunKeys, key_file: Path, known: Iterable[Key] = ()) -> None:
+        """Bind. Raises `ConfigError` if the address is taken or is none.
+
+        `key_file` will have the keys for services. `known` are heard from the first moment on.
+        """
         self.joining_key = keys.joining.public
         """Whoever proves it may name a key of its own."""
-        self.admitted = Admitted([self.joining_key])
+        self.admitted = Admitted([self.joining_key, *known])
         self.hub = wire.Hub(address, keys.coordinator, self.admitted)
         self._key_file = key_file
 
@@ -101,7 +108,10 @@ class Registry:
         run_id: str,
         pulse: Pulse,
         replies: Replies,
+        known: KnownMembers | None = None,
     ) -> None:
+        """`known` is told who is admitted."""
+        self._known = known
         self._hub = listening.hub
         self.how_to_join = listening.how_to_join
         self._admitted = listening.admitted
@@ -119,6 +129,13 @@ class Registry:
         self._pulse = pulse
         self._replies = replies
         self._reserved: dict[str, str] = {}
+        self._expected_back: dict[str, Key] = {}
+        """Members of an earlier coordinator that have not said hello to this one yet."""
+        self._expected_until = math.inf
+        self._is_launched: set[str] = set()
+        """The names of those among them whose processes are there for certain."""
+        self._leaving: dict[Key, None] = {}
+        """The keys of others, which are told to go."""
         self._by_peer: dict[wire.Peer, Member] = {}
         self.members: dict[str, Member] = {}
         self._last_beat = time.monotonic()
@@ -137,6 +154,33 @@ class Registry:
     def reserve(self, *launched: Launched) -> None:
         """Keep the names of processes that were just launched."""
         self._reserved |= {each.public_key: each.name for each in launched}
+
+    def expect_back(self, members: Mapping[str, Key], launched: Iterable[str]) -> None:
+        """Keep the names of members of an earlier coordinator for them, for `patience_s` from the next term on.
+
+        Of those that were `launched`, processes are there; the place of another is given to who comes first.
+        """
+        self._expected_back |= members
+        self._is_launched |= {*launched}
+        self._reserved |= {key: name for name, key in members.items()}
+        for key in members.values():
+            self._admitted.add(key)
+
+    def send_away(self, keys: Iterable[Key]) -> None:
+        """Tell these members of an earlier coordinator to go, whenever they are heard."""
+        for key in keys:
+            self._leaving[key] = None
+            self._admitted.add(key)
+
+    def not_back(self) -> list[str]:
+        """Return those whose names are not kept any more, since they have not come back in time."""
+        if time.monotonic() < self._expected_until:
+            return []
+        names = [*self._expected_back]
+        for name in names:
+            self._give_up(name)
+        self._expected_until = math.inf
+        return names
 
     def enrol(self, key: str) -> None:
         """Hear a process by a key that it has made itself."""
@@ -159,14 +203,19 @@ class Registry:
             self._admitted.remove(member.peer.key)
             self._note_trainers(member)
         self._replies.forget(name)
+        self._give_up(name)
         for key in [key for key, kept in self._reserved.items() if kept == name]:
             del self._reserved[key]
             self._admitted.remove(key)
+        if self._known is not None:
+            self._known.forget(name)
 
     def begin_term(self) -> list[Joined]:
         """Expect no answer to what was ordered before; return who is there already, as if they had joined now."""
         self._replies.forget_orders()
         now = time.monotonic()
+        if self._expected_back:
+            self._expected_until = min(self._expected_until, now + self.patience_s)
         return [Joined(now=now, member=each.name, kind=each.hello.service) for each in self.members.values()]
 
     def receive(self, timeout_s: float) -> Iterator[tuple[Event, wire.Arrays]]:
@@ -240,6 +289,11 @@ class Registry:
 
     def _admit(self, peer: wire.Peer, frames: wire.Frames, now: float) -> Event | None:
         """Welcome or refuse a process that says hello; anything else is dropped."""
+        if peer.key in self._leaving:
+            self._hub.send(peer, wire.encode(Shutdown(reason=_ANOTHER_GOES_ON, is_awaited_anew=True)))
+            del self._leaving[peer.key]
+            self._admitted.remove(peer.key)
+            return None
         try:
             wire.check_version(frames[0])
             hello = _hello_codec.decode(frames).message
@@ -263,6 +317,12 @@ class Registry:
         return self._welcome(peer, hello, name, now)
 
     def _welcome(self, peer: wire.Peer, hello: Hello, name: str, now: float) -> Event:
+        if self._expected_back.get(name) == peer.key:
+            del self._expected_back[name]
+        else:
+            self._give_up(name)  # of whoever comes first it is
+        if self._known is not None:
+            self._known.note(name, peer.key)
         member = Member(hello, name, peer, now)
         self._by_peer[peer] = self.members[name] = member
         welcome = Welcome(
@@ -271,6 +331,7 @@ class Registry:
             run_id=self._run_id,
             heartbeat_interval_s=self._pulse.interval_s,
             heartbeat_timeout_s=self._pulse.timeout_s,
+            orphan_timeout_s=self._pulse.orphan_timeout_s,
             config_json=self._config_json,
         )
         self._hub.send(peer, wire.encode(welcome))
@@ -287,8 +348,18 @@ class Registry:
         places = range(self._expected.get(hello.service, 0))
         if hello.index is not None:
             places = range(hello.index, hello.index + (hello.index in places))
-        names = (f"{hello.service}-{index}" for index in places)
-        return next((name for name in names if name not in taken), None)
+        names = [f"{hello.service}-{index}" for index in places]
+        free = [name for name in names if name not in taken]
+        # A process that was just started is there, and of one that is expected back nobody knows.
+        vague = [name for name in names if name in self._expected_back and name not in self._is_launched]
+        return next(iter([*free, *vague]), None)
+
+    def _give_up(self, name: str) -> None:
+        """Keep the name for nobody who is expected back."""
+        self._is_launched.discard(name)
+        if (key := self._expected_back.pop(name, None)) is not None:
+            self._reserved.pop(key, None)
+            self._admitted.remove(key)
 
     def _refusal(self, hello: Hello) -> Refused:
         """Say why there is no place for a process."""

@@ -9,23 +9,28 @@ from pathlib import Path
 import msgspec
 
 from tandem.common.config import Config, config_to_json, dump_yaml, to_plain
-from tandem.common.errors import RunFolderError
-from tandem.common.keys import key_file, read_run_keys, write_run_keys
+from tandem.common.errors import ConfigError, RunFolderError
+from tandem.common.keys import RunKeys, key_file, read_run_keys, write_run_keys
 from tandem.common.telemetry import MetricWriters, MlflowRun, MlflowWriter, WandbRun, WandbWriter
 from tandem.coordinator.page.beside import PageProcess, page_socket
 from tandem.coordinator.run.invocation import Invocation
 from tandem.coordinator.run.journal import Journal, read_journal
 from tandem.coordinator.run.journal_file import CONFIG_NAME, JOURNAL_NAME, RESOLVED_FROM, new_run_id, refuse_journal
+from tandem.coordinator.run.known_members import Earlier, find_earlier
 from tandem.coordinator.run.members import Listening, new_run_keys
 from tandem.coordinator.run.prerequisite import Mode, Ready, Say, make_model, set_aside
 from tandem.coordinator.run.resuming import refuse_changes
 from tandem.coordinator.run.watchers import Watchers
+
+_ANY_PORT = ":*"
 
 
 class Opened(msgspec.Struct, frozen=True, kw_only=True):
     """What a run holds open from its beginning to its end."""
 
     listening: Listening
+    earlier: Earlier | None
+    """The members of a coordinator that was lost, if the run goes on after that."""
     journal: Journal
     writers: MetricWriters
     watchers: Watchers
@@ -37,7 +42,12 @@ def open_run(invocation: Invocation, stack: contextlib.ExitStack) -> Opened:
     folder = Path(config.logger.log_dir)
     keys = read_run_keys(folder) or new_run_keys()  # before its folder is set aside: services may wait with them
     # Before the journal: a run that cannot listen has not begun.
-    listening = Listening(config.cluster.address, keys, key_file(folder))
+    earlier = None
+    if mode == "resume":
+        earlier = find_earlier(config, has_rewards=invocation.reward_server is not None)
+    listening = _listen(config.cluster.address, keys, folder, earlier)
+    if earlier is not None and listening.hub.address != earlier.address:
+        earlier = earlier.without(earlier.staying)  # which find nobody where they look
     stack.callback(listening.hub.close)
     watchers = Watchers()
     if metrics := watchers.listen(config.logger, stack):
@@ -63,7 +73,16 @@ def open_run(invocation: Invocation, stack: contextlib.ExitStack) -> Opened:
         stack.callback(page.close)
         say(f"page: {page.url}")
     watchers.begin(config.logger, run_id, page, stack, say)
-    return Opened(listening=listening, journal=journal, writers=writers, watchers=watchers)
+    return Opened(listening=listening, earlier=earlier, journal=journal, writers=writers, watchers=watchers)
+
+
+def _listen(address: str, keys: RunKeys, folder: Path, earlier: Earlier | None) -> Listening:
+    """Listen; where any port will do, at that of an earlier coordinator, whose members look for one there."""
+    known = () if earlier is None else earlier.keys
+    if earlier is not None and address.endswith(_ANY_PORT):
+        with contextlib.suppress(ConfigError):  # somebody else has it now
+            return Listening(earlier.address, keys, key_file(folder), known)
+    return Listening(address, keys, key_file(folder), known)
 
 
 def _name_run(config: Config, mode: Mode, say: Say) -> str:

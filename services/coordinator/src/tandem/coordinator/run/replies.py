@@ -21,11 +21,12 @@ from tandem.coordinator.run.reply_rules import RULES
 class Replies:
     """The orders that are not answered yet, and whether a reply can be the answer to one."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, newest: int = 0) -> None:
+        """`newest` is not below the id of any order that the members were given by an earlier coordinator."""
         self._limits = limits
         self._asked: dict[int, Asked] = {}
         self._members: dict[str, Member] = {}
-        self._newest = 0
+        self._newest = newest
         """Of all ids of orders so far."""
 
     def ordered(self, name: str, order: Order) -> None:

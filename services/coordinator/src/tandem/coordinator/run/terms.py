@@ -21,13 +21,15 @@ from pathlib import Path
 import msgspec
 
 from tandem.common import signals
+from tandem.common.config import Config
 from tandem.common.errors import CommandFailed, DamagedCheckpoint, DeadlineExceeded, ServiceError, ServiceLost
 from tandem.common.messages import Shutdown
 from tandem.common.telemetry import TensorBoardWriter
-from tandem.coordinator.run.assembling import Past, assemble, lasting, who_runs_where
+from tandem.coordinator.run.assembling import Past, assemble, first_command_id, lasting, who_runs_where
 from tandem.coordinator.run.checkpoints import CheckpointFolder
 from tandem.coordinator.run.invocation import Invocation
 from tandem.coordinator.run.kept_samples import limits_of
+from tandem.coordinator.run.known_members import Earlier
 from tandem.coordinator.run.live_file import LiveFile, Said
 from tandem.coordinator.run.loop import Loop
 from tandem.coordinator.run.opening import Opened
@@ -62,7 +64,11 @@ class Terms:
         """Where the lines of the last term are kept."""
         self._limits = KeptLimits(newest_proven=None)
         """What counts of the samples that are there, as the journal said before it forgot what came after."""
-        self._past = Past(said=Said(began_at=time.monotonic()))
+        self._past = Past(
+            said=Said(began_at=time.monotonic()),
+            next_command_id=first_command_id(opened),
+            has_started=opened.earlier is not None and opened.journal.last_step() is not None,
+        )
 
     def run(self) -> Finish:
         """Run from the newest checkpoint, or that which was asked for, to the end; or see that nothing is to be done.
@@ -91,13 +97,44 @@ class Terms:
                 finish = self._carry_out_all(start)
                 outcome = finish.outcome
             finally:
+                if self._invocation.supervision is not None:
+                    self._invocation.supervision.rest()
                 self._stop(outcome)
         return finish
 
+    def _expect_back(self) -> list[str]:
+        """Take up the members of a coordinator that was lost, where they wait for the next one.
+
+        Returns the names of those among them that are launched here.
+        """
+        supervision, launched = self._invocation.supervision, _launched_here(self._config)
+        kept = {} if supervision is None else supervision.begun.kept
+        earlier = self._opened.earlier or Earlier(address="")
+        earlier = earlier.without([name for name in launched if name not in kept])
+        there = [name for name in launched if name in earlier.staying]
+        if supervision is not None:
+            for name, pid in kept.items():
+                if name in there:
+                    self._members.processes.take_up(name, earlier.staying[name], supervision.child(pid))
+                else:
+                    self._members.processes.end(supervision.child(pid))
+        self._registry.send_away(earlier.leaving)
+        self._registry.expect_back(earlier.staying, there)
+        if self._opened.earlier is not None:
+            why = "" if supervision is None else supervision.begun.why
+            names = " and ".join(earlier.staying)
+            told = f"coordinator is lost: {why or 'nobody saw how'}; another goes on with the run"
+            told += f", and expects {names} back" if names else ""
+            self._invocation.say(told)
+            self._opened.journal.record_event("coordinator", told)
+        return there
+
     def _carry_out_all(self, start: Start) -> Finish:
         """Start what is launched here, and carry out one term after the other; return how the last one ended."""
+        there = self._expect_back()
         for kind, count in launched_processes(self._config).items():
-            self._registry.reserve(*(self._members.processes.start(kind, index) for index in range(count)))
+            absent = [index for index in range(count) if f"{kind}-{index}" not in there]
+            self._registry.reserve(*(self._members.processes.start(kind, index) for index in absent))
         while True:
             finish, lost = self._carry_out(start)
             if not lost:
@@ -228,7 +265,12 @@ class Terms:
     def _stop(self, outcome: Outcome) -> None:
         """End every process: ask, wait, kill."""
         self._registry.broadcast(Shutdown(reason=f"the run {'' if outcome == 'finished' else 'was '}{outcome}"))
+        self._members.known.end()
         self._members.processes.stop(grace_s=_GRACE_AFTER_FAILURE_S if outcome == "failed" else _GRACE_S)
+
+
+def _launched_here(config: Config) -> list[str]:
+    return [f"{kind}-{index}" for kind, count in launched_processes(config).items() for index in range(count)]
 
 
 def _is_trainer(name: str) -> bool:

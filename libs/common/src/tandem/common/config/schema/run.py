@@ -7,6 +7,7 @@ from typing import Literal
 from tandem.common.algorithms import MetricName
 from tandem.common.config.schema.base import (
     NonEmptyStr,
+    NonNegativeFloat,
     NonNegativeInt,
     Port,
     PositiveFloat,
@@ -200,6 +201,10 @@ class Cluster(Section, frozen=True, kw_only=True):
     """New. Seconds between signs of life, in both directions."""
     heartbeat_timeout_s: PositiveFloat = 15.0
     """New. Seconds of silence after which a process counts as lost."""
+    orphan_timeout_s: NonNegativeFloat | None = None
+    """New. Seconds for which services wait for another coordinator when theirs is lost, after
+    `cluster.heartbeat_timeout_s` of silence: engines keep their memory, and the coordinator that goes on with the run
+    takes them up. null: 300 with ``coordinator up --supervise``, and otherwise 0, with which they end."""
     max_replacements: NonNegativeInt = 3
     """New. How many processes of whatever kind may be lost, or hang, and be replaced before the run fails. Trainers
     are started again together, which counts once. With 0 the first loss ends the run, and ``--resume`` goes on."""

@@ -1,0 +1,279 @@
+"""Members whose coordinator is lost wait for another one, and are known again by their keys."""
+
+from __future__ import annotations
+
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.common.curve import new_key_pair
+from tandem.common.errors import ConfigError, NotAdmitted
+from tandem.common.keys import AdmittedMembers, read_admitted, write_run_keys
+from tandem.common.messages import (
+    PROTOCOL_VERSION,
+    CommitVersion,
+    Hello,
+    ServiceKind,
+    Shutdown,
+    ToRefit,
+    ToRollout,
+    ToTrainer,
+    VersionCommitted,
+)
+from tandem.common.wire import EXIT_AWAITED_ANEW, Link, encode, exit_code
+from tandem.coordinator.run.known_members import Earlier, KnownMembers
+from tandem.coordinator.run.members import Listening, Pulse, Registry
+from tandem.coordinator.run.replies import Replies
+from tandem.coordinator.run.reply_checks import Limits
+from tandem.coordinator.scheduler.events import Event, Joined, Replied
+from tests.members import ANY_ADDRESS, RUN, dealer_to
+
+JOINING = RUN.for_members()
+UNIONS: dict[str, Any] = {"refit": ToRefit, "trainer": ToTrainer, "rollout": ToRollout}
+EXPECTED: dict[ServiceKind, int] = {"refit": 1, "trainer": 1, "rollout": 2}
+WAIT_S = 30.0
+BEFORE, AFTER = 7, (1 << 32) + 1
+"""Ids of orders of one coordinator and of the next."""
+
+
+class Coordinator:
+    """A coordinator's socket and its members; the next one of the run if `earlier` are there."""
+
+    def __init__(self, run: Path, earlier: Earlier | None = None, patience_s: float = 60.0) -> None:
+        known = () if earlier is None else earlier.keys
+        self.listening = Listening(earlier.address if earlier else ANY_ADDRESS, RUN, Path("members.json"), known)
+        self.known = KnownMembers(run, self.listening.hub.address, is_kept=True, earlier=earlier)
+        pulse = Pulse(interval_s=0.1, timeout_s=patience_s, orphan_timeout_s=WAIT_S)
+        replies = Replies(Limits(vocabulary=50, max_tokens=12, max_turns=2), AFTER - 1 if earlier else 0)
+        self.registry = Registry(self.listening, EXPECTED, b"{}", "run", pulse, replies, self.known)
+        if earlier is not None:
+            self.registry.send_away(earlier.leaving)
+            self.registry.expect_back(earlier.staying, ())
+        assert self.registry.begin_term() == []
+
+    def events(self, until: Callable[[Event], bool]) -> list[Event]:
+        """Return what happens up to something."""
+        found: list[Event] = []
+        deadline = time.monotonic() + WAIT_S
+        while not (found and until(found[-1])):
+            assert time.monotonic() < deadline, found
+            found.extend(event for event, _ in self.registry.receive(0.05))
+        return found
+
+    def joined(self, *names: str) -> None:
+        """Wait until these have joined."""
+        missing = {*names}
+        while missing:
+            missing -= {event.member for event in self.events(lambda event: isinstance(event, Joined))}  # type: ignore[union-attr]
+
+    def join(self, kind: ServiceKind) -> Link[Any]:
+        """Join a process that is started by hand."""
+        link: Link[Any] = Link(self.registry.address, kind, f"{kind}-{time.monotonic_ns()}", UNIONS[kind], JOINING)
+        hello = Hello(protocol_version=PROTOCOL_VERSION, service=kind, host="here", pid=1)
+        thread = threading.Thread(target=link.join, args=(hello, WAIT_S))
+        thread.start()
+        self.events(lambda event: isinstance(event, Joined))
+        thread.join(WAIT_S)
+        return link
+
+    def order(self, name: str, command_id: int) -> None:
+        """Ask the refit service for something."""
+        order = CommitVersion(command_id=command_id, deadline_s=9.0, version=3, digests={}, has_update=False)
+        self.registry.order(name, order, encode(order))
+
+    def die(self) -> None:
+        """Be gone, as after kill -9: nobody is told."""
+        self.listening.hub.close()
+
+
+class Cluster:
+    """Three members that were started by hand, and their coordinators."""
+
+    def __init__(self, run: Path, sockets: ExitStack, stack: ExitStack) -> None:
+        """`stack` closes links, before `sockets` closes what they are to."""
+        write_run_keys(run, RUN)
+        self.run = run
+        self.stack = stack
+        self._sockets = sockets
+        self.first = self.begin()
+        self.links = {f"{kind}-0": self.first.join(kind) for kind in EXPECTED}
+        for link in self.links.values():
+            stack.callback(link.close, "the test is over")
+
+    def begin(self, earlier: Earlier | None = None, patience_s: float = 60.0) -> Coordinator:
+        """Begin a coordinator."""
+        coordinator = Coordinator(self.run, earlier, patience_s)
+        self._sockets.callback(coordinator.die)
+        return coordinator
+
+    @property
+    def earlier_trainer(self) -> str:
+        """The key of the trainer that joined first."""
+        return self.links["trainer-0"].own.public
+
+    def earlier(self) -> Earlier:
+        """Return those who are taken up, as the next coordinator finds them."""
+        admitted = read_admitted(self.run)
+        assert admitted is not None
+        staying = {name: key for name, key in admitted.members.items() if not name.startswith("trainer")}
+        return Earlier(address=admitted.address, staying=staying, leaving=(admitted.members["trainer-0"],))
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with ExitStack() as sockets, ExitStack() as stack:
+        yield Cluster(tmp_path / "run", sockets, stack)
+
+
+def test_members_are_taken_up_by_name_and_what_the_last_coordinator_asked_for_is_over(cluster: Cluster) -> None:
+    first, refit = cluster.first, cluster.links["refit-0"]
+    first.order("refit-0", BEFORE)
+    ordered = refit.receive(WAIT_S)
+    assert ordered is not None
+    first.die()
+    refit.send(encode(VersionCommitted(command_id=BEFORE, version=3, differing={}, digest=0)))
+    second = cluster.begin(cluster.earlier())
+    second.joined("refit-0", "rollout-0")
+    assert second.registry.members.keys() == {"refit-0", "rollout-0"}
+    refit.send(encode(VersionCommitted(command_id=BEFORE, version=3, differing={}, digest=0)))
+    second.order("refit-0", AFTER)
+    order = refit.receive(WAIT_S)
+    assert order is not None
+    assert order.message.command_id == AFTER
+    refit.send(encode(VersionCommitted(command_id=AFTER, version=3, differing={}, digest=0)))
+    (*others, reply) = second.events(lambda event: isinstance(event, Replied))
+    assert isinstance(reply, Replied)
+    assert reply.reply.command_id == AFTER
+    assert others == [], "nobody is lost, and no answer to the first coordinator counts"
+
+
+def told_to_go(link: Link[Any]) -> Shutdown:
+    """Return what a member is told, which then goes: else its link would end this process."""
+    told = link.receive(WAIT_S)
+    link.close("told to")
+    assert told is not None
+    assert isinstance(told.message, Shutdown)
+    assert exit_code(told.message) == EXIT_AWAITED_ANEW
+    return told.message
+
+
+def test_a_trainer_of_before_is_told_to_go_and_makes_way_for_another(cluster: Cluster) -> None:
+    cluster.first.die()
+    second = cluster.begin(cluster.earlier())
+    second.joined("refit-0", "rollout-0")
+    while cluster.earlier_trainer in second.listening.admitted:
+        [*second.registry.receive(0.05)]
+    assert "another coordinator goes on" in told_to_go(cluster.links["trainer-0"]).reason
+    trainer = second.join("trainer")
+    cluster.stack.callback(trainer.close, "the test is over")
+    second.order("refit-0", AFTER)  # with any order rollouts hear who may fetch samples now
+    deadline = time.monotonic() + WAIT_S
+    while cluster.links["rollout-0"].trainers.keys() != (trainer.own.public,):
+        assert time.monotonic() < deadline
+        [*second.registry.receive(0.05)]
+
+
+def test_who_was_shut_out_before_has_no_place_with_the_next_one(cluster: Cluster) -> None:
+    key = cluster.links["rollout-0"].own.public
+    cluster.first.registry.dismiss("rollout-0", "it was silent")
+    told_to_go(cluster.links["rollout-0"])
+    cluster.first.die()
+    earlier = cluster.earlier()
+    assert key not in earlier.keys
+    second = cluster.begin(earlier)
+    second.joined("refit-0")
+    assert second.registry.members.keys() == {"refit-0"}
+
+
+def test_a_member_that_nobody_knows_any_more_goes_by_itself(cluster: Cluster) -> None:
+    earlier = cluster.earlier()
+    cluster.first.die()
+    cluster.begin(Earlier(address=earlier.address))
+    for link in cluster.links.values():
+        assert "does not accept the key of this process" in told_to_go(link).reason
+
+
+def test_a_stranger_and_the_joining_key_get_nothing_of_a_member_that_is_expected(cluster: Cluster) -> None:
+    address = cluster.first.registry.address
+    cluster.first.die()
+    earlier = cluster.earlier()
+    cluster.links["rollout-0"].close("it is gone for good")
+    second = cluster.begin(earlier)
+    hello = encode(Hello(protocol_version=PROTOCOL_VERSION, service="rollout", host="h", pid=1, index=0))
+    sockets = [dealer_to(address, own) for own in (new_key_pair(), RUN.joining)]
+    for _, socket in sockets:
+        socket.send_multipart(hello)
+    second.joined("refit-0")
+    assert second.registry.members.keys() == {"refit-0"}
+    assert not any(socket.poll(200) for _, socket in sockets)
+    for context, socket in sockets:
+        socket.close()
+        context.term()
+
+
+def test_whoever_does_not_come_back_loses_its_place(cluster: Cluster) -> None:
+    cluster.first.die()
+    earlier = cluster.earlier()
+    cluster.links["rollout-0"].close("it is gone for good")
+    second = cluster.begin(earlier, patience_s=0.5)
+    second.joined("refit-0")
+    deadline = time.monotonic() + WAIT_S
+    while not (names := second.registry.not_back()):
+        assert time.monotonic() < deadline
+        [*second.registry.receive(0.05)]
+    assert names == ["rollout-0"]
+    assert earlier.staying["rollout-0"] not in second.listening.admitted
+    assert second.registry.not_back() == []
+
+
+def test_a_new_process_takes_the_place_of_one_that_is_only_expected(cluster: Cluster) -> None:
+    cluster.first.die()
+    earlier = cluster.earlier()
+    cluster.links["refit-0"].close("it is gone for good")
+    second = cluster.begin(earlier)
+    link = second.join("refit")
+    cluster.stack.callback(link.close, "the test is over")
+    assert second.registry.members["refit-0"].peer.key == link.own.public
+    assert earlier.staying["refit-0"] not in second.listening.admitted
+    assert read_admitted(cluster.run) == AdmittedMembers(
+        address=second.registry.address, members=earlier.staying | {"refit-0": link.own.public}
+    )
+
+
+def test_the_place_of_a_launched_one_is_kept(cluster: Cluster) -> None:
+    cluster.first.die()
+    earlier = cluster.earlier()
+    cluster.links["refit-0"].close("it only hangs")
+    second = cluster.begin(Earlier(address=earlier.address))
+    second.registry.expect_back({"refit-0": earlier.staying["refit-0"]}, ["refit-0"])
+    link: Link[Any] = Link(second.registry.address, "refit", "another", ToRefit, JOINING)
+    hello = Hello(protocol_version=PROTOCOL_VERSION, service="refit", host="here", pid=1)
+    refused: list[NotAdmitted] = []
+
+    def try_to_join() -> None:
+        with pytest.raises(NotAdmitted) as caught:
+            link.join(hello, WAIT_S)
+        refused.append(caught.value)
+
+    thread = threading.Thread(target=try_to_join)
+    thread.start()
+    while thread.is_alive():
+        [*second.registry.receive(0.05)]
+    assert "has its 1 refit process already" in str(refused[0])
+
+
+def test_the_list_of_members_is_its_owners_alone_and_is_not_believed_otherwise(cluster: Cluster) -> None:
+    path = cluster.run / "keys" / "admitted.json"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    path.chmod(0o620)
+    with pytest.raises(ConfigError, match=r"admitted.json can be read or changed by others \(mode 0620\): chmod 600 "):
+        read_admitted(cluster.run)
+    path.chmod(0o600)
+    cluster.first.known.end()
+    assert read_admitted(cluster.run) is None
