@@ -52,6 +52,8 @@ class Past(msgspec.Struct, frozen=True, kw_only=True):
     """Above that of every order."""
     num_replaced: int = 0
     """Processes that were; trainers that were started again together count once."""
+    departed: tuple[str, ...] = ()
+    """Engines that have left, in whose place there is none."""
     has_started: bool = False
     """Whether one has got as far as its first step."""
 
@@ -93,7 +95,7 @@ def assemble(
         samples_folder=str(samples.path),
         reward_server=invocation.reward_server,
     )
-    spec = msgspec.structs.replace(spec, num_replaced=past.num_replaced)
+    spec = msgspec.structs.replace(spec, num_replaced=past.num_replaced, departed=past.departed)
     run_id = opened.journal.run_id
     sources = _serve_record(algorithm, members.registry, run_id, start.first_step, stack)
     recorder = _recorder(config, opened, checkpoints, samples, spec, past, stack)
@@ -118,7 +120,15 @@ def _registry(config: Config, opened: Opened) -> Registry:
     pulse = Pulse(interval_s=config.cluster.heartbeat_interval_s, timeout_s=config.cluster.heartbeat_timeout_s)
     replies = Replies(Limits.of(config))
     run_id = opened.journal.run_id
-    return Registry(opened.listening, expected_processes(config), config_to_json(config), run_id, pulse, replies)
+    return Registry(
+        opened.listening,
+        expected_processes(config),
+        config_to_json(config),
+        run_id,
+        pulse,
+        replies,
+        config.cluster.max_rollouts,
+    )
 
 
 def _recorder(
