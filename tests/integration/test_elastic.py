@@ -126,7 +126,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path,
 
 
 def test_engines_that_come_and_go_leave_weights_as_they_would_have_been(runs: tuple[Path, Path, str]) -> None:
-    alone, elastic, said = runs
+    alone, elastic, _ = runs
     assert last_weights(elastic) == last_weights(alone)
     for ours, theirs in zip(steps_of(elastic), steps_of(alone), strict=True):
         found, wanted = deterministic(ours.metrics), deterministic(theirs.metrics)

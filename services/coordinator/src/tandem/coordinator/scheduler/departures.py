@@ -1,4 +1,4 @@
-"""Engines that were told to leave: each gets nothing more, and goes once nothing of what it has made is needed.
+"""Engines that were told to leave: each gets nothing more, and goes once nothing of its is needed.
 
     told ─▶ it finishes what it generates ─▶ its samples are trained on, and in the record ─▶ it is let go
        └─ `leave` seconds later, or lost meanwhile ─▶ others make again what is not trained on ─▶ it is let go
@@ -17,6 +17,8 @@ from tandem.coordinator.scheduler.events import Action, LetGo, Say
 from tandem.coordinator.scheduler.groups import Group, GroupState
 from tandem.coordinator.scheduler.tables import Tables
 
+_STAYS = "was told to leave, and stays for what is left of the last step: there is no other"
+
 
 def take_leaving(tables: Tables, member: str) -> list[Action]:
     """Give an engine nothing more that was told to leave. One that is not in the table yet goes at once."""
@@ -31,6 +33,11 @@ def take_leaving(tables: Tables, member: str) -> list[Action]:
     engine = publication.engines.get(member)
     if engine is None or engine.leave_by is not None or engine.status is Status.ABSENT:
         return []
+    if tables.is_last and publication.engines.staying() == [member]:
+        if member in tables.told_to_leave:
+            return []
+        tables.told_to_leave[member] = None
+        return [Say(text=f"{member} {_STAYS}")]
     publication.engines.begin_to_leave(engine, tables.requests.now + tables.spec.deadlines.leave)
     num_groups = len(_needed(tables, engine.name))
     when = f"when {num_groups} rollout groups of its are trained on" if num_groups else "at once"

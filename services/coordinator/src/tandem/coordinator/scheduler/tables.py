@@ -60,7 +60,7 @@ class Tables:
         self.engines_to_begin: list[str] = []
         """Those that everything is set up with; others may join later."""
         self.told_to_leave: dict[str, None] = {}
-        """Engines that were, before everything was set up."""
+        """Engines that were, before everything was set up, or who stay nevertheless."""
         self.requests = PendingRequests(now, first_command_id)
         self.groups = GroupTable()
         self.assignment = assignment_for(spec.balance)
