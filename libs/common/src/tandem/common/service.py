@@ -227,14 +227,14 @@ def _keys(arguments: argparse.Namespace) -> MemberKeys:
         return decode_member_keys(file.read())
 
 
-def _heed_signals(launched_by: int) -> signals.EndWhenStuck | None:
+def _heed_signals(launched_by: int) -> signals.Watch | None:
     """End with the coordinator that launched this process, or else when this process is asked to."""
     if launched_by:
         die_with(launched_by)
         signals.leave_to_coordinator()
     elif _hears_of_signals():
         signals.interrupt_when_asked()
-        return signals.EndWhenStuck()
+        return signals.end_when_stuck()
     return None
 
 

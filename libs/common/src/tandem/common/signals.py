@@ -59,8 +59,13 @@ def interrupt_when_asked() -> None:
         signal.signal(number, interrupt)
 
 
-class EndWhenStuck:
-    """After such a request, has this process end in any case, also where a collective operation waits for ever."""
+def end_when_stuck() -> Watch:
+    """After such a request, have this process end in any case, also where a collective operation waits for ever."""
+    return Watch()
+
+
+class Watch:
+    """Ends this process a while after it was asked to, from a thread of its own."""
 
     def __init__(self) -> None:
         read, write = os.pipe()
