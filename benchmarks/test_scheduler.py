@@ -162,7 +162,9 @@ class Simulation:
             is_verified=True,
             max_replacements=0,
             balance=Balance(width=8, timeout_s=None),
-            deadlines=Deadlines(join=1e9, build=1e9, generate=1e9, train=1e9, evaluate=1e9, refit=1e9, save=1e9),
+            deadlines=Deadlines(
+                join=1e9, build=1e9, generate=1e9, train=1e9, evaluate=1e9, refit=1e9, save=1e9, leave=1e9
+            ),
         )
         self.scheduler = Scheduler(self.spec, 0.0)
         self.seconds_of_step: list[float] = []

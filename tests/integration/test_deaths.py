@@ -117,20 +117,20 @@ def test_a_terminal_that_closes_has_the_run_saved() -> None:
 
 
 def test_a_service_started_by_hand_leaves_when_it_is_asked_to_and_the_run_notices() -> None:
-    over = {"cluster": {"launch": {"trainers": 1, "refit": True}}, "grpo": {"max_num_steps": 8}}
+    over = {"cluster": {"launch": {"trainers": 1, "refit": True}}, "grpo": {"max_num_steps": 20, "val_period": 20}}
     with Command("coordinator", "up", write_config(over)) as run:
         address = run.wait_for(r"listens on (tcp://\S+)")[1]
         with Command("rollout", *joins(address)) as first:
-            run.wait_for("step 2/8")
+            run.wait_for("step 2/20")
             process_of(run, "trainer").send_signal(signal.SIGTERM)  # which was launched, and leaves it to the run
             first.signal(signal.SIGTERM)
             assert first.wait() == 0, first.output()
-            assert "rollout-0 leaves: interrupted" in first.output()
-            run.wait_for("rollout-0 is lost: it left: interrupted; start another")
+            assert "rollout-0 leaves: it was told to" in first.output()
+            run.wait_for("rollout-0 leaves the run: it was told to; the run waits for another: rollout --coordinator")
         with Command("rollout", *joins(address)) as second:
             assert run.wait() == 0, run.output()
             assert second.wait() == 0
-    assert [s.step for s in steps_of()] == list(range(1, 9))
+    assert [s.step for s in steps_of()] == list(range(1, 21))
 
 
 def test_a_service_is_asked_to_end_before_there_is_a_coordinator() -> None:

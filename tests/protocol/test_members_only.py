@@ -22,6 +22,7 @@ from tandem.common.messages import (
     Goodbye,
     Heartbeat,
     Hello,
+    Leaving,
     Listener,
     Problem,
     ResponseToScore,
@@ -40,7 +41,7 @@ from tandem.coordinator.api.reward_server import RewardServer
 from tandem.coordinator.api.rewards import reward_functions
 from tandem.coordinator.run.members import Listening, Pulse, Registry
 from tandem.coordinator.run.replies import Limits, Replies
-from tandem.coordinator.scheduler.events import Event, Joined, Lost
+from tandem.coordinator.scheduler.events import Event, Joined, Lost, ToldToLeave
 from tests.members import MEMBER, RUN, dealer_to, open_listening
 from tests.strangers import Tap, strangers
 
@@ -130,6 +131,28 @@ def test_who_is_lost_is_shut_out_by_its_key(registry: Registry) -> None:
     assert isinstance(event, Lost)
     assert event.why == "it left: the second leaves"
     for link in (first, second):
+        link.close("done")
+
+
+def test_rollouts_may_join_beside_those_that_are_waited_for_and_leave(listening: Listening) -> None:
+    limits = Limits(vocabulary=50, max_tokens=12, max_turns=2)
+    pulse = Pulse(interval_s=0.1, timeout_s=100.0)
+    registry = Registry(listening, {"rollout": 1}, SECRET, "run", pulse, Replies(limits), max_rollouts=3)
+    links = [join(registry, "rollout") for _ in range(3)]
+    assert [*registry.members] == ["rollout-0", "rollout-1", "rollout-2"]
+    reason = registry._refusal(hello("rollout")).reason
+    assert reason == "the run has its 3 rollout processes (cluster.max_rollouts) already"
+    links[2].send(encode(Leaving()))
+    assert isinstance(events(registry, lambda event: isinstance(event, ToldToLeave))[-1], ToldToLeave)
+    registry.dismiss("rollout-0", "it was told to", is_over=True, is_awaited=False)
+    registry.dismiss("rollout-2", "it is lost")
+    for link, is_awaited_anew in ((links[0], False), (links[2], True)):
+        received = link.receive(WAIT_S)
+        assert received is not None
+        assert received.message.is_awaited_anew == is_awaited_anew
+    links += [join(registry, "rollout"), join(registry, "rollout")]
+    assert [*registry.members] == ["rollout-1", "rollout-2", "rollout-0"], "who is lost is replaced first"
+    for link in links:
         link.close("done")
 
 

@@ -51,7 +51,7 @@ class Coordinator:
         self.known = KnownMembers(run, self.listening.hub.address, is_kept=True, earlier=earlier)
         pulse = Pulse(interval_s=0.1, timeout_s=patience_s, orphan_timeout_s=WAIT_S)
         replies = Replies(Limits(vocabulary=50, max_tokens=12, max_turns=2), AFTER - 1 if earlier else 0)
-        self.registry = Registry(self.listening, EXPECTED, b"{}", "run", pulse, replies, self.known)
+        self.registry = Registry(self.listening, EXPECTED, b"{}", "run", pulse, replies, known=self.known)
         if earlier is not None:
             self.registry.send_away(earlier.leaving)
             self.registry.expect_back(earlier.staying, ())

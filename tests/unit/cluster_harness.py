@@ -83,7 +83,7 @@ GRPO = RunSpec(
     allow_alias=True,
     is_verified=True,
     max_replacements=1,
-    deadlines=Deadlines(join=10, build=20, generate=30, train=40, evaluate=50, refit=5, save=60),
+    deadlines=Deadlines(join=10, build=20, generate=30, train=40, evaluate=50, refit=5, save=60, leave=70),
 )
 MEMORY = MemoryUse(peak=2, held=1)
 SFT = msgspec.structs.replace(GRPO, has_engines=False, expected={"trainer": 1}, validate_at_start=False)
@@ -229,7 +229,8 @@ class Cluster:
                 continue
             actions.append(action)
             if isinstance(action, DispatchPrompts):
-                self.begun_with[action.command_id] = self.plan.publication.engines[action.member].version
+                engine = self.plan.publication.engines.get(action.member)  # none if it is let go right after this
+                self.begun_with[action.command_id] = -1 if engine is None else engine.version
             if isinstance(action, Sent):
                 self.pending.append(action)
                 self.orders.append(action)

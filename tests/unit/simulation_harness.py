@@ -28,7 +28,7 @@ NUM_FIRST = 16
 """Steps before what is measured: nothing of them was drawn when it will be drawn later."""
 _FOREVER_S = 1e9
 _NEVER_LATE = Deadlines(
-    **dict.fromkeys(("join", "build", "generate", "train", "evaluate", "refit", "save"), _FOREVER_S)
+    **dict.fromkeys(("join", "build", "generate", "train", "evaluate", "refit", "save", "leave"), _FOREVER_S)
 )
 
 

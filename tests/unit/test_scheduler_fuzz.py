@@ -44,12 +44,14 @@ from tandem.coordinator.scheduler.events import (
     GroupSize,
     Interrupted,
     Joined,
+    LetGo,
     Lost,
     PublishCheckpoint,
     RecordRefit,
     Replace,
     Replied,
     Ticked,
+    ToldToLeave,
 )
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.replacements import Replacements
@@ -58,9 +60,12 @@ from tandem.coordinator.scheduler.transfers import processes_in
 
 LAST_STEP = 6
 NUM_ENGINES = 3
+NAMES = [f"rollout-{index}" for index in range(6)]
+"""Of all engines that there ever are."""
+LEAVE_S = 50.0
 MESHES = (PlannedMesh(name="the mesh", members=("trainer-0", "rollout-0", "rollout-1")),)
 """The third engine copies."""
-FOREVER = Deadlines(join=1e9, build=1e9, generate=1e9, train=1e9, evaluate=1e9, refit=1e9, save=1e9)
+FOREVER = Deadlines(join=1e9, build=1e9, generate=1e9, train=1e9, evaluate=1e9, refit=1e9, save=1e9, leave=LEAVE_S)
 BACKGROUND = (Attest, ConnectMesh)
 
 Order = Dispatch | DispatchPrompts | DispatchBatch
@@ -77,6 +82,10 @@ class Troubles(msgspec.Struct, frozen=True, kw_only=True):
     missing: float = 0.0
     tick: float = 0.0
     interrupt: float = 0.0
+    join: float = 0.0
+    leave: float = 0.0
+    hangs: float = 0.0
+    """Of those that were told to leave, how many must be made to."""
 
 
 class Weights:
@@ -126,6 +135,8 @@ class Harried(Cluster):
         """Of each step whose samples are missing, the engines that they are missing at."""
         self.num_missing: dict[int, int] = {}
         self.is_interrupted = False
+        self.num_joined = self.num_let_go = 0
+        self.present: set[str] = set()
         self.num_terms = 1
         self.begun_at = 0
         """How many actions there were before this term."""
@@ -158,6 +169,11 @@ class Harried(Cluster):
             case Dispatch(order=ConnectMesh(mesh=mesh, epoch=epoch)):
                 self.forget_pending(action, ConnectMesh)
                 self.epochs.setdefault((mesh, epoch), set()).add(action.member)
+            case LetGo(member=member, is_awaited=is_awaited):
+                self.end(member)
+                self.num_let_go += 1
+                if is_awaited:
+                    self.absent.append(member)
             case CommitStep(step=step, validated=validated):
                 for sample in validated:
                     assert all(w.version == step and w.is_proven for w in self.made_with[sample.components["made"]])
@@ -243,10 +259,19 @@ class Harried(Cluster):
         chance, troubles = self.random.random, self.troubles
         can = [action for action in self.pending if self.can_answer(action)]
         engines = [name for name in self.plan.publication.engines if name not in self.absent]
+        free = [name for name in NAMES if name not in self.present and name not in self.absent]
         self.now += 1.0
         if self.absent and (not can or chance() < 0.1):
             name = self.absent.pop(self.random.randrange(len(self.absent)))
+            self.present |= {name} - {"refit-0"}
             self.tell(Joined(now=self.now, member=name, kind="refit" if name == "refit-0" else "rollout"))
+        elif free and self.may_lose("") and chance() < troubles.join:
+            self.join(self.random.choice(free))
+        elif engines and self.may_lose("") and chance() < troubles.leave:
+            self.tell(ToldToLeave(now=self.now, member=self.random.choice(engines)))
+        elif troubles.hangs and (not can or chance() < troubles.hangs) and self.plan.publication.engines.leaving():
+            self.now += LEAVE_S
+            self.tell(Ticked(now=self.now))
         elif engines and self.plan.tables.has_started and chance() < troubles.loss:
             self.lose(self.random.choice(engines))
         elif troubles.service_loss and self.may_lose("refit-0") and chance() < troubles.service_loss:
@@ -268,7 +293,19 @@ class Harried(Cluster):
     def may_lose(self, name: str) -> bool:
         return self.plan.tables.has_started and self.plan.tables.error is None and name not in self.absent
 
+    def join(self, name: str) -> None:
+        self.num_joined += 1
+        self.present.add(name)
+        self.tell(Joined(now=self.now, member=name, kind="rollout"))
+
     def lose(self, name: str) -> None:
+        self.end(name)
+        if name not in self.plan.publication.engines.leaving():
+            self.absent.append(name)
+        self.tell(Lost(now=self.now, member=name, why="killed by SIGKILL"))
+
+    def end(self, name: str) -> None:
+        self.present.discard(name)
         for command_id in [i for i, job in self.jobs.items() if job.order.member == name]:
             self.give_up(command_id)
         self.pending = [action for action in self.pending if action.member != name]
@@ -276,15 +313,14 @@ class Harried(Cluster):
             members.discard(name)
         self.history[name] = []
         self.is_torn.discard(name)
-        self.absent.append(name)
-        self.tell(Lost(now=self.now, member=name, why="killed by SIGKILL"))
 
     def begin_term(self) -> None:
         """Go on with other trainers from the newest checkpoint, as `tandem.coordinator.run.terms` does."""
         done = self.commits()
         saved = [a.step for a in self.done if isinstance(a, PublishCheckpoint) and done and a.step <= done[-1]]
+        departed = self.plan.publication.engines.departed
         first = saved[-1] + 1 if saved else 1
-        spec = msgspec.structs.replace(self.plan.spec, first_step=first)
+        spec = msgspec.structs.replace(self.plan.spec, first_step=first, departed=tuple(departed))
         following = self.plan.requests.next_command_id
         self.plan = Scheduler(spec, self.now, is_informative, first_command_id=following)
         self.num_terms, self.begun_at = self.num_terms + 1, len(self.done)
@@ -292,10 +328,11 @@ class Harried(Cluster):
         self.pending, self.jobs, self.epochs = [], {}, {}
         self.history, self.is_torn, self.lacking, self.num_missing = {}, set(), {}, {}
         self.orders.clear()
-        for kind, count in spec.expected.items():
-            for name in (f"{kind}-{index}" for index in range(count)):
-                if name not in self.absent:
-                    self.give(Joined(now=self.now, member=name, kind=kind))
+        for name in self.present:
+            self.give(Joined(now=self.now, member=name, kind="rollout"))
+        for kind, name in (("trainer", "trainer-0"), ("trainer", "trainer-1"), ("refit", "refit-0")):
+            if name not in self.absent:
+                self.give(Joined(now=self.now, member=name, kind=kind))
 
     def commits(self) -> list[int]:
         """Return the steps that count: those of this term, and those before that it went on from."""
@@ -406,6 +443,7 @@ class Harried(Cluster):
 
     def run(self) -> Finish:
         self.join_all()
+        self.present |= {*self.plan.tables.members.all("rollout")}
         for _ in range(20_000):
             if self.plan.phase is Phase.FINISHED:
                 finish = self.done[-1]
@@ -426,7 +464,7 @@ class Harried(Cluster):
         return asked
 
 
-def make(seed: int, *, has_room: bool = True, loses_others: bool = False) -> Harried:
+def make(seed: int, *, has_room: bool = True, loses_others: bool = False, comes_and_goes: bool = False) -> Harried:
     """A run of which everything is drawn from its number."""
     draw = random.Random(seed)
     spec = msgspec.structs.replace(
@@ -452,6 +490,13 @@ def make(seed: int, *, has_room: bool = True, loses_others: bool = False) -> Har
         missing=draw.choice([0.0, 0.3]),
         tick=draw.choice([0.01, 0.1]),
     )
+    if comes_and_goes:
+        rates = {
+            "join": draw.choice([0.005, 0.02]),
+            "leave": draw.choice([0.005, 0.02]),
+            "hangs": draw.choice([0.0, 0.1]),
+        }
+        troubles = msgspec.structs.replace(troubles, **rates)
     cluster = Harried(seed, spec, troubles)
     if draw.random() < 0.5:
         cluster.adjust = with_mesh
@@ -494,6 +539,20 @@ def test_every_step_is_done_once_however_often_trainers_and_the_refit_service_ar
         num_services += sum(isinstance(a, Replace) and a.member == "refit-0" for a in cluster.done)
     assert num_terms > CHUNK, "trainers were lost"
     assert num_services > 0, "and so was the service"
+
+
+@pytest.mark.parametrize("chunk", range(8))
+def test_every_step_is_done_once_whichever_engines_come_and_go(chunk: int) -> None:
+    num_joined = num_let_go = 0
+    for seed in range(CHUNK * chunk, CHUNK * (chunk + 1)):
+        cluster = make(seed, comes_and_goes=True, loses_others=chunk % 2 == 1)
+        assert cluster.run() == Finish(outcome="finished"), f"seed {seed}"
+        assert cluster.commits()[-LAST_STEP:] == list(range(1, LAST_STEP + 1)), f"seed {seed}"
+        assert cluster.trained() == list(range(cluster.plan.spec.first_step, LAST_STEP + 1)), f"seed {seed}"
+        num_joined += cluster.num_joined
+        num_let_go += cluster.num_let_go
+    assert num_joined > 0
+    assert num_let_go > CHUNK
 
 
 @pytest.mark.parametrize("chunk", range(4))

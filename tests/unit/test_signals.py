@@ -137,3 +137,46 @@ print("still here", flush=True)
 """
     with running(STUCK + fork) as process:
         assert said(process) == "still here"
+
+
+LEAVES = """
+from tandem.common import signals
+if IS_LAUNCHED:
+    signals.leave_to_coordinator()
+else:
+    signals._STUCK_S = 0.5
+    signals.interrupt_when_asked()
+    watch = signals.end_when_stuck()
+    watch.leave_first()
+signals.leave_when_asked(lambda: print("leaves", flush=True), is_launched=IS_LAUNCHED)
+try:
+    print("ready", flush=True)
+    for line in iter(lambda: time.sleep(0.05), ""):
+        pass
+except KeyboardInterrupt:
+    print("ended", flush=True)
+"""
+
+
+@pytest.mark.parametrize("number", ALL, ids=[each.name for each in ALL])
+def test_who_leaves_is_asked_twice_at_once_and_goes_on_until_it_is_asked_again(number: signal.Signals) -> None:
+    with running(LEAVES.replace("IS_LAUNCHED", "False")) as process:
+        process.send_signal(number)
+        assert said(process) == "leaves"
+        process.send_signal(signal.SIGTERM)
+        assert said(process) == "leaves", "it is one request"
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1.0)  # it is not taken for stuck
+        process.send_signal(signal.SIGINT)
+        assert said(process) == "ended"
+
+
+def test_who_was_launched_leaves_when_it_is_asked_alone_and_not_when_all_are() -> None:
+    with running(LEAVES.replace("IS_LAUNCHED", "True")) as process:
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGHUP)
+        process.send_signal(signal.SIGTERM)
+        assert said(process) == "leaves"
+        time.sleep(2.5)
+        process.send_signal(signal.SIGTERM)
+        assert said(process) == "ended"

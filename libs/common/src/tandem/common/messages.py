@@ -591,6 +591,11 @@ class TrainerKeys(Message, frozen=True, kw_only=True, tag=True):
     """Of all trainers."""
 
 
+class Leaving(Message, frozen=True, kw_only=True, tag=True):
+    """The rollout was told to leave the run: it finishes what it was asked for, and waits for the `Shutdown` that lets
+    it go. Said again until then, in case it was lost."""
+
+
 # --- the sample plane: trainer to rollout and back --------------------------------------------------------------------
 
 SampleKey = tuple[Count, Count, Count]
@@ -848,7 +853,7 @@ ToTrainer = Admission | TrainerOrder
 FromTrainer = Membership | TrainerReply
 
 ToRollout = Admission | TrainerKeys | RolloutOrder
-FromRollout = Membership | RolloutReply
+FromRollout = Membership | Leaving | RolloutReply
 
 ToRefit = Admission | RefitOrder
 FromRefit = Membership | RefitReply

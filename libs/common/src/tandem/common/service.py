@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import secrets
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +33,7 @@ from tandem.common.messages import (
     Command,
     Failed,
     Hello,
+    Leaving,
     Message,
     ServiceKind,
     Shutdown,
@@ -60,6 +63,9 @@ class Member:
         self.run_id = welcome.run_id
         self.config: Config = _config_of(welcome)
         self._phase = "idle"
+        self._heartbeat_s = welcome.heartbeat_interval_s
+        self._is_leaving = False
+        self._say_leaving_at = -math.inf
         self._answered: OrderedDict[int, list[Frames]] = OrderedDict()
 
     @contextlib.contextmanager
@@ -78,6 +84,21 @@ class Member:
         frames = encode(message, arrays)
         self._answered.setdefault(command_id, []).append(frames)
         self._link.send(frames)
+
+    def leave(self) -> None:
+        """Take note that this process is to leave the run; in the handler of a signal."""
+        self._is_leaving = True
+
+    def say_if_leaving(self) -> None:
+        """Ask the coordinator to be let go, if this process is to leave: at once, and again until it is."""
+        now = time.monotonic()
+        if not self._is_leaving or now < self._say_leaving_at:
+            return
+        if self._say_leaving_at == -math.inf:
+            how = "it finishes what it has begun; told again it ends at once"
+            print(f"{self.name} was told to leave: {how}", flush=True)
+        self._say_leaving_at = now + self._heartbeat_s
+        self._link.send(encode(Leaving()))
 
     def wake(self) -> None:
         """Have `Service.work` called soon, from any thread."""
@@ -163,7 +184,7 @@ def run_service(
         print(f"{kind}: waiting for a coordinator at {arguments.coordinator}, up to {timeout_s} s", flush=True)
 
     try:
-        _heed_signals(arguments.launched_by)
+        watch = _heed_signals(arguments.launched_by)
         keys = _keys(arguments)
         link: Link[Any] = Link(arguments.coordinator, kind, identity, incoming, keys, str(arguments.key_file or ""))
         welcome = link.join(hello, arguments.join_timeout, say_so)
@@ -177,6 +198,10 @@ def run_service(
     try:
         print(f"{welcome.member} joined {arguments.coordinator} (run {welcome.run_id})", flush=True)
         member = Member(link, welcome, arguments.coordinator)
+        if kind == "rollout" and _hears_of_signals():  # no other can be done without
+            signals.leave_when_asked(member.leave, is_launched=bool(arguments.launched_by))
+            if watch is not None:
+                watch.leave_first()
         with gc_tuning.paused():
             service = make_service(member)
         gc_tuning.keep()
@@ -202,14 +227,19 @@ def _keys(arguments: argparse.Namespace) -> MemberKeys:
         return decode_member_keys(file.read())
 
 
-def _heed_signals(launched_by: int) -> None:
+def _heed_signals(launched_by: int) -> signals.Watch | None:
     """End with the coordinator that launched this process, or else when this process is asked to."""
     if launched_by:
         die_with(launched_by)
         signals.leave_to_coordinator()
-    elif threading.current_thread() is threading.main_thread():  # no other hears of signals
+    elif _hears_of_signals():
         signals.interrupt_when_asked()
-        signals.end_when_stuck()
+        return signals.end_when_stuck()
+    return None
+
+
+def _hears_of_signals() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def _answer_orders(link: Link[Any], member: Member, service: Service) -> Shutdown:
@@ -219,6 +249,7 @@ def _answer_orders(link: Link[Any], member: Member, service: Service) -> Shutdow
     """
     busy = False
     while True:
+        member.say_if_leaving()
         try:
             received = link.receive(0.0 if busy else _IDLE_POLL_S)
         except WireError as error:

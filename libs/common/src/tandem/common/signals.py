@@ -2,12 +2,14 @@
 
 `timeout`, Slurm, systemd and a terminal signal all processes of a run at once. The coordinator alone acts on that: it
 finishes or abandons the step, saves, and ends what it has launched, which leaves such signals to it. A service that was
-started by hand acts on its own: it may be the only one that is asked.
+started by hand acts on its own: it may be the only one that is asked. So does any rollout that gets SIGTERM: it leaves,
+and the run goes on. Where the coordinator was asked as well, that is of no account.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import threading
@@ -17,6 +19,8 @@ from types import FrameType
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _OUTPUTS = (1, 2)
+ASKED_ONCE_S = 2.0
+"""Signals that ask a process to end within so long of each other are one request, unless they are Ctrl-C."""
 _STUCK_S = 20.0
 """How long a process that was asked to end may be in a computation or a system call that hears of nothing."""
 
@@ -55,20 +59,68 @@ def interrupt_when_asked() -> None:
         signal.signal(number, interrupt)
 
 
-def end_when_stuck() -> None:
+def end_when_stuck() -> Watch:
     """After such a request, have this process end in any case, also where a collective operation waits for ever."""
-    read, write = os.pipe()
-    os.set_blocking(write, False)
-    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # or a child's signals would count
+    return Watch()
 
-    def watch() -> None:
-        while (number := os.read(read, 1)[0]) not in _ENDING:
+
+class Watch:
+    """Ends this process a while after it was asked to, from a thread of its own."""
+
+    def __init__(self) -> None:
+        read, write = os.pipe()
+        os.set_blocking(write, False)
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # or a child's signals would count
+        self._read = read
+        self._requests = _Requests(is_first_for_good=True)
+        threading.Thread(target=self._watch, daemon=True, name="signals").start()
+
+    def leave_first(self) -> None:
+        """Take the next request for one to leave, after which the process goes on."""
+        self._requests = _Requests(is_first_for_good=False)
+
+    def _watch(self) -> None:
+        while (number := os.read(self._read, 1)[0]) not in _ENDING or not self._requests.is_for_good(number):
             pass
         time.sleep(_STUCK_S)
         os._exit(128 + number)
 
-    threading.Thread(target=watch, daemon=True, name="signals").start()
+
+class _Requests:
+    """Tells requests to leave from those to end at once: the next one, unless it comes with the first."""
+
+    def __init__(self, *, is_first_for_good: bool) -> None:
+        self._first_at: float | None = -math.inf if is_first_for_good else None
+
+    def is_for_good(self, number: int) -> bool:
+        """Take a request; tell whether the process is to end at once."""
+        now = time.monotonic()
+        if self._first_at is None:
+            self._first_at = now
+            return False
+        # `timeout` and systemd ask twice at once; only who presses Ctrl-C again means it.
+        return number == signal.SIGINT or now - self._first_at > ASKED_ONCE_S
+
+
+def leave_when_asked(leave: Callable[[], None], *, is_launched: bool) -> None:
+    """Have the first request of this process call `leave`, and the next one raise `KeyboardInterrupt`.
+
+    Of a process that was launched, Ctrl-C and a terminal that closes ask whoever has launched it, and not this one.
+    """
+    requests = _Requests(is_first_for_good=False)
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if requests.is_for_good(number):
+            for each in numbers:
+                if each != signal.SIGINT:
+                    signal.signal(each, _go_on)
+            raise KeyboardInterrupt
+        leave()
+
+    numbers = [signal.SIGTERM] if is_launched else _heard()
+    for number in numbers:
+        signal.signal(number, handle)
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ LINKS: dict[str, UnionType | type[messages.Message]] = {
     "Coordinator to trainer": messages.TrainerOrder,
     "Trainer to coordinator": messages.TrainerReply,
     "Coordinator to rollout": messages.TrainerKeys | messages.RolloutOrder,
-    "Rollout to coordinator": messages.RolloutReply,
+    "Rollout to coordinator": messages.Leaving | messages.RolloutReply,
     "Coordinator to refit": messages.RefitOrder,
     "Refit to coordinator": messages.RefitReply,
     "Trainer to rollout": messages.ToSampleStore,

@@ -60,6 +60,8 @@ class Past(msgspec.Struct, frozen=True, kw_only=True):
     """Above that of every order."""
     num_replaced: int = 0
     """Processes that were; trainers that were started again together count once."""
+    departed: tuple[str, ...] = ()
+    """Engines that have left, in whose place there is none."""
     has_started: bool = False
     """Whether one has got as far as its first step."""
 
@@ -113,7 +115,7 @@ def assemble(
         samples_folder=str(samples.path),
         reward_server=invocation.reward_server,
     )
-    spec = msgspec.structs.replace(spec, num_replaced=past.num_replaced)
+    spec = msgspec.structs.replace(spec, num_replaced=past.num_replaced, departed=past.departed)
     run_id = opened.journal.run_id
     sources = _serve_record(algorithm, members.registry, run_id, start.first_step, stack)
     recorder = _recorder(config, opened, checkpoints, samples, spec, past, stack)
@@ -143,7 +145,8 @@ def first_command_id(opened: Opened) -> int:
 def _registry(config: Config, opened: Opened, pulse: Pulse, known: KnownMembers) -> Registry:
     replies = Replies(Limits.of(config), first_command_id(opened) - 1)
     expected, run_id = expected_processes(config), opened.journal.run_id
-    return Registry(opened.listening, expected, config_to_json(config), run_id, pulse, replies, known)
+    most = config.cluster.max_rollouts
+    return Registry(opened.listening, expected, config_to_json(config), run_id, pulse, replies, most, known)
 
 
 def _sign_of_life(invocation: Invocation) -> Callable[[], None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import signal
 import sys
@@ -116,7 +117,9 @@ class LocalProcesses:
         self._running: dict[str, Launched] = {}
         """By their names."""
         self._launched: dict[str, ServiceKind] = {}
-        """Every process ever launched, by name."""
+        """Every process ever launched, by name; not those that were let go."""
+        self._leaving: list[tuple[float, Launched]] = []
+        """Those that were let go, and when they must have ended."""
 
     def start(self, kind: ServiceKind, number: int) -> Launched:
         """Start one process; its output goes to ``<kind>-<number>.log`` in the log folder."""
@@ -172,8 +175,16 @@ class LocalProcesses:
         """Tell whether a process of the name was ever started here."""
         return name in self._launched
 
+    def let_go(self, name: str, grace_s: float) -> None:
+        """Give a process so long to end that was told to go; that it ends is no loss."""
+        self._launched.pop(name, None)
+        launched = self._running.pop(name, None)
+        if launched is not None:
+            self._leaving.append((time.monotonic() + grace_s, launched))
+
     def died(self) -> list[Launched]:
-        """Return the processes that ended since the last call."""
+        """Return the processes that ended since the last call, but for those that were let go."""
+        self._end_leaving(time.monotonic())
         dead = [launched for launched in self._running.values() if launched.process.poll() is not None]
         for launched in dead:
             del self._running[launched.name]
@@ -182,12 +193,20 @@ class LocalProcesses:
     def stop(self, grace_s: float) -> None:
         """Wait `grace_s` for the processes to end, then kill them: they leave other signals to this one."""
         self._wait(grace_s)
+        self._end_leaving(math.inf)
         for launched in self._running.values():
             launched.process.kill()
         self._wait(_KILLED_S)
 
+    def _end_leaving(self, now: float) -> None:
+        """Kill those that were let go and have not ended in time."""
+        self._leaving = [each for each in self._leaving if each[1].process.poll() is None]
+        for until, launched in self._leaving:
+            if now > until:
+                launched.process.kill()
+
     def _wait(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while self._running and time.monotonic() < deadline:
+        while (self._running or self._leaving) and time.monotonic() < deadline:
             self.died()
             time.sleep(0.02)

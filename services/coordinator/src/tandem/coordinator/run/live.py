@@ -7,6 +7,8 @@ from pathlib import Path
 import msgspec
 
 LIVE_NAME = "live.json"
+LEAVING = "leaving"
+"""The status of an engine that was told to."""
 
 
 class LiveEngine(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,6 +14,7 @@ from tandem.common.config import Config
 from tandem.common.placement import first_gpu_of_engines, gpus_per_engine
 from tandem.coordinator.run.journal import StepRecord
 from tandem.coordinator.run.live import (
+    LEAVING,
     LIVE_NAME,
     Live,
     LiveBuffer,
@@ -25,6 +26,8 @@ from tandem.coordinator.run.live import (
 from tandem.coordinator.run.members import Registry
 from tandem.coordinator.run.time_left import NUM_RECENT, seconds_left
 from tandem.coordinator.scheduler import Scheduler
+from tandem.coordinator.scheduler.arrivals import Stage
+from tandem.coordinator.scheduler.engines import Engine
 from tandem.coordinator.scheduler.groups import GroupState
 
 _PAUSE_S = 0.5
@@ -131,6 +134,7 @@ class LiveFile:
                 ages[max(0, publication.version - group.oldest_version)] += 1
         trained = progress.number if progress.is_trained else progress.number - 1
         engines = [publication.engines[name] for name in publication.engines]
+        arrivals = publication.arrivals.stages()
         return Live(
             at=time.time(),
             step=scheduler.step,
@@ -149,7 +153,7 @@ class LiveFile:
             engines=tuple(
                 LiveEngine(
                     name=engine.name,
-                    status=engine.status.value,
+                    status=_status(engine),
                     version=engine.version,
                     outstanding_tokens=scheduler.groups.num_tokens(engine.name),
                     in_flight=scheduler.groups.num_in_flight(engine.name),
@@ -157,7 +161,8 @@ class LiveFile:
                     device=self._device_of_engine(engine.name),
                 )
                 for engine in engines
-            ),
+            )
+            + tuple(self._arrival(registry, name, stage) for name, stage in arrivals.items()),
             trainers=tuple(self._trainer(scheduler, registry, name, trained) for name in _trainers(registry)),
             versions=LiveVersions(
                 trained=trained,
@@ -166,6 +171,18 @@ class LiveFile:
             ),
             failures=self._num_failures,
             notes=tuple(self._notes),
+        )
+
+    def _arrival(self, registry: Registry, name: str, stage: Stage) -> LiveEngine:
+        """Return an engine that is on its way into the run."""
+        return LiveEngine(
+            name=name,
+            status=stage.value,
+            version=-1,
+            outstanding_tokens=0,
+            in_flight=0,
+            host=_host(registry, name),
+            device=self._device_of_engine(name),
         )
 
     def _trainer(self, scheduler: Scheduler, registry: Registry, name: str, trained: int) -> LiveTrainer:
@@ -206,6 +223,11 @@ class LiveFile:
 def _trainers(registry: Registry) -> list[str]:
     names = [name for name in registry.members if name.startswith("trainer-")]
     return sorted(names, key=lambda name: int(name.rpartition("-")[2]))
+
+
+def _status(engine: Engine) -> str:
+    """Say how far an engine is, or that it was told to leave."""
+    return engine.status.value if engine.leave_by is None or engine.is_vacant else LEAVING
 
 
 def _host(registry: Registry, name: str) -> str:

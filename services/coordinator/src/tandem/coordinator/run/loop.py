@@ -31,6 +31,7 @@ from tandem.common.messages import (
     Trained,
     TrainerBuilt,
 )
+from tandem.common.signals import ASKED_ONCE_S
 from tandem.common.wire import Arrays, Frames, encode
 from tandem.coordinator.algorithms.running import RunningAlgorithm, group_sizes
 from tandem.coordinator.run.batches import Batches
@@ -56,6 +57,7 @@ from tandem.coordinator.scheduler.events import (
     Finish,
     Interrupted,
     KeptFound,
+    LetGo,
     Lost,
     PromptsDrawn,
     PublishCheckpoint,
@@ -66,6 +68,7 @@ from tandem.coordinator.scheduler.events import (
     StepRecorded,
     StepValidated,
     Ticked,
+    ToldToLeave,
 )
 from tandem.coordinator.scheduler.kept import KeptGroup, Place
 
@@ -75,8 +78,8 @@ _CAUSE_S = 0.5
 _POLL_S = 0.1
 _RELEASE_S = 60.0
 """Deadline of an order that nobody waits for."""
-_ASKED_ONCE_S = 2.0
-"""Signals that ask the run to end within so long of each other are one request, unless they are Ctrl-C."""
+_LEAVES_S = 10.0
+"""How long a launched process may take to end that is let go."""
 _RESEND_AFTER = 0.5
 """Share of its deadline after which an unanswered order is sent once more; receivers know a repetition by its id."""
 
@@ -92,7 +95,7 @@ class Interrupts:
         """Count a signal."""
         # `timeout` and systemd ask twice at once; only who presses Ctrl-C again means it.
         now = time.monotonic()
-        if number == signal.SIGINT or now - self._asked_at > _ASKED_ONCE_S:
+        if number == signal.SIGINT or now - self._asked_at > ASKED_ONCE_S:
             self._count += 1
         self._asked_at = now
 
@@ -162,8 +165,7 @@ class Loop:
         while self._finish is None:
             self._show_life()
             for name in self._registry.not_back():
-                self.lost[name] = _NOT_BACK
-                self._replace(name, _NOT_BACK)
+                self._miss(name)
             for event in self._events():
                 self._keep(event)
                 self._handle(event)
@@ -181,9 +183,12 @@ class Loop:
     def _events(self) -> Iterator[Event]:
         """Wait for what happens next, `_POLL_S` at most, and end with a tick."""
         errors: dict[str, Erred] = {}
+        leaving: list[ToldToLeave] = []
         for event, _ in self._registry.receive(_POLL_S):  # no reply has arrays
             if isinstance(event, Erred):
                 errors[event.member] = event
+            elif isinstance(event, ToldToLeave):
+                leaving.append(event)
             else:
                 yield event
         lost = self._losses(_CAUSE_S if errors else 0.0)
@@ -192,6 +197,7 @@ class Loop:
         while self._interrupts.take():
             self._recorder.note("interrupted: finishing or abandoning the step; press Ctrl-C again to stop at once")
             yield Interrupted(now=now)
+        yield from leaving
         # Who fails for want of another is heard before that one's death is seen, and is not to blame.
         yield from (event for event in lost if event.member not in errors)
         yield from errors.values()
@@ -259,8 +265,8 @@ class Loop:
                 self._keep_record(action)
             case DiscardSamples():
                 self._recorder.record_discarded(action)
-            case Replace(member=member, why=why):
-                self._replace(member, why)
+            case Replace() | LetGo():
+                self._do_without(action)
             case RecordRefit():
                 self._recorder.record_refit(action, self._refits)
                 self._refits = RefitMetrics()
@@ -334,6 +340,14 @@ class Loop:
                 release = ReleaseSamples(command_ids=done, **self._scheduler.requests.notice(_RELEASE_S))
                 self._registry.send(member, encode(release))
 
+    def _do_without(self, action: Replace | LetGo) -> None:
+        """Have the run go on without a process, or with another in its place."""
+        match action:
+            case Replace(member=member, why=why):
+                self._replace(member, why)
+            case LetGo():
+                self._let_go(action)
+
     def _replace(self, member: str, why: str) -> None:
         """Launch a process in the place of one that is lost, or ask for one if the lost one was started by hand."""
         del self.lost[member]
@@ -349,6 +363,26 @@ class Loop:
             self._registry.reserve(*launched)
             how = "another is launched in its place"
         self._recorder.note(f"{member} is lost: {why}; {how}")
+
+    def _miss(self, member: str) -> None:
+        """Have another in the place of a member of an earlier coordinator, if the run needs one there."""
+        if self._registry.needs(member):
+            self.lost[member] = _NOT_BACK
+            self._replace(member, _NOT_BACK)
+        else:
+            self._registry.dismiss(member, _NOT_BACK, is_over=True, is_awaited=False)
+            self._recorder.note(f"{member} is lost: {_NOT_BACK}")
+
+    def _let_go(self, action: LetGo) -> None:
+        """Have an engine go in whose place none is launched."""
+        member = action.member
+        self.lost.pop(member, None)
+        self._registry.dismiss(member, action.why, is_over=True, is_awaited=action.is_awaited)
+        self._processes.let_go(member, _LEAVES_S)
+        self._onlookers.lost(member)
+        self._generated.pop(member, None)
+        how = f"; the run waits for another: {self._registry.how_to_join('rollout')}" if action.is_awaited else ""
+        self._recorder.note(f"{member} leaves the run: {action.why}{how}")
 
     def _commit(self, action: CommitStep) -> None:
         for line in self._algorithm.describe(self._recorder.examples(action.step, action.validated)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import shlex
 import time
@@ -25,6 +26,7 @@ from tandem.common.messages import (
     Goodbye,
     Heartbeat,
     Hello,
+    Leaving,
     Message,
     Order,
     Refused,
@@ -36,7 +38,7 @@ from tandem.common.messages import (
 from tandem.coordinator.run.known_members import KnownMembers
 from tandem.coordinator.run.launch import Launched
 from tandem.coordinator.run.replies import Replies
-from tandem.coordinator.scheduler.events import Erred, Event, Joined, Lost, Replied
+from tandem.coordinator.scheduler.events import Erred, Event, Joined, Lost, Replied, ToldToLeave
 
 _CODECS: dict[ServiceKind, wire.Codec[Any]] = {
     "trainer": wire.Codec(FromTrainer),
@@ -46,6 +48,8 @@ _CODECS: dict[ServiceKind, wire.Codec[Any]] = {
 _hello_codec: wire.Codec[Hello] = wire.Codec(Hello)
 _MOST_ENROLLED = 10_000
 _ANOTHER_GOES_ON = "another coordinator goes on with the run, and this process is started again"
+_MOST_ROLLOUTS = 1_000_000
+"""Where nothing else is said."""
 
 
 class Pulse(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,7 +101,8 @@ class Registry:
     """Turns what arrives at the hub into events, and names into connections.
 
     Launched processes keep the number they were launched with; processes started by hand get the numbers after those,
-    in the order in which they join. All are known by their keys: one that is lost is shut out by its key.
+    in the order in which they join, or that of one that is awaited. All are known by their keys: one that is lost is
+    shut out by its key.
     """
 
     def __init__(
@@ -108,9 +113,13 @@ class Registry:
         run_id: str,
         pulse: Pulse,
         replies: Replies,
+        max_rollouts: int | None = None,
         known: KnownMembers | None = None,
     ) -> None:
-        """`known` is told who is admitted."""
+        """`max_rollouts` may be in the run at once, where it has any; as many as come if None.
+
+        `known` is told who is admitted.
+        """
         self._known = known
         self._hub = listening.hub
         self.how_to_join = listening.how_to_join
@@ -124,6 +133,9 @@ class Registry:
         """How often these have changed."""
         self._all_told = True
         self._expected = expected
+        self._places: dict[ServiceKind, range] = {kind: range(count) for kind, count in expected.items()}
+        if expected.get("rollout"):
+            self._places["rollout"] = range(_MOST_ROLLOUTS if max_rollouts is None else max_rollouts)
         self._config_json = config_json
         self._run_id = run_id
         self._pulse = pulse
@@ -136,6 +148,8 @@ class Registry:
         """The names of those among them whose processes are there for certain."""
         self._leaving: dict[Key, None] = {}
         """The keys of others, which are told to go."""
+        self._awaited: dict[str, None] = {}
+        """Names of members that are gone, in whose place the run needs others: these come first."""
         self._by_peer: dict[wire.Peer, Member] = {}
         self.members: dict[str, Member] = {}
         self._last_beat = time.monotonic()
@@ -182,6 +196,11 @@ class Registry:
         self._expected_until = math.inf
         return names
 
+    def needs(self, name: str) -> bool:
+        """Tell whether the run cannot do without the owner of a name: it is not one that has come beyond those."""
+        kind, _, index = name.rpartition("-")
+        return any(kind == expected and int(index) < count for expected, count in self._expected.items())
+
     def enrol(self, key: str) -> None:
         """Hear a process by a key that it has made itself."""
         self._enrolled[key] = None
@@ -191,15 +210,20 @@ class Registry:
             del self._enrolled[oldest]
             self._admitted.remove(oldest)
 
-    def dismiss(self, name: str, reason: str) -> None:
+    def dismiss(self, name: str, reason: str, *, is_over: bool = False, is_awaited: bool = True) -> None:
         """Free the name of a member that is lost, or is to start again, and tell it to go: it may only be hanging.
 
-        Nothing that it still sends is heard, and it cannot come back.
+        Nothing that it still sends is heard, and it cannot come back. If `is_over`, it is not to start again either;
+        `is_awaited` says whether another is to have the name before any other name.
         """
+        self._awaited.pop(name, None)
+        if is_awaited:
+            self._awaited[name] = None
         member = self.members.pop(name, None)
         if member is not None:
             del self._by_peer[member.peer]
-            self._hub.send(member.peer, wire.encode(Shutdown(reason=reason[:MAX_TEXT], is_awaited_anew=True)))
+            shutdown = Shutdown(reason=reason[:MAX_TEXT], is_awaited_anew=not is_over)
+            self._hub.send(member.peer, wire.encode(shutdown))
             self._admitted.remove(member.peer.key)
             self._note_trainers(member)
         self._replies.forget(name)
@@ -278,6 +302,8 @@ class Registry:
                 return None
             case Hello():
                 return None  # sent again before the welcome arrived
+            case Leaving():
+                return ToldToLeave(now=now, member=member.name)
             case Goodbye(reason=reason):
                 return Lost(now=now, member=member.name, why=f"it left: {reason}")
             case reply:
@@ -336,6 +362,7 @@ class Registry:
         )
         self._hub.send(peer, wire.encode(welcome))
         self._enrolled.pop(peer.key, None)
+        self._awaited.pop(name, None)
         self._note_trainers(member)
         self._all_told = False
         return Joined(now=now, member=name, kind=hello.service)
@@ -345,14 +372,17 @@ class Registry:
             name = self._reserved[key]
             return name if name not in self.members and name.startswith(f"{hello.service}-") else None
         taken = {*self.members, *self._reserved.values()}
-        places = range(self._expected.get(hello.service, 0))
+        places = self._places.get(hello.service, range(0))
+        first = [name for name in self._awaited if name.startswith(f"{hello.service}-")]
         if hello.index is not None:
-            places = range(hello.index, hello.index + (hello.index in places))
-        names = [f"{hello.service}-{index}" for index in places]
-        free = [name for name in names if name not in taken]
-        # A process that was just started is there, and of one that is expected back nobody knows.
+            places, first = range(hello.index, hello.index + (hello.index in places)), []
+        wanted = range(min(places.stop, self._expected.get(hello.service, 0)))[places.start :]
+        names = [*first, *(f"{hello.service}-{index}" for index in wanted)]
+        # Of one that is expected back nobody knows whether it comes, unless its process was just started.
         vague = [name for name in names if name in self._expected_back and name not in self._is_launched]
-        return next(iter([*free, *vague]), None)
+        more = (f"{hello.service}-{index}" for index in range(max(places.start, wanted.stop), places.stop))
+        free, beyond = ((name for name in group if name not in taken) for group in (names, more))
+        return next(itertools.chain(free, vague, beyond), None)
 
     def _give_up(self, name: str) -> None:
         """Keep the name for nobody who is expected back."""
@@ -363,8 +393,9 @@ class Registry:
 
     def _refusal(self, hello: Hello) -> Refused:
         """Say why there is no place for a process."""
-        wanted = self._expected.get(hello.service, 0)
-        processes = f"{wanted} {hello.service} process{'' if wanted == 1 else 'es'}"
+        wanted = len(self._places.get(hello.service, range(0)))
+        most = " (cluster.max_rollouts)" if wanted > self._expected.get(hello.service, 0) else ""
+        processes = f"{wanted} {hello.service} process{'' if wanted == 1 else 'es'}{most}"
         if hello.index is None:
             return Refused(reason=f"the run has its {processes} already")
         if hello.index < wanted:

@@ -90,6 +90,7 @@ def run_spec(
             evaluate=deadlines.evaluate_s,
             refit=deadlines.refit_s,
             save=deadlines.save_s,
+            leave=deadlines.leave_s,
         ),
     )
 

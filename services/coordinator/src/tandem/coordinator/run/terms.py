@@ -199,6 +199,7 @@ class Terms:
             next_command_id=tables.requests.next_command_id,
             num_replaced=self._past.num_replaced + loop.num_replaced,
             has_started=self._past.has_started or tables.has_started,
+            departed=tuple(sorted(tables.publication.engines.departed)),
         )
         # A process that does not get as far as the first step would not get there again.
         if finish.error is None or not self._past.has_started or tables.is_interrupted:

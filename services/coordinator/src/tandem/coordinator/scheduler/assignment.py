@@ -49,6 +49,14 @@ class Assignment(Protocol):
         """Take note that an engine has nothing to generate any more, and is as good as new when it can generate."""
         ...
 
+    def move(self, engine: str, others: Sequence[str]) -> bool:
+        """Have what waits for an engine that leaves wait for others; return whether anything did."""
+        ...
+
+    def forget(self, engine: str) -> None:
+        """Take note that an engine has left, and has nothing in flight."""
+        ...
+
     def overstayed(self, now: float) -> list[str]:
         """Return the engines whose groups are to move on, each once; call `withdraw_slow` for each."""
         ...
@@ -94,6 +102,16 @@ class PinnedAssignment:
     def withdraw(self, engine: str) -> None:
         """Nothing is known of an engine but what waits for it."""
 
+    def move(self, engine: str, others: Sequence[str]) -> bool:
+        """Pin what waits for an engine to others, one each in turn."""
+        groups = self._waiting.pop(engine, [])
+        if groups:
+            self.add(groups, others)
+        return bool(groups)
+
+    def forget(self, engine: str) -> None:
+        """Nothing is known of an engine but what waits for it."""
+
     def overstayed(self, now: float) -> list[str]:
         """Nobody is ever too slow."""
         return []
@@ -132,6 +150,10 @@ class BalancedAssignment:
         self._timeout_s = timeout_s
         self._waiting: deque[Group] = deque()
         self._loads: dict[str, _Load] = {}
+        self._leaving: set[str] = set()
+        """Engines that get nothing more."""
+        self._num_loads = 0
+        """Engines that there ever were."""
         self._least: list[tuple[int, int, str]] = []
         """A heap of outstanding tokens, place and name; an entry that is not as the engine is now is stale."""
         self._idle_since: float | None = None
@@ -156,8 +178,8 @@ class BalancedAssignment:
         unable: list[str] = []
         while self._waiting and self._least:
             num_tokens, place, engine = self._least[0]
-            load = self._loads[engine]
-            if (num_tokens, place) != (load.num_tokens, load.place) or not self._has_room(load):
+            load = self._loads.get(engine)
+            if load is None or (num_tokens, place) != (load.num_tokens, load.place) or not self._has_room(load):
                 heapq.heappop(self._least)
                 continue
             group = self._waiting[0]
@@ -184,15 +206,27 @@ class BalancedAssignment:
 
     def withdraw(self, engine: str) -> None:
         """Forget what an engine has to do."""
+        self._leaving.discard(engine)
         load = self._load(engine)
         load.clear()
         load.is_open = True
         self._update(engine)
 
+    def move(self, engine: str, others: Sequence[str]) -> bool:
+        """Nothing waits for one engine; but it has not become idle when it has nothing to do."""
+        self._leaving.add(engine)
+        return False
+
+    def forget(self, engine: str) -> None:
+        """Give the engine nothing more; what it has in the heap is stale."""
+        self._loads.pop(engine, None)
+        self._leaving.discard(engine)
+
     def overstayed(self, now: float) -> list[str]:
         """Return engines that have held groups too long while another had nothing to do; they get no more."""
         busy = [engine for engine, load in self._loads.items() if load.num_samples]
-        is_idle = any(load.is_open and not load.num_samples for load in self._loads.values())
+        staying = [load for engine, load in self._loads.items() if engine not in self._leaving]
+        is_idle = any(load.is_open and not load.num_samples for load in staying)
         if self._timeout_s is None or not busy or not is_idle:
             self._idle_since = None
             return []
@@ -212,7 +246,8 @@ class BalancedAssignment:
 
     def _load(self, engine: str) -> _Load:
         if engine not in self._loads:
-            self._loads[engine] = _Load(place=len(self._loads))
+            self._loads[engine] = _Load(place=self._num_loads)
+            self._num_loads += 1
         return self._loads[engine]
 
     def _has_room(self, load: _Load) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from tandem.common.errors import DeadlineExceeded, ServiceError
-from tandem.coordinator.scheduler import losses
+from tandem.coordinator.scheduler import departures, losses
 from tandem.coordinator.scheduler.engines import Status
 from tandem.coordinator.scheduler.events import Action
 from tandem.coordinator.scheduler.groups import GroupState
@@ -22,7 +22,7 @@ def check(tables: Tables) -> list[Action]:
     if tables.stage is Phase.JOINING and tables.watch.in_phase(tables.requests.now) > allowed_s:
         what = f"{tables.members.missing()} did not join within {allowed_s:g} s"
         raise DeadlineExceeded("coordinator", "waiting for processes to join", what)
-    given_up = _check_requests(tables)
+    given_up = [*_check_requests(tables), *departures.check(tables)]
     if tables.full and _is_stuck(tables):
         raise ServiceError(
             next(iter(tables.full)),

@@ -40,11 +40,16 @@ class EngineRecovery:
 
     def replace(self, engine: Engine, why: str) -> list[Action]:
         """Ask for a process in the place of an engine that is lost."""
+        self.vacate(engine)
+        return [Replace(member=engine.name, why=why)]
+
+    def vacate(self, engine: Engine) -> None:
+        """Wait for a process in the place of an engine."""
         self._engines.move(engine, Status.ABSENT, version=-1)
         engine.awaited = set()
         engine.replace_by = self._requests.now + self._spec.deadlines.join
+        self._engines.stay(engine)
         self._meshes.stop_connecting(engine.name)
-        return [Replace(member=engine.name, why=why)]
 
     def refit_again(self, engine: Engine) -> None:
         """Have an engine that is torn refitted once more."""

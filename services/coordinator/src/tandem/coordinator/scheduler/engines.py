@@ -46,14 +46,22 @@ class Engine:
         """To bring it to the current version."""
         self.replace_by = 0.0
         """When it must have been replaced; while it is absent."""
+        self.leave_by: float | None = None
+        """When it must have left, if it was told to: it gets nothing more to generate."""
+        self.is_vacant = False
+        """Whether it has left, as the last of all: its place is there until another engine joins."""
 
 
 class EngineTable:
     """All engines of the run, and which of them have which status."""
 
-    def __init__(self) -> None:
+    def __init__(self, departed: Iterable[str] = ()) -> None:
+        """`departed` have left before."""
         self._engines: dict[str, Engine] = {}
         self._by_status: dict[Status, dict[str, None]] = {status: {} for status in Status}
+        self._leaving: dict[str, None] = {}
+        self.departed = {*departed}
+        """Those that have left, and in whose place there is none."""
         self.num_attested = 0
         """Engines whose version is attested."""
 
@@ -76,9 +84,52 @@ class EngineTable:
     def fill(self, names: Iterable[str]) -> None:
         """Enter the engines of the run, each ready for a version."""
         self._engines = {name: Engine(name) for name in names}
+        self.departed.difference_update(self._engines)
         self._by_status = {status: {} for status in Status}
         self._by_status[Status.READY] = dict.fromkeys(self._engines)
+        self._leaving = {}
         self.num_attested = 0
+
+    def add(self, name: str) -> None:
+        """Enter one more engine, which may have to be connected; or take a place that is vacant."""
+        if name in self._engines:
+            self.remove(name)
+        self.departed.discard(name)
+        engines = {**self._engines, name: Engine(name)}
+        self._engines = {each: engines[each] for each in sorted(engines, key=lambda n: int(n.rpartition("-")[2]))}
+        self._engines[name].status = Status.CONNECTING
+        self._by_status[Status.CONNECTING][name] = None
+
+    def remove(self, name: str) -> None:
+        """Take an engine out that has left."""
+        engine = self._engines.pop(name)
+        self.departed.add(name)
+        self.attest(engine, is_attested=False)
+        del self._by_status[engine.status][name]
+        self._leaving.pop(name, None)
+
+    def begin_to_leave(self, engine: Engine, leave_by: float) -> None:
+        """Take note that an engine was told to leave."""
+        engine.leave_by = leave_by
+        self._leaving[engine.name] = None
+
+    def stay(self, engine: Engine) -> None:
+        """Take note that whoever comes in the place of an engine is not to leave."""
+        engine.leave_by = None
+        self._leaving.pop(engine.name, None)
+
+    def leave_vacant(self, engine: Engine) -> None:
+        """Keep the place of an engine that has left."""
+        self.begin_to_leave(engine, engine.replace_by)
+        engine.is_vacant = True
+
+    def leaving(self) -> list[str]:
+        """Return the engines that were told to leave, and a place that is vacant."""
+        return list(self._leaving)
+
+    def staying(self) -> list[str]:
+        """Return the others, in the order of their index."""
+        return [name for name in self._engines if name not in self._leaving]
 
     def names(self) -> list[str]:
         """Return all engines, in the order of their index."""

@@ -77,6 +77,13 @@ class Lost(msgspec.Struct, frozen=True, kw_only=True):
     why: str
 
 
+class ToldToLeave(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine was told to leave the run, and says so: once, or again and again."""
+
+    now: float
+    member: str
+
+
 class PromptsDrawn(msgspec.Struct, frozen=True, kw_only=True):
     """The prompts of the rollout groups that `DrawPrompts` asked for are known."""
 
@@ -106,7 +113,7 @@ class Interrupted(msgspec.Struct, frozen=True, kw_only=True):
     now: float
 
 
-Event = Joined | Replied | Erred | Lost | PromptsDrawn | KeptFound | Ticked | Interrupted
+Event = Joined | Replied | Erred | Lost | ToldToLeave | PromptsDrawn | KeptFound | Ticked | Interrupted
 
 
 # --- actions ---------------------------------------------------------------------------------------------------------
@@ -222,6 +229,15 @@ class Replace(msgspec.Struct, frozen=True, kw_only=True):
     why: str
 
 
+class LetGo(msgspec.Struct, frozen=True, kw_only=True):
+    """Have an engine go: it was told to leave, or cannot join."""
+
+    member: str
+    why: str
+    is_awaited: bool = False
+    """Whether the run cannot go on before another has joined."""
+
+
 class RecordRefit(msgspec.Struct, frozen=True, kw_only=True):
     """A version has reached these engines and is attested: write that to the journal."""
 
@@ -285,6 +301,7 @@ Action = (
     | DropKept
     | DiscardSamples
     | Replace
+    | LetGo
     | RecordRefit
     | PublishCheckpoint
     | CommitStep

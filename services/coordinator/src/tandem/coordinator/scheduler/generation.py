@@ -72,7 +72,8 @@ def assign(tables: Tables) -> list[Action] | None:
 def take_prompts(tables: Tables, drawn: PromptsDrawn) -> None:
     """Take the groups that were drawn: they wait for an engine."""
     groups = tables.groups.add(drawn.step, drawn.purpose, drawn.sizes)
-    tables.assignment.add(groups, tables.publication.engines.names())
+    engines = tables.publication.engines
+    tables.assignment.add(groups, engines.staying() or engines.names())
 
 
 def take_results(tables: Tables, member: str, finished: SamplesFinished) -> list[Action]:

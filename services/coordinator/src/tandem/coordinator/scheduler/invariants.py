@@ -24,6 +24,7 @@ def validate(scheduler: Scheduler) -> None:
     if scheduler.requests.num_for(Phase.COPYING):
         assert not scheduler.publication.engines.num_having(Status.REFITTING), "nobody reads what is being written"
     _validate_engines(scheduler)
+    _validate_comings_and_goings(scheduler)
     _validate_step(scheduler)
 
 
@@ -68,6 +69,24 @@ def _validate_engines(scheduler: Scheduler) -> None:
         waits = engine.status in (Status.BUILDING, Status.INSTALLING, Status.REFITTING)
         assert waits == bool(engine.awaited), f"{name}, {engine.status.value}, waits for {engine.awaited}"
         assert all(request in scheduler.requests for request in engine.awaited), f"{name} waits for what nobody owes"
+
+
+def _validate_comings_and_goings(scheduler: Scheduler) -> None:
+    publication = scheduler.publication
+    engines = publication.engines
+    for name in engines.leaving():
+        engine = engines[name]
+        assert engine.leave_by is not None, f"{name} is listed as leaving"
+        if engine.is_vacant:
+            assert engine.status is Status.ABSENT, f"{name} has left, and is {engine.status.value}"
+            assert not engines.staying(), f"the place of {name} is vacant, and there is another engine"
+            assert len(engines.leaving()) == 1, f"{name} was not the last to leave"
+        if not engines.staying():
+            continue
+        waiting = [group for group in scheduler.groups if group.state is GroupState.WAITING and group.engine == name]
+        assert not waiting or scheduler.spec.balance, f"{name} leaves, and groups wait for it"
+    for name in publication.arrivals.stages():
+        assert name not in engines or engines[name].is_vacant, f"{name} is in the run, and on its way into it"
 
 
 def _validate_step(scheduler: Scheduler) -> None:

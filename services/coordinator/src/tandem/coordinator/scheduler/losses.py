@@ -6,7 +6,8 @@
 |---|---|
 | rollout | it is replaced: its groups wait again, others go on |
 | refit service | it is replaced: another gets the layouts, and weights go on moving meanwhile |
-| either, of a run that was interrupted | nothing: it is asked for nothing more |
+| rollout that was told to leave, or is not ready yet that has joined later | nothing but that: others go on |
+| rollout or refit service, of a run that was interrupted | nothing: it is asked for nothing more |
 | trainer, or any before everything is set up | this schedule ends, once its last checkpoint is written |
 
 So many are replaced as `max_replacements` says. What follows the end of a schedule is decided by whoever has made it
@@ -20,8 +21,8 @@ from __future__ import annotations
 
 from tandem.common.errors import CommandFailed, ServiceLost
 from tandem.common.messages import Failed, ServiceKind
-from tandem.coordinator.scheduler import regeneration
-from tandem.coordinator.scheduler.events import Action
+from tandem.coordinator.scheduler import departures, regeneration
+from tandem.coordinator.scheduler.events import Action, Say
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.tables import Tables
 from tandem.coordinator.scheduler.transfers import SERVICE
@@ -30,20 +31,31 @@ from tandem.coordinator.scheduler.transfers import SERVICE
 def take_joined(tables: Tables, member: str, kind: ServiceKind) -> list[Action]:
     """Take note of a process; one in the place of an engine that was lost is brought to where the others are."""
     tables.members.add(member, kind)
+    publication = tables.publication
     if tables.error is not None:
         return []
-    if member in tables.publication.engines:
-        return tables.publication.take_replacement(member)
+    if member in publication.engines and not publication.engines[member].is_vacant:
+        return publication.take_replacement(member)
+    if kind == "rollout" and tables.stage is not Phase.JOINING:
+        publication.arrivals.add(member)
+        return [Say(text=f"{member} joins the run, beside those that it began with")]
     return tables.publication.take_service() if tables.publication.service.is_absent and kind == "refit" else []
 
 
 def take_loss(tables: Tables, member: str, why: str) -> list[Action]:
     """Go on without a process, as far as the run can. Raises `ServiceLost` if it cannot."""
     tables.recording.take_loss(member)
+    if tables.stage is None and tables.members.kind(member) is None:
+        return []  # it was let go
     if tables.saving.is_awaited_from(member):
         tables.saving.give_up()
     elif tables.error is not None:
         return []
+    engine = tables.publication.engines.get(member)
+    if member in tables.publication.arrivals:
+        return departures.turn_away(tables, member, why)
+    if engine is not None and engine.leave_by is not None:
+        return departures.depart(tables, engine, why)
     match tables.members.kind(member):
         case "rollout" | "refit" if tables.is_interrupted:
             tables.requests.drop(member)
@@ -57,8 +69,11 @@ def take_loss(tables: Tables, member: str, why: str) -> list[Action]:
 
 
 def is_replaceable(tables: Tables, member: str) -> bool:
-    """Tell whether a process would be replaced if it was lost now, without more ado."""
+    """Tell whether a process would be replaced, or done without, if it was lost now."""
     publication = tables.publication
+    engine = publication.engines.get(member)
+    if member in publication.arrivals or (engine is not None and engine.leave_by is not None):
+        return True
     if tables.stage is not None or tables.error is not None or tables.is_interrupted:
         return False
     return publication.replacements.are_left and (member in publication.engines or member == SERVICE)
@@ -71,6 +86,11 @@ def take_failure(tables: Tables, member: str, failed: Failed) -> list[Action]:
         return []
     if request.phase is Phase.RECORDING:
         return tables.recording.take_failure(failed.command_id, failed.error)
+    if member in tables.publication.arrivals:
+        return departures.turn_away(tables, member, failed.error)
+    if tables.publication.arrivals.is_planned_by(failed.command_id):
+        tables.publication.arrivals.refuse_planned(failed.error)
+        return []
     if tables.kept.is_restored(failed.command_id):
         return regeneration.make_instead(tables, member, failed)
     is_engine = tables.members.kind(member) == "rollout"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from tandem.common.messages import ServiceKind
 
@@ -10,13 +10,21 @@ from tandem.common.messages import ServiceKind
 class Membership:
     """The processes that have joined."""
 
-    def __init__(self, expected: Mapping[ServiceKind, int]) -> None:
-        self._expected = expected
+    def __init__(self, expected: Mapping[ServiceKind, int], departed: Collection[str] = ()) -> None:
+        """`departed` have left for good, of those that are counted."""
+        self._expected: dict[ServiceKind, list[str]] = {
+            kind: [name for name in (f"{kind}-{index}" for index in range(count)) if name not in departed]
+            for kind, count in expected.items()
+        }
         self._kinds: dict[str, ServiceKind] = {}
 
     def add(self, member: str, kind: ServiceKind) -> None:
         """Take note of a process that has joined, also in the place of one of the same name."""
         self._kinds[member] = kind
+
+    def remove(self, member: str) -> None:
+        """Take note of a process that has left."""
+        self._kinds.pop(member, None)
 
     def kind(self, member: str) -> ServiceKind | None:
         """Return what a process is, None if it has not joined."""
@@ -29,9 +37,13 @@ class Membership:
     @property
     def is_complete(self) -> bool:
         """Whether nobody is missing."""
-        return len(self._kinds) == sum(self._expected.values())
+        return not any(self._num_missing(kind) for kind in self._expected)
 
     def missing(self) -> str:
         """Return how many of which kinds have not joined; nothing if all have."""
-        absent = {kind: n - len(self.all(kind)) for kind, n in self._expected.items()}
+        absent = {kind: self._num_missing(kind) for kind in self._expected}
         return " and ".join(f"{n} {kind}" for kind, n in absent.items() if n > 0)
+
+    def _num_missing(self, kind: ServiceKind) -> int:
+        num = sum(name not in self._kinds for name in self._expected[kind])
+        return num if num or kind in self._kinds.values() else 1  # whoever they are, somebody has to be there

@@ -66,6 +66,11 @@ class Meshes:
         for mesh in [*self._connecting]:
             self._stop_connecting(mesh)
 
+    def has_others(self, engine: str) -> bool:
+        """Tell whether an engine is in a mesh with others: who gets weights from whom there is fixed."""
+        mesh = self._transfers.mesh_of(engine)
+        return mesh is not None and len(self._engines_in(mesh)) > 1
+
     def who_get_it_whole(self, able: list[str], version: int) -> list[str]:
         """Leave out engines to which another of their mesh would pass on what is older, or torn, or nothing."""
         if not self._transfers.plan.meshes:

@@ -7,7 +7,8 @@ One publication is a transaction of every engine, with one deadline::
 
 An engine is quarantined when its part of a refit fails, or when its digests differ from the trainers': it is refitted
 once more, and if that fails too, so does the run. One that is lost is replaced, and the new process is built, gets its
-transfer program, and is brought to the current version while trainers and other engines go on (`engine_recovery`).
+transfer program, and is brought to the current version while trainers and other engines go on (`engine_recovery`). So
+is one that joins beside the others (`arrivals`), and one may leave (`departures`).
 
 Where trainers keep a copy for engines to read (`RunSpec.keeps_copy`), a version begins with that copy and with the
 digests of what was copied. Trainers go on at once, and the copy is read, by engines that come late too, until the next
@@ -30,6 +31,7 @@ from tandem.common.messages import (
     VersionCommitted,
     WeightsCopied,
 )
+from tandem.coordinator.scheduler.arrivals import Arrivals
 from tandem.coordinator.scheduler.attestation import Attestation
 from tandem.coordinator.scheduler.engine_recovery import MOST_FAILURES, EngineRecovery
 from tandem.coordinator.scheduler.engines import Engine, EngineTable, Status
@@ -51,7 +53,7 @@ class Publication:
         self.spec = spec
         self.requests = requests
         self.transfers = Transfers(spec, requests)
-        self.engines = EngineTable()
+        self.engines = EngineTable(spec.departed)
         self.suspects: list[str] = []
         """Engines whose samples do not count any more; whoever reads it empties it."""
         self.version = -1
@@ -73,6 +75,11 @@ class Publication:
         self.attestation = Attestation(spec, requests, self.engines)
         self.meshes = Meshes(self.transfers, self.engines, requests)
         self.service = ServiceRecovery(spec, requests, self.transfers, self.attestation)
+        self.newcomers: list[str] = []
+        """Engines that have joined the others; whoever reads it empties it."""
+        self.arrivals = Arrivals(requests, self.transfers)
+        self.may_address_all = True
+        """Whether a refit can be for all that have a program, so that nobody need be named: nobody has left."""
         self._recovery = EngineRecovery(spec, requests, self.engines, self.transfers, self.meshes)
         self.replacements = Replacements(spec.max_replacements, spec.num_replaced)
 
@@ -135,6 +142,7 @@ class Publication:
         return (
             state is not None
             and state.status is Status.HOLDING
+            and state.leave_by is None
             and self._is_transferred_to(state)
             and (self.spec.updates_in_flight or not self.is_behind(state))
             and oldest_version <= state.version <= newest_version
@@ -142,6 +150,8 @@ class Publication:
 
     def overdue(self) -> DeadlineExceeded | None:
         """Return the error of a replacement that did not come in time."""
+        for name in self.engines.leaving() if len(self.arrivals) else ():  # it is not waited for whoever is there
+            self.engines[name].replace_by = self.requests.now + self.spec.deadlines.join
         return self._recovery.overdue() or self.service.overdue()
 
     @property
@@ -235,6 +245,7 @@ class Publication:
     def stop(self) -> None:
         """Ask nothing more of engines: the run is being interrupted."""
         self.meshes.stop()
+        self.arrivals.stop()
         self.engines.fill([])
         self.is_transferred = False
 
@@ -242,6 +253,11 @@ class Publication:
 
     def take_reply(self, member: str, reply: Reply) -> list[Action]:
         """Take a reply that answers a pending request of the weight plane or of its set-up."""
+        if member in self.arrivals or self.arrivals.is_planned_by(reply.command_id):
+            actions, entering = self.arrivals.take_reply(member, reply)
+            for name in entering:
+                self._enter(name)
+            return actions
         self.transfers.take(member, reply)
         match reply:
             case Attested(digests=digests):
@@ -302,6 +318,22 @@ class Publication:
             self.record = RefitProgress(started_at=self.requests.now, deadline=self.record.deadline)
         return self._recovery.replace(engine, why)
 
+    def let_go(self, engine: Engine, *, is_last: bool) -> None:
+        """Do without an engine that leaves. Where none is left, or others got weights from it, another must come."""
+        name = engine.name
+        self.requests.drop(name)
+        self.meshes.stop_connecting(name)
+        self._forget(engine)
+        while name in self.suspects:
+            self.suspects.remove(name)
+        self.may_address_all = False
+        if not is_last and not self.meshes.has_others(name):
+            self.engines.remove(name)
+            return
+        self._recovery.vacate(engine)
+        if is_last:
+            self.engines.leave_vacant(engine)
+
     def take_replacement(self, name: str) -> list[Action]:
         """Begin to bring a new process to where the others are."""
         return self._recovery.rebuild(name)
@@ -309,11 +341,12 @@ class Publication:
     def take_loss_of_service(self, doing: str, why: str) -> list[Action]:
         """Ask for a replacement of the refit service. Raises `ServiceLost` if too many were lost."""
         self.replacements.count(SERVICE, doing, why)
+        self.arrivals.plan_again()
         return self.service.replace(why)
 
     def take_service(self) -> list[Action]:
         """Tell a process in the place of the refit service what it has to know."""
-        return self.service.take_joined(self.trainers, self.engines.names())
+        return self.service.take_joined(self.trainers, [*self.engines.names(), *self.arrivals.planned()])
 
     def _take_committed(self, reply: VersionCommitted) -> None:
         attested, differing = self.attestation.take_compared(reply)
@@ -326,6 +359,13 @@ class Publication:
     def _make_readable(self) -> None:
         self.is_readable = True
         self.num_behind = self.engines.num_having(Status.HOLDING)
+
+    def _enter(self, name: str) -> None:
+        """Have an engine that has joined brought to where the others are."""
+        self.engines.add(name)
+        self.newcomers.append(name)
+        if self.is_transferred and not self.record.seconds:  # what comes is a refit of this engine alone
+            self.record = RefitProgress(started_at=self.requests.now, deadline=self.record.deadline)
 
     # --- one engine --------------------------------------------------------------------------------------------------
 

@@ -62,7 +62,7 @@ def _refit_engines(publication: Publication, is_free: Callable[[str], bool]) -> 
     quarantined = publication.record.quarantined  # of the version before, and in no record
     publication.record = RefitProgress(started_at=now, deadline=now + publication.spec.deadlines.refit)
     publication.record.quarantined = quarantined
-    return _refit(publication, takers, everybody=len(takers) == len(publication.engines))
+    return _refit(publication, takers, everybody=_is_for_all(publication, takers))
 
 
 def _may_take(publication: Publication, name: str, is_free: Callable[[str], bool]) -> bool:
@@ -71,6 +71,11 @@ def _may_take(publication: Publication, name: str, is_free: Callable[[str], bool
     if engine.status is Status.READY:
         return True
     return engine.version < publication.version and engine.is_attested and is_free(name)
+
+
+def _is_for_all(publication: Publication, takers: list[str]) -> bool:
+    """Tell whether a refit is for all that were planned for."""
+    return publication.may_address_all and len(takers) == len(publication.engines)
 
 
 def _refit(publication: Publication, takers: list[str], *, everybody: bool) -> list[Action]:

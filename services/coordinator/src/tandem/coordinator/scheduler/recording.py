@@ -53,6 +53,11 @@ class Recording:
         """Tell whether a part of a step, or of one before it, is yet to be written."""
         return any(step <= up_to for step, _ in self._num_bytes)
 
+    def is_awaited_from(self, rollout: str) -> bool:
+        """Tell whether a part of what a rollout has made is yet to be written, or another that it was asked for."""
+        parts = [*self._waiting, *self._asked.values()]
+        return any(part.rollout == rollout for part in parts) or any(self._requests.of(rollout, Phase.RECORDING))
+
     def begin(self, step: int, purpose: Purpose, rollouts: set[str]) -> bool:
         """Have all recorded that a step had of these rollouts, on which it has trained, or by which it was validated.
 

@@ -25,7 +25,7 @@ def discard(tables: Tables) -> list[Action] | None:
         engine = suspects.pop(0)
         groups = tables.groups.of_engine(engine, GroupState.IN_FLIGHT, GroupState.READY)
         if tables.groups.num_in_flight(engine) and tables.publication.engines[engine].status is not Status.ABSENT:
-            actions.append(_stop(tables, engine))
+            actions.append(stop(tables, engine))
         drop_generation(tables, engine)
         tables.assignment.withdraw(engine)
         actions += put_back(tables, groups)
@@ -73,7 +73,7 @@ def move_from_slow_engines(tables: Tables) -> list[Action]:
     moved: list[Group] = []
     for engine in tables.assignment.overstayed(tables.requests.now):
         moved += tables.groups.of_engine(engine, GroupState.IN_FLIGHT)
-        stops.append(_stop(tables, engine))
+        stops.append(stop(tables, engine))
         drop_generation(tables, engine)
     return [*stops, *put_back(tables, moved)]
 
@@ -92,13 +92,16 @@ def put_back(tables: Tables, groups: Sequence[Group]) -> list[Action]:
         numbers.setdefault((group.step, group.purpose), []).append(group.number)
     tables.groups.put_back(groups)
     tables.assignment.put_back(groups)
+    engines = tables.publication.engines
+    for engine in {str(group.engine) for group in groups if str(group.engine) not in engines}:  # it has left
+        tables.assignment.move(engine, engines.staying() or engines.names())
     return [
         DiscardSamples(step=step, purpose=purpose, groups=tuple(discarded))
         for (step, purpose), discarded in numbers.items()
     ]
 
 
-def _stop(tables: Tables, engine: str) -> Action:
+def stop(tables: Tables, engine: str) -> Action:
     """Have an engine give up what it generates."""
     group = tables.groups.of_engine(engine, GroupState.IN_FLIGHT)[0]
     fields = tables.requests.notice(tables.spec.deadlines.generate)

@@ -3,6 +3,8 @@
 | rule | fires when | and then |
 |---|---|---|
 | set up | everybody has done what the stage before asked for | build, plan, install, connect |
+| let go | nothing is needed any more of an engine that was told to leave | it goes |
+| welcome | an engine has joined that the run had not waited for | build it, plan for it |
 | publish | trainers hold a version that an engine lacks, and it may take it | refit it, attest it, record |
 | discard | an engine is lost or torn, or has made samples of what was not proven | its groups wait again |
 | record | a step has trained | rollouts write its samples to the record, beside what follows |
@@ -29,6 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from tandem.coordinator.scheduler.departures import let_go, welcome
 from tandem.coordinator.scheduler.ending import finish
 from tandem.coordinator.scheduler.events import Action
 from tandem.coordinator.scheduler.generation import assign, draw
@@ -50,6 +53,8 @@ def record(tables: Tables) -> list[Action] | None:
 SETTING_UP: tuple[Rule, ...] = (set_up,)
 """The rules until everything is set up."""
 RULES: tuple[Rule, ...] = (
+    let_go,
+    welcome,
     publish,
     discard,
     record,

@@ -26,7 +26,7 @@ from tandem.common.messages import (
     SamplesRecorded,
     Trained,
 )
-from tandem.coordinator.scheduler import deadlines, ending, generation, losses, regeneration, setting_up
+from tandem.coordinator.scheduler import deadlines, departures, ending, generation, losses, regeneration, setting_up
 from tandem.coordinator.scheduler.events import (
     Action,
     Erred,
@@ -38,6 +38,7 @@ from tandem.coordinator.scheduler.events import (
     PromptsDrawn,
     Replied,
     Ticked,
+    ToldToLeave,
 )
 from tandem.coordinator.scheduler.kept import KeptGroups
 from tandem.coordinator.scheduler.phases import Phase
@@ -118,6 +119,8 @@ def _apply(tables: Tables, event: Event) -> list[Action]:
             return losses.take_failure(tables, member, failed)
         case Lost(member=member, why=why):
             return losses.take_loss(tables, member, why)
+        case ToldToLeave(member=member):
+            return departures.take_leaving(tables, member)
         case PromptsDrawn():
             generation.take_prompts(tables, event)
             return []

@@ -50,7 +50,7 @@ class ServiceRecovery:
     def take_joined(self, trainers: Sequence[str], engines: Sequence[str]) -> list[Action]:
         """Tell a process that has taken its place what members hold and want."""
         self._replace_by = None
-        return self._transfers.order_plan(trainers, engines)
+        return [self._transfers.order_plan(trainers, engines)]
 
     def overdue(self) -> DeadlineExceeded | None:
         """Return the error of a replacement that did not come in time."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tandem.common.messages import BuildTrainer, OpenRendezvous, RendezvousOpened
+from tandem.coordinator.scheduler import departures
 from tandem.coordinator.scheduler.events import Action, Dispatch, FindKept
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.tables import Tables
@@ -13,11 +14,12 @@ def set_up(tables: Tables) -> list[Action] | None:
     assert tables.stage is not None, "a rule of the time before everything is set up"
     if tables.requests.num_for(tables.stage) or not tables.members.is_complete:
         return None
-    trainers, engines = tables.members.all("trainer"), tables.members.all("rollout")
+    trainers, engines = tables.members.all("trainer"), tables.engines_to_begin
     transfers = tables.publication.transfers
     match tables.stage:
         case Phase.JOINING:
             tables.stage = Phase.BUILDING
+            engines = tables.engines_to_begin = tables.members.all("rollout")
             meet = OpenRendezvous(**tables.open("trainer-0", Phase.BUILDING))
             return [
                 Dispatch(member="trainer-0", order=meet),
@@ -25,7 +27,7 @@ def set_up(tables: Tables) -> list[Action] | None:
             ]
         case Phase.BUILDING if tables.spec.has_engines:
             tables.stage = Phase.PLANNING
-            return [FindKept(), *transfers.order_plan(trainers, engines)]
+            return [FindKept(), transfers.order_plan(trainers, engines)]
         case Phase.PLANNING:
             tables.stage = Phase.INSTALLING
             return transfers.order_install()
@@ -35,6 +37,8 @@ def set_up(tables: Tables) -> list[Action] | None:
         case _:
             tables.stage = None
             said = tables.publication.begin(trainers, engines)
+            for engine in tables.told_to_leave:
+                said += departures.take_leaving(tables, engine)
             return [*said, *tables.publication.offer(tables.step, has_update=False)]
 
 

@@ -17,6 +17,7 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     evaluate: float
     refit: float
     save: float
+    leave: float
 
 
 class Balance(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +48,8 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Whether samples are generated, and weights moved to where that is done."""
     expected: dict[ServiceKind, int]
     """How many processes of each kind make the run complete."""
+    departed: tuple[str, ...] = ()
+    """Which of the engines among them have left in earlier terms: nobody waits for these."""
     first_step: int
     """The step to begin with: 1, or one after the step a resumed run was saved at."""
     last_step: int

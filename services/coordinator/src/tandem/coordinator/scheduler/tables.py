@@ -56,7 +56,11 @@ class Tables:
     def __init__(self, spec: RunSpec, now: float, is_informative: IsInformative, first_command_id: int) -> None:
         self.spec = spec
         self.is_informative = is_informative
-        self.members = Membership(spec.expected)
+        self.members = Membership(spec.expected, spec.departed)
+        self.engines_to_begin: list[str] = []
+        """Those that everything is set up with; others may join later."""
+        self.told_to_leave: dict[str, None] = {}
+        """Engines that were, before everything was set up, or who stay nevertheless."""
         self.requests = PendingRequests(now, first_command_id)
         self.groups = GroupTable()
         self.assignment = assignment_for(spec.balance)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
 from tandem.common.errors import CommandFailed
 from tandem.common.messages import (
     BuildEngine,
@@ -38,6 +40,8 @@ class Transfers:
         self._layouts: dict[str, dict[str, bytes]] = {}
         """Of each process, by part."""
         self._planned: TransfersPlanned | None = None
+        self._programmed: dict[str, dict[str, bytes]] = {}
+        """The layouts that the plan's programs are for."""
         self._epochs: dict[str, int] = {}
         """How often each mesh was connected."""
 
@@ -57,7 +61,7 @@ class Transfers:
             case EngineBuilt(layouts=layouts):
                 self._take_layouts(member, by_part(member, layouts))
             case TransfersPlanned() if self._planned is None:
-                self._planned = reply
+                self._planned, self._programmed = reply, dict(self._layouts)
             case TransfersPlanned():
                 pass  # of a service in the place of one that is lost: what is installed stays
             case Refitted():
@@ -79,7 +83,7 @@ class Transfers:
         """Whether the refit service is yet to answer that it knows all layouts."""
         return self._requests.num_for(Phase.PLANNING) > 0
 
-    def order_plan(self, trainers: Sequence[str], engines: Sequence[str]) -> list[Action]:
+    def order_plan(self, trainers: Sequence[str], engines: Sequence[str]) -> Dispatch:
         """Have all transfers planned from the layouts that trainers and engines sent."""
         order = PlanTransfers(
             sources={part: layout for name in trainers for part, layout in self._layouts[name].items()},
@@ -87,7 +91,33 @@ class Transfers:
             allow_alias=self._spec.allow_alias,
             **self._requests.open(SERVICE, Phase.PLANNING, self._build_s),
         )
-        return [Dispatch(member=SERVICE, order=order)]
+        return Dispatch(member=SERVICE, order=order)
+
+    def enter(self, engine: str, layouts: tuple[bytes, ...]) -> None:
+        """Take the layouts of an engine that joins, for which nothing is planned yet."""
+        self._layouts[engine] = by_part(engine, layouts)
+
+    def extend(self, engine: str, plan: TransfersPlanned) -> bool:
+        """Take the programs of an engine that joins from a plan for all; False if others would have to take part.
+
+        Those of others stay what they are, also where the new plan has changed them. So does that of an engine that
+        has left, for one in its place that wants the same: all that others need for it is installed.
+        """
+        parts = self._layouts[engine]
+        if self._programmed.get(engine) == parts:
+            return True
+        if any(engine in processes_in(mesh) for mesh in plan.meshes):
+            return False
+        self._programmed[engine] = parts
+        links = {link: count for link, count in plan.num_bytes.items() if link.rpartition(">")[2] in parts}
+        self._planned = msgspec.structs.replace(
+            self.plan,
+            programs={**self.plan.programs, **{part: plan.programs[part] for part in parts}},
+            num_bytes={**self.plan.num_bytes, **links},
+            predicted_s=plan.predicted_s,
+            bound_s=plan.bound_s,
+        )
+        return True
 
     def order_install(self, members: Iterable[str] | None = None) -> list[Action]:
         """Have programs bound: everybody's, or these members'."""

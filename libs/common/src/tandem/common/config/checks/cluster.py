@@ -57,6 +57,13 @@ def the_launch_fits_the_cluster(config: Config) -> None:
             raise Invalid(f"cluster.launch.{kind}", f"{launched} is more than cluster.{kind} ({expected})")
 
 
+def there_is_room_for_the_rollouts(config: Config) -> None:
+    """Those that are waited for may join."""
+    most, rollouts = config.cluster.max_rollouts, config.cluster.rollouts
+    if most is not None and most < rollouts:
+        raise Invalid("cluster.max_rollouts", f"{most} is fewer than cluster.rollouts ({rollouts})")
+
+
 def the_address_can_be_bound(config: Config) -> None:
     """ZeroMQ takes ``tcp://host:port``, or ``*`` for any free port."""
     match = re.fullmatch(r"tcp://[^/\s]+:(\*|\d+)", config.cluster.address)
@@ -76,6 +83,7 @@ def silence_outlasts_a_heartbeat(config: Config) -> None:
 RULES: tuple[Rule, ...] = (
     *where_it_rolls_out(there_are_rollouts, generation_fits_its_gpus),
     the_launch_fits_the_cluster,
+    there_is_room_for_the_rollouts,
     the_address_can_be_bound,
     silence_outlasts_a_heartbeat,
 )

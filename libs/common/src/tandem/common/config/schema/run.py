@@ -160,6 +160,9 @@ class Deadlines(Section, frozen=True, kw_only=True):
     """New. For one checkpoint."""
     evaluate_s: PositiveFloat = 300.0
     """New. For the loss of one validation batch."""
+    leave_s: PositiveFloat = 300.0
+    """New. For a rollout that was told to leave: to finish what it generates, and for trainers to fetch its samples.
+    Then it goes at once, and others make them again."""
 
 
 class LinkRates(Section, frozen=True, kw_only=True):
@@ -190,6 +193,9 @@ class Cluster(Section, frozen=True, kw_only=True):
     """New. Trainer processes, or ranks."""
     rollouts: NonNegativeInt
     """New. Rollout processes: generation engines. SFT and DPO have none, whatever this says."""
+    max_rollouts: PositiveInt | None = None
+    """New. How many rollouts the run may have at once. More than `cluster.rollouts` may be started by hand while it
+    goes on, and join it. null: as many as come."""
     launch: Literal["all", "none"] | Launch
     """New. What the coordinator launches on its own machine: all, none, or a count of each."""
     address: NonEmptyStr = "tcp://127.0.0.1:*"

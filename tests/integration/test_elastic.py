@@ -1,0 +1,171 @@
+"""Engines that are added to a run while it goes on, and told to leave it: its weights are those of a run left alone."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.coordinator.run.live import LiveEngine, read_live
+from tests.integration.by_hand import in_folder, last_weights, undisturbed_run
+from tests.integration.harness import (
+    Command,
+    all_gone,
+    deterministic,
+    joins,
+    merged,
+    process_of,
+    steps_of,
+    wait_until,
+    write_config,
+)
+
+NUM_STEPS = 24
+HELD = """
+import time
+from pathlib import Path
+from tandem.rollout.environments import Score
+
+class Held:
+    '''Scores nothing while the file `hold` is there; digits are worth something.'''
+
+    def score(self, problem, response):
+        while Path("hold").exists():
+            time.sleep(0.02)
+        share = sum(character.isdigit() for character in response) / (len(response) + 1)
+        return Score(reward=share, correct=share > 0.5)
+"""
+CONFIG: dict[str, Any] = {
+    "grpo": {"max_num_steps": NUM_STEPS, "val_period": 6},
+    "env": {"held": {"class": "held.Held"}},
+    "checkpointing": {"save_period": 4},
+}
+ASYNCHRONOUS: dict[str, Any] = {
+    "grpo": {"async_grpo": {"enabled": True, "max_trajectory_age_steps": 1}},
+    "loss_fn": {"use_importance_sampling_correction": True},
+    "policy": {"generation": {"colocated": {"enabled": False}}},
+    "cluster": {"rollouts": 2, "max_rollouts": 3, "deadlines": {"leave_s": 3.0}},
+}
+OF_ROUNDING = {"sampling_importance_ratio", "token_mult_prob_error"}
+"""Metrics that compare engines' numbers with trainers': the last bits depend on what is generated together."""
+
+
+def engines() -> dict[str, LiveEngine]:
+    """Return the engines of the run, by name."""
+    live = read_live(Path("run"))
+    return {} if live is None else {engine.name: engine for engine in live.engines}
+
+
+def generates(name: str) -> bool:
+    """Tell whether an engine has groups in flight."""
+    return name in engines() and engines()[name].in_flight > 0
+
+
+def hold() -> None:
+    """Have everything wait that is generated from now on."""
+    Path("hold").touch()
+
+
+def go_on() -> None:
+    """Have it go on."""
+    Path("hold").unlink()
+
+
+def await_engine(name: str) -> None:
+    """Wait until an engine generates."""
+    wait_until(lambda: generates(name), lambda: f"{name} to generate: {engines()}")
+
+
+def synchronous(run: Command) -> None:
+    """Add an engine, take the first one away, lose a trainer, take the last one away and bring another."""
+    address = run.wait_for(r"listens on (tcp://\S+)")[1]
+    run.wait_for(r"step 1/")
+    hold()
+    with Command("rollout", *joins(address)) as second:
+        run.wait_for("rollout-1 joins the run")
+        wait_until(lambda: engines().get("rollout-1", engines()["rollout-0"]).version >= 1, lambda: "it to be refitted")
+        go_on()
+        await_engine("rollout-1")
+        hold()
+        await_engine("rollout-0")
+        first = process_of(run, "rollout")
+        first.send_signal(signal.SIGTERM)
+        run.wait_for(r"rollout-0 was told to leave: it gets nothing more, and goes when \d+ rollout groups")
+        wait_until(lambda: engines()["rollout-0"].status == "leaving", lambda: "it to be shown")
+        go_on()
+        run.wait_for("rollout-0 leaves the run: it was told to\n")
+        assert all_gone([first], 30.0) == []
+        process_of(run, "trainer").kill()
+        run.wait_for("all trainers are started again")
+        await_engine("rollout-1")
+        assert [*engines()] == ["rollout-1"]
+        second.signal(signal.SIGTERM)
+        said = run.wait_for(r"rollout-1 leaves the run: it was told to; the run waits for another: rollout (.*)")[1]
+        assert second.wait() == 0, second.output()
+        assert "rollout-1 was told to leave: it finishes what it has begun; told again" in second.output()
+    with Command("rollout", *said.split()) as third:
+        assert run.wait() == 0, run.output()
+        assert third.wait() == 0, third.output()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path, str]]:
+    """Return the folders of a run that is left alone, and of one whose engines come and go, and what that has said."""
+    folder = tmp_path_factory.mktemp("elastic")
+    for name in ("alone", "elastic"):
+        (folder / name).mkdir()
+        (folder / name / "held.py").write_text(HELD)
+    alone = undisturbed_run(folder / "alone", CONFIG)
+    with in_folder(folder / "elastic"), Command("coordinator", "up", write_config(CONFIG)) as run:
+        synchronous(run)
+        yield alone, folder / "elastic" / "run", run.output()
+
+
+def test_engines_that_come_and_go_leave_weights_as_they_would_have_been(runs: tuple[Path, Path, str]) -> None:
+    alone, elastic, _ = runs
+    assert last_weights(elastic) == last_weights(alone)
+    for ours, theirs in zip(steps_of(elastic), steps_of(alone), strict=True):
+        found, wanted = deterministic(ours.metrics), deterministic(theirs.metrics)
+        assert found.keys() == wanted.keys()
+        assert {name: value for name, value in found.items() if name not in OF_ROUNDING} == {
+            name: value for name, value in wanted.items() if name not in OF_ROUNDING
+        }
+        assert [found[name] for name in OF_ROUNDING] == pytest.approx([wanted[name] for name in OF_ROUNDING])
+
+
+def test_who_leaves_is_no_loss_and_is_not_replaced(runs: tuple[Path, Path, str]) -> None:
+    _, _, said = runs
+    assert re.findall(r"(\S+) is lost", said) == ["trainer-0"]
+    assert "launched in its place" not in said
+
+
+@pytest.mark.timeout(400)
+def test_asynchronous_runs_go_on_whoever_comes_and_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("held.py").write_text(HELD)
+    with Command("coordinator", "up", write_config(merged(CONFIG, ASYNCHRONOUS))) as run:
+        address = run.wait_for(r"listens on (tcp://\S+)")[1]
+        run.wait_for(r"step 1/")
+        with Command("rollout", *joins(address)) as added:
+            await_engine("rollout-2")
+            with Command("rollout", *joins(address), "--join-timeout", "5") as refused:
+                assert refused.wait() == 75
+                assert "the run has its 3 rollout processes (cluster.max_rollouts) already" in refused.output()
+            hold()
+            await_engine("rollout-2")
+            added.signal(signal.SIGTERM)  # and it cannot finish
+            run.wait_for(r"rollout-2 leaves the run: it was to be gone within 3 s; \d+ rollout groups .* made again")
+            assert added.wait() == 0, added.output()
+            await_engine("rollout-0")
+            process_of(run, "rollout").send_signal(signal.SIGTERM)
+            run.wait_for(r"(rollout-[01]) was told to leave")
+            process_of(run, "rollout").kill()  # who was told to leave, and is lost, is not replaced either
+            run.wait_for(r"rollout-[01] leaves the run: killed by SIGKILL")
+            go_on()
+        assert run.wait() == 0, run.output()
+    assert [step.step for step in steps_of()] == list(range(1, NUM_STEPS + 1))
+    assert "is lost" not in run.output()

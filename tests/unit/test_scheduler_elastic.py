@@ -1,0 +1,224 @@
+"""Engines that join a run while it goes on, and that are told to leave it: events in, actions out."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from cluster_harness import GRPO, Cluster, lose, only_finish, orders_of
+
+from tandem.common.messages import Failed, PlannedMesh, PlanTransfers, Reply, TransfersPlanned
+from tandem.coordinator.scheduler.assignment import BalancedAssignment
+from tandem.coordinator.scheduler.events import (
+    Action,
+    Dispatch,
+    DispatchPrompts,
+    Erred,
+    GroupSize,
+    Joined,
+    LetGo,
+    Replace,
+    Say,
+    Ticked,
+    ToldToLeave,
+)
+from tandem.coordinator.scheduler.groups import Group
+from tandem.coordinator.scheduler.membership import Membership
+from tandem.coordinator.scheduler.phases import Phase
+from tandem.coordinator.scheduler.spec import RunSpec
+
+
+def generating(spec: RunSpec = GRPO) -> Cluster:
+    """Return a cluster whose engines generate for the first step."""
+    cluster = Cluster(spec)
+    cluster.join_all()
+    cluster.run_until(Phase.GENERATING)
+    return cluster
+
+
+def join(cluster: Cluster, name: str) -> list[Action]:
+    return cluster.give(Joined(now=cluster.now, member=name, kind="rollout"))
+
+
+def leave(cluster: Cluster, name: str) -> list[Action]:
+    return cluster.give(ToldToLeave(now=cluster.now, member=name))
+
+
+def who_generate(cluster: Cluster, step: int) -> set[str]:
+    """Return who was asked for groups of a step to train on."""
+    asked = (order for order in cluster.orders if isinstance(order, DispatchPrompts) and order.groups)
+    return {order.member for order in asked if (order.step, order.purpose) == (step, "train")}
+
+
+def let_go(cluster: Cluster) -> list[LetGo]:
+    return [action for action in cluster.done if isinstance(action, LetGo)]
+
+
+def fail(cluster: Cluster, member: str, kind: str, error: str) -> list[Action]:
+    """Have a member fail at an order of a kind; what it was asked for is answered by nobody."""
+    (order,) = [a for a in cluster.pending if a.member == member and isinstance(a, Dispatch) and kind in str(a.order)]
+    cluster.pending.remove(order)
+    failed = Failed(command_id=order.order.command_id, phase="x", error=error, expected=True)
+    return cluster.give(Erred(now=cluster.now, member=member, failed=failed))
+
+
+def test_an_engine_that_joins_is_planned_for_alone_and_generates_from_the_next_step_on() -> None:
+    cluster = generating()
+    since = len(cluster.orders)
+    join(cluster, "rollout-2")
+    cluster.run_until(Phase.FINISHED)
+    orders = [(a.member, type(a.order).__name__) for a in cluster.orders[since:] if isinstance(a, Dispatch)]
+    of_newcomer = [kind for member, kind in orders if member == "rollout-2"]
+    assert of_newcomer[:4] == ["BuildEngine", "InstallProgram", "Refit", "Attest"]
+    assert orders.count(("rollout-2", "InstallProgram")) == sum(kind == "InstallProgram" for _, kind in orders) == 1
+    assert orders_of(cluster, PlanTransfers)[-1].destinations.keys() == {"rollout-0", "rollout-1", "rollout-2"}
+    assert who_generate(cluster, 1) == {"rollout-0", "rollout-1"}
+    assert who_generate(cluster, 3) == {"rollout-0", "rollout-1", "rollout-2"}
+    assert cluster.commits() == [0, 1, 2, 3]
+
+
+def test_an_engine_that_would_have_to_be_streamed_to_is_turned_away_and_the_run_goes_on() -> None:
+    cluster = generating()
+
+    def streamed(reply: Reply) -> Reply:
+        if not isinstance(reply, TransfersPlanned):
+            return reply
+        return msgspec.structs.replace(reply, meshes=(PlannedMesh(name="m", members=("rollout-2", "trainer-0")),))
+
+    cluster.adjust = streamed
+    join(cluster, "rollout-2")
+    cluster.run_until(Phase.FINISHED)
+    (gone,) = let_go(cluster)
+    assert (gone.member, gone.is_awaited) == ("rollout-2", False)
+    assert "who streams to whom is fixed when a run begins" in gone.why
+    assert cluster.commits() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("member", "kind"), [("rollout-2", "BuildEngine"), ("refit-0", "PlanTransfers")])
+def test_an_engine_that_cannot_join_is_turned_away_and_the_run_goes_on(member: str, kind: str) -> None:
+    cluster = generating()
+    join(cluster, "rollout-2")
+    while not any(isinstance(a, Dispatch) and type(a.order).__name__ == kind for a in cluster.pending):
+        cluster.answer_next()
+    actions = fail(cluster, member, kind, "no memory")
+    assert LetGo(member="rollout-2", why="no memory") in actions
+    cluster.run_until(Phase.FINISHED)
+    assert cluster.commits() == [0, 1, 2, 3]
+
+
+def test_an_engine_that_is_lost_or_late_before_it_is_ready_is_no_loss() -> None:
+    cluster = generating(msgspec.structs.replace(GRPO, max_replacements=0))
+    join(cluster, "rollout-2")
+    assert lose(cluster, "rollout-2") == [LetGo(member="rollout-2", why="killed by SIGKILL")]
+    join(cluster, "rollout-3")
+    late = [a for a in cluster.pending if a.member == "rollout-3"]
+    cluster.pending = [a for a in cluster.pending if a.member != "rollout-3"]
+    assert len(late) == 1
+    while not any(gone.member == "rollout-3" for gone in let_go(cluster)) and cluster.now < 40:
+        cluster.now += 5
+        cluster.give(Ticked(now=cluster.now))
+    assert let_go(cluster)[-1].why == "no answer within 20 s (building)"
+
+
+def test_an_engine_that_is_told_to_leave_finishes_and_goes_once_its_samples_are_trained_on() -> None:
+    cluster = generating()
+    (said,) = leave(cluster, "rollout-1")
+    assert said == Say(
+        text="rollout-1 was told to leave: it gets nothing more, and goes when 2 rollout groups of its are trained on"
+    )
+    assert leave(cluster, "rollout-1") == [], "said again"
+    cluster.run_until(Phase.TRAINING)
+    assert not let_go(cluster), "trainers fetch from it"
+    cluster.run_until(Phase.FINISHED)
+    assert let_go(cluster) == [LetGo(member="rollout-1", why="it was told to")]
+    assert who_generate(cluster, 1) == {"rollout-0", "rollout-1"}
+    assert who_generate(cluster, 2) == who_generate(cluster, 3) == {"rollout-0"}
+    assert not [action for action in cluster.done if isinstance(action, Replace)]
+    assert cluster.commits() == [0, 1, 2, 3]
+    assert cluster.plan.publication.engines.departed == {"rollout-1"}
+
+
+def test_an_engine_that_leaves_and_cannot_finish_goes_at_its_deadline_and_others_make_its_groups() -> None:
+    deadlines = msgspec.structs.replace(GRPO.deadlines, leave=15)
+    cluster = generating(msgspec.structs.replace(GRPO, max_replacements=0, deadlines=deadlines))
+    leave(cluster, "rollout-1")
+    cluster.pending = [a for a in cluster.pending if a.member != "rollout-1"]
+    cluster.now += 16.0
+    actions = cluster.give(Ticked(now=cluster.now))
+    why = "it was to be gone within 15 s; 2 rollout groups of its are made again"
+    assert LetGo(member="rollout-1", why=why) in actions
+    cluster.run_until(Phase.FINISHED)
+    assert cluster.commits() == [0, 1, 2, 3]
+
+
+def test_an_engine_that_leaves_and_is_lost_is_not_replaced() -> None:
+    cluster = generating(msgspec.structs.replace(GRPO, max_replacements=0))
+    leave(cluster, "rollout-0")
+    actions = lose(cluster, "rollout-0")
+    assert [a for a in actions if isinstance(a, LetGo)] == [
+        LetGo(member="rollout-0", why="killed by SIGKILL; 3 rollout groups of its are made again")
+    ]
+    cluster.run_until(Phase.FINISHED)
+    assert cluster.commits() == [0, 1, 2, 3]
+
+
+def test_after_the_last_engine_the_run_waits_for_another() -> None:
+    cluster = generating()
+    for engine in ("rollout-0", "rollout-1"):
+        leave(cluster, engine)
+    while len(let_go(cluster)) < 2:
+        cluster.answer_next()
+    assert [(gone.member, gone.is_awaited) for gone in let_go(cluster)] == [("rollout-0", False), ("rollout-1", True)]
+    assert cluster.commits() == [0], "the version of the first step is nowhere yet"
+    join(cluster, "rollout-5")
+    cluster.run_until(Phase.FINISHED)
+    assert cluster.commits() == [0, 1, 2, 3]
+    assert who_generate(cluster, 2) == {"rollout-5"}
+    assert cluster.plan.publication.engines.departed == {"rollout-0", "rollout-1"}
+
+
+def test_the_run_waits_for_another_engine_as_long_as_for_any_process() -> None:
+    cluster = generating()
+    for engine in ("rollout-0", "rollout-1"):
+        leave(cluster, engine)
+    while len(let_go(cluster)) < 2:
+        cluster.answer_next()
+    cluster.pending.clear()
+    cluster.plan.requests.drop_all_but()
+    cluster.now += 11.0
+    finish = only_finish(cluster.give(Ticked(now=cluster.now)))
+    assert "no process has taken its place within 10 s" in str(finish.error)
+
+
+def test_the_last_engine_stays_for_the_last_step() -> None:
+    cluster = generating(msgspec.structs.replace(GRPO, expected={"trainer": 2, "rollout": 1, "refit": 1}))
+    while cluster.plan.step < 3:
+        cluster.answer_next()
+    (said,) = leave(cluster, "rollout-0")
+    assert isinstance(said, Say)
+    assert "stays for what is left of the last step" in said.text
+    assert leave(cluster, "rollout-0") == [], "said once"
+    cluster.run_until(Phase.FINISHED)
+    assert cluster.commits() == [0, 1, 2, 3]
+    assert let_go(cluster) == []
+
+
+def test_a_term_expects_nobody_who_has_left_and_somebody_at_all() -> None:
+    members = Membership({"trainer": 1, "rollout": 2}, departed=("rollout-0", "rollout-1"))
+    members.add("trainer-0", "trainer")
+    assert (members.is_complete, members.missing()) == (False, "1 rollout")
+    members.add("rollout-7", "rollout")
+    assert (members.is_complete, members.missing()) == (True, "")
+
+
+def test_who_leaves_is_not_idle_and_whoever_joins_gets_groups_that_wait() -> None:
+    balanced = BalancedAssignment(width=1, timeout_s=5.0)
+    groups = [Group(1, "train", number, GroupSize(num_samples=1, num_tokens=1)) for number in range(3)]
+    balanced.add(groups, ["rollout-0"])
+    assert balanced.choose(lambda engine, group: True, 0.0) == {"rollout-0": groups[:1]}
+    balanced.withdraw("rollout-1")
+    assert balanced.choose(lambda engine, group: True, 1.0) == {"rollout-1": groups[1:2]}
+    balanced.finished("rollout-1", groups[1], 1)
+    balanced.move("rollout-1", ["rollout-0"])
+    assert [balanced.overstayed(now) for now in (2.0, 20.0)] == [[], []]
+    balanced.forget("rollout-1")
+    assert balanced.choose(lambda engine, group: True, 21.0) == {}
