@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.common.config import build_config, load_config
+from tandem.common.config import Config, build_config, load_config
 from tandem.common.errors import ConfigError, NotSupportedYet
 from tandem.common.vllm_arguments import engine_arguments
 
@@ -17,10 +17,7 @@ policy: {model_name: model}
 data: {dataset_name: reasoning_gym, task: chain_sum}
 """
 
-TOP = (
-    "algorithm, prerequisite, grpo, sft, dpo, loss_fn, policy, data, env, checkpointing, logger, cluster, "
-    "refit, replay, eval"
-)
+TOP = ", ".join(Config.__struct_encode_fields__)
 FREE = "cannot be used here: expected text, a finite number, a list or a mapping"
 
 
@@ -143,7 +140,7 @@ def test_the_file_that_set_the_key_is_blamed(here: Path) -> None:
         ("grpo.seed=*", "grpo.seed: '*' is not a YAML value; quote it if it is text"),
         ("grpo.seed", "'grpo.seed': expected key=value, such as grpo.max_num_steps=10"),
         ("~grpo.seed=1", "'~grpo.seed=1': expected key=value, such as grpo.max_num_steps=10"),
-        ("algorithm=ppo", "algorithm: 'ppo' is not one of dpo, grpo, sft; did you mean 'dpo'?"),
+        ("algorithm=gppo", "algorithm: 'gppo' is not one of dpo, grpo, sft; did you mean 'grpo'?"),
     ],
 )
 def test_single_keys(override: str, expected: str) -> None:

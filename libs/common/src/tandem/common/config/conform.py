@@ -29,7 +29,7 @@ from msgspec.inspect import (
 )
 
 from tandem.common.config.problem import Invalid, Problems, shown
-from tandem.common.config.schema import Config
+from tandem.common.config.schema import MODELS, Config
 from tandem.common.errors import nearest
 
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
@@ -249,7 +249,7 @@ def _free(value: Any, key: str) -> Any:
             return {name: _free(item, _join(key, name)) for name, item in _mapping(value, None, key).items()}
         case list():
             return [_free(item, f"{key}[{index}]") for index, item in enumerate(value)]
-        case str() if key.startswith("policy.") and SCIENTIFIC.fullmatch(value):
+        case str() if key.partition(".")[0] in MODELS and SCIENTIFIC.fullmatch(value):
             return float(value)
         case None | str() | int():
             return value

@@ -8,10 +8,11 @@ from typing import Any
 import msgspec
 from msgspec import NODEFAULT
 
-from tandem.common.algorithms import ALGORITHMS, Algorithm
+from tandem.common.algorithms import ALGORITHMS, SECTIONS, Algorithm
 from tandem.common.config.conform import config_type, struct_types
 from tandem.common.config.named import NAMED
 from tandem.common.config.problem import Invalid
+from tandem.common.config.schema import MODELS
 
 GENERATED = {"reasoning_gym": "reasoning_gym", "sliding_puzzle": "sliding_puzzle_game"}
 """Data sets whose problems are made on the spot, and the environment that scores each."""
@@ -81,7 +82,7 @@ def _copied(node: Any) -> Any:
 
 
 def _chosen(tree: dict[str, Any]) -> dict[str, str]:
-    present = [name for name in ALGORITHMS if name in tree]
+    present = [name for name in SECTIONS if name in tree]
     if len(present) > 1:
         raise Invalid("algorithm", f"required where several are configured ({', '.join(present)})")
     return {"algorithm": present[0]} if present else {}
@@ -89,12 +90,16 @@ def _chosen(tree: dict[str, Any]) -> dict[str, str]:
 
 def _reshape(tree: dict[str, Any]) -> None:
     """Bring NeMo-RL's looser shapes into the schema's: one scheduler as a list, Megatron's own keys in one place."""
-    policy = tree.get("policy")
-    if not isinstance(policy, dict):
-        return
-    scheduler = policy.get("scheduler", [])
-    policy["scheduler"] = [scheduler] if isinstance(scheduler, dict) else (scheduler or [])
-    megatron = policy.get("megatron_cfg")
+    for name in MODELS:
+        model = tree.get(name)
+        if isinstance(model, dict):
+            _reshape_model(model)
+
+
+def _reshape_model(model: dict[str, Any]) -> None:
+    scheduler = model.get("scheduler", [])
+    model["scheduler"] = [scheduler] if isinstance(scheduler, dict) else (scheduler or [])
+    megatron = model.get("megatron_cfg")
     if isinstance(megatron, dict):
         (described,) = struct_types(_field(_field(config_type(), "policy").type, "megatron_cfg").type)
         ours = {field.encode_name for field in described.fields}
@@ -182,8 +187,23 @@ def _same(key: str, other: str) -> Derived:
     return Derived(key=key, text=f"`{other}`", compute=_same_as(other))
 
 
-def _tokens(key: str, batch: str) -> Derived:
-    length = "policy.max_total_sequence_length"
+def _of_model(section: str) -> tuple[Derived, ...]:
+    """Return the rules that hold within every section of a model."""
+    return (
+        _same(f"{section}.tokenizer.name", f"{section}.model_name"),
+        *(
+            _tokens(section, f"{batches}.{key}", batch)
+            for batches in ("sequence_packing", "dynamic_batching")
+            for key, batch in (
+                ("train_mb_tokens", "train_micro_batch_size"),
+                ("logprob_mb_tokens", "logprob_batch_size"),
+            )
+        ),
+    )
+
+
+def _tokens(section: str, key: str, batch: str) -> Derived:
+    key, length, batch = (f"{section}.{name}" for name in (key, "max_total_sequence_length", batch))
     whole = _product(length, batch)
 
     def compute(look: Look) -> Any:
@@ -277,6 +297,24 @@ def _higher_is_better(look: Look) -> Any:
     return not str(look("checkpointing.metric_name")).endswith("loss")
 
 
+_AS_THE_POLICY = (
+    "model_name",
+    "max_total_sequence_length",
+    "train_global_batch_size",
+    "train_micro_batch_size",
+    "logprob_batch_size",
+    "precision",
+    "make_sequence_length_divisible_by",
+    "dtensor_cfg.enabled",
+    "dtensor_cfg.tensor_parallel_size",
+    "dtensor_cfg.context_parallel_size",
+    "megatron_cfg.enabled",
+    "megatron_cfg.tensor_model_parallel_size",
+    "megatron_cfg.pipeline_model_parallel_size",
+    "megatron_cfg.context_parallel_size",
+)
+"""Keys of the value model that follow the policy's."""
+
 _COLOCATED = "policy.generation.colocated"
 _VLLM = "policy.generation.vllm_cfg"
 
@@ -288,11 +326,21 @@ DERIVED = (
     ),
     _same("grpo.adv_estimator.normalize_rewards", "grpo.normalize_rewards"),
     _same("grpo.adv_estimator.use_leave_one_out_baseline", "grpo.use_leave_one_out_baseline"),
-    _same("policy.tokenizer.name", "policy.model_name"),
-    _tokens("policy.sequence_packing.train_mb_tokens", "policy.train_micro_batch_size"),
-    _tokens("policy.sequence_packing.logprob_mb_tokens", "policy.logprob_batch_size"),
-    _tokens("policy.dynamic_batching.train_mb_tokens", "policy.train_micro_batch_size"),
-    _tokens("policy.dynamic_batching.logprob_mb_tokens", "policy.logprob_batch_size"),
+    *_of_model("policy"),
+    Derived(
+        key="value",
+        text="for PPO a model like the policy, else null",
+        compute=lambda look: {} if look("algorithm") == "ppo" else None,
+    ),
+    *(_same(f"value.{key}", f"policy.{key}") for key in _AS_THE_POLICY),
+    Derived(
+        key="value.new_model",
+        text="`policy.new_model` if it is the same model",
+        compute=lambda look: (
+            look("policy.new_model") if look("value.model_name") == look("policy.model_name") else None
+        ),
+    ),
+    *_of_model("value"),
     _same("policy.generation.max_new_tokens", "policy.max_total_sequence_length"),
     _same("policy.generation.transformers_cfg.num_slots", "policy.generation_batch_size"),
     _same("policy.generation.vllm_cfg.precision", "policy.precision"),

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from tandem.common.algorithms import ALGORITHMS
 from tandem.common.config.conform import config_type, describe_type, struct_types
 from tandem.common.config.derive import DERIVED
 from tandem.common.config.dump import FREE_ON_RESUME
+from tandem.common.config.schema import MODELS, Section
 from tandem.common.config.unsupported import NO_EFFECT_YET, NOT_SUPPORTED_YET, Row
 
 NEW = "New. "
@@ -61,23 +63,37 @@ run will be made of: ranks, batches, memory, how weights move. Both it and `chec
 
 def configuration_page() -> str:
     """Return the whole page as Markdown."""
-    sections = "\n".join(_sections(config_type(), "", 2))
+    sections = "\n".join(_sections(config_type(), "", 2, {}))
     return f"{INTRODUCTION}\n{sections}\n{_known_not_built()}\n{_resuming()}"
 
 
 def field_docs(described: StructType) -> dict[str, str]:
     """Return the docstring under each field of a struct, by the field's key; empty where there is none."""
+    by_name: dict[str, str] = {}
+    for each in reversed(described.cls.__mro__):
+        if issubclass(each, Section):
+            by_name |= _docs_within(each)
+    return {field.encode_name: by_name[field.name] for field in described.fields}
+
+
+@functools.cache
+def _tree(module: str) -> ast.Module:
+    return ast.parse(inspect.getsource(sys.modules[module]))
+
+
+def _docs_within(struct: type[Section]) -> dict[str, str]:
+    """Return the docstrings of the fields that a class itself defines, by their names."""
     (definition,) = (
         node
-        for node in ast.parse(inspect.getsource(sys.modules[described.cls.__module__])).body
-        if isinstance(node, ast.ClassDef) and node.name == described.cls.__name__
+        for node in _tree(struct.__module__).body
+        if isinstance(node, ast.ClassDef) and node.name == struct.__name__
     )
     by_name: dict[str, str] = {}
     for node, after in zip(definition.body, [*definition.body[1:], None], strict=True):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             text = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
             by_name[node.target.id] = " ".join(str(text).split())
-    return {field.encode_name: by_name[field.name] for field in described.fields}
+    return by_name
 
 
 def nested_structs(prefix: str, described: StructType) -> Iterator[tuple[str, StructType]]:
@@ -92,19 +108,45 @@ def nested_structs(prefix: str, described: StructType) -> Iterator[tuple[str, St
             yield from ((key, inner) for inner in struct_types(field.type))
 
 
-def _sections(described: StructType, key: str, level: int) -> Iterator[str]:
+def _sections(described: StructType, key: str, level: int, told: dict[type, str]) -> Iterator[str]:
+    """Yield a section and those within; one of a struct that was `told` already, by its key, only says which."""
     title = f"`{key}`" if key else "Top level"
-    yield f"{'#' * level} {title}\n\n{_markdown(inspect.getdoc(described.cls) or '')}\n"
-    docs = field_docs(described)
-    rows = [
-        _row(f"{key}.{field.encode_name}" if key else field.encode_name, field, docs[field.encode_name])
-        for field in described.fields
-        if not isinstance(field.type, StructType)
-    ]
+    if described.cls in told:
+        rows = _rows(described, key, besides=told[described.cls])
+        yield f"{'#' * level} {title}\n\nAs `{told[described.cls]}`{', but for these defaults:' if rows else '.'}\n"
+        yield from _table_of(rows)
+    else:
+        told[described.cls] = key
+        yield f"{'#' * level} {title}\n\n{_markdown(inspect.getdoc(described.cls) or '')}\n"
+        as_told = key in MODELS and key != MODELS[0]
+        yield from _table_of(_rows(described, key, besides=MODELS[0] if as_told else None))
+    for name, inner in nested_structs(f"{key}." if key else "", described):
+        yield from _sections(inner, name, min(level + 1, 4) if key else 2, told)
+
+
+def _table_of(rows: list[str]) -> Iterator[str]:
     if rows:
         yield "| Key | Type | Default | Meaning |\n|---|---|---|---|\n" + "\n".join(rows) + "\n"
-    for name, inner in nested_structs(f"{key}." if key else "", described):
-        yield from _sections(inner, name, min(level + 1, 4) if key else 2)
+
+
+def _rows(described: StructType, key: str, *, besides: str | None) -> list[str]:
+    """Return a row for each key of a section, `besides` those that are and mean the same in another."""
+    docs = field_docs(described)
+    rows = {
+        field.encode_name: _row(
+            f"{key}.{field.encode_name}" if key else field.encode_name, field, docs[field.encode_name]
+        )
+        for field in described.fields
+        if not isinstance(field.type, StructType)
+    }
+    derived = {rule.key: rule.text for rule in DERIVED}
+    whole, other = key.partition(".")[0], (besides or "").partition(".")[0]
+    return [
+        row
+        for name, row in rows.items()
+        if besides is None
+        or derived.get(f"{key}.{name}", "").replace(f"{whole}.", f"{other}.") != derived.get(f"{besides}.{name}", "")
+    ]
 
 
 def _row(key: str, field: Field, doc: str) -> str:

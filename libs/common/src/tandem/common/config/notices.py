@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
-from tandem.common.algorithms import ALGORITHMS
+from tandem.common.algorithms import SECTIONS
 from tandem.common.config.derive import DERIVED
 from tandem.common.config.problem import shown
-from tandem.common.config.schema import Config, Optimizer
+from tandem.common.config.schema import MODELS, Config, Optimizer
 from tandem.common.config.schema.loss import OF_ANY_LOSS
 from tandem.common.config.unsupported import without_effect_yet
 from tandem.common.model_sizes import model_sizes
@@ -37,10 +37,13 @@ def notices(config: Config) -> list[str]:
 
 def _other_algorithms(config: Config) -> Iterator[str]:
     """Sections that another algorithm reads."""
-    for name in (*ALGORITHMS, "loss_fn"):
-        if name in (config.algorithm, config.declaration.loss_section):
-            continue
+    for name in (*(name for names in SECTIONS.values() for name in names), "loss_fn"):
         section = getattr(config, name)
+        if name in (*SECTIONS[config.algorithm], config.declaration.loss_section) or section is None:
+            continue
+        if name in MODELS:
+            yield f"{name} has no effect: algorithm is {config.algorithm}"
+            continue
         given, otherwise = msgspec.to_builtins(section), msgspec.to_builtins(type(section)())
         read = _FOLLOW | {f"loss_fn.{key}" for key in OF_ANY_LOSS}
         keys = [key for key, value in given.items() if value != otherwise[key] and f"{name}.{key}" not in read]
@@ -124,13 +127,13 @@ def _rewards(config: Config) -> Iterator[str]:
     """Settings of one way to treat rewards, where another is chosen."""
     if not config.declaration.rolls_out:
         return
-    shaping, estimator = config.rollout_section.reward_shaping, config.rollout_section.adv_estimator
+    shaping, estimator = config.rollout_section.reward_shaping, config.rollout_section.group_estimator
     if shaping.enabled and shaping.stop_properly_penalty_coef is not None and shaping.max_response_length is not None:
         key = f"{config.algorithm}.reward_shaping"
         yield _vain(
             f"{key}.max_response_length", shaping.max_response_length, f"{key}.stop_properly_penalty_coef is set"
         )
-    if estimator.reward_weights is not None and estimator.name != "gdpo":
+    if estimator is not None and estimator.reward_weights is not None and estimator.name != "gdpo":
         key = f"{config.algorithm}.adv_estimator"
         yield _vain(f"{key}.reward_weights", estimator.reward_weights, f"{key}.name is {estimator.name}")
 
@@ -139,7 +142,7 @@ def _asynchronous(config: Config) -> Iterator[str]:
     """What was generated with older weights needs a correction; what is not asynchronous needs no updates in flight."""
     if not config.declaration.rolls_out:
         return
-    asynchronous, key = config.rollout_section.async_grpo, f"{config.algorithm}.async_grpo"
+    asynchronous, key = config.rollout_section.asynchronous, f"{config.algorithm}.async_grpo"
     if config.max_trajectory_age_steps:
         if not config.loss_fn.use_importance_sampling_correction:
             yield (

@@ -5,11 +5,12 @@ Building one of these means deleting its row.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 
+from tandem.common.algorithms import ALGORITHMS, NOT_BUILT, SECTIONS
 from tandem.common.config.problem import shown
 from tandem.common.config.schema import Config
 
@@ -44,6 +45,14 @@ NOT_SUPPORTED_YET = (Row("policy.generation.vllm_cfg.precision", _PRECISIONS, _v
 
 NO_EFFECT_YET = (Row("data.add_system_prompt", (False,)),)
 """Accepted with a notice: a run without it gives the same result. NeMo-RL's base files switch it on."""
+
+
+def algorithm_not_built(tree: Mapping[str, Any]) -> str | None:
+    """Return the line that refuses the algorithm of plain settings, if it is one that is known and not built."""
+    chosen = tree.get("algorithm") or next((name for name in SECTIONS if name in tree), None)
+    if chosen not in NOT_BUILT:
+        return None
+    return f"algorithm: {chosen} is not supported yet: expected {', '.join(sorted(ALGORITHMS))}"
 
 
 def refusal(config: Config) -> str | None:

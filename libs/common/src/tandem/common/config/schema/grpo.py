@@ -1,4 +1,4 @@
-"""GRPO and its kin: prompt groups, rewards and advantages."""
+"""GRPO and PPO and their kin: prompt groups, rewards and advantages."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ class AsyncGrpo(Section, frozen=True, kw_only=True):
     the new weights. Otherwise they keep those that they have."""
 
 
-class Grpo(Section, frozen=True, kw_only=True):
-    """Group relative policy optimisation (Shao et al. 2024, arXiv:2402.03300)."""
+class Rollouts(Section, frozen=True, kw_only=True):
+    """What every algorithm that rolls out has: how much is generated, how rewards are shaped, when it is validated."""
 
     num_prompts_per_step: PositiveInt = 32
     """Prompt groups in one rollout batch."""
@@ -86,12 +86,6 @@ class Grpo(Section, frozen=True, kw_only=True):
     """Responses a rollout may give: after each but the last the environment may answer, and the policy goes on."""
     max_num_steps: NonNegativeInt = 1_000_000
     """Rollout batches to train on before the run ends; 0 trains on none: the model is validated, and that is all."""
-    normalize_rewards: bool = True
-    """Divide each advantage by the standard deviation of the rewards in its group."""
-    use_leave_one_out_baseline: bool = True
-    """Subtract the mean reward of the group's *other* samples, not of the whole group (Ahmadian et al. 2024,
-    arXiv:2402.14740)."""
-    adv_estimator: AdvEstimator = AdvEstimator()
     overlong_filtering: bool = False
     """Samples that a limit of tokens cut off count in their group's baseline, but not in the loss (DAPO,
     arXiv:2503.14476, section 3.4)."""
@@ -104,7 +98,6 @@ class Grpo(Section, frozen=True, kw_only=True):
     """With `use_dynamic_sampling`: generate for this times `num_prompts_per_step` prompts at once."""
     dynamic_sampling_max_gen_batches: PositiveInt = 10
     """With `use_dynamic_sampling`: end with an error if so many of these batches do not make a step."""
-    async_grpo: AsyncGrpo = AsyncGrpo()
     val_period: NonNegativeInt = 10
     """Steps between validations; 0 means never."""
     val_at_start: bool = False
@@ -119,9 +112,19 @@ class Grpo(Section, frozen=True, kw_only=True):
     """New. Like `policy.generation.temperature`, for validation; 0 takes the likeliest token each time. Null means the
     same as in training."""
     val_seed: Seed | None = None
-    """New. Decides the samples of validation, and nothing else; null means `grpo.seed`."""
+    """New. Decides the samples of validation, and nothing else; null means the `seed` beside it."""
     seed: Seed = 42
     """Decides the problems, their order and every sample."""
+
+    @property
+    def asynchronous(self) -> AsyncGrpo:
+        """Whether it generates while it trains, and how far ahead; an algorithm without a section for it does not."""
+        return AsyncGrpo()
+
+    @property
+    def group_estimator(self) -> AdvEstimator | None:
+        """How the rewards of a group become advantages, if the samples of a prompt are compared."""
+        return None
 
     @property
     def num_prompts_per_batch(self) -> int:
@@ -132,3 +135,25 @@ class Grpo(Section, frozen=True, kw_only=True):
     def max_prompts_per_step(self) -> int:
         """Prompt groups that a step generates for, at most."""
         return self.num_prompts_per_batch * (self.dynamic_sampling_max_gen_batches if self.use_dynamic_sampling else 1)
+
+
+class Grpo(Rollouts, frozen=True, kw_only=True):
+    """Group relative policy optimisation (Shao et al. 2024, arXiv:2402.03300)."""
+
+    normalize_rewards: bool = True
+    """Divide each advantage by the standard deviation of the rewards in its group."""
+    use_leave_one_out_baseline: bool = True
+    """Subtract the mean reward of the group's *other* samples, not of the whole group (Ahmadian et al. 2024,
+    arXiv:2402.14740)."""
+    adv_estimator: AdvEstimator = AdvEstimator()
+    async_grpo: AsyncGrpo = AsyncGrpo()
+
+    @property
+    def asynchronous(self) -> AsyncGrpo:
+        """Whether it generates while it trains, and how far ahead."""
+        return self.async_grpo
+
+    @property
+    def group_estimator(self) -> AdvEstimator:
+        """How the rewards of a group become advantages."""
+        return self.adv_estimator

@@ -126,8 +126,8 @@ class NewModel(Section, frozen=True, kw_only=True):
     """New. Decides the weights."""
 
 
-class Policy(Section, frozen=True, kw_only=True):
-    """The model in training."""
+class Model(Section, frozen=True, kw_only=True):
+    """A model that trainers hold: where it comes from, how it is batched, sharded and optimized."""
 
     model_name: NonEmptyStr
     """Folder (relative to the working directory) or Hub name of a Hugging Face causal language model."""
@@ -139,8 +139,6 @@ class Policy(Section, frozen=True, kw_only=True):
     """Sequences (for DPO pairs of them) in one optimizer step, over all trainers."""
     train_micro_batch_size: PositiveInt = 4
     """Sequences (for DPO pairs of them) in one forward and backward pass of one trainer."""
-    generation_batch_size: PositiveInt = 32
-    """Sequences an engine decodes at once, unless the engine's own section says otherwise."""
     logprob_batch_size: PositiveInt = 4
     """Sequences (for DPO pairs of them) in one forward pass of one trainer when only log-probabilities are wanted."""
     precision: Literal["float32", "bfloat16"] = "bfloat16"
@@ -167,9 +165,16 @@ class Policy(Section, frozen=True, kw_only=True):
     scheduler: tuple[SchedulerEntry, ...] = ()
     """Schedules that follow each other: a list of entries, or one entry without the list; none or null keeps the
     learning rate constant."""
-    generation: Generation
 
     @property
     def model_parallel_size(self) -> int:
         """Trainers that work on the same sequences, of whichever backend trains."""
         return (self.megatron_cfg if self.megatron_cfg.enabled else self.dtensor_cfg).model_parallel_size
+
+
+class Policy(Model, frozen=True, kw_only=True):
+    """The model in training."""
+
+    generation_batch_size: PositiveInt = 32
+    """Sequences an engine decodes at once, unless the engine's own section says otherwise."""
+    generation: Generation
