@@ -53,6 +53,12 @@ def error_of(path: str, *overrides: str) -> str:
         ),
         ("defaults: 3\n", "bad.yaml: defaults: expected a path or a list of paths, got 3"),
         ("defaults: absent.yaml\n", "bad.yaml: defaults: there is no file absent.yaml"),
+        ("defaults: [3]\n", "bad.yaml: defaults: expected a path or a list of paths, got [3]"),
+        ("env: {math: {_override_: 1}}\n", "bad.yaml: env.math._override_: expected true or false, got 1"),
+        (
+            "grpo: {}\npolicy: {_override_: true}\n",
+            "bad.yaml: policy.model_name: required, but not set: expected text",
+        ),
         ("defaults: bad.yaml\n", "bad.yaml: defaults: the file inherits from itself: bad.yaml -> bad.yaml"),
     ],
 )
@@ -136,6 +142,13 @@ def test_the_file_that_set_the_key_is_blamed(here: Path) -> None:
         ("data.task_params={1: 2}", "data.task_params: the key 1 is not text; quote it"),
         ("grpo.seed=${grpo.sed}", "grpo.seed: cannot be resolved: Interpolation key 'grpo.sed' not found"),
         ("grpo.seed=${grpo.seed}", "grpo.seed: cannot be resolved: Recursive interpolation detected"),
+        ("grpo.seed=${mul:2}", "grpo.seed: cannot be resolved: mul takes two numbers, got 2"),
+        ("grpo.seed=${mul:2,a}", "grpo.seed: cannot be resolved: mul takes two numbers, got 2, 'a'"),
+        ("grpo.seed=${div:2,0}", "grpo.seed: cannot be resolved: div cannot divide 2 by 0"),
+        (
+            "logger.log_dir=${oc.env:TANDEM_ABSENT}",
+            "logger.log_dir: cannot be resolved: Environment variable 'TANDEM_ABSENT' not found",
+        ),
         ("grpo.seed=${pow:2,3}", "grpo.seed: cannot be resolved: Unsupported interpolation type pow"),
         ("grpo.seed=*", "grpo.seed: '*' is not a YAML value; quote it if it is text"),
         ("grpo.seed", "'grpo.seed': expected key=value, such as grpo.max_num_steps=10"),
