@@ -157,6 +157,8 @@ SECTIONS = {
     "ppo": ("ppo", "value", "value_loss_fn"),
     "sft": ("sft",),
     "dpo": ("dpo",),
+    "rm": ("rm",),
+    "distillation": ("distillation", "teacher", "teachers"),
 }
 """Sections of the configuration that an algorithm reads and no other does, its own first; also of those that are known
 but not built."""

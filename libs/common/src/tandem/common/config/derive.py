@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +11,30 @@ from msgspec import NODEFAULT
 
 from tandem.common.algorithms import ALGORITHMS, SECTIONS, Algorithm
 from tandem.common.config.conform import config_type, struct_types
+from tandem.common.config.data_sets import place_data_sets
 from tandem.common.config.named import NAMED
 from tandem.common.config.problem import Invalid
-from tandem.common.config.schema import MODELS
+from tandem.common.config.schema import MODELS, Environment
+
+ELSEWHERE = (
+    "vlm",
+    "clevr-cogent",
+    "geometry3k",
+    "refcoco",
+    "avqa",
+    "mmau",
+    "mmpr-tiny",
+    "daily-omni",
+    "reward_model",
+    "nemo_gym",
+    "dapo",
+    "math_multi_reward",
+    "code",
+    "code_jaccard",
+    "llm_judge",
+    "retriever",
+)
+"""Environments of NeMo-RL that are not built."""
 
 GENERATED = {"reasoning_gym": "reasoning_gym", "sliding_puzzle": "sliding_puzzle_game"}
 """Data sets whose problems are made on the spot, and the environment that scores each."""
@@ -42,15 +64,31 @@ def fill(tree: dict[str, Any]) -> dict[str, Any]:
         tree.pop("algorithm", None)
         tree |= _chosen(tree)
     _reshape(tree)
+    place_data_sets(tree)
     _choose_the_puzzle(tree)
 
     def look(key: str) -> Any:
         return _look(tree, key)
 
+    tree.setdefault("teacher", None)
     for rule in DERIVED:
         if _look(tree, rule.key, defaults=False) is None:
             _put(tree, rule.key, rule.compute(look))
+    if isinstance(tree.get("teachers"), list):
+        tree["teachers"] = [_filled_teacher(tree, teacher) for teacher in tree["teachers"]]
     return tree
+
+
+def _filled_teacher(tree: dict[str, Any], teacher: Any) -> Any:
+    """Return one of several teachers with the derived defaults that it would have alone."""
+    if not isinstance(teacher, dict):
+        return teacher
+    _reshape_model(teacher)
+    alone = {**tree, "teacher": teacher}
+    for rule in DERIVED:
+        if rule.key.startswith("teacher.") and _look(alone, rule.key, defaults=False) is None:
+            _put(alone, rule.key, rule.compute(lambda key: _look(alone, key)))
+    return teacher
 
 
 def unfill(tree: dict[str, Any]) -> dict[str, Any]:
@@ -94,6 +132,35 @@ def _reshape(tree: dict[str, Any]) -> None:
         model = tree.get(name)
         if isinstance(model, dict):
             _reshape_model(model)
+    if isinstance(tree.get("env"), dict):
+        _reshape_environments(tree["env"], tree)
+    checkpointing = tree.get("checkpointing")
+    if isinstance(checkpointing, dict) and isinstance(checkpointing.get("metric_name"), str):
+        checkpointing["metric_name"] = _metric(checkpointing["metric_name"])
+
+
+def _metric(name: str) -> str:
+    """Return a metric by our name, of which NeMo-RL says whether it is of training or of validation."""
+    where, colon, metric = name.rpartition(":")
+    metric = re.sub(r"^validation-default_", "val_", metric)
+    if not colon:
+        return metric
+    return metric if where == "train" or metric.startswith("val_") else f"val_{metric}"
+
+
+def _reshape_environments(env: dict[str, Any], tree: dict[str, Any]) -> None:
+    """Keep what is said of environments that are not built as it is, in ``cfg``, and read which one is chosen."""
+    for name in ELSEWHERE:
+        entry = env.get(name)
+        if isinstance(entry, dict) and entry.get("class") is None:
+            free = {key: entry.pop(key) for key in list(entry) if key not in _ENVIRONMENT_KEYS}
+            if free:
+                entry["cfg"] = {**(entry.get("cfg") or {}), **free}
+    if env.pop("should_use_nemo_gym", False):
+        env.setdefault("nemo_gym", {})
+        data = tree.get("data")
+        if isinstance(data, dict):
+            data.setdefault("environment", "nemo_gym")
 
 
 def _reshape_model(model: dict[str, Any]) -> None:
@@ -202,6 +269,21 @@ def _of_model(section: str) -> tuple[Derived, ...]:
     )
 
 
+def _like_the_policy(section: str) -> tuple[Derived, ...]:
+    """Return the rules of a model that is like the policy in what it does not say."""
+    return (
+        *(_same(f"{section}.{key}", f"policy.{key}") for key in _AS_THE_POLICY),
+        Derived(
+            key=f"{section}.new_model",
+            text="`policy.new_model` if it is the same model",
+            compute=lambda look: (
+                look("policy.new_model") if look(f"{section}.model_name") == look("policy.model_name") else None
+            ),
+        ),
+        *_of_model(section),
+    )
+
+
 def _tokens(section: str, key: str, batch: str) -> Derived:
     key, length, batch = (f"{section}.{name}" for name in (key, "max_total_sequence_length", batch))
     whole = _product(length, batch)
@@ -249,8 +331,10 @@ def _task_params(look: Look) -> Any:
 
 
 def _num_validation(look: Look) -> Any:
-    keys = ("data.val_data_path", "data.val_data_paths", "data.val_split")
-    return None if any(look(key) for key in keys) else 256
+    keys = ("val_data_path", "val_data_paths", "val_split", "validation", "split_validation_size")
+    held_out = any(look(f"data.{key}") for key in keys)
+    sizes = [each.get("split_validation_size") for each in look("data.train") or () if isinstance(each, dict)]
+    return None if held_out or any(sizes) else 256
 
 
 def _gpus(look: Look) -> tuple[int, int] | None:
@@ -313,7 +397,9 @@ _AS_THE_POLICY = (
     "megatron_cfg.pipeline_model_parallel_size",
     "megatron_cfg.context_parallel_size",
 )
-"""Keys of the value model that follow the policy's."""
+"""Keys of other models that follow the policy's."""
+
+_ENVIRONMENT_KEYS = frozenset(Environment.__struct_encode_fields__)
 
 _COLOCATED = "policy.generation.colocated"
 _VLLM = "policy.generation.vllm_cfg"
@@ -332,15 +418,8 @@ DERIVED = (
         text="for PPO a model like the policy, else null",
         compute=lambda look: {} if look("algorithm") == "ppo" else None,
     ),
-    *(_same(f"value.{key}", f"policy.{key}") for key in _AS_THE_POLICY),
-    Derived(
-        key="value.new_model",
-        text="`policy.new_model` if it is the same model",
-        compute=lambda look: (
-            look("policy.new_model") if look("value.model_name") == look("policy.model_name") else None
-        ),
-    ),
-    *_of_model("value"),
+    *_like_the_policy("value"),
+    *_like_the_policy("teacher"),
     _same("policy.generation.max_new_tokens", "policy.max_total_sequence_length"),
     _same("policy.generation.transformers_cfg.num_slots", "policy.generation_batch_size"),
     _same("policy.generation.vllm_cfg.precision", "policy.precision"),
@@ -368,7 +447,7 @@ DERIVED = (
     Derived(key="data.num_train", text="10000 for reasoning_gym and sliding_puzzle, else null", compute=_num_train),
     Derived(
         key="data.num_validation",
-        text="null with `data.val_data_path`, `data.val_data_paths` or `data.val_split`, else 256",
+        text="null where `data` says otherwise what is held out, else 256",
         compute=_num_validation,
     ),
     Derived(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.common.config.schema.algorithms import Dpo, Sft
+from tandem.common.config.schema.algorithms import Dpo, Rm, Sft
 from tandem.common.config.schema.base import Section
 from tandem.common.config.schema.data import Data, Environment
 from tandem.common.config.schema.evaluation import Eval
@@ -87,6 +87,7 @@ __all__ = [
     "Replay",
     "RewardScaling",
     "RewardShaping",
+    "Rm",
     "Rollouts",
     "SchedulerEntry",
     "Section",

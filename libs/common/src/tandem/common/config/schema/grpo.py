@@ -6,17 +6,17 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from tandem.common.config.schema.base import NonNegativeFloat, NonNegativeInt, PositiveInt, Section, Seed
+from tandem.common.config.schema.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, Seed
 
 
 class AdvEstimator(Section, frozen=True, kw_only=True):
     """How rewards become advantages."""
 
-    name: Literal["grpo", "gdpo", "reinforce_plus_plus"] = "grpo"
+    name: Literal["grpo", "gdpo", "reinforce_plus_plus", "opd"] = "grpo"
     """grpo: each reward minus the baseline of its group (Shao et al. 2024, arXiv:2402.03300). gdpo: the same for each
     component of the reward, weighted, added and normalised over the batch (Liu et al. 2026, arXiv:2601.05242); the
     environment gives the components. reinforce_plus_plus: the reward minus the mean of its group, normalised over all
-    tokens of the batch (Hu et al. 2025, arXiv:2501.03262)."""
+    tokens of the batch (Hu et al. 2025, arXiv:2501.03262). opd: those of `on_policy_distillation`."""
     normalize_rewards: bool = True
     """As `grpo.normalize_rewards`; not for reinforce_plus_plus."""
     use_leave_one_out_baseline: bool = True
@@ -84,6 +84,9 @@ class Rollouts(Section, frozen=True, kw_only=True):
     """Samples drawn for each prompt: the size of a group."""
     max_rollout_turns: PositiveInt = 1
     """Responses a rollout may give: after each but the last the environment may answer, and the policy goes on."""
+    max_num_epochs: PositiveInt | None = None
+    """Passes over the training problems; the run ends at this or at `max_num_steps`, whichever comes first. Null means
+    any number."""
     max_num_steps: NonNegativeInt = 1_000_000
     """Rollout batches to train on before the run ends; 0 trains on none: the model is validated, and that is all."""
     overlong_filtering: bool = False
@@ -102,6 +105,8 @@ class Rollouts(Section, frozen=True, kw_only=True):
     """Steps between validations; 0 means never."""
     val_at_start: bool = False
     """Validate before the first step."""
+    val_at_end: bool = False
+    """Validate after the last step, whatever `val_period` says."""
     max_val_samples: PositiveInt = 256
     """Validation problems used each time, from the front of the validation set."""
     val_batch_size: PositiveInt = 256
@@ -146,6 +151,17 @@ class Grpo(Rollouts, frozen=True, kw_only=True):
     """Subtract the mean reward of the group's *other* samples, not of the whole group (Ahmadian et al. 2024,
     arXiv:2402.14740)."""
     adv_estimator: AdvEstimator = AdvEstimator()
+    advantage_clip_low: float | None = None
+    """No advantage is below this; null means no bound."""
+    advantage_clip_high: float | None = None
+    """No advantage is above this; null means no bound."""
+    invalid_tool_call_advantage: float | None = None
+    """The advantage of a sample that calls a tool wrongly; null means what its reward gives."""
+    malformed_thinking_advantage: float | None = None
+    """The advantage of a sample whose thinking does not end; null means what its reward gives."""
+    seq_logprob_error_threshold: PositiveFloat | None = None
+    """Leave samples out of the loss whose log-probabilities in training and in generation differ by more; null keeps
+    all. `token_mult_prob_error` says by how much they do."""
     async_grpo: AsyncGrpo = AsyncGrpo()
 
     @property

@@ -5,17 +5,18 @@ from __future__ import annotations
 import msgspec
 
 from tandem.common.algorithms import ALGORITHMS, Algorithm, AlgorithmName
-from tandem.common.config.schema.algorithms import Dpo, Sft
+from tandem.common.config.schema.algorithms import Dpo, Rm, Sft
 from tandem.common.config.schema.base import NonEmptyStr, Section
 from tandem.common.config.schema.data import Data, Environment
+from tandem.common.config.schema.distillation import Distillation, OnPolicyDistillation, Teacher
 from tandem.common.config.schema.evaluation import Eval
 from tandem.common.config.schema.grpo import Grpo, Rollouts
 from tandem.common.config.schema.loss import LossFn
 from tandem.common.config.schema.policy import Policy
 from tandem.common.config.schema.ppo import Ppo, Value, ValueLossFn
-from tandem.common.config.schema.run import Checkpointing, Cluster, Logger, Refit, Replay
+from tandem.common.config.schema.run import Checkpointing, Cluster, DataPlane, Logger, Refit, Replay
 
-MODELS = ("policy", "value")
+MODELS = ("policy", "value", "teacher")
 """Sections that hold a model, each with `policy`'s keys."""
 
 
@@ -31,11 +32,19 @@ class Config(Section, frozen=True, kw_only=True):
     ppo: Ppo = Ppo()
     sft: Sft = Sft()
     dpo: Dpo = Dpo()
+    rm: Rm = Rm()
+    distillation: Distillation = Distillation()
+    on_policy_distillation: OnPolicyDistillation | None = None
+    """GRPO with a teacher in the place of rewards; null is as `enabled: false`."""
     loss_fn: LossFn = LossFn()
     value_loss_fn: ValueLossFn = ValueLossFn()
     policy: Policy
     value: Value | None
     """The value model of PPO."""
+    teacher: Teacher | None = None
+    """The teacher of distillation."""
+    teachers: tuple[Teacher, ...] | None = None
+    """Several teachers of distillation, in the place of one."""
     data: Data
     env: dict[str, Environment] = msgspec.field(default_factory=dict)
     """Ways to score samples, by name."""
@@ -43,6 +52,8 @@ class Config(Section, frozen=True, kw_only=True):
     logger: Logger = Logger()
     cluster: Cluster
     refit: Refit = Refit()
+    data_plane: DataPlane | None = None
+    """Accepted: NeMo-RL's own way for samples to travel."""
     replay: Replay | None = None
     """New. Null: the run makes its own samples."""
     eval: Eval = Eval()
