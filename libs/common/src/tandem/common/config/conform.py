@@ -31,10 +31,14 @@ from msgspec.inspect import (
 from tandem.common.config.problem import Invalid, Problems, shown
 from tandem.common.config.schema import MODELS, Config
 from tandem.common.config.schema.distillation import DistillationLoss
+from tandem.common.config.schema.run import DURATION
 from tandem.common.errors import nearest
 
 _OF_DISTILLATION = frozenset(f"loss_fn.{name}" for name in DistillationLoss.__struct_encode_fields__)
 """Keys that nobody means who writes their names elsewhere."""
+
+_FORMS = {DURATION: ": expected days:hours:minutes:seconds, such as 00:03:45:00"}
+"""What a text of a form is like, by its pattern."""
 
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 SCIENTIFIC = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
@@ -214,6 +218,8 @@ def _scalar(value: Any, wanted: Type, key: str) -> Any:
         case StrType() if isinstance(value, str):
             if wanted.min_length and not value:
                 raise Invalid(key, "is empty")
+            if wanted.pattern is not None and not re.search(wanted.pattern, value):
+                raise Invalid(key, f"{shown(value)} has another form{_FORMS.get(wanted.pattern, '')}")
             return value
         case IntType() if isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1:
             return _within(int(value), wanted, key)

@@ -30,6 +30,7 @@ from tandem.coordinator.run.reply_checks import Limits
 from tandem.coordinator.run.resuming import Start
 from tandem.coordinator.run.sample_folder import KeptLimits, SampleFolder
 from tandem.coordinator.run.spec import KINDS, expected_processes, launched_processes, run_spec
+from tandem.coordinator.run.time_limit import TimeLimit
 from tandem.coordinator.scheduler import RunSpec, Scheduler
 from tandem.coordinator.scheduler.kept import KeptGroup, Place
 
@@ -40,6 +41,7 @@ class Lasting(msgspec.Struct, frozen=True, kw_only=True):
     registry: Registry
     processes: LocalProcesses
     interrupts: Interrupts
+    limit: TimeLimit
 
 
 class Past(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,6 +67,9 @@ def lasting(invocation: Invocation, opened: Opened) -> Lasting:
         registry=_registry(config, opened),
         processes=LocalProcesses(admits, opened.journal.folder / "logs", invocation.fork_server),
         interrupts=Interrupts(),
+        limit=TimeLimit(
+            config.checkpointing.checkpoint_must_save_by if config.checkpointing.enabled else None, time.monotonic()
+        ),
     )
 
 
@@ -111,6 +116,7 @@ def assemble(
         Batches(config, algorithm, sources),
         recorder,
         members.interrupts,
+        members.limit,
         partial(_find_kept, invocation, samples, start.first_step, limits, run_id, recorder.note),
     )
 

@@ -45,7 +45,7 @@ def the_task_is_named(config: Config) -> None:
 def the_file_is_named(config: Config) -> None:
     """JSONL problems come from a file; one to train on is not needed where nothing is."""
     name = config.data.dataset_name
-    is_needed = not (config.evaluates and (config.data.val_data_path or config.data.validation))
+    is_needed = not config.data.train and not (config.evaluates and config.data.val_data_path)
     if is_local(name) and config.data.train_data_path is None and is_needed:
         raise Invalid("data.train_data_path", f"required where data.dataset_name is {name}")
 

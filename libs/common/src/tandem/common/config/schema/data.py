@@ -198,24 +198,27 @@ class Data(Section, frozen=True, kw_only=True):
 
     @property
     def train_sets(self) -> tuple[Data, ...]:
-        """A section for each listed data set to train on, as though it were alone."""
-        alone = msgspec.structs.replace(self, num_validation=None) if self.validation else self
-        rest = msgspec.structs.replace(self, num_validation=None)
-        return tuple((rest if number else alone).of_set(each) for number, each in enumerate(self.train))
+        """A section for each listed data set to train on, as though it were alone; the first is what some are held out
+        of where nothing says which."""
+        first, *others = (self.of_set(each) for each in self.train)
+        if not self.validation and not self.train[0].split_validation_size:
+            first = msgspec.structs.replace(first, num_validation=self.num_validation)
+        if not others:
+            first = msgspec.structs.replace(first, num_train=self.num_train)
+        return (first, *others)
 
     def of_set(self, each: DataSet) -> Data:
-        """Return the section for one listed data set, as though it were alone, and trained on."""
+        """Return the section for one listed data set, as though it were alone, and all of it trained on."""
         own = {key: getattr(each, key) for key in OF_EACH_SET}
-        size = each.split_validation_size
         return msgspec.structs.replace(
             self,
             **own,
             train_data_path=each.data_path,
             val_data_path=None,
             val_split=None,
-            num_train=each.max_samples or self.num_train,
-            num_validation=None if size else self.num_validation,
-            split_validation_size=size,
+            num_train=None,
+            num_validation=None,
+            split_validation_size=each.split_validation_size,
             train=(),
             validation=(),
         )

@@ -16,7 +16,8 @@ from tandem.common.config.schema.base import (
     Section,
 )
 
-Duration = Annotated[str, Meta(pattern=r"^\d+:\d\d:\d\d:\d\d$")]
+DURATION = r"^\d+:\d\d:\d\d:\d\d$"
+Duration = Annotated[str, Meta(pattern=DURATION)]
 """Days, hours, minutes and seconds."""
 
 
