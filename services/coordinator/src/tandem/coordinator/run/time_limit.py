@@ -57,8 +57,8 @@ class TimeLimit:
         """Return why the run is to save and end now; None if it may go on. Said once."""
         is_between, self._is_between = self._is_between, False
         needed = self._saving_s + (max(self._steps_s) if is_between else 0.0)
-        if self._is_over or now + needed < self._ends_at:
-            return None
+        if self._is_over or not self._steps_s or now + needed < self._ends_at:
+            return None  # before the first step is done there is nothing to save
         self._is_over = True
         what = (
             f"{self._ends_at - now:.0f} s are left, a step and a checkpoint have taken {needed:.0f} s"
