@@ -168,6 +168,10 @@ def _reshape_model(model: dict[str, Any]) -> None:
     model["scheduler"] = [scheduler] if isinstance(scheduler, dict) else (scheduler or [])
     megatron = model.get("megatron_cfg")
     if isinstance(megatron, dict):
+        others = (megatron.get(key) for key in ("recompute_method", "recompute_num_layers"))
+        is_usual = megatron.get("recompute_granularity") == "full" and not any(others)
+        if is_usual and "activation_checkpointing" in megatron:  # which alone decides in NeMo-RL's files
+            del megatron["recompute_granularity"]
         (described,) = struct_types(_field(_field(config_type(), "policy").type, "megatron_cfg").type)
         ours = {field.encode_name for field in described.fields}
         free = {key: megatron.pop(key) for key in list(megatron) if key not in ours}
@@ -302,6 +306,8 @@ def _of_dataset(key: str, otherwise: str | None) -> Derived:
 
     def compute(look: Look) -> Any:
         named = NAMED.get(str(look("data.dataset_name")))
+        if name == "val_split" and look("data.train"):
+            return None  # `data.validation` says what is held out
         return otherwise if named is None else named.keys.get(name, otherwise)
 
     given = ", ".join(f"`{named.keys[name]}` for {dataset}" for dataset, named in NAMED.items() if name in named.keys)

@@ -1,4 +1,4 @@
-"""Distillation: a student learns from the probabilities of one or several teachers. Known, and not built."""
+"""Distillation of teachers into the policy: sections that are known, and not built."""
 
 from __future__ import annotations
 
