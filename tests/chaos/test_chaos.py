@@ -1,15 +1,18 @@
 """Processes of supervised runs are killed, or stopped, at random moments; nobody does anything about it.
 
 Every run ends by itself with the metrics and the weights of one that was left alone, to the bit, and leaves nothing.
+One engine of each was started by hand, by a loop that starts another whenever one ends. What is stopped is mostly
+continued later, when others have long taken its place, and ends then.
 """
 
 from __future__ import annotations
 
+import contextlib
 import random
-import signal
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +22,13 @@ import psutil
 from tandem.coordinator.run.live import read_live
 from tests import leaks
 from tests.integration.by_hand import assert_same_results, in_folder, undisturbed_run
-from tests.integration.harness import Command, all_gone, wait_until, write_config
+from tests.integration.harness import Command, all_gone, joins, merged, wait_until, write_config
+from tests.integration.monitoring_harness import free_port
 
 NUM_STEPS = 24
-KILLS_OF_A_RUN = 4
+KILLS_OF_A_RUN = 8
+TIMEOUT_S = 8.0
+"""Of heartbeats."""
 CONFIG: dict[str, Any] = {
     "grpo": {"max_num_steps": NUM_STEPS, "val_period": 6},
     "policy": {"train_micro_batch_size": 4},
@@ -31,13 +37,20 @@ CONFIG: dict[str, Any] = {
         "trainers": 2,
         "rollouts": 2,
         "max_replacements": 100,
-        "heartbeat_timeout_s": 4.0,
+        "heartbeat_timeout_s": TIMEOUT_S,
         "deadlines": {"refit_s": 15.0},
     },
 }
-KINDS = ("coordinator", "trainer", "rollout", "refit", "fork server")
-STOPS = 0.15
-"""The share of those that are stopped, and only hang. The coordinator is not: nobody would notice."""
+BY_HAND = "rollout by hand"
+KINDS = ("coordinator", "trainer", "rollout", BY_HAND, "refit", "fork server")
+STOPS = 0.3
+"""The share of those that are stopped, and only hang."""
+STAYS = 0.3
+"""Of these the share of those that are never continued; a coordinator always is, since nobody would notice."""
+PAUSE_S = 2.0
+"""Between two engines that are started by hand: one is refused while another that hangs still has its place."""
+ENDS_S = 60.0
+"""How long all that is left of a run may take to end."""
 
 
 class Kill(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,93 +63,215 @@ class Kill(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     """Until another step was in the journal."""
 
-
-def victims(run: Command) -> dict[str, list[psutil.Process]]:
-    """Return the processes of a run by what they are."""
-    found: dict[str, list[psutil.Process]] = defaultdict(list)
-    for process in run.children():
-        try:
-            words = " ".join(process.cmdline())
-        except psutil.NoSuchProcess:
-            continue
-        if "tandem.coordinator.cli up" in words:
-            found["coordinator"].append(process)
-        elif words.startswith("coordinator: forks services"):
-            found["fork server"].append(process)
-        elif words.split(" ")[0] in KINDS:
-            found[words.split(" ")[0]].append(process)
-    return found
+    def __str__(self) -> str:
+        what = "stopped" if self.is_stopped else "killed"
+        return f"{self.kind} {what} while {self.phase}, {self.seconds:.1f} s"
 
 
-def harry(run: Command, dice: random.Random, num_kills: int) -> list[Kill]:
+class Ended(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a run."""
+
+    kills: list[Kill]
+    survived: bool = False
+    equal: bool = False
+    num_left: int = 0
+    """Processes, segments of shared memory."""
+    why: str = ""
+    """Something was not as it should."""
+
+
+class Harried:
+    """A supervised run, an engine by hand, and what is stopped."""
+
+    def __init__(self, run: Command, address: str, stack: contextlib.ExitStack) -> None:
+        self.run = run
+        self._words = ("rollout", *joins(address), "--join-timeout", "120")
+        self._stack = stack
+        self._by_hand: list[Command] = []
+        self._wakes: list[tuple[float, psutil.Process]] = []
+        """When processes that are stopped go on."""
+        self._next_at = 0.0
+        """When the next engine may be started."""
+        self._stopped: set[int] = set()
+        """The ids of engines by hand that hang."""
+
+    def tend(self) -> None:
+        """Start the engine by hand again if it has ended, or hangs; continue what was stopped long enough ago."""
+        for at, process in [*self._wakes]:
+            if time.monotonic() >= at:
+                self._wakes.remove((at, process))
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.resume()
+        there = [
+            each for each in self._by_hand if each.process.poll() is None and each.process.pid not in self._stopped
+        ]
+        if not there and self.run.process.poll() is None:
+            self._by_hand.append(self._stack.enter_context(Command(*self._words)))
+
+    def victims(self, kind: str) -> list[psutil.Process]:
+        """Return the processes of a kind."""
+        if kind == BY_HAND:
+            return self._engines()
+        return [process for process in self.run.children() if _kind_of(process) == kind]
+
+    def _engines(self) -> list[psutil.Process]:
+        """Return the engine by hand, unless it hangs."""
+        there = [each.process.pid for each in self._by_hand if _is_there(each)]
+        return [psutil.Process(pid) for pid in there if pid not in self._stopped]
+
+    def strike(self, kind: str, victim: psutil.Process, wakes_in_s: float | None) -> None:
+        """Kill a process; or stop it, for so long."""
+        if wakes_in_s is None:
+            victim.kill()
+            return
+        victim.suspend()
+        self._wakes.append((time.monotonic() + wakes_in_s, victim))
+        if kind == BY_HAND:
+            self._stopped.add(victim.pid)
+
+    def wait(self, condition: Callable[[], bool], timeout_s: float = 240.0) -> None:
+        """Wait for a condition, and tend meanwhile."""
+
+        def is_met() -> bool:
+            self.tend()
+            return condition()
+
+        wait_until(is_met, self.run.output, died=lambda: self.run.process.poll() is not None, timeout_s=timeout_s)
+
+    def end_of_all(self) -> list[psutil.Process]:
+        """Continue whoever is stopped, and wait for the end of all that is left; return those that have none."""
+        for _, process in self._wakes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
+        self._wakes.clear()
+        for each in self._by_hand:  # those that wait for a run that is over
+            if each.process.poll() is None and " joined " not in each.output():
+                each.process.kill()
+        return all_gone([psutil.Process(each.process.pid) for each in self._by_hand if _is_there(each)], ENDS_S)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that were done, those that were done again included."""
+        return sum(line.startswith("step ") for line in self.run.output().splitlines())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last step is done."""
+        return self.run.process.poll() is not None or f"step {NUM_STEPS}/" in " ".join(self.run.output().split())
+
+
+def _kind_of(process: psutil.Process) -> str:
+    try:
+        words = " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
+    if "tandem.coordinator.cli up" in words:
+        return "coordinator"
+    return "fork server" if words.startswith("coordinator: forks services") else words.partition(" ")[0]
+
+
+def _is_there(command: Command) -> bool:
+    return command.process.poll() is None
+
+
+@contextlib.contextmanager
+def started() -> Iterator[Harried]:
+    """Start a run, and its engine by hand."""
+    cluster = {"address": f"tcp://127.0.0.1:{free_port()}"}
+    launch = {"trainers": 2, "rollouts": 1, "refit": True}
+    config = write_config(merged(CONFIG, {"cluster": {**cluster, "launch": launch}}))
+    with contextlib.ExitStack() as stack:
+        run = stack.enter_context(Command("coordinator", "up", config, "--supervise"))
+        run.wait_for("listens on ")
+        yield Harried(run, cluster["address"], stack)
+
+
+def harry(harried: Harried, dice: random.Random, num_kills: int, kills: list[Kill]) -> None:
     """Kill processes of a run, each some time after a step was done."""
-    kills: list[Kill] = []
-    for _ in range(num_kills):
-        done = _num_steps(run)
-        wait_until(lambda seen=done: _num_steps(run) > seen, run.output, died=lambda: run.process.poll() is not None)
+    while len(kills) < num_kills:
+        done = harried.num_steps
+        harried.wait(lambda seen=done: harried.num_steps > seen)
         time.sleep(dice.uniform(0.0, 0.5))
-        if run.process.poll() is not None or f"step {NUM_STEPS}/" in _squeezed(run):
-            break
-        kind = dice.choice(KINDS)
-        is_stopped = kind in ("trainer", "rollout", "refit") and dice.random() < STOPS
+        kind, is_stopped, stays = dice.choice(KINDS), dice.random() < STOPS, dice.random() < STAYS
+        wakes_in_s = dice.uniform(0.5, 3 * TIMEOUT_S)
+        if harried.is_over:
+            return
         live = read_live(Path("run"))
-        of_kind = victims(run)[kind]
+        of_kind = harried.victims(kind)
         if not of_kind:  # one that was killed before is only just being replaced
             continue
-        done, began = _num_steps(run), time.monotonic()
-        dice.choice(of_kind).send_signal(signal.SIGSTOP if is_stopped else signal.SIGKILL)
-        wait_until(lambda seen=done: _num_steps(run) > seen, run.output, died=lambda: run.process.poll() is not None)
-        kills.append(
-            Kill(
-                kind=kind,
-                is_stopped=is_stopped,
-                phase=live.phase if live is not None else "starting",
-                seconds=time.monotonic() - began,
-            )
-        )
-    return kills
+        done, began = harried.num_steps, time.monotonic()
+        if stays and kind != "coordinator":
+            wakes_in_s = 1000.0
+        harried.strike(kind, dice.choice(of_kind), wakes_in_s if is_stopped else None)
+        harried.wait(lambda seen=done: harried.num_steps > seen)
+        phase = live.phase if live is not None else "starting"
+        kills.append(Kill(kind=kind, is_stopped=is_stopped, phase=phase, seconds=time.monotonic() - began))
 
 
-def _squeezed(run: Command) -> str:
-    return " ".join(run.output().split())
+def harried_run(dice: random.Random, num_kills: int, expected: Path) -> Ended:
+    """Carry out a run and kill processes of it; return what became of it."""
+    before, kills = leaks.segments(), list[Kill]()
+    survived = equal = False
+    left: set[Any] = set()
+    try:
+        with started() as harried:
+            harry(harried, dice, num_kills, kills)
+            children = harried.run.children()
+            harried.wait(lambda: harried.run.process.poll() is not None)
+            assert harried.run.wait() == 0, harried.run.output()
+            survived = True
+            left |= {*all_gone(children, ENDS_S), *harried.end_of_all()}
+            assert_same_results("run", expected)
+            equal = True
+        why = ""
+    except AssertionError as error:
+        why = str(error)
+    left |= leaks.segments_left(before)
+    return Ended(kills=kills, survived=survived, equal=equal, num_left=len(left), why=why or f"{left or ''}")
 
 
-def _num_steps(run: Command) -> int:
-    return sum(line.startswith("step ") for line in run.output().splitlines())
-
-
-def table(kills: list[Kill]) -> str:
-    """Return what became of them, by kind and by phase."""
-    rows = ["| killed | times | seconds to the next step: median | most |", "|---|---:|---:|---:|"]
-    groups: dict[str, list[float]] = defaultdict(list)
-    for kill in kills:
-        groups[f"{kill.kind}{', stopped' if kill.is_stopped else ''}"].append(kill.seconds)
-        groups[f"while {kill.phase}"].append(kill.seconds)
-    for name, seconds in sorted(groups.items()):
-        rows.append(f"| {name} | {len(seconds)} | {statistics.median(seconds):.1f} | {max(seconds):.1f} |")
+def table(runs: list[Ended]) -> str:
+    """Return what became of processes and of their runs, by kind and by phase."""
+    columns = ("times", "runs went on", "equal", "leaks", "seconds to the next step: median", "most")
+    rows = [f"| killed | {' | '.join(columns)} |", f"|---{'|---:' * len(columns)}|"]
+    groups: dict[str, list[tuple[Kill, Ended]]] = defaultdict(list)
+    for run in runs:
+        for kill in run.kills:
+            groups[f"{kill.kind}{', stopped' if kill.is_stopped else ''}"].append((kill, run))
+            groups[f"while {kill.phase}"].append((kill, run))
+    for name, found in sorted(groups.items()):
+        seconds = [kill.seconds for kill, _ in found]
+        of_runs = [sum(run.survived for _, run in found), sum(run.equal for _, run in found)]
+        counts = [len(found), *of_runs, sum(run.num_left for _, run in found)]
+        times = (statistics.median(seconds), max(seconds))
+        rows.append(f"| {name} | {' | '.join(map(str, counts))} | {times[0]:.1f} | {times[1]:.1f} |")
     return "\n".join(rows)
 
 
+def report(runs: list[Ended], seed: int) -> str:
+    num_kills, survived, equal = (
+        sum(len(run.kills) for run in runs),
+        *(sum(getattr(run, name) for run in runs) for name in ("survived", "equal")),
+    )
+    left = sum(run.num_left for run in runs)
+    what = f"{num_kills} kills in {len(runs)} runs, seed {seed}: {survived} went on to their end, {equal} of them equal"
+    bad = [f"run {place}: {'; '.join(map(str, run.kills))}\n{run.why}" for place, run in enumerate(runs, 1) if run.why]
+    return "\n\n".join([f"{what}; {left} processes and segments were left", table(runs), *bad]) + "\n"
+
+
 def test_nothing_dies_for_good(tmp_path: Path, chaos: tuple[int, int, Path | None]) -> None:
-    num_kills, seed, report = chaos
+    num_kills, seed, file = chaos
     dice = random.Random(seed)
     expected = undisturbed_run(tmp_path, CONFIG)
-    kills: list[Kill] = []
-    num_runs = 0
-    while len(kills) < num_kills:
-        num_runs += 1
-        folder = tmp_path / f"run_{num_runs}"
+    runs: list[Ended] = []
+    while (num_left := num_kills - sum(len(run.kills) for run in runs)) > 0:
+        folder = tmp_path / f"run_{len(runs) + 1}"
         folder.mkdir()
-        before = leaks.segments()
-        with in_folder(folder), Command("coordinator", "up", write_config(CONFIG), "--supervise") as run:
-            kills += harry(run, dice, min(KILLS_OF_A_RUN, num_kills - len(kills)))
-            left = run.children()
-            assert run.wait() == 0, f"seed {seed}, run {num_runs}, {kills}:\n{run.output()}"
-            assert not all_gone(left, 20.0), f"seed {seed}, run {num_runs}"
-            assert_same_results("run", expected)
-        assert leaks.segments_left(before) == set()
-    what = f"{len(kills)} kills in {num_runs} runs, seed {seed}: all ended by themselves, with equal results"
-    text = f"{what}\n\n{table(kills)}\n"
-    print(text)
-    if report is not None:
-        report.write_text(text)
+        with in_folder(folder):
+            runs.append(harried_run(dice, min(KILLS_OF_A_RUN, num_left), expected))
+        if file is not None:  # also of a test that is ended before its time
+            file.write_text(report(runs, seed))
+    told = report(runs, seed)
+    print(told)
+    assert not any(run.why for run in runs), told

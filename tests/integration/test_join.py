@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,17 @@ import pytest
 from tandem.common.keys import write_run_keys
 from tandem.coordinator.run.members import new_run_keys
 from tests.integration.by_hand import assert_same_results, in_folder, undisturbed_run
-from tests.integration.harness import Command, all_gone, coordinator, merged, process_of, wait_until, write_config
+from tests.integration.harness import (
+    Command,
+    all_gone,
+    coordinator,
+    merged,
+    process_of,
+    processes_of,
+    wait_until,
+    write_config,
+)
+from tests.integration.hosts_harness import TWO_NODES
 
 NUM_STEPS = 6
 CONFIG: dict[str, Any] = {
@@ -21,9 +32,6 @@ CONFIG: dict[str, Any] = {
     "grpo": {"max_num_steps": NUM_STEPS, "val_period": NUM_STEPS},
     "policy": {"train_micro_batch_size": 4},
     "checkpointing": {"save_period": 3},
-}
-TWO_NODES: dict[str, Any] = {
-    "cluster": {"num_nodes": 2, "gpus_per_node": 0, "launch": {"trainers": 1, "rollouts": 1, "refit": True}}
 }
 NOBODY = ("--coordinator", "tcp://127.0.0.1:9")
 
@@ -101,6 +109,26 @@ def test_asked_again_it_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
         node.signal(signal.SIGTERM)
         assert node.wait() == 0
         assert not all_gone(services, 10.0)
+
+
+def test_losses_of_a_node_count_together_and_those_of_trainers_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in all of a run."""
+    monkeypatch.chdir(tmp_path)
+    over = {"cluster": {"trainers": 4, "launch": {"trainers": 2}, "max_replacements": 1}}
+    config = write_config(merged(merged(CONFIG, TWO_NODES), over))
+    write_run_keys(Path("run"), new_run_keys())
+    with Command("coordinator", "join", config, "--node", "1", *NOBODY) as node:
+        node.wait_for("rollout-1: process")
+        for trainer in processes_of(node, "trainer"):
+            trainer.kill()
+        for name in ("trainer-2", "trainer-3"):
+            node.wait_for(f"{name}: killed by SIGKILL.*; started again")
+        process_of(node, "rollout").kill()
+        assert node.wait() == 1
+        many = "this node has lost more processes than cluster.max_replacements (1)"
+        assert re.search(rf"error: rollout-1: killed by SIGKILL.*; {re.escape(many)}", node.output()), node.output()
 
 
 def test_who_is_not_admitted_in_time_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,6 @@ import re
 import signal
 import socket
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from tandem.coordinator.doctor.network import measure_peer
 from tests.integration.harness import Command, coordinator, steps_of, wait_until, write_config
+from tests.integration.monitoring_harness import free_port, scraped
 
 
 class Collector(http.server.ThreadingHTTPServer):
@@ -55,22 +54,6 @@ def collector() -> Iterator[Collector]:
         yield server
         server.shutdown()
         thread.join()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
-
-
-def scraped(url: str) -> dict[str, float]:
-    """Return what is served, by name and labels; nothing while there is no answer."""
-    try:
-        with urllib.request.urlopen(url, timeout=30) as answer:
-            lines = answer.read().decode().splitlines()
-    except (urllib.error.URLError, OSError):
-        return {}
-    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
 
 
 def test_a_run_is_scraped_and_sends_its_spans(collector: Collector) -> None:

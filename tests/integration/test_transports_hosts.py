@@ -28,7 +28,7 @@ def scene(
     """Yield all members, started on their hosts and connected, and the plan."""
     made = plan(sources, engines, allow_alias=False)
     save(folder, made, {**sources, **engines})
-    at = {host: ("ip", "netns", "exec", name) for host, name in hosts.items()}
+    at = {host: hosts_harness.on(hosts, host) for host in hosts}
     with remotes(folder, [*sources], at["trainers"]) as there, remotes(folder, [*engines], at["engines"]) as here:
         members = {**there, **here}
         members["trainer-0"].ask("host", host=ADDRESSES["trainers"], port=PORT)

@@ -7,7 +7,6 @@ Processes in two network namespaces reach each other over a virtual cable only.
 from __future__ import annotations
 
 import re
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -123,7 +122,7 @@ def test_a_trainer_that_is_killed_is_named_within_seconds(other_host: tuple[str,
 
 
 def test_a_run_over_a_cable(namespaces: dict[str, str], other_host: tuple[str, ...], one_host: Path) -> None:
-    here, there = ((shutil.which("ip") or "ip", "netns", "exec", namespaces[host]) for host in ("trainers", "engines"))
+    here, there = (hosts_harness.on(namespaces, host) for host in ("trainers", "engines"))
     over = {"cluster": {"address": f"tcp://{hosts_harness.ADDRESSES['trainers']}:*"}}
     with on_two_hosts(over, (*there, *other_host), here) as (run, engines, _):
         assert run.wait() == 0, run.output()

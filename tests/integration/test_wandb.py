@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import struct
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import pytest
 
 from tandem.coordinator.run.journal import read_journal
 from tests.integration.harness import coordinator, write_config
+from tests.integration.monitoring_harness import rows_in
 
 NAMES = ("train/reward", "train/loss", "timing/train/total_step_time", "timing/train/policy_training")
 OVER = {"logger": {"wandb_enabled": True, "wandb": {"project": "tests", "name": "tiny"}}}
@@ -46,38 +43,6 @@ def test_a_run_and_its_resumption_are_one_run_there(monkeypatch: pytest.MonkeyPa
             where, _, short = name.rpartition("/")
             ours = record.metrics if where == "train" else record.seconds
             assert row.get(name) == ours.get("total" if short == "total_step_time" else short)
-
-
-def rows_in(folder: Path) -> list[dict[str, Any]]:
-    """Return the rows of metrics in the file that ``wandb sync`` would send."""
-    from wandb.proto import wandb_internal_pb2
-
-    (path,) = folder.glob("run-*.wandb")
-    rows = []
-    for data in records_in(path.read_bytes()):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
-        if record.WhichOneof("record_type") == "history":
-            items = record.history.item
-            row = {item.key or ".".join(item.nested_key): msgspec.json.decode(item.value_json) for item in items}
-            rows.append({key: value for key, value in row.items() if not key.startswith("_")})
-    return rows
-
-
-def records_in(log: bytes) -> Iterator[bytes]:
-    """Yield what is in a log of LevelDB's format, after a header of 7 bytes: wandb has no reader of it in Python."""
-    block, head = 32768, struct.Struct("<IHB")
-    at, parts = 7, b""
-    while at < len(log):
-        if block - at % block < head.size:  # what is left of a block is padding
-            at += block - at % block
-            continue
-        _, length, kind = head.unpack_from(log, at)
-        parts += log[at + head.size : at + head.size + length]
-        at += head.size + length
-        if kind in (1, 4):  # whole, or the last part
-            yield parts
-            parts = b""
 
 
 @installed

@@ -14,6 +14,7 @@ import pytest
 
 from tests.integration.by_hand import assert_same_results, in_folder, undisturbed_run
 from tests.integration.harness import BIN, merged, write_config
+from tests.integration.hosts_harness import TWO_NODES
 from tests.slurm.slurm_harness import NODES, PROGRAMS, Slurm, slurm_in, wait_for
 
 missing = [program for program in PROGRAMS if shutil.which(program) is None]
@@ -26,9 +27,6 @@ CONFIG: dict[str, Any] = {
     "grpo": {"max_num_steps": NUM_STEPS, "val_period": NUM_STEPS},
     "policy": {"train_micro_batch_size": 4},
     "checkpointing": {"save_period": 2},
-}
-TWO_NODES: dict[str, Any] = {
-    "cluster": {"num_nodes": 2, "gpus_per_node": 0, "launch": {"trainers": 1, "rollouts": 1, "refit": True}}
 }
 
 

@@ -268,7 +268,7 @@ SCHEDULE = "policy.scheduler: 2 schedules need 1 milestones between them, got 0"
         (
             ["env.maths.num_workers=1"],
             "env.maths: not built in (reasoning_gym, math, exact_match, calculator, sliding_puzzle_game) "
-            "and without a class or a command; did you mean 'math'?",
+            "and without a class, a command or a judge; did you mean 'math'?",
         ),
         (["env.mine.class=Mine"], "env.mine.class: 'Mine' is not a dotted path, such as package.Class"),
         (
@@ -297,6 +297,38 @@ SCHEDULE = "policy.scheduler: 2 schedules need 1 milestones between them, got 0"
         ),
         (["cluster.rollouts=0"], "cluster.rollouts: 0, but GRPO needs at least 1"),
         (["cluster.launch={trainers: 2}"], "cluster.launch.trainers: 2 is more than cluster.trainers (1)"),
+        (
+            ["env={mine: {class: a.B, judge: {}}}"],
+            "env.mine.judge: env.mine.class is given too: a judge scores by itself",
+        ),
+        (
+            ["env={mine: {judge: {}}}"],
+            "env.mine.judge: without base_url it asks the run's own engine: set policy.generation.expose_http_server",
+        ),
+        (
+            ["env={mine: {judge: {cache: c}}}"],
+            "env.mine.judge.cache: given, but env.mine.judge.base_url is null: the run's own weights change every step",
+        ),
+        (
+            ["env={mine: {judge: {base_url: here, model: m}}}"],
+            "env.mine.judge.base_url: 'here', must be http://HOST:PORT/PATH",
+        ),
+        (
+            ["env={mine: {judge: {base_url: 'http://a/v1'}}}"],
+            "env.mine.judge: has a base_url, and no model",
+        ),
+        (
+            ["env={mine: {judge: {base_url: 'http://a/v1', model: m, score_pattern: '[0-9]+'}}}"],
+            "env.mine.judge.score_pattern: '[0-9]+' has no group, which would be the score",
+        ),
+        (
+            ["env={mine: {judge: {base_url: 'http://a/v1', model: m, prompt: '{question}'}}}"],
+            "env.mine.judge.prompt: has no {response}: the judge would not see what it grades",
+        ),
+        (
+            ["env={mine: {judge: {base_url: 'http://a/v1', model: m, highest_score: -1}}}"],
+            "env.mine.judge.highest_score: -1 is not more than env.mine.judge.lowest_score",
+        ),
         (["cluster.launch={rollouts: 3}"], "cluster.launch.rollouts: 3 is more than cluster.rollouts (1)"),
         (["cluster.address=here"], "cluster.address: 'here' is not tcp://host:port or tcp://host:*"),
         (["cluster.address=tcp://a:70000"], "cluster.address: 'tcp://a:70000' is not tcp://host:port or tcp://host:*"),

@@ -22,9 +22,9 @@ from data_harness import NUM_SUMS, SUMS, character_tokenizer, data_config
 from tandem.common.config import Config
 from tandem.common.errors import ConfigError, DataError, TandemError
 from tandem.common.messages import Problem
+from tandem.common.templates import fill_template
 from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
 from tandem.coordinator.data import load_problems, sources
-from tandem.coordinator.data.prompts import fill_template
 
 TASKS_TRAIN, TASKS_HELD_OUT = ["0 + 5", "5 - 9", "2 + 6", "2 - 5"], ["4 - 8", "8 + 0", "8 - 4", "3 + 5"]
 FILES_HELD_OUT = ["all.jsonl:6", "all.jsonl:7", "all.jsonl:3"]

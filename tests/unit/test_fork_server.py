@@ -202,6 +202,18 @@ def test_children_live_on_and_others_are_born_after_the_server_was_killed() -> N
         child.wait(PATIENCE_S)
 
 
+def test_others_are_born_after_the_server_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who was there before, and hangs, is waited for no longer than a fork takes, and ended."""
+    monkeypatch.setattr(module, "_FORK_S", 0.5)
+    before = set(psutil.Process().children())
+    with ForkServer(lambda: None, PATIENCE_S) as fork_server:
+        (forking,) = set(psutil.Process().children()) - before
+        told(fork_server)
+        forking.suspend()
+        assert told(fork_server)["parent"] == os.getpid()
+        assert not forking.is_running()
+
+
 def test_an_import_that_does_not_end_is_named() -> None:
     with ForkServer(lambda: time.sleep(60), 0.3) as made, pytest.raises(DeadlineExceeded) as caught:
         born(made, "tell")

@@ -156,12 +156,12 @@ def test_what_is_of_another_run_another_release_or_another_kind_is_named(tmp_pat
     with pytest.raises(SamplesError, match=f"{path} is no record of samples"):
         read_step(tmp_path, 12, RUN_ID)
     pq.write_table(pa.table({"step": [12]}).replace_schema_metadata(later()), path)
-    with pytest.raises(SamplesError, match=f"{path} has format 3 .* this release reads format 2"):
+    with pytest.raises(SamplesError, match=f"{path} has format 4 .* this release reads format 3"):
         read_step(tmp_path, 12, RUN_ID)
 
 
 def later() -> dict[bytes, bytes]:
-    return {b"tandem.run_id": RUN_ID.encode(), b"tandem.format": b"3"}
+    return {b"tandem.run_id": RUN_ID.encode(), b"tandem.format": b"4"}
 
 
 def test_an_unfinished_file_can_be_read_while_it_grows_and_wherever_it_is_cut_off(tmp_path: Path) -> None:

@@ -483,6 +483,8 @@ class SampleScored(Message, frozen=True, kw_only=True):
     reward: Finite
     components: Components = {}
     """What the environment says the reward is made of, by name."""
+    spent: Components = {}
+    """What scoring it has cost, by name."""
     correct: bool
     extracted_answer: str | None = None
     """What the environment took for the answer; None if it found none, looks for none, or the sample is to train on."""

@@ -30,7 +30,7 @@ from tandem.common.errors import SamplesError
 from tandem.common.messages import Branch, Purpose, SampleKey, SampleScored
 from tandem.common.sample_files import LOGPROBS, SHARD, files, shard_path, temporary_path
 
-FORMAT = 2
+FORMAT = 3
 """Counts up when the meaning of a column changes."""
 _RUN_ID, _FORMAT = b"tandem.run_id", b"tandem.format"
 _ROW_GROUP = 128
@@ -48,6 +48,7 @@ SCHEMA = pa.schema(
         ("response", pa.string()),
         ("reward", pa.float64()),
         ("components", pa.map_(pa.string(), pa.float64())),
+        ("spent", pa.map_(pa.string(), pa.float64())),
         ("correct", pa.bool_()),
         ("extracted_answer", pa.string()),
         ("advantage", pa.float32()),
@@ -84,6 +85,7 @@ _LOGPROBS = pa.schema(
 _SCORED = SampleScored.__struct_fields__
 _FROM_ARROW: dict[str, Callable[[Any], Any]] = {
     "components": dict,
+    "spent": dict,
     "tokens_by_version": tuple,
     "branches": lambda branches: tuple(Branch(**branch) for branch in branches),
 }

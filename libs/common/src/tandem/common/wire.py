@@ -299,6 +299,22 @@ class Hub:
         self._gatekeeper.join()
 
 
+class Stalls:
+    """How long a thread that listens to others was kept from it: who did not listen cannot say that they were silent.
+
+    Its process, or the whole machine, was stopped, or its disk did not answer.
+    """
+
+    def __init__(self) -> None:
+        self._listened_at = time.monotonic()
+
+    def until(self, now: float, usual_s: float) -> float:
+        """Return the seconds since the last call beyond the usual ones between two, to be taken off all silences."""
+        stall_s = max(0.0, now - self._listened_at - usual_s)
+        self._listened_at = now
+        return stall_s
+
+
 class Callers:
     """DEALER connections to several processes that answer what they are asked. Used by one thread.
 
@@ -644,10 +660,12 @@ class _Pump:
         poller.register(self._queued, zmq.POLLIN)
         interval = self._welcome.heartbeat_interval_s
         last_seen = last_beat = time.monotonic()
+        stalls = Stalls()
         end_by = float("inf")
         while True:
             ready = dict(poller.poll(int(interval * 1000 / 2)))
             now = time.monotonic()
+            last_seen += stalls.until(now, interval)
             if self._dealer in ready:
                 last_seen = now
                 if self._forward_incoming():

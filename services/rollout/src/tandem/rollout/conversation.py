@@ -103,6 +103,7 @@ class Conversation:
             finish_reason=scored if cause == "score" else cause,
             reward=self.reward + score.reward,
             components=dict(score.components),
+            spent=dict(score.spent),
             correct=score.correct,
             extracted_answer=score.answer,
             response="\n".join(message["content"] for message in self.messages),

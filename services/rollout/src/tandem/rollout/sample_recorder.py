@@ -53,8 +53,10 @@ from tandem.common.tokenizer import Tokenizer
 
 _MOST_WAITING = 10_000
 """Times that samples have finished which may wait for the disk; those that come meanwhile are not recorded."""
-_FLUSH_S = 2.0
-"""How long trainers wait at most for what still waits to be on disk."""
+_FLUSH_S = 20.0
+"""How long trainers wait at most for what still waits to be on disk, the first time that it takes too long."""
+_SHORT_FLUSH_S = 1.0
+"""And once it is known, and said, that samples are missing."""
 _CLOSE_S = 3.0
 """How long what still waits may take when the service ends."""
 
@@ -124,10 +126,11 @@ class SampleRecorder:
         self._queue.put(_Anew(done))
 
     def flush(self) -> None:
-        """Wait until all is on disk that was added, for a moment at most; from any thread."""
+        """Wait until all is on disk that was added; not for ever; from any thread."""
         num_added = self._num_added
+        patience_s = _SHORT_FLUSH_S if self._has_complained else _FLUSH_S
         with self._has_written:
-            if not self._has_written.wait_for(lambda: self._num_written >= num_added, _FLUSH_S):
+            if not self._has_written.wait_for(lambda: self._num_written >= num_added, patience_s):
                 self._complain("the disk is slower than samples are trained on")
 
     def close(self) -> None:

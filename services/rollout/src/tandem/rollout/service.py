@@ -208,8 +208,10 @@ class RolloutService:
         self._scorer = Scorer(self._config, program) if self._config.agent is None else None
         self._engine = _make_engine(self._config)
         self._endpoint = Endpoint(self._member, self._engine)
-        if self._scorer is not None:
-            self._scorer.await_ready()  # it has begun beside the engine
+        if self._config.policy.generation.has_guests:
+            self._guests = self._make_guests(self._engine, self._tokenizer)
+        if self._scorer is not None:  # it has begun beside the engine
+            self._scorer.await_ready(None if self._guests is None else self._guests.address)
         else:
             self._agents = self._make_agents(self._engine, self._tokenizer)
         self._gpus.begin(0, gpus_per_engine(self._config))
@@ -219,8 +221,6 @@ class RolloutService:
         self._store = SampleStore(host, self._member.run_id, max_tokens, self._member.trainers)
         if order.samples_folder:
             self._recorder = self._make_recorder(Path(order.samples_folder), self._store, self._tokenizer)
-        if self._config.policy.generation.has_guests:
-            self._guests = self._make_guests(self._engine, self._tokenizer)
         self._say_built(order)
 
     def _say_built(self, order: BuildEngine) -> None:

@@ -173,7 +173,8 @@ def _default(key: str, field: Field) -> str:
         assert field.default_factory is not msgspec.NODEFAULT
         value = field.default_factory()
     plain = msgspec.to_builtins(value)
-    text = plain if isinstance(plain, str) else msgspec.json.encode(plain).decode()
+    is_line = isinstance(plain, str) and "\n" not in plain
+    text = plain if is_line else msgspec.json.encode(plain).decode()
     return f"`{text}`"
 
 

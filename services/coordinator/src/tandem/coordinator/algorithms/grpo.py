@@ -343,7 +343,14 @@ def _reward_metrics(samples: Sequence[SampleScored]) -> dict[str, float]:
             f"reward/{name}": float(np.mean([sample.components.get(name, 0.0) for sample in samples]))
             for name in component_names(samples)
         },
+        **spent_metrics(samples),
     }
+
+
+def spent_metrics(samples: Sequence[SampleScored]) -> dict[str, float]:
+    """Return what scoring the samples has cost, by what the environment calls it."""
+    names = sorted({name for sample in samples for name in sample.spent})
+    return {f"spent/{name}": float(sum(sample.spent.get(name, 0.0) for sample in samples)) for name in names}
 
 
 def failure_metrics(samples: Sequence[SampleScored]) -> dict[str, float]:

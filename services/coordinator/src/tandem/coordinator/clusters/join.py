@@ -42,7 +42,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     admission_s: float
     """How long a process may go without being admitted, since it was lost or first started."""
     max_replacements: int
-    """How often each process may be lost."""
+    """Of the run; the coordinator counts what all nodes lose together, and this node gives up when it alone has lost
+    more."""
     grace_s: float
     """How long services may go on after this process was asked to end: the coordinator finishes a step, and saves."""
 
@@ -102,14 +103,19 @@ class NodeProcesses:
             self._again_at[launched.name] = (now + _RETRY_S, launched)
             return False
         self._losses[launched.name] = self._losses.get(launched.name, 0) + 1
-        if self._losses[launched.name] > self._limits.max_replacements:
-            times = f"lost more than cluster.max_replacements ({self._limits.max_replacements}) times"
-            self.failures.append(f"{launched.name}: {times}: {launched.describe_death()}")
+        if self._num_lost() > self._limits.max_replacements:
+            many = f"this node has lost more processes than cluster.max_replacements ({self._limits.max_replacements})"
+            self.failures.append(f"{launched.name}: {launched.describe_death()}; {many}")
             return True
         self._say(f"{launched.name}: {launched.describe_death()}; started again")
         self._asks_since[launched.name] = now
         self._again_at[launched.name] = (now, launched)
         return False
+
+    def _num_lost(self) -> int:
+        """Return how many losses the run has counted at least: trainers are started again together, which is one."""
+        of_trainers = [count for name, count in self._losses.items() if name.startswith("trainer-")]
+        return sum(self._losses.values()) - sum(of_trainers) + max(of_trainers, default=0)
 
     def _start_those_due(self) -> None:
         for name, (when, launched) in list(self._again_at.items()):

@@ -7,7 +7,6 @@ import re
 import string
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -16,6 +15,7 @@ from tandem.common.config.schema import Data
 from tandem.common.errors import ConfigError, DataError
 from tandem.common.messages import Problem
 from tandem.common.regular_files import irregular
+from tandem.common.templates import fill_template
 from tandem.common.tokenizer import Messages, Tokenizer
 from tandem.coordinator.data.chat import ChatEncoder
 
@@ -144,21 +144,6 @@ def _said(solution: str | list[_Message]) -> Messages:
     if isinstance(solution, str):
         return [{"role": "assistant", "content": solution}]
     return [{"role": message.role, "content": message.content} for message in solution]
-
-
-def fill_template(key: str, template: str, problem: Problem) -> str:
-    """Fill a format string with a problem's question, answer and metadata. Raises `ConfigError` naming the field."""
-    fields: Mapping[str, Any] = {
-        **problem.metadata,
-        "metadata": problem.metadata,
-        "question": problem.question,
-        "answer": problem.answer,
-    }
-    try:
-        return template.format_map(fields)
-    except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
-        valid = ", ".join(sorted(fields))
-        raise ConfigError(f"{key}: cannot fill {template!r}: {error} (fields are {valid})") from error
 
 
 def _read(key: str, path: str | None) -> str | None:

@@ -22,9 +22,9 @@ from tandem.common.config import Config
 from tandem.common.config.schema import Data
 from tandem.common.errors import DataError
 from tandem.common.messages import Problem
+from tandem.common.templates import fill_template
 from tandem.coordinator.data import sources
 from tandem.coordinator.data.listed import held_out, load_parts, taken
-from tandem.coordinator.data.prompts import fill_template
 
 Item = TypeVar("Item")
 

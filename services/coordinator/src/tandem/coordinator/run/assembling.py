@@ -18,6 +18,7 @@ from tandem.coordinator.run.checkpoints import CheckpointFolder
 from tandem.coordinator.run.invocation import Invocation
 from tandem.coordinator.run.kept_samples import KeptSamples
 from tandem.coordinator.run.launch import Admits, LocalProcesses
+from tandem.coordinator.run.live_file import Said
 from tandem.coordinator.run.loop import Interrupts, Loop
 from tandem.coordinator.run.members import Listening, Pulse, Registry
 from tandem.coordinator.run.onlookers import Onlookers
@@ -47,16 +48,14 @@ class Lasting(msgspec.Struct, frozen=True, kw_only=True):
 class Past(msgspec.Struct, frozen=True, kw_only=True):
     """What the terms before leave to the next one."""
 
-    began_at: float
-    """When the first began, by the monotonic clock."""
+    said: Said
+    """To those who look on."""
     next_command_id: int = 1
     """Above that of every order."""
     num_replaced: int = 0
     """Processes that were; trainers that were started again together count once."""
     has_started: bool = False
     """Whether one has got as far as its first step."""
-    notes: tuple[str, ...] = ()
-    """The newest lines of the console."""
 
 
 def lasting(invocation: Invocation, opened: Opened) -> Lasting:
@@ -140,10 +139,10 @@ def _recorder(
     """Make what writes down how the run goes, also for those who look on."""
     journal, writers = opened.journal, opened.writers
     history = journal.steps()
-    progress = Progress(config, spec, history, began_at=past.began_at)
+    progress = Progress(config, spec, history, began_at=past.said.began_at, again=past.said.records)
     stack.callback(progress.close)
     steps = range(spec.first_step, spec.last_step + 1)
-    onlookers = Onlookers(config, journal.folder, steps, history, opened.watchers, past.notes)
+    onlookers = Onlookers(config, journal.folder, steps, history, opened.watchers, past.said)
     return Recorder(config, journal, checkpoints, samples, writers, progress, onlookers)
 
 

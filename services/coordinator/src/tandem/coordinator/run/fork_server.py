@@ -32,6 +32,8 @@ from tandem.common.process_lifetime import die_with, reaper
 
 _NAME = "the process that forks services"
 _ATTEMPTS = 2
+_FORK_S = 5.0
+"""How long a fork may take once all is imported: who takes longer hangs, and another takes its place."""
 _KILLED_S = 10.0
 """How long the kernel may take to end a process that was killed."""
 _ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
@@ -106,6 +108,8 @@ class ForkServer:
         """
         self._preload = preload
         self._deadline_s = deadline_s
+        self._has_answered = False
+        """Whether what forks now has done so before, which means that it has imported all."""
         self._process, self._orders = self._begin()
 
     def __enter__(self) -> ForkServer:
@@ -145,7 +149,8 @@ class ForkServer:
         for _ in range(_ATTEMPTS):
             if (pid := self._ask_for(birth, out, errors or out, keys)) is not None:
                 return Child(pid)
-            code = self._end()  # if someone killed it, that is no reason not to start anything
+            code = self._end()  # if someone killed or stopped it, that is no reason not to start anything
+            self._has_answered = False
             self._process, self._orders = self._begin()
         raise ServiceLost(_NAME, f"starting {module}", f"it ended again and again, at last with code {code}")
 
@@ -154,7 +159,7 @@ class ForkServer:
         self._end()
 
     def _ask_for(self, birth: Birth, out: IO[bytes], errors: IO[bytes], keys: bytes) -> int | None:
-        """Return the id of the process that was born, None if there is nobody to ask any more."""
+        """Return the id of the process that was born, None if there is nobody to ask any more, or who hangs."""
         with (
             contextlib.suppress(OSError),
             reaper(),
@@ -163,10 +168,14 @@ class ForkServer:
         ):
             descriptors = [file.fileno() for file in (order, out, errors, kept)]
             socket.send_fds(self._orders, [b"."], descriptors if keys else descriptors[:-1])
-            if not select.select([self._orders], [], [], self._deadline_s)[0]:
+            patience_s = min(_FORK_S, self._deadline_s) if self._has_answered else self._deadline_s
+            if not select.select([self._orders], [], [], patience_s)[0]:
+                if self._has_answered:
+                    return None
                 what = f"it did not fork {birth.module} within {self._deadline_s:g} s"
                 raise DeadlineExceeded(_NAME, "importing modules", what)
             if answer := self._orders.recv(32):
+                self._has_answered = True
                 return int(answer)
         return None
 

@@ -34,6 +34,19 @@ _DRIVER = Path("/dev/nvidiactl")
 """Is there where a machine has GPUs of NVIDIA's."""
 
 
+class Said(msgspec.Struct, frozen=True, kw_only=True):
+    """What the file said of the terms before, and goes on from."""
+
+    began_at: float
+    """When the first began, by the monotonic clock."""
+    notes: tuple[str, ...] = ()
+    """The newest lines of the console."""
+    num_dropped: int = 0
+    num_failures: int = 0
+    records: tuple[StepRecord, ...] = ()
+    """The newest steps, some of which may be done again."""
+
+
 class LiveFile:
     """Writes ``live.json``, at most twice a second and only when something has changed."""
 
@@ -43,27 +56,34 @@ class LiveFile:
         folder: Path,
         num_steps: int,
         history: Sequence[StepRecord],
-        notes: Sequence[str] = (),
+        said: Said | None = None,
     ) -> None:
-        """Forget what was said before, but for `notes`; `history` are the steps that are done."""
+        """Begin anew, or where the terms before ended; `history` are the steps that are done."""
+        self._before = said = said or Said(began_at=time.monotonic())
         self._config = config
         self._path = folder / LIVE_NAME
         self._num_steps = num_steps
         self._records = deque(history, NUM_RECENT)
-        self._notes = deque(notes, _NUM_NOTES)
-        self._num_dropped = 0
-        self._num_failures = 0
+        self._notes = deque(said.notes, _NUM_NOTES)
+        self._num_dropped = said.num_dropped
+        self._num_failures = said.num_failures
         self._has_gpus = _DRIVER.exists()
-        self._began = self._committed = time.monotonic()
+        self._committed = time.monotonic()
         self._looked = -_PAUSE_S
         self._last: Live | None = None
         with contextlib.suppress(OSError):
             self._path.unlink()
 
     @property
-    def notes(self) -> tuple[str, ...]:
-        """The newest lines of the console."""
-        return tuple(self._notes)
+    def said(self) -> Said:
+        """What the next term goes on from."""
+        return Said(
+            began_at=self._before.began_at,
+            notes=tuple(self._notes),
+            num_dropped=self._num_dropped,
+            num_failures=self._num_failures,
+            records=tuple(self._records) or self._before.records,
+        )
 
     @property
     def last(self) -> Live | None:
@@ -116,8 +136,8 @@ class LiveFile:
             step=scheduler.step,
             num_steps=self._num_steps,
             phase=scheduler.phase.value,
-            eta_s=seconds_left([*self._records], self._num_steps, now - self._committed),
-            elapsed_s=now - self._began,
+            eta_s=seconds_left([*self._records], self._num_steps, now - self._committed, self._before.records),
+            elapsed_s=now - self._before.began_at,
             groups=LiveGroups(
                 waiting=states[GroupState.WAITING],
                 in_flight=states[GroupState.IN_FLIGHT],

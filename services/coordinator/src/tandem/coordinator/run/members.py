@@ -122,6 +122,7 @@ class Registry:
         self._by_peer: dict[wire.Peer, Member] = {}
         self.members: dict[str, Member] = {}
         self._last_beat = time.monotonic()
+        self._stalls = wire.Stalls()
 
     @property
     def address(self) -> str:
@@ -189,7 +190,11 @@ class Registry:
                 continue
             if event is not None:
                 yield event, received.arrays
-        yield from ((event, {}) for event in self._watch(time.monotonic()))
+        now = time.monotonic()
+        stall_s = self._stalls.until(now, timeout_s + self._pulse.interval_s)
+        for member in self.members.values():
+            member.last_seen = min(now, member.last_seen + stall_s)
+        yield from ((event, {}) for event in self._watch(now))
 
     def order(self, name: str, order: Order, frames: wire.Frames) -> None:
         """Send a member an order for the first time; its replies are checked against it."""

@@ -15,7 +15,7 @@ from tandem.common.messages import EngineBuilt, Failed, Order, Reply
 from tandem.coordinator.run.curves_file import CurvesFile
 from tandem.coordinator.run.guest_servers import GuestServersFile
 from tandem.coordinator.run.journal import RefitRecord, StepRecord
-from tandem.coordinator.run.live_file import LiveFile
+from tandem.coordinator.run.live_file import LiveFile, Said
 from tandem.coordinator.run.members import Registry
 from tandem.coordinator.run.timeline import Timeline
 from tandem.coordinator.run.watchers import Watchers
@@ -33,14 +33,13 @@ class Onlookers:
         steps: range,
         history: Sequence[StepRecord],
         watchers: Watchers,
-        notes: Sequence[str] = (),
+        said: Said | None = None,
     ) -> None:
-        """`steps` are those to come, `history` those that are done; `notes` were said before."""
+        """`steps` are those to come, `history` those that are done; `said` is of the terms before."""
         self._watchers = watchers
-        if history:
-            watchers.commit(history[-1])
+        watchers.begin_term(history[-1] if history else None)
         self._news: list[str] = []
-        self.live = LiveFile(config, folder, steps.stop - 1, history, notes)
+        self.live = LiveFile(config, folder, steps.stop - 1, history, said)
         self._guest_servers = GuestServersFile(folder)
         self._timeline = Timeline(folder, steps.start, self._news.append, watchers.send)
         self._curves: CurvesFile | None = None

@@ -140,6 +140,11 @@ def _find_extras(config: Config) -> None:
         if setting is not None and package_folder(module) is None
     ]
     launched = launched_processes(config)
+    chosen = config.env.get(str(config.data.environment))
+    if launched.get("rollout") and chosen is not None and chosen.judge is not None and package_folder("openai") is None:
+        missing.append(
+            f"env.{config.data.environment}.judge: the package openai is not installed; pip install 'tandem[judge]'"
+        )
     if launched.get("rollout") and config.policy.generation.backend == "vllm" and package_folder("vllm") is None:
         missing.append("policy.generation.backend: vllm, but vLLM is not installed; pip install 'tandem[vllm]'")
     if missing:

@@ -137,11 +137,13 @@ class Progress:
         now: Callable[[], float] = time.monotonic,
         line_every_s: float = _LINE_EVERY_S,
         began_at: float | None = None,
+        again: Sequence[StepRecord] = (),
     ) -> None:
         """`now` returns the seconds since some moment; a line comes at least so often where there is no terminal.
 
-        `began_at` is when the run did, by that clock; default: now.
+        `began_at` is when the run did, by that clock; default: now. `again` are steps that may be done again.
         """
+        self._again = again
         self._title = f"{config.algorithm} · {config.policy.model_name} · {config.logger.log_dir}"
         self._spec = spec
         self._records = list(history)
@@ -215,7 +217,7 @@ class Progress:
     def _times(self) -> str:
         """Say how long the run has gone on, since it was started or resumed, and how much longer it will."""
         now = self._now()
-        left = seconds_left(self._records, self._spec.last_step, now - self._committed_at)
+        left = seconds_left(self._records, self._spec.last_step, now - self._committed_at, self._again)
         elapsed = f"{clock(now - self._began_at)} elapsed"
         return elapsed if left is None else f"{elapsed}, {clock(left)} left"
 

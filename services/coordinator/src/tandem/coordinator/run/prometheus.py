@@ -48,6 +48,10 @@ class Exporter:
         """Say which run it is."""
         self._told.run_id = run_id
 
+    def begin_term(self, newest: StepRecord | None) -> None:
+        """Note which step the run goes on after; steps after it do not count any more."""
+        self._told.step = newest
+
     def commit(self, record: StepRecord) -> None:
         """Note that a step is done."""
         self._told.step, self._told.committed_at = record, time.monotonic()
@@ -57,9 +61,9 @@ class Exporter:
         self._told.refit = record
         self._told.num_refits += 1
 
-    def replaced(self) -> None:
-        """Note that a process is replaced."""
-        self._told.num_replaced += 1
+    def replaced(self, count: int) -> None:
+        """Note that so many processes are replaced."""
+        self._told.num_replaced += count
 
     def show(self, live: Live | None) -> None:
         """Note how the run stands."""

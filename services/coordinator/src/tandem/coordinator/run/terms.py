@@ -28,7 +28,7 @@ from tandem.coordinator.run.assembling import Past, assemble, lasting, who_runs_
 from tandem.coordinator.run.checkpoints import CheckpointFolder
 from tandem.coordinator.run.invocation import Invocation
 from tandem.coordinator.run.kept_samples import limits_of
-from tandem.coordinator.run.live_file import LiveFile
+from tandem.coordinator.run.live_file import LiveFile, Said
 from tandem.coordinator.run.loop import Loop
 from tandem.coordinator.run.opening import Opened
 from tandem.coordinator.run.resuming import FROM_THE_MODEL, Resuming, Start
@@ -62,7 +62,7 @@ class Terms:
         """Where the lines of the last term are kept."""
         self._limits = KeptLimits(newest_proven=None)
         """What counts of the samples that are there, as the journal said before it forgot what came after."""
-        self._past = Past(began_at=time.monotonic())
+        self._past = Past(said=Said(began_at=time.monotonic()))
 
     def run(self) -> Finish:
         """Run from the newest checkpoint, or that which was asked for, to the end; or see that nothing is to be done.
@@ -168,9 +168,11 @@ class Terms:
         if not lost:
             return {}
         lost |= loop.lost
-        num_replaced = self._past.num_replaced + len({"trainers" if _is_trainer(name) else name for name in lost})
+        num_lost = len({"trainers" if _is_trainer(name) else name for name in lost})
+        num_replaced = self._past.num_replaced + num_lost
         if num_replaced > self._config.cluster.max_replacements:
             return {}
+        self._opened.watchers.replaced(num_lost)
         self._past = msgspec.structs.replace(self._past, num_replaced=num_replaced)
         return lost
 
@@ -218,7 +220,7 @@ class Terms:
             f"{told}; all trainers are started again{by_hand}; the run goes on at step {start.first_step} from {where}"
         )
         if self._live is not None:
-            self._past = msgspec.structs.replace(self._past, notes=self._live.notes)
+            self._past = msgspec.structs.replace(self._past, said=self._live.said)
         return start
 
     def _stop(self, outcome: Outcome) -> None:

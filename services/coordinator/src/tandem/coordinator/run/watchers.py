@@ -68,6 +68,11 @@ class Watchers:
         if self._prometheus is not None:
             self._prometheus.show(live)
 
+    def begin_term(self, newest: StepRecord | None) -> None:
+        """Say which step the run goes on after; none if it begins with the first."""
+        if self._prometheus is not None:
+            self._prometheus.begin_term(newest)
+
     def commit(self, record: StepRecord) -> None:
         """Say that a step is done."""
         if self._prometheus is not None:
@@ -78,10 +83,10 @@ class Watchers:
         if self._prometheus is not None:
             self._prometheus.refitted(record)
 
-    def replaced(self) -> None:
-        """Say that a process is replaced."""
+    def replaced(self, count: int = 1) -> None:
+        """Say that processes are replaced; trainers that are started again together are one."""
         if self._prometheus is not None:
-            self._prometheus.replaced()
+            self._prometheus.replaced(count)
 
     def send(self, steps: list[StepSpans]) -> None:
         """Send what the timeline has of steps that are done."""

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from tandem.common.errors import RewardError
+from tandem.common.messages import GuestServer
 from tandem.rollout.environments.environment import RunsIn
 from tandem.rollout.environments.outcomes import Outcome
 
@@ -24,6 +25,13 @@ class Imported(msgspec.Struct, frozen=True):
     runs_in: RunsIn = "processes"
     error: str = ""
     """Why it has not."""
+
+
+class Begin(msgspec.Struct, frozen=True):
+    """The first that a worker is told."""
+
+    engine: GuestServer | None = None
+    """Where the rollout's own engine can be asked."""
 
 
 class Ready(msgspec.Struct, frozen=True):

@@ -29,6 +29,8 @@ class Score(msgspec.Struct, frozen=True, tag=True):
     answer: str | None = None
     """What the environment took for the answer, in a form that is equal where answers are: so that `coordinator eval`
     can put them to a vote. None: it found none, or looks for none."""
+    spent: Mapping[str, float] = {}
+    """What the score has cost, by name: tokens, dollars, seconds. A step's metrics have the sums (``spent/NAME``)."""
 
 
 class Turn(msgspec.Struct, frozen=True, tag=True):

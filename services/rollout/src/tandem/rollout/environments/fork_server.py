@@ -28,13 +28,14 @@ from tandem.common.config import Config, config_from_json
 from tandem.common.errors import TandemError
 from tandem.common.process_lifetime import fork_guarded
 from tandem.common.returned import line
-from tandem.rollout.environments.channel import Answer, Imported, Reader, Ready, packed, receive
+from tandem.rollout.environments.channel import Answer, Begin, Imported, Reader, Ready, packed, receive
 from tandem.rollout.environments.environment import converses, is_async, step_of
 from tandem.rollout.environments.making import make_environment, runs_in
 from tandem.rollout.environments.outcomes import Call, Outcome, failure_of, outcome_of, timed_out
 
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 """Libraries compute with one thread in each worker: they are many, and threads would not survive the fork."""
+_begin = msgspec.msgpack.Decoder(Begin)
 _calls = msgspec.msgpack.Decoder(Call)
 
 
@@ -89,8 +90,10 @@ def _work(calls: socket.socket, config: Config) -> None:
     faulthandler.register(signal.SIGUSR1)  # its guardian asks where it is stuck; written in C, whoever has the GIL
     with contextlib.suppress(OSError):  # if memory runs out, this is what may be done without
         Path("/proc/self/oom_score_adj").write_text("1000")
+    if (told := receive(calls)) is None:
+        return
     try:
-        environment = make_environment(config)
+        environment = make_environment(config, _begin.decode(told).engine)
     except TandemError as error:
         calls.sendall(packed(Ready(error=line(str(error)))))
         return
@@ -98,7 +101,7 @@ def _work(calls: socket.socket, config: Config) -> None:
     settings = config.env[str(config.data.environment)]
     module = (settings.class_path or "").rpartition(".")[0]
     if is_async(environment):
-        asyncio.run(_answer_at_once(calls, _Async(environment, module, settings.timeout_s)))
+        asyncio.run(_answer_at_once(calls, _Async(environment, module, settings.longest_call_s)))
     else:
         step, may_answer = step_of(environment), converses(environment)
         _answer_in_turn(calls, lambda call: outcome_of(call, step, converses=may_answer, module=module))

@@ -13,6 +13,7 @@ from tandem.common.config.checks.data import BUILT_IN_ENVIRONMENTS
 from tandem.common.config.schema import Environment as Settings
 from tandem.common.dotted import named
 from tandem.common.errors import ConfigError
+from tandem.common.messages import GuestServer
 from tandem.rollout.environments.environment import ConversingEnvironment, Environment, RunsIn
 
 
@@ -29,11 +30,18 @@ def runs_in(config: Config) -> RunsIn:
     return known
 
 
-def make_environment(config: Config) -> Environment | ConversingEnvironment:
-    """Build the environment that ``data.environment`` names. Raises `ConfigError` if it cannot be built."""
+def make_environment(config: Config, engine: GuestServer | None = None) -> Environment | ConversingEnvironment:
+    """Build the environment that ``data.environment`` names. Raises `ConfigError` if it cannot be built.
+
+    `engine` is where the rollout's own can be asked, for a judge.
+    """
     name = config.data.environment
     assert name is not None, "the configuration is checked before anything starts"
     settings = config.env[name]
+    if settings.judge is not None:
+        from tandem.rollout.environments.judge import Judge
+
+        return Judge(name, settings.judge, engine)  # type: ignore[return-value]  # it is asynchronous
     arguments = dict(settings.kwargs) | ({"cfg": settings.cfg} if settings.cfg else {})
     make = _factory(name, settings, config)
     try:
@@ -49,6 +57,10 @@ def make_environment(config: Config) -> Environment | ConversingEnvironment:
 
 
 def _factory(name: str, settings: Settings, config: Config) -> Callable[..., Environment | ConversingEnvironment]:
+    if settings.judge is not None:
+        from tandem.rollout.environments.judge import Judge
+
+        return Judge  # type: ignore[return-value]
     if settings.class_path is not None:
         made: Callable[..., Environment | ConversingEnvironment] = named(settings.class_path, f"env.{name}.class")
         return made

@@ -6,7 +6,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import msgspec
 
@@ -76,16 +76,12 @@ def checked(result: object, *, converses: bool) -> Score | Turn:
     if converses and isinstance(result, Turn):
         return Turn(_messages(result.messages), finite_number(result.reward, "the reward"))
     if isinstance(result, Score):
-        if not isinstance(result.components, Mapping) or not all(isinstance(name, str) for name in result.components):
-            raise RewardError(f"the components are {shown(result.components)}, not numbers by name")
-        components = {
-            _component_name(name): finite_number(value, f"the component {name!r}")
-            for name, value in result.components.items()
-        }
-        if len(components) > MAX_COMPONENTS:
-            raise RewardError(f"{len(components)} components of a reward, more than {MAX_COMPONENTS}")
         return Score(
-            finite_number(result.reward, "the reward"), _truth(result.correct), components, _answer(result.answer)
+            finite_number(result.reward, "the reward"),
+            _truth(result.correct),
+            _by_name(result.components, "component"),
+            _answer(result.answer),
+            _by_name(result.spent, "cost"),
         )
     returned = type(result).__name__
     raise RewardError(
@@ -114,11 +110,16 @@ def timed_out(timeout_s: float) -> Failure:
     return Failure(f"took longer than {timeout_s:g} s", timed_out=True)
 
 
-def _component_name(name: str) -> str:
-    """Return the name of a component if it is not too long to travel."""
-    if not 1 <= len(name) <= MAX_NAME:
-        raise RewardError(f"the name of a component has {len(name)} characters, not 1 to {MAX_NAME}")
-    return line(name)
+def _by_name(given: object, kind: Literal["component", "cost"]) -> dict[str, float]:
+    """Return numbers by name, if they are few and no name is too long to travel."""
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise RewardError(f"the {kind}s are {shown(given)}, not numbers by name")
+    if len(given) > MAX_COMPONENTS:
+        raise RewardError(f"{len(given)} {kind}s of a reward, more than {MAX_COMPONENTS}")
+    for name in given:
+        if not 1 <= len(name) <= MAX_NAME:
+            raise RewardError(f"the name of a {kind} has {len(name)} characters, not 1 to {MAX_NAME}")
+    return {line(name): finite_number(value, f"the {kind} {name!r}") for name, value in given.items()}
 
 
 def _truth(given: object) -> bool:

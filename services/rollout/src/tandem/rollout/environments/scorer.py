@@ -16,7 +16,7 @@ import msgspec
 from tandem.common.config import Config
 from tandem.common.config.checks.data import on_error
 from tandem.common.errors import RewardError
-from tandem.common.messages import Problem
+from tandem.common.messages import GuestServer, Problem
 from tandem.common.returned import sayable
 from tandem.common.tokenizer import Messages
 from tandem.rollout.environments.environment import HEAVY, Score, Turn
@@ -81,17 +81,21 @@ class Scorer:
         self._config = config
         self._program = program
         self._name = str(config.data.environment)
-        is_own = config.env[self._name].is_own
+        settings = config.env[self._name]
         self._faults = FaultPolicy(config)
         self.converses = False
         """Whether a response may be answered; without that, each is scored."""
-        self._server = ForkServer(config) if is_own or self._name in HEAVY else None
+        is_apart = settings.is_own or settings.judge is not None or self._name in HEAVY
+        self._server = ForkServer(config) if is_apart else None
         self._pool: ThreadPool | WorkerPool | ProgramPool | None = None
         self._wanted: dict[int, Job] = {}
         self._num_calls = 0
 
-    def await_ready(self) -> None:
-        """Wait until responses can be scored. Raises `ConfigError` if the environment cannot be made."""
+    def await_ready(self, engine: GuestServer | None = None) -> None:
+        """Wait until responses can be scored. Raises `ConfigError` if the environment cannot be made.
+
+        `engine` is where the rollout's own can be asked, for a judge.
+        """
         if self._program is not None:
             self._pool = ProgramPool(self._program, self._config)
             return
@@ -107,7 +111,7 @@ class Scorer:
             self.converses = self._pool.converses
         else:
             assert self._server is not None
-            self._pool = WorkerPool(self._server, self._config)
+            self._pool = WorkerPool(self._server, self._config, engine)
             self.converses = self._pool.await_ready()
 
     def submit(self, key: int, problem: Problem, conversation: Messages) -> None:

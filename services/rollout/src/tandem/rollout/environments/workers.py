@@ -23,9 +23,10 @@ import msgspec
 
 from tandem.common.config import Config, config_to_json
 from tandem.common.errors import ConfigError, RewardError
+from tandem.common.messages import GuestServer
 from tandem.common.process_lifetime import TRACE, WATCH
 from tandem.common.returned import line
-from tandem.rollout.environments.channel import Answer, Imported, Reader, Ready, framed, packed
+from tandem.rollout.environments.channel import Answer, Begin, Imported, Reader, Ready, framed, packed
 from tandem.rollout.environments.guarded import GuardedProcess
 from tandem.rollout.environments.outcomes import Failure, Job, Outcome, timed_out
 
@@ -100,8 +101,10 @@ class ForkServer:
 class _Worker:
     """One worker process, and the jobs that it has."""
 
-    def __init__(self, calls: socket.socket, lifeline: socket.socket) -> None:
+    def __init__(self, calls: socket.socket, lifeline: socket.socket, most_at_once: int) -> None:
+        """`most_at_once`: calls that it may have, if its environment is asynchronous."""
         self.calls = calls
+        self._most_at_once = most_at_once
         self.lifeline = lifeline
         self.calls.setblocking(False)
         self.reader = Reader()
@@ -128,7 +131,7 @@ class _Worker:
         if self.ready is None or self.is_alone:
             return 0
         if self.is_async:
-            return min(_COROUTINES - len(self.jobs), share)
+            return min(self._most_at_once - len(self.jobs), share)
         ahead = min(_MOST_AHEAD, max(1, int(_AHEAD_S / self.mean_s)))
         return min(ahead, share) - len(self.jobs) if len(self.jobs) <= ahead // 2 else 0
 
@@ -168,10 +171,17 @@ class _Worker:
 class WorkerPool:
     """`num_workers` processes, each with an environment of its own."""
 
-    def __init__(self, server: ForkServer, config: Config) -> None:
+    def __init__(self, server: ForkServer, config: Config, engine: GuestServer | None) -> None:
+        """`engine` is where workers can ask the rollout's own."""
         self._server = server
+        self._begin = packed(Begin(engine))
         self._name = str(config.data.environment)
         self._settings = config.env[self._name]
+        self._timeout_s = self._settings.longest_call_s
+        judge = self._settings.judge
+        self._most_at_once = (
+            _COROUTINES if judge is None else math.ceil(judge.max_concurrency / self._settings.num_workers)
+        )
         self._build_s = config.cluster.deadlines.build_s
         self._waiting: deque[Job] = deque()
         self._suspects: deque[Job] = deque()
@@ -244,7 +254,8 @@ class WorkerPool:
             self._selector.close()
 
     def _hire(self) -> None:
-        worker = _Worker(*self._server.fork())
+        worker = _Worker(*self._server.fork(), self._most_at_once)
+        worker.outgoing += self._begin
         self._workers.add(worker)
         self._selector.register(worker.calls, selectors.EVENT_READ, worker)
 
@@ -313,16 +324,16 @@ class WorkerPool:
             self.done.put((job, answer.outcome))
 
     def _patience(self) -> float:
-        due = min((w.due(self._build_s, self._settings.timeout_s) for w in self._workers), default=float("inf"))
+        due = min((w.due(self._build_s, self._timeout_s) for w in self._workers), default=float("inf"))
         return max(0.0, min(_PATIENCE_S, due - time.monotonic()))
 
     def _end_the_slow(self) -> None:
         now = time.monotonic()
         for worker in [*self._workers]:
-            if now >= worker.due(self._build_s, self._settings.timeout_s):
+            if now >= worker.due(self._build_s, self._timeout_s):
                 if worker.ready is None:
                     raise ConfigError(f"env.{self._name}: the environment was not made within {self._build_s:g} s")
-                self._lose(worker, timed_out(self._settings.timeout_s))
+                self._lose(worker, timed_out(self._timeout_s))
 
     def _lose(self, worker: _Worker, failure: Failure) -> None:
         """End a worker, put another in its place, and find out which of its jobs is to blame."""

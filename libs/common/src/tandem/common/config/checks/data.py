@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import string
 from typing import Literal
 
 from tandem.common.algorithms import ALGORITHMS
@@ -10,7 +11,7 @@ from tandem.common.config.checks.rule import Rule, check_dotted_path, where_it_r
 from tandem.common.config.derive import ELSEWHERE, GENERATED
 from tandem.common.config.named import NAMED, is_local
 from tandem.common.config.problem import Invalid, shown
-from tandem.common.config.schema import Config, Environment
+from tandem.common.config.schema import Config, Environment, Judge
 from tandem.common.errors import nearest
 
 CONVERSING_ENVIRONMENTS = ("calculator", "sliding_puzzle_game")
@@ -116,12 +117,14 @@ def environments_are_known(config: Config) -> None:
             raise Invalid(f"env.{name}.persistent", f"only programs of agents stay: set env.{name}.command")
         if entry.is_agent:
             _check_agent(name, entry)
+        elif entry.judge is not None:
+            _check_judge(name, entry, entry.judge, config)
         elif entry.class_path is None:
             if name not in (*BUILT_IN_ENVIRONMENTS, *ELSEWHERE, PYTHON_REWARDS):
                 built_in = ", ".join(BUILT_IN_ENVIRONMENTS)
+                guess = nearest(name, BUILT_IN_ENVIRONMENTS)
                 raise Invalid(
-                    f"env.{name}",
-                    f"not built in ({built_in}) and without a class or a command{nearest(name, BUILT_IN_ENVIRONMENTS)}",
+                    f"env.{name}", f"not built in ({built_in}) and without a class, a command or a judge{guess}"
                 )
         else:
             check_dotted_path(f"env.{name}.class", entry.class_path)
@@ -133,6 +136,8 @@ def environments_are_known(config: Config) -> None:
 
 def on_error(name: str, entry: Environment) -> Literal["zero", "drop", "fail"]:
     """Return what becomes of a sample that an environment fails on; code of the user's had better be mended."""
+    if entry.judge is not None:
+        return entry.on_error or "drop"  # it is not the response's doing
     return entry.on_error or ("fail" if entry.is_own or name == PYTHON_REWARDS else "zero")
 
 
@@ -147,6 +152,39 @@ def _check_agent(name: str, entry: Environment) -> None:
         raise Invalid(key, "is empty, must begin with the program")
     if entry.url is not None and not re.fullmatch(r"https?://[^\s/]+(/\S*)?", entry.url):
         raise Invalid(key, f"{shown(entry.url)}, must be http://HOST:PORT/PATH")
+
+
+def _check_judge(name: str, entry: Environment, judge: Judge, config: Config) -> None:
+    """A judge is asked somewhere, and its answer has a number."""
+    key = f"env.{name}.judge"
+    if entry.class_path is not None:
+        raise Invalid(key, f"env.{name}.class is given too: a judge scores by itself")
+    if judge.base_url is None:
+        if judge.cache is not None:
+            raise Invalid(f"{key}.cache", f"given, but {key}.base_url is null: the run's own weights change every step")
+        if not config.policy.generation.has_guests:
+            raise Invalid(
+                key, "without base_url it asks the run's own engine: set policy.generation.expose_http_server"
+            )
+    else:
+        if not re.fullmatch(r"https?://[^\s/]+(/\S*)?", judge.base_url):
+            raise Invalid(f"{key}.base_url", f"{shown(judge.base_url)}, must be http://HOST:PORT/PATH")
+        if judge.model is None:
+            raise Invalid(key, "has a base_url, and no model")
+    if judge.highest_score <= judge.lowest_score:
+        raise Invalid(f"{key}.highest_score", f"{judge.highest_score:g} is not more than {key}.lowest_score")
+    try:
+        groups = re.compile(judge.score_pattern).groups
+    except re.error as error:
+        raise Invalid(f"{key}.score_pattern", f"{shown(judge.score_pattern)}: {error}") from None
+    if not groups:
+        raise Invalid(f"{key}.score_pattern", f"{shown(judge.score_pattern)} has no group, which would be the score")
+    try:
+        fields = {field.partition("[")[0] for _, field, *_ in string.Formatter().parse(judge.prompt) if field}
+    except ValueError as error:
+        raise Invalid(f"{key}.prompt", f"{shown(judge.prompt)}: {error}") from None
+    if "response" not in fields:
+        raise Invalid(f"{key}.prompt", "has no {response}: the judge would not see what it grades")
 
 
 def samples_are_scored(config: Config) -> None:

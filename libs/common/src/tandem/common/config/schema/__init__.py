@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tandem.common.config.schema.algorithms import Dpo, Rm, Sft
 from tandem.common.config.schema.base import Section
-from tandem.common.config.schema.data import Data, Environment
+from tandem.common.config.schema.data import Data, Environment, Judge
 from tandem.common.config.schema.evaluation import Eval
 from tandem.common.config.schema.generation import (
     Colocated,
@@ -67,6 +67,7 @@ __all__ = [
     "Generation",
     "GpuMonitoring",
     "Grpo",
+    "Judge",
     "Launch",
     "LinkRates",
     "Logger",

@@ -224,11 +224,69 @@ class Data(Section, frozen=True, kw_only=True):
         )
 
 
+class Judge(Section, frozen=True, kw_only=True):
+    """A language model that scores responses: it is shown question and response, and its answer has the score."""
+
+    base_url: NonEmptyStr | None = None
+    """New. OpenAI-compatible endpoint that is asked, such as ``https://HOST/v1``; null asks the rollout's own engine,
+    which has the newest weights of the run: set `policy.generation.expose_http_server` for that."""
+    model: NonEmptyStr | None = None
+    """New. What the endpoint calls the model; required with `base_url`."""
+    api_key_env: NonEmptyStr | None = None
+    """New. Environment variable of the rollout processes that has the endpoint's key; null: it wants none."""
+    system_prompt: NonEmptyStr | None = None
+    """New. Said to the judge before all else."""
+    prompt: NonEmptyStr = (
+        "Question:\n{question}\n\nReference answer:\n{answer}\n\nResponse to grade:\n{response}\n\n"
+        "How good is the response, from 0 (wrong) to 10 (right)? End with a line 'Score: N'."
+    )
+    """New. What the judge is asked: ``{question}``, ``{answer}`` (the reference), ``{response}``, and any field of the
+    problem's metadata, are filled in."""
+    score_pattern: NonEmptyStr = r"(?i)score\W*\s(-?\d+(?:\.\d+)?)"
+    """New. Regular expression whose first group is the score; the last match in the judge's answer counts."""
+    lowest_score: float = 0.0
+    """New. The score that is worth a reward of 0."""
+    highest_score: float = 10.0
+    """New. The score that is worth a reward of 1; scores beyond either are taken for it."""
+    correct_from: float = 1.0
+    """New. The reward from which on a response counts as solved, for the accuracy."""
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] = 0.0
+    """New. Of the judge's answer."""
+    max_tokens: PositiveInt = 512
+    """New. Of the judge's answer."""
+    extra_body: dict[str, Any] = msgspec.field(default_factory=dict)
+    """New. Further fields of each request, such as ``{chat_template_kwargs: {enable_thinking: false}}``."""
+    max_concurrency: PositiveInt = 16
+    """New. Requests that each rollout process has going at once."""
+    timeout_s: PositiveFloat = 60.0
+    """New. Seconds that one request may take before it is asked again; the environment's `timeout_s` is not less than
+    all of them together."""
+    max_retries: Annotated[int, Meta(ge=0, le=20)] = 4
+    """New. How often one judgement is asked for again, after longer and longer pauses or those that the endpoint asks
+    for, where it cannot be reached, is busy or fails."""
+    cache: NonEmptyStr | None = None
+    """New. SQLite file of judgements, made if it is not there: a request that is the same, or on its way, is not made
+    again. Relative to the working directory; several rollouts, and several runs, may share one on a local disk."""
+    dollars_per_million_prompt_tokens: NonNegativeFloat = 0.0
+    """New. The endpoint's price, for the metric `spent/judge_dollars`."""
+    dollars_per_million_completion_tokens: NonNegativeFloat = 0.0
+    """New. Likewise, of what the judge says."""
+
+    @property
+    def longest_s(self) -> float:
+        """Seconds that a judgement takes at most, with all its requests and the pauses between them."""
+        return (self.max_retries + 1) * self.timeout_s + self.max_retries * _LONGEST_PAUSE_S
+
+
+_LONGEST_PAUSE_S = 60.0
+"""That the client makes if the endpoint asks for one."""
+
+
 class Environment(Section, frozen=True, kw_only=True):
     """One way to score samples. Built in are ``reasoning_gym``, ``math`` (math-verify) and ``exact_match``, and two
     that answer the policy: ``calculator`` and ``sliding_puzzle_game``. Any other name needs a `class`, or is an agent:
-    a program outside that plays episodes, which `command` starts or `url` asks. ``python_rewards`` are the functions
-    given to `tandem.train`; its `num_workers` are threads of that program."""
+    a program outside that plays episodes, which `command` starts or `url` asks, or a `judge`. ``python_rewards`` are
+    the functions given to `tandem.train`; its `num_workers` are threads of that program."""
 
     num_workers: PositiveInt = 1
     """Worker processes of each rollout process, or threads where the class says `runs_in = "threads"`: so many samples
@@ -270,6 +328,13 @@ class Environment(Section, frozen=True, kw_only=True):
     """New. Episodes of an agent that each rollout process has going at once."""
     max_completions: Annotated[int, Meta(ge=1, le=4096)] = 64
     """New. Responses that one episode of an agent may ask for."""
+    judge: Judge | None = None
+    """New. A language model scores the responses."""
+
+    @property
+    def longest_call_s(self) -> float:
+        """Seconds after which a call of it counts as stuck."""
+        return self.timeout_s if self.judge is None else max(self.timeout_s, self.judge.longest_s)
 
     @property
     def is_agent(self) -> bool:

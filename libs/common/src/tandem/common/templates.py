@@ -1,0 +1,25 @@
+"""Templates: format strings that are filled with a problem's fields."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tandem.common.errors import ConfigError
+from tandem.common.messages import Problem
+
+
+def fill_template(key: str, template: str, problem: Problem, **more: str) -> str:
+    """Fill a format string with a problem's question, answer and metadata. Raises `ConfigError` naming the field."""
+    fields: Mapping[str, Any] = {
+        **problem.metadata,
+        "metadata": problem.metadata,
+        "question": problem.question,
+        "answer": problem.answer,
+        **more,
+    }
+    try:
+        return template.format_map(fields)
+    except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
+        valid = ", ".join(sorted(fields))
+        raise ConfigError(f"{key}: cannot fill {template!r}: {error} (fields are {valid})") from error

@@ -1,0 +1,106 @@
+"""Who was kept from listening, as a stopped process or machine is, does not take others for silent."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+
+from tandem.common import keys
+from tandem.common.messages import PROTOCOL_VERSION, FromRollout, Heartbeat, Hello, Shutdown, Welcome
+from tandem.common.wire import Codec, Hub, Peer, Stalls, encode
+from tandem.coordinator.run.members import Pulse, Registry
+from tandem.coordinator.run.replies import Limits, Replies
+from tandem.coordinator.scheduler.events import Joined, Lost
+from tests.members import MEMBER, MEMBER_KEYS, dealer_to, open_hub, open_listening
+
+PULSE = Pulse(interval_s=0.1, timeout_s=1.0)
+STALL_S = 3.0
+WAIT_S = 20.0
+CHILD = f"""
+import sys, time
+from tandem.common.messages import *
+from tandem.common.keys import decode_member_keys
+from tandem.common.wire import Link
+link = Link(sys.argv[1], "rollout", "child", ToRollout, decode_member_keys(sys.argv[2].encode()))
+link.join(Hello(protocol_version=PROTOCOL_VERSION, service="rollout", host="h", pid=1), {WAIT_S})
+while not isinstance(link.receive({WAIT_S}).message, Shutdown):
+    pass
+link.close("told to")
+"""
+
+
+def test_what_is_taken_off_is_what_is_beyond_the_usual() -> None:
+    stalls = Stalls()
+    begun = time.monotonic()
+    stalls.until(begun, 1.0)
+    assert stalls.until(begun + 0.5, 1.0) == 0.0
+    assert stalls.until(begun + 7.5, 1.0) == 6.0
+
+
+def test_a_coordinator_that_was_stopped_loses_nobody_for_it_and_then_who_is_silent() -> None:
+    listening = open_listening()
+    limits = Limits(vocabulary=50, max_tokens=12, max_turns=2)
+    registry = Registry(listening, {"rollout": 1}, b"{}", "run", PULSE, Replies(limits))
+    registry.enrol(MEMBER.public)
+    context, socket = dealer_to(registry.address, MEMBER)
+    try:
+        socket.send_multipart(encode(Hello(protocol_version=PROTOCOL_VERSION, service="rollout", host="h", pid=1)))
+        until = time.monotonic() + WAIT_S
+        found = []
+        while not found and time.monotonic() < until:
+            found = [event for event, _ in registry.receive(0.1)]
+        assert [type(event) for event in found] == [Joined]
+        time.sleep(STALL_S)
+        assert [*registry.receive(0.0)] == []
+        lost = []
+        while not lost and time.monotonic() < until:
+            lost = [event for event, _ in registry.receive(0.1)]
+        assert [type(event) for event in lost] == [Lost]
+    finally:
+        socket.close()
+        context.term()
+        listening.hub.close()
+
+
+def test_a_process_that_was_stopped_does_not_end_for_it() -> None:
+    hub = open_hub()
+    words = [sys.executable, "-c", CHILD, hub.address, keys.encode(MEMBER_KEYS)]
+    child = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    try:
+        peer = _first(hub, Hello)
+        welcome = Welcome(
+            member="rollout-0",
+            index=0,
+            run_id="run",
+            heartbeat_interval_s=PULSE.interval_s,
+            heartbeat_timeout_s=PULSE.timeout_s,
+            config_json=b"{}",
+        )
+        hub.send(peer, encode(welcome))
+        _first(hub, Heartbeat)
+        child.send_signal(signal.SIGSTOP)
+        time.sleep(STALL_S)
+        assert {type(_codec.decode(frames).message) for _, frames in hub.receive(0.0)} <= {Heartbeat}
+        child.send_signal(signal.SIGCONT)
+        _first(hub, Heartbeat)
+        hub.send(peer, encode(Shutdown(reason="done")))
+        _, said = child.communicate(timeout=WAIT_S)
+        assert child.returncode == 0, said
+    finally:
+        child.kill()
+        child.wait()
+        hub.close()
+
+
+_codec: Codec[FromRollout] = Codec(FromRollout)
+
+
+def _first(hub: Hub, wanted: type[Hello] | type[Heartbeat]) -> Peer:
+    until = time.monotonic() + WAIT_S
+    while time.monotonic() < until:
+        for peer, frames in hub.receive(0.1):
+            if isinstance(_codec.decode(frames).message, wanted):
+                return peer
+    raise AssertionError(f"no {wanted.__name__} within {WAIT_S:g} s")
