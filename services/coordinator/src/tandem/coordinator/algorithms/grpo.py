@@ -61,7 +61,7 @@ class GrpoAlgorithm:
         encoder = PromptEncoder(config, tokenizer, problems.views)
         # A run that only validates reads no problem to train on, and wants none.
         train = [] if config.evaluates else problems.train
-        parts = {name: part[: config.grpo.max_val_samples] for name, part in problems.held_out.items()}
+        parts = {name: part[: config.rollout_section.max_val_samples] for name, part in problems.held_out.items()}
         held_out = [problem for part in parts.values() for problem in part]
         check_step_size(config, len(train))
         encoder.check_characters([*train, *held_out])
@@ -93,7 +93,7 @@ class GrpoAlgorithm:
     @property
     def num_steps(self) -> int:
         """Steps that a whole run takes: the fewer of ``max_num_steps`` and ``max_num_epochs``."""
-        section = self._config.grpo
+        section = self._config.rollout_section
         if section.max_num_epochs is None:
             return section.max_num_steps
         per_epoch = max(1, len(self._train) // section.num_prompts_per_batch)
