@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from msgspec.inspect import DictType, Field, StructType, Type, VarTupleType
 
-from tandem.common.algorithms import ALGORITHMS
+from tandem.common.algorithms import ALGORITHMS, NOT_BUILT
 from tandem.common.config.conform import config_type, describe_type, struct_types
 from tandem.common.config.derive import DERIVED
 from tandem.common.config.dump import FREE_ON_RESUME
@@ -33,22 +33,25 @@ One YAML file configures a run: `coordinator up CONFIG [key=value ...]`. `coordi
 wrong with it, with its data, its model and the code that it names, and starts nothing; `up` begins with the same.
 `--resolved` prints it with every default filled in.
 
-Sections and keys are those of NVIDIA NeMo-RL v0.3, and of later releases for losses, advantages and rewards. A key
-marked **new** is Tandem's own. Only `policy.model_name`, `data.dataset_name` and what says which algorithm runs are
+Sections and keys are those of NVIDIA NeMo-RL v0.7, and of v0.3 where that has others. A key marked **new** is
+Tandem's own; one that is **accepted** changes nothing here, and `check` says why where it is set. Only `policy.model_name`, `data.dataset_name` and what says which algorithm runs are
 always required.
 
-NeMo-RL v0.3's own files and recipes for GRPO, SFT and DPO are taken as they are. `coordinator plan CONFIG` says what a
-run will be made of: ranks, batches, memory, how weights move. Both it and `check` name what has no effect.
+NeMo-RL v0.3's own files and recipes for GRPO, SFT and DPO are taken as they are. Of v0.7's every key is known, and what
+they switch on that is [not built](#known-not-built-yet) is refused by name. `coordinator plan CONFIG` says what a run
+will be made of: ranks, batches, memory, how weights move. Both it and `check` name what has no effect.
 
 ## How a file is read
 
 - **Inheritance.** `defaults: base.yaml`, or a list of files, relative to the file that says so. Files inherit in
   chains. Later files win over earlier ones and the file itself over all of them; mappings are merged, lists and values
-  are replaced.
+  are replaced, and so is a mapping with `_override_: true`.
 - **Overrides.** `key=value` after the file's name, such as `grpo.max_num_steps=10`; the value is YAML. `+key=value` and
   `++key=value` mean the same. A number in a key indexes a list: `policy.scheduler.0.kwargs.total_iters=5`.
 - **Interpolation.** `${policy.precision}` is the value at that key, `${.name}` the sibling `name`, `${oc.env:HOME}` an
   environment variable. `${mul:a,b}`, `${div:a,b}`, `${add:a,b}`, `${sub:a,b}` and `${max:a,b}` compute.
+- **Data sets.** `data.train` and `data.validation` are one data set or a list; `data.default` says what all have in
+  common. `data.dataset_name` and the keys beside it say the same of a single one.
 - **Numbers as text.** A number key accepts `'1e-8'`, which some YAML libraries read as text. In mappings under `policy`
   that are handed on to a library (`optimizer.kwargs` and the like), text in scientific notation becomes a number.
 - **Paths.** `defaults` and `prerequisite` are relative to the file they are written in (`prerequisite` on the command
@@ -187,7 +190,9 @@ def _known_not_built() -> str:
         "## Known, not built yet\n\n"
         "These keys of NeMo-RL are accepted as long as they are switched off, and refused with `not supported yet`\n"
         "otherwise. Keys that only a section in use would read (`grpo`, `policy.generation` and the like) are refused\n"
-        "only where it is in use.\n\n"
+        "only where it is in use. So are, by name, environments, data sets and processors of NeMo-RL's that are not\n"
+        "built (those for pictures and sounds, `nemo_gym`, `reward_model` and the like), and the algorithms "
+        f"{' and '.join(f'`{name}`' for name in NOT_BUILT)}.\n\n"
         + _table(NOT_SUPPORTED_YET)
         + "\n\nThese are accepted with a notice and have no effect yet:\n\n"
         + _table(NO_EFFECT_YET)

@@ -161,9 +161,8 @@ def _not_built_here(config: Config) -> Iterator[str]:
     if entry is not None and not entry.is_own:
         if chosen in ELSEWHERE:
             yield f"env.{chosen}"
-        for key, off in (("math_verify_impl", "hf_math_verify"), ("verifier_type", "math")):
-            if (value := getattr(entry, key)) != off:
-                yield f"env.{chosen}.{key} ({value})"
+        if entry.verifier_type == "multilingual_multichoice":
+            yield f"env.{chosen}.verifier_type ({entry.verifier_type})"
     if config.data.dataset_name in _DATA_SETS:
         yield f"data.dataset_name ({config.data.dataset_name})"
     for side in ("train", "validation"):

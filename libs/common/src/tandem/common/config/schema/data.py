@@ -311,9 +311,11 @@ class Environment(Section, frozen=True, kw_only=True):
     any. What NeMo-RL's files say of environments that are not built (``nemo_gym``, ``reward_model``, ``vlm`` and the
     like) is gathered here."""
     math_verify_impl: Literal["hf_math_verify", "dapo_math_verify"] = "hf_math_verify"
-    """Of math: how an answer is compared with the right one. hf_math_verify: by the library math-verify."""
+    """Of math: how an answer is compared with the right one. hf_math_verify: as expressions, by the library
+    math-verify. dapo_math_verify: what follows the last ``Answer:`` of a response, as text, as DAPO's data want it
+    (arXiv:2503.14476, section 4.1)."""
     verifier_type: Literal["math", "english_multichoice", "multilingual_multichoice"] = "math"
-    """Of math: what an answer is; multichoice: a letter."""
+    """Of math: what an answer is. english_multichoice: the letter after the last ``Answer:``."""
     reward_functions: tuple[dict[str, Any], ...] = ()
     """Of NeMo-RL's environments for pictures and sounds: functions, with a `name` and a `weight` each."""
     command: tuple[NonEmptyStr, ...] | None = None
