@@ -34,8 +34,8 @@ wrong with it, with its data, its model and the code that it names, and starts n
 `--resolved` prints it with every default filled in.
 
 Sections and keys are those of NVIDIA NeMo-RL v0.7, and of v0.3 where that has others. A key marked **new** is
-Tandem's own; one that is **accepted** changes nothing here, and `check` says why where it is set. Only `policy.model_name`, `data.dataset_name` and what says which algorithm runs are
-always required.
+Tandem's own. One whose meaning begins with *Accepted* changes nothing here, and `check` says why where it is set. Only
+`policy.model_name`, `data.dataset_name` (or `data.train`) and what says which algorithm runs are always required.
 
 NeMo-RL v0.3's own files and recipes for GRPO, SFT and DPO are taken as they are. Of v0.7's every key is known, and what
 they switch on that is [not built](#known-not-built-yet) is refused by name. `coordinator plan CONFIG` says what a run
