@@ -57,7 +57,6 @@ REFUSED = {
         "data.validation[0].processor (nemo_gym_data_processor)",
     ],
     "recipes/sft-llama3.1-8b-1n8g-megatron-lora.yaml": [
-        "policy.tokenizer.chat_template_kwargs",
         "policy.megatron_cfg.peft.enabled (true)",
         "policy.megatron_cfg.fp8_cfg.enabled (true)",
         "policy.megatron_cfg.mtp_num_layers (5)",

@@ -1,4 +1,4 @@
-"""Several data sets as one (``data.train``, ``data.validation``): each is loaded as though it were alone."""
+"""Several data sets as one (``data.train``, ``data.validation``), each loaded as though it were alone."""
 
 from __future__ import annotations
 
