@@ -19,11 +19,14 @@ NEW_KEYS = [
     "algorithm",
     "prerequisite",
     "policy.share_prompts",
+    "value.new_model",
+    "value.share_prompts",
+    "teacher.new_model",
+    "teacher.share_prompts",
     "policy.new_model",
     "policy.new_model.config",
     "policy.new_model.characters",
     "policy.new_model.seed",
-    "policy.megatron_cfg.force_reconvert_from_hf",
     "policy.megatron_cfg.virtual_pipeline_model_parallel_size",
     "policy.megatron_cfg.forwarded",
     "policy.generation.tool_call_parser",
@@ -34,6 +37,8 @@ NEW_KEYS = [
     "eval.top_p",
     "grpo.val_seed",
     "grpo.val_temperature",
+    "ppo.val_seed",
+    "ppo.val_temperature",
     "logger.opentelemetry.endpoint",
     "logger.page",
     "logger.prometheus.host",
@@ -125,14 +130,20 @@ NEW_KEYS = [
 """Keys that NeMo-RL v0.3 does not have."""
 
 
-def documented(described: StructType, prefix: str = "") -> Iterator[tuple[str, str, bool]]:
-    """Yield key, docstring, and whether the field is a section (which its own struct documents)."""
+def documented(
+    described: StructType, prefix: str = "", told: set[type] | None = None
+) -> Iterator[tuple[str, str, bool]]:
+    """Yield key, docstring, and whether the field is a section (which its own struct documents); each struct once."""
+    told = set() if told is None else told
+    if described.cls in told:
+        return
+    told.add(described.cls)
     docs = field_docs(described)
     for field in described.fields:
         yield f"{prefix}{field.encode_name}", docs[field.encode_name], isinstance(field.type, StructType)
     for key, inner in nested_structs(prefix, described):
         assert inner.cls.__doc__, key
-        yield from documented(inner, f"{key}.")
+        yield from documented(inner, f"{key}.", told)
 
 
 def test_the_page_is_fresh() -> None:

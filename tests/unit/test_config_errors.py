@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.common.config import build_config, load_config
+from tandem.common.config import Config, build_config, load_config
 from tandem.common.errors import ConfigError, NotSupportedYet
 from tandem.common.vllm_arguments import engine_arguments
 
@@ -17,10 +17,7 @@ policy: {model_name: model}
 data: {dataset_name: reasoning_gym, task: chain_sum}
 """
 
-TOP = (
-    "algorithm, prerequisite, grpo, sft, dpo, loss_fn, policy, data, env, checkpointing, logger, cluster, "
-    "refit, replay, eval"
-)
+TOP = ", ".join(Config.__struct_encode_fields__)
 FREE = "cannot be used here: expected text, a finite number, a list or a mapping"
 
 
@@ -56,6 +53,12 @@ def error_of(path: str, *overrides: str) -> str:
         ),
         ("defaults: 3\n", "bad.yaml: defaults: expected a path or a list of paths, got 3"),
         ("defaults: absent.yaml\n", "bad.yaml: defaults: there is no file absent.yaml"),
+        ("defaults: [3]\n", "bad.yaml: defaults: expected a path or a list of paths, got [3]"),
+        ("env: {math: {_override_: 1}}\n", "bad.yaml: env.math._override_: expected true or false, got 1"),
+        (
+            "grpo: {}\npolicy: {_override_: true}\n",
+            "bad.yaml: policy.model_name: required, but not set: expected text",
+        ),
         ("defaults: bad.yaml\n", "bad.yaml: defaults: the file inherits from itself: bad.yaml -> bad.yaml"),
     ],
 )
@@ -139,11 +142,18 @@ def test_the_file_that_set_the_key_is_blamed(here: Path) -> None:
         ("data.task_params={1: 2}", "data.task_params: the key 1 is not text; quote it"),
         ("grpo.seed=${grpo.sed}", "grpo.seed: cannot be resolved: Interpolation key 'grpo.sed' not found"),
         ("grpo.seed=${grpo.seed}", "grpo.seed: cannot be resolved: Recursive interpolation detected"),
+        ("grpo.seed=${mul:2}", "grpo.seed: cannot be resolved: mul takes two numbers, got 2"),
+        ("grpo.seed=${mul:2,a}", "grpo.seed: cannot be resolved: mul takes two numbers, got 2, 'a'"),
+        ("grpo.seed=${div:2,0}", "grpo.seed: cannot be resolved: div cannot divide 2 by 0"),
+        (
+            "logger.log_dir=${oc.env:TANDEM_ABSENT}",
+            "logger.log_dir: cannot be resolved: Environment variable 'TANDEM_ABSENT' not found",
+        ),
         ("grpo.seed=${pow:2,3}", "grpo.seed: cannot be resolved: Unsupported interpolation type pow"),
         ("grpo.seed=*", "grpo.seed: '*' is not a YAML value; quote it if it is text"),
         ("grpo.seed", "'grpo.seed': expected key=value, such as grpo.max_num_steps=10"),
         ("~grpo.seed=1", "'~grpo.seed=1': expected key=value, such as grpo.max_num_steps=10"),
-        ("algorithm=ppo", "algorithm: 'ppo' is not one of dpo, grpo, sft; did you mean 'dpo'?"),
+        ("algorithm=gppo", "algorithm: 'gppo' is not one of dpo, grpo, sft; did you mean 'grpo'?"),
     ],
 )
 def test_single_keys(override: str, expected: str) -> None:

@@ -87,6 +87,25 @@ def test_null_replaces_a_mapping_and_a_mapping_replaces_null(here: Path) -> None
     assert load_config("leaf.yaml", ["policy.new_model=null"]).policy.new_model is None
 
 
+def test_a_mapping_may_replace_the_inherited_one(here: Path) -> None:
+    write(
+        here,
+        {
+            "base.yaml": SMALL.replace("model_name: model", "model_name: m, precision: float32")
+            + "loss_fn: {ratio_clip_max: 0.3}\n",
+            "leaf.yaml": "defaults: base.yaml\ndata: {_override_: true, dataset_name: owner/name}\n"
+            "loss_fn: {_override_: false, ratio_clip_min: 0.1}\nenv: {math: {kwargs: {_override_: true}}}\n",
+            "last.yaml": "defaults: [leaf.yaml]\npolicy: {_override_: true, model_name: other}\n",
+        },
+    )
+    config = load_config("leaf.yaml", ["env.math.num_workers=2"])
+    assert (config.data.dataset_name, config.data.task) == ("owner/name", None)
+    assert (config.loss_fn.ratio_clip_min, config.loss_fn.ratio_clip_max) == (0.1, 0.3)
+    assert config.env["math"].kwargs == {}
+    config = load_config("last.yaml", ["grpo={_override_: true, seed: 3}"])
+    assert (config.policy.model_name, config.policy.precision, config.grpo.seed) == ("other", "bfloat16", 3)
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -96,6 +115,7 @@ def test_null_replaces_a_mapping_and_a_mapping_replaces_null(here: Path) -> None
         ("${add:1,2}", 3),
         ("${sub:3,2}", 1),
         ("${max:3,${.top_k}}", 7),
+        ("${mul:${mul:2, 1.5}, ${div:${.top_k}, 3.5}}", 6),
     ],
 )
 def test_interpolation(here: Path, text: str, expected: int) -> None:

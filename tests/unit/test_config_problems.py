@@ -104,7 +104,7 @@ def test_the_command_line_prints_a_line_each_and_their_number(capsys: pytest.Cap
         ("grpo: {seed: " + "9" * 5000 + "}\n", "hostile.yaml: cannot be read: Exceeds the limit (4300 digits)"),
         ("grpo: ${sft}\nsft: ${grpo}\n", "hostile.yaml: grpo: cannot be resolved: Recursive interpolation"),
         ("grpo: {seed: '${nothing.here}'}\n", "hostile.yaml: grpo.seed: cannot be resolved: Interpolation key"),
-        ("grpo: {seed: '${div:1,0}'}\n", "hostile.yaml: grpo.seed: cannot be resolved: ZeroDivisionError"),
+        ("grpo: {seed: '${div:1,0}'}\n", "hostile.yaml: grpo.seed: cannot be resolved: div cannot divide 1 by 0"),
         ("defaults: " + "x" * 5000 + "\n", "hostile.yaml: defaults: there is no file xxxx"),
     ],
 )

@@ -279,6 +279,21 @@ def test_tulus_pairs_are_whole_conversations(tmp_path: Path, monkeypatch: pytest
     assert pairs(config) == {("u1|a2|u3", "4", "5"), ("u6", "7", "8")}
 
 
+@pytest.mark.parametrize(("only", "learned"), [(False, {"24", "68"}), (True, {"4", "8"})])
+def test_only_the_last_turn_may_be_learned(only: bool, learned: set[str]) -> None:
+    rows = [{"messages": chat("u1", "a2", "u3", "a4")}, {"messages": chat("u5", "a6", "u7", "a8")}]
+    config = data_config("sft", **jsonl(rows), chat_key="messages")
+    config = msgspec.structs.replace(config, sft=msgspec.structs.replace(config.sft, only_unmask_final=only))
+    tokenizer = character_tokenizer(config)
+    running = make_algorithm(config, tokenizer)
+    found = set()
+    for batch in (running.batch(1, "train")[0].tokens, running.batch(1, "validate")[0].tokens):
+        assert batch is not None
+        first = slice(0, int(batch.lengths_S[0]))
+        found.add(tokenizer.decode(batch.token_ids_T[first][batch.loss_mask_T[first]].tolist()))
+    assert found == learned
+
+
 def on_the_hub(
     name: str, rows: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **data: Any
 ) -> Config:

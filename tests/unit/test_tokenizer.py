@@ -145,6 +145,24 @@ def test_what_is_no_file_is_not_opened(tokenizer: Tokenizer, name: str) -> None:
         load_tokenizer(config())
 
 
+def test_the_chat_template_gets_its_variables(tokenizer: Tokenizer) -> None:
+    template = "{% if enable_thinking %}1 + {% endif %}{{ messages[0].content }}"
+    plain, thinking = (
+        load_tokenizer(config(chat_template=template, chat_template_kwargs=given))
+        for given in (None, {"enable_thinking": True})
+    )
+    assert plain.render_chat(USER, add_generation_prompt=True) == "1 + 2"
+    assert thinking.render_chat(USER, add_generation_prompt=True) == "1 + 1 + 2"
+    assert thinking.render_chat(USER, add_generation_prompt=True, variables={"enable_thinking": False}) == "1 + 2"
+    message = (
+        "policy.tokenizer.chat_template_kwargs.enable_thinkng: the chat template of model reads no such variable; did "
+        "you mean 'enable_thinking'?"
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_tokenizer(config(chat_template=template, chat_template_kwargs={"enable_thinkng": True}))
+    assert str(caught.value) == message
+
+
 @pytest.mark.parametrize(
     ("template", "what"),
     [

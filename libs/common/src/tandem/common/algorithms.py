@@ -152,6 +152,20 @@ DPO = Algorithm(
 ALGORITHMS = {algorithm.name: algorithm for algorithm in (GRPO, SFT, DPO)}
 """By name, in the order in which errors and the documentation list them."""
 
+SECTIONS = {
+    "grpo": ("grpo",),
+    "ppo": ("ppo", "value", "value_loss_fn"),
+    "sft": ("sft",),
+    "dpo": ("dpo",),
+    "rm": ("rm",),
+    "distillation": ("distillation", "teacher", "teachers"),
+}
+"""Sections of the configuration that an algorithm reads and no other does, its own first; also of those that are known
+but not built."""
+
+NOT_BUILT = tuple(name for name in SECTIONS if name not in ALGORITHMS)
+"""Algorithms whose sections are known, and which are refused."""
+
 METRICS = tuple(dict.fromkeys(metric for algorithm in ALGORITHMS.values() for metric in algorithm.metrics))
 """Metrics that can rank checkpoints, of any algorithm."""
 

@@ -41,8 +41,10 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 class Tokenizer:
     """A Hugging Face tokenizer, reduced to what Tandem asks of it."""
 
-    def __init__(self, hugging_face: Any, where: str) -> None:
+    def __init__(self, hugging_face: Any, where: str, variables: Mapping[str, Any] | None = None) -> None:
+        """`variables` are those of the chat template, unless who renders says otherwise."""
         self._hugging_face = hugging_face
+        self._variables = dict(variables or {})
         self.where = where
         """The folder that it comes from."""
         self._template = ChatTemplate(hugging_face, where)
@@ -93,7 +95,8 @@ class Tokenizer:
         """
         if not self.has_chat_template:
             return "".join(message["content"] for message in messages)
-        return self._template.render(messages, add_generation_prompt=add_generation_prompt, variables=variables)
+        given = self._variables | dict(variables or {})
+        return self._template.render(messages, add_generation_prompt=add_generation_prompt, variables=given)
 
     def encode_chat(
         self,
@@ -213,7 +216,10 @@ def _alphabet(hugging_face: Any) -> frozenset[str] | None:
 
 
 def load_tokenizer(config: Config, folder: Path | None = None) -> Tokenizer:
-    """Load ``policy.tokenizer``, from another `folder` where it is not there yet. Raises `ModelError` if none is."""
+    """Load ``policy.tokenizer``, from another `folder` where it is not there yet.
+
+    Raises `ModelError` if none is, and `ConfigError` if its chat template is given what it does not read.
+    """
     where = config.policy.tokenizer.name
     try:
         hugging_face = _read_tokenizer(folder or Path(where), where)
@@ -222,7 +228,15 @@ def load_tokenizer(config: Config, folder: Path | None = None) -> Tokenizer:
     template = config.policy.tokenizer.chat_template
     if template not in (None, "default"):
         hugging_face.chat_template = template
-    return Tokenizer(hugging_face, where)
+    variables = config.policy.tokenizer.chat_template_kwargs or {}
+    tokenizer = Tokenizer(hugging_face, where, variables)
+    for name in variables:
+        known = tokenizer.template_variables
+        if name not in known:
+            hint = nearest(name, sorted(known))
+            key = f"policy.tokenizer.chat_template_kwargs.{name}"
+            raise ConfigError(f"{key}: the chat template of {where} reads no such variable{hint}")
+    return tokenizer
 
 
 def load_model_tokenizer(folder: Path) -> Tokenizer:

@@ -317,7 +317,7 @@ class RolloutService:
             if engine.version is None:  # torn: the coordinator asks for all of it again
                 self._give_up([*self._generations])
             raise
-        if keeps_requests and config.rollout_section.async_grpo.recompute_kv_cache_after_weight_updates:
+        if keeps_requests and config.rollout_section.asynchronous.recompute_kv_cache_after_weight_updates:
             engine.recompute_caches()
 
     # --- generation --------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ def preload() -> None:
 
 
 def _make(member: Member) -> Service:
-    os.environ.update(member.config.policy.megatron_cfg.environment)
+    os.environ.update(member.config.policy.environment)
     # Imported once the process has joined: torch takes seconds, and heartbeats flow meanwhile.
     from tandem.trainer.service import TrainerService
 

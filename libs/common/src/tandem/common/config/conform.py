@@ -29,8 +29,16 @@ from msgspec.inspect import (
 )
 
 from tandem.common.config.problem import Invalid, Problems, shown
-from tandem.common.config.schema import Config
+from tandem.common.config.schema import MODELS, Config
+from tandem.common.config.schema.distillation import DistillationLoss
+from tandem.common.config.schema.run import DURATION
 from tandem.common.errors import nearest
+
+_OF_DISTILLATION = frozenset(f"loss_fn.{name}" for name in DistillationLoss.__struct_encode_fields__)
+"""Keys that nobody means who writes their names elsewhere."""
+
+_FORMS = {DURATION: ": expected days:hours:minutes:seconds, such as 00:03:45:00"}
+"""What a text of a form is like, by its pattern."""
 
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 SCIENTIFIC = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
@@ -58,7 +66,7 @@ def conform(value: Any, wanted: Type, key: str) -> Any:
                 raise Invalid(key, f"{shown(value)} is not one of {listed}{nearest(str(value), choices)}")
             return _word(value)
         case VarTupleType():
-            if not isinstance(value, list):
+            if not isinstance(value, list | tuple):
                 raise _mismatch(value, wanted, key)
             return list(_each({f"{key}[{index}]": item for index, item in enumerate(value)}, wanted.item_type).values())
         case DictType(value_type=AnyType()):
@@ -169,7 +177,7 @@ def _suggestion(name: str, key: str, siblings: list[str]) -> str:
     """Name where a key of an unknown key's name belongs, else the sibling nearest to it, else all siblings."""
     near = nearest(name, siblings)
     for known in all_keys(config_type()):
-        if known.rpartition(".")[2] == name and (not near or key):
+        if known.rpartition(".")[2] == name and known not in _OF_DISTILLATION and (not near or key):
             return f"; did you mean {known!r}?"
     return near or f"; {key or 'the top level'} knows {', '.join(siblings)}"
 
@@ -183,7 +191,7 @@ def _union(value: Any, wanted: UnionType, key: str) -> Any:
     has_choices = any(isinstance(member, LiteralType) for member in members)
     for member in sorted(members, key=lambda member: not isinstance(member, LiteralType)):
         kinds = (isinstance(member, StructType), isinstance(member, VarTupleType))
-        if kinds == (isinstance(value, dict), isinstance(value, list)) and value is not None:
+        if kinds == (isinstance(value, dict), isinstance(value, list | tuple)) and value is not None:
             if isinstance(member, LiteralType) and not _is_choice(value, member):
                 continue
             is_word = isinstance(value, bool) or (isinstance(value, str) and not NUMBER.fullmatch(value))
@@ -210,6 +218,8 @@ def _scalar(value: Any, wanted: Type, key: str) -> Any:
         case StrType() if isinstance(value, str):
             if wanted.min_length and not value:
                 raise Invalid(key, "is empty")
+            if wanted.pattern is not None and not re.search(wanted.pattern, value):
+                raise Invalid(key, f"{shown(value)} has another form{_FORMS.get(wanted.pattern, '')}")
             return value
         case IntType() if isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1:
             return _within(int(value), wanted, key)
@@ -249,7 +259,7 @@ def _free(value: Any, key: str) -> Any:
             return {name: _free(item, _join(key, name)) for name, item in _mapping(value, None, key).items()}
         case list():
             return [_free(item, f"{key}[{index}]") for index, item in enumerate(value)]
-        case str() if key.startswith("policy.") and SCIENTIFIC.fullmatch(value):
+        case str() if key.partition(".")[0] in MODELS and SCIENTIFIC.fullmatch(value):
             return float(value)
         case None | str() | int():
             return value

@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 from msgspec import NODEFAULT
 
-from tandem.common.algorithms import ALGORITHMS, Algorithm
+from tandem.common.algorithms import ALGORITHMS, SECTIONS, Algorithm
 from tandem.common.config.conform import config_type, struct_types
+from tandem.common.config.data_sets import place_data_sets
 from tandem.common.config.named import NAMED
 from tandem.common.config.problem import Invalid
+from tandem.common.config.schema import MODELS, Environment
+
+ELSEWHERE = (
+    "vlm",
+    "clevr-cogent",
+    "geometry3k",
+    "refcoco",
+    "avqa",
+    "mmau",
+    "mmpr-tiny",
+    "daily-omni",
+    "reward_model",
+    "nemo_gym",
+    "dapo",
+    "math_multi_reward",
+    "code",
+    "code_jaccard",
+    "llm_judge",
+    "retriever",
+)
+"""Environments of NeMo-RL that are not built."""
 
 GENERATED = {"reasoning_gym": "reasoning_gym", "sliding_puzzle": "sliding_puzzle_game"}
 """Data sets whose problems are made on the spot, and the environment that scores each."""
@@ -41,15 +64,31 @@ def fill(tree: dict[str, Any]) -> dict[str, Any]:
         tree.pop("algorithm", None)
         tree |= _chosen(tree)
     _reshape(tree)
+    place_data_sets(tree)
     _choose_the_puzzle(tree)
 
     def look(key: str) -> Any:
         return _look(tree, key)
 
+    tree.setdefault("teacher", None)
     for rule in DERIVED:
         if _look(tree, rule.key, defaults=False) is None:
             _put(tree, rule.key, rule.compute(look))
+    if isinstance(tree.get("teachers"), list):
+        tree["teachers"] = [_filled_teacher(tree, teacher) for teacher in tree["teachers"]]
     return tree
+
+
+def _filled_teacher(tree: dict[str, Any], teacher: Any) -> Any:
+    """Return one of several teachers with the derived defaults that it would have alone."""
+    if not isinstance(teacher, dict):
+        return teacher
+    _reshape_model(teacher)
+    alone = {**tree, "teacher": teacher}
+    for rule in DERIVED:
+        if rule.key.startswith("teacher.") and _look(alone, rule.key, defaults=False) is None:
+            _put(alone, rule.key, rule.compute(lambda key: _look(alone, key)))
+    return teacher
 
 
 def unfill(tree: dict[str, Any]) -> dict[str, Any]:
@@ -81,7 +120,7 @@ def _copied(node: Any) -> Any:
 
 
 def _chosen(tree: dict[str, Any]) -> dict[str, str]:
-    present = [name for name in ALGORITHMS if name in tree]
+    present = [name for name in SECTIONS if name in tree]
     if len(present) > 1:
         raise Invalid("algorithm", f"required where several are configured ({', '.join(present)})")
     return {"algorithm": present[0]} if present else {}
@@ -89,13 +128,50 @@ def _chosen(tree: dict[str, Any]) -> dict[str, str]:
 
 def _reshape(tree: dict[str, Any]) -> None:
     """Bring NeMo-RL's looser shapes into the schema's: one scheduler as a list, Megatron's own keys in one place."""
-    policy = tree.get("policy")
-    if not isinstance(policy, dict):
-        return
-    scheduler = policy.get("scheduler", [])
-    policy["scheduler"] = [scheduler] if isinstance(scheduler, dict) else (scheduler or [])
-    megatron = policy.get("megatron_cfg")
+    for name in MODELS:
+        model = tree.get(name)
+        if isinstance(model, dict):
+            _reshape_model(model)
+    if isinstance(tree.get("env"), dict):
+        _reshape_environments(tree["env"], tree)
+    checkpointing = tree.get("checkpointing")
+    if isinstance(checkpointing, dict) and isinstance(checkpointing.get("metric_name"), str):
+        checkpointing["metric_name"] = _metric(checkpointing["metric_name"])
+
+
+def _metric(name: str) -> str:
+    """Return a metric by our name, of which NeMo-RL says whether it is of training or of validation."""
+    where, colon, metric = name.rpartition(":")
+    metric = re.sub(r"^validation-default_", "val_", metric)
+    if not colon:
+        return metric
+    return metric if where == "train" or metric.startswith("val_") else f"val_{metric}"
+
+
+def _reshape_environments(env: dict[str, Any], tree: dict[str, Any]) -> None:
+    """Keep what is said of environments that are not built as it is, in ``cfg``, and read which one is chosen."""
+    for name in ELSEWHERE:
+        entry = env.get(name)
+        if isinstance(entry, dict) and entry.get("class") is None:
+            free = {key: entry.pop(key) for key in list(entry) if key not in _ENVIRONMENT_KEYS}
+            if free:
+                entry["cfg"] = {**(entry.get("cfg") or {}), **free}
+    if env.pop("should_use_nemo_gym", False):
+        env.setdefault("nemo_gym", {})
+        data = tree.get("data")
+        if isinstance(data, dict):
+            data.setdefault("environment", "nemo_gym")
+
+
+def _reshape_model(model: dict[str, Any]) -> None:
+    scheduler = model.get("scheduler", [])
+    model["scheduler"] = [scheduler] if isinstance(scheduler, dict) else (scheduler or [])
+    megatron = model.get("megatron_cfg")
     if isinstance(megatron, dict):
+        others = (megatron.get(key) for key in ("recompute_method", "recompute_num_layers"))
+        is_usual = megatron.get("recompute_granularity") == "full" and not any(others)
+        if is_usual and "activation_checkpointing" in megatron:  # which alone decides in NeMo-RL's files
+            del megatron["recompute_granularity"]
         (described,) = struct_types(_field(_field(config_type(), "policy").type, "megatron_cfg").type)
         ours = {field.encode_name for field in described.fields}
         free = {key: megatron.pop(key) for key in list(megatron) if key not in ours}
@@ -182,8 +258,38 @@ def _same(key: str, other: str) -> Derived:
     return Derived(key=key, text=f"`{other}`", compute=_same_as(other))
 
 
-def _tokens(key: str, batch: str) -> Derived:
-    length = "policy.max_total_sequence_length"
+def _of_model(section: str) -> tuple[Derived, ...]:
+    """Return the rules that hold within every section of a model."""
+    return (
+        _same(f"{section}.tokenizer.name", f"{section}.model_name"),
+        *(
+            _tokens(section, f"{batches}.{key}", batch)
+            for batches in ("sequence_packing", "dynamic_batching")
+            for key, batch in (
+                ("train_mb_tokens", "train_micro_batch_size"),
+                ("logprob_mb_tokens", "logprob_batch_size"),
+            )
+        ),
+    )
+
+
+def _like_the_policy(section: str) -> tuple[Derived, ...]:
+    """Return the rules of a model that is like the policy in what it does not say."""
+    return (
+        *(_same(f"{section}.{key}", f"policy.{key}") for key in _AS_THE_POLICY),
+        Derived(
+            key=f"{section}.new_model",
+            text="`policy.new_model` if it is the same model",
+            compute=lambda look: (
+                look("policy.new_model") if look(f"{section}.model_name") == look("policy.model_name") else None
+            ),
+        ),
+        *_of_model(section),
+    )
+
+
+def _tokens(section: str, key: str, batch: str) -> Derived:
+    key, length, batch = (f"{section}.{name}" for name in (key, "max_total_sequence_length", batch))
     whole = _product(length, batch)
 
     def compute(look: Look) -> Any:
@@ -200,6 +306,8 @@ def _of_dataset(key: str, otherwise: str | None) -> Derived:
 
     def compute(look: Look) -> Any:
         named = NAMED.get(str(look("data.dataset_name")))
+        if name == "val_split" and look("data.train"):
+            return None  # `data.validation` says what is held out
         return otherwise if named is None else named.keys.get(name, otherwise)
 
     given = ", ".join(f"`{named.keys[name]}` for {dataset}" for dataset, named in NAMED.items() if name in named.keys)
@@ -229,8 +337,10 @@ def _task_params(look: Look) -> Any:
 
 
 def _num_validation(look: Look) -> Any:
-    keys = ("data.val_data_path", "data.val_data_paths", "data.val_split")
-    return None if any(look(key) for key in keys) else 256
+    keys = ("val_data_path", "val_data_paths", "val_split", "validation", "split_validation_size")
+    held_out = any(look(f"data.{key}") for key in keys)
+    sizes = [each.get("split_validation_size") for each in look("data.train") or () if isinstance(each, dict)]
+    return None if held_out or any(sizes) else 256
 
 
 def _gpus(look: Look) -> tuple[int, int] | None:
@@ -277,6 +387,26 @@ def _higher_is_better(look: Look) -> Any:
     return not str(look("checkpointing.metric_name")).endswith("loss")
 
 
+_AS_THE_POLICY = (
+    "model_name",
+    "max_total_sequence_length",
+    "train_global_batch_size",
+    "train_micro_batch_size",
+    "logprob_batch_size",
+    "precision",
+    "make_sequence_length_divisible_by",
+    "dtensor_cfg.enabled",
+    "dtensor_cfg.tensor_parallel_size",
+    "dtensor_cfg.context_parallel_size",
+    "megatron_cfg.enabled",
+    "megatron_cfg.tensor_model_parallel_size",
+    "megatron_cfg.pipeline_model_parallel_size",
+    "megatron_cfg.context_parallel_size",
+)
+"""Keys of other models that follow the policy's."""
+
+_ENVIRONMENT_KEYS = frozenset(Environment.__struct_encode_fields__)
+
 _COLOCATED = "policy.generation.colocated"
 _VLLM = "policy.generation.vllm_cfg"
 
@@ -288,11 +418,14 @@ DERIVED = (
     ),
     _same("grpo.adv_estimator.normalize_rewards", "grpo.normalize_rewards"),
     _same("grpo.adv_estimator.use_leave_one_out_baseline", "grpo.use_leave_one_out_baseline"),
-    _same("policy.tokenizer.name", "policy.model_name"),
-    _tokens("policy.sequence_packing.train_mb_tokens", "policy.train_micro_batch_size"),
-    _tokens("policy.sequence_packing.logprob_mb_tokens", "policy.logprob_batch_size"),
-    _tokens("policy.dynamic_batching.train_mb_tokens", "policy.train_micro_batch_size"),
-    _tokens("policy.dynamic_batching.logprob_mb_tokens", "policy.logprob_batch_size"),
+    *_of_model("policy"),
+    Derived(
+        key="value",
+        text="for PPO a model like the policy, else null",
+        compute=lambda look: {} if look("algorithm") == "ppo" else None,
+    ),
+    *_like_the_policy("value"),
+    *_like_the_policy("teacher"),
     _same("policy.generation.max_new_tokens", "policy.max_total_sequence_length"),
     _same("policy.generation.transformers_cfg.num_slots", "policy.generation_batch_size"),
     _same("policy.generation.vllm_cfg.precision", "policy.precision"),
@@ -320,7 +453,7 @@ DERIVED = (
     Derived(key="data.num_train", text="10000 for reasoning_gym and sliding_puzzle, else null", compute=_num_train),
     Derived(
         key="data.num_validation",
-        text="null with `data.val_data_path`, `data.val_data_paths` or `data.val_split`, else 256",
+        text="null where `data` says otherwise what is held out, else 256",
         compute=_num_validation,
     ),
     Derived(

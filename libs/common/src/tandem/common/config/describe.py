@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import sys
 from collections.abc import Iterator
@@ -14,10 +15,11 @@ from typing import Any
 import msgspec
 from msgspec.inspect import DictType, Field, StructType, Type, VarTupleType
 
-from tandem.common.algorithms import ALGORITHMS
+from tandem.common.algorithms import ALGORITHMS, NOT_BUILT
 from tandem.common.config.conform import config_type, describe_type, struct_types
 from tandem.common.config.derive import DERIVED
 from tandem.common.config.dump import FREE_ON_RESUME
+from tandem.common.config.schema import MODELS, Section
 from tandem.common.config.unsupported import NO_EFFECT_YET, NOT_SUPPORTED_YET, Row
 
 NEW = "New. "
@@ -31,22 +33,25 @@ One YAML file configures a run: `coordinator up CONFIG [key=value ...]`. `coordi
 wrong with it, with its data, its model and the code that it names, and starts nothing; `up` begins with the same.
 `--resolved` prints it with every default filled in.
 
-Sections and keys are those of NVIDIA NeMo-RL v0.3, and of later releases for losses, advantages and rewards. A key
-marked **new** is Tandem's own. Only `policy.model_name`, `data.dataset_name` and what says which algorithm runs are
-always required.
+Sections and keys are those of NVIDIA NeMo-RL v0.7, and of v0.3 where that has others. A key marked **new** is
+Tandem's own. One whose meaning begins with *Accepted* changes nothing here, and `check` says why where it is set. Only
+`policy.model_name`, `data.dataset_name` (or `data.train`) and what says which algorithm runs are always required.
 
-NeMo-RL v0.3's own files and recipes for GRPO, SFT and DPO are taken as they are. `coordinator plan CONFIG` says what a
-run will be made of: ranks, batches, memory, how weights move. Both it and `check` name what has no effect.
+NeMo-RL v0.3's own files and recipes for GRPO, SFT and DPO are taken as they are. Of v0.7's every key is known, and what
+they switch on that is [not built](#known-not-built-yet) is refused by name. `coordinator plan CONFIG` says what a run
+will be made of: ranks, batches, memory, how weights move. Both it and `check` name what has no effect.
 
 ## How a file is read
 
 - **Inheritance.** `defaults: base.yaml`, or a list of files, relative to the file that says so. Files inherit in
   chains. Later files win over earlier ones and the file itself over all of them; mappings are merged, lists and values
-  are replaced.
+  are replaced, and so is a mapping with `_override_: true`.
 - **Overrides.** `key=value` after the file's name, such as `grpo.max_num_steps=10`; the value is YAML. `+key=value` and
   `++key=value` mean the same. A number in a key indexes a list: `policy.scheduler.0.kwargs.total_iters=5`.
 - **Interpolation.** `${policy.precision}` is the value at that key, `${.name}` the sibling `name`, `${oc.env:HOME}` an
   environment variable. `${mul:a,b}`, `${div:a,b}`, `${add:a,b}`, `${sub:a,b}` and `${max:a,b}` compute.
+- **Data sets.** `data.train` and `data.validation` are one data set or a list; `data.default` says what all have in
+  common. `data.dataset_name` and the keys beside it say the same of a single one.
 - **Numbers as text.** A number key accepts `'1e-8'`, which some YAML libraries read as text. In mappings under `policy`
   that are handed on to a library (`optimizer.kwargs` and the like), text in scientific notation becomes a number.
 - **Paths.** `defaults` and `prerequisite` are relative to the file they are written in (`prerequisite` on the command
@@ -61,23 +66,37 @@ run will be made of: ranks, batches, memory, how weights move. Both it and `chec
 
 def configuration_page() -> str:
     """Return the whole page as Markdown."""
-    sections = "\n".join(_sections(config_type(), "", 2))
+    sections = "\n".join(_sections(config_type(), "", 2, {}))
     return f"{INTRODUCTION}\n{sections}\n{_known_not_built()}\n{_resuming()}"
 
 
 def field_docs(described: StructType) -> dict[str, str]:
     """Return the docstring under each field of a struct, by the field's key; empty where there is none."""
+    by_name: dict[str, str] = {}
+    for each in reversed(described.cls.__mro__):
+        if issubclass(each, Section):
+            by_name |= _docs_within(each)
+    return {field.encode_name: by_name[field.name] for field in described.fields}
+
+
+@functools.cache
+def _tree(module: str) -> ast.Module:
+    return ast.parse(inspect.getsource(sys.modules[module]))
+
+
+def _docs_within(struct: type[Section]) -> dict[str, str]:
+    """Return the docstrings of the fields that a class itself defines, by their names."""
     (definition,) = (
         node
-        for node in ast.parse(inspect.getsource(sys.modules[described.cls.__module__])).body
-        if isinstance(node, ast.ClassDef) and node.name == described.cls.__name__
+        for node in _tree(struct.__module__).body
+        if isinstance(node, ast.ClassDef) and node.name == struct.__name__
     )
     by_name: dict[str, str] = {}
     for node, after in zip(definition.body, [*definition.body[1:], None], strict=True):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             text = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
             by_name[node.target.id] = " ".join(str(text).split())
-    return {field.encode_name: by_name[field.name] for field in described.fields}
+    return by_name
 
 
 def nested_structs(prefix: str, described: StructType) -> Iterator[tuple[str, StructType]]:
@@ -92,19 +111,45 @@ def nested_structs(prefix: str, described: StructType) -> Iterator[tuple[str, St
             yield from ((key, inner) for inner in struct_types(field.type))
 
 
-def _sections(described: StructType, key: str, level: int) -> Iterator[str]:
+def _sections(described: StructType, key: str, level: int, told: dict[type, str]) -> Iterator[str]:
+    """Yield a section and those within; one of a struct that was `told` already, by its key, only says which."""
     title = f"`{key}`" if key else "Top level"
-    yield f"{'#' * level} {title}\n\n{_markdown(inspect.getdoc(described.cls) or '')}\n"
-    docs = field_docs(described)
-    rows = [
-        _row(f"{key}.{field.encode_name}" if key else field.encode_name, field, docs[field.encode_name])
-        for field in described.fields
-        if not isinstance(field.type, StructType)
-    ]
+    if described.cls in told:
+        rows = _rows(described, key, besides=told[described.cls])
+        yield f"{'#' * level} {title}\n\nAs `{told[described.cls]}`{', but for these defaults:' if rows else '.'}\n"
+        yield from _table_of(rows)
+    else:
+        told[described.cls] = key
+        yield f"{'#' * level} {title}\n\n{_markdown(inspect.getdoc(described.cls) or '')}\n"
+        as_told = key in MODELS and key != MODELS[0]
+        yield from _table_of(_rows(described, key, besides=MODELS[0] if as_told else None))
+    for name, inner in nested_structs(f"{key}." if key else "", described):
+        yield from _sections(inner, name, min(level + 1, 4) if key else 2, told)
+
+
+def _table_of(rows: list[str]) -> Iterator[str]:
     if rows:
         yield "| Key | Type | Default | Meaning |\n|---|---|---|---|\n" + "\n".join(rows) + "\n"
-    for name, inner in nested_structs(f"{key}." if key else "", described):
-        yield from _sections(inner, name, min(level + 1, 4) if key else 2)
+
+
+def _rows(described: StructType, key: str, *, besides: str | None) -> list[str]:
+    """Return a row for each key of a section, `besides` those that are and mean the same in another."""
+    docs = field_docs(described)
+    rows = {
+        field.encode_name: _row(
+            f"{key}.{field.encode_name}" if key else field.encode_name, field, docs[field.encode_name]
+        )
+        for field in described.fields
+        if not isinstance(field.type, StructType)
+    }
+    derived = {rule.key: rule.text for rule in DERIVED}
+    whole, other = key.partition(".")[0], (besides or "").partition(".")[0]
+    return [
+        row
+        for name, row in rows.items()
+        if besides is None
+        or derived.get(f"{key}.{name}", "").replace(f"{whole}.", f"{other}.") != derived.get(f"{besides}.{name}", "")
+    ]
 
 
 def _row(key: str, field: Field, doc: str) -> str:
@@ -145,7 +190,9 @@ def _known_not_built() -> str:
         "## Known, not built yet\n\n"
         "These keys of NeMo-RL are accepted as long as they are switched off, and refused with `not supported yet`\n"
         "otherwise. Keys that only a section in use would read (`grpo`, `policy.generation` and the like) are refused\n"
-        "only where it is in use.\n\n"
+        "only where it is in use. So are, by name, environments, data sets and processors of NeMo-RL's that are not\n"
+        "built (those for pictures and sounds, `nemo_gym`, `reward_model` and the like), and the algorithms "
+        f"{' and '.join(f'`{name}`' for name in NOT_BUILT)}.\n\n"
         + _table(NOT_SUPPORTED_YET)
         + "\n\nThese are accepted with a notice and have no effect yet:\n\n"
         + _table(NO_EFFECT_YET)

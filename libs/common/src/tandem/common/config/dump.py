@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from tandem.common.algorithms import ALGORITHMS
-from tandem.common.config.schema import Config
+from tandem.common.algorithms import SECTIONS
+from tandem.common.config.schema import MODELS, Config
 from tandem.common.config.schema.loss import OF_ANY_LOSS
 from tandem.common.errors import ConfigError
 
@@ -18,17 +18,30 @@ FREE_ON_RESUME = (
     "eval",
     "prerequisite",
     "grpo.max_num_steps",
+    "grpo.max_num_epochs",
     "grpo.val_period",
     "grpo.val_at_start",
+    "grpo.val_at_end",
     "grpo.max_val_samples",
     "grpo.val_batch_size",
     "grpo.num_val_generations_per_prompt",
     "grpo.val_temperature",
     "grpo.val_seed",
+    "ppo.max_num_steps",
+    "ppo.max_num_epochs",
+    "ppo.val_period",
+    "ppo.val_at_start",
+    "ppo.val_at_end",
+    "ppo.max_val_samples",
+    "ppo.val_batch_size",
+    "ppo.num_val_generations_per_prompt",
+    "ppo.val_temperature",
+    "ppo.val_seed",
     "sft.max_num_steps",
     "sft.max_num_epochs",
     "sft.val_period",
     "sft.val_at_start",
+    "sft.val_at_end",
     "sft.val_batches",
     "sft.val_global_batch_size",
     "sft.val_micro_batch_size",
@@ -36,6 +49,7 @@ FREE_ON_RESUME = (
     "dpo.max_num_epochs",
     "dpo.val_period",
     "dpo.val_at_start",
+    "dpo.val_at_end",
     "dpo.val_batches",
     "dpo.val_global_batch_size",
     "dpo.val_micro_batch_size",
@@ -75,15 +89,18 @@ def to_plain(config: Config) -> dict[str, Any]:
     The sections of other algorithms are left out.
     """
     plain: dict[str, Any] = msgspec.to_builtins(config)
-    for other in ALGORITHMS.keys() - {config.algorithm}:
-        del plain[other]
+    for other in SECTIONS.keys() - {config.algorithm}:
+        for section in SECTIONS[other]:
+            del plain[section]
     if config.declaration.loss_section != "loss_fn":
         own = {key: plain["loss_fn"][key] for key in OF_ANY_LOSS}
         del plain["loss_fn"]
         if own["class"] is not None:
             plain["loss_fn"] = own
-    megatron = plain["policy"]["megatron_cfg"]
-    megatron.update(megatron.pop("forwarded"))
+    for name in MODELS:
+        if plain.get(name) is not None:
+            megatron = plain[name]["megatron_cfg"]
+            megatron.update(megatron.pop("forwarded"))
     return plain
 
 

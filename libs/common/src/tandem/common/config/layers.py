@@ -17,6 +17,10 @@ from tandem.common.errors import ConfigError
 from tandem.common.regular_files import irregular
 
 COMMAND_LINE = "command line"
+
+OVERRIDE = "_override_"
+"""In a mapping, true says that it replaces the inherited one; it is no key of its own."""
+
 MAX_PATH_SHOWN = 200
 """Characters of a path that an error shows."""
 
@@ -43,7 +47,10 @@ class Layers(msgspec.Struct, frozen=True, kw_only=True):
     def source_of(self, key: str) -> str:
         """Return the name of the layer that had the last word on `key`."""
         parts = _parts(key)
-        return next((layer.source for layer in reversed(self.layers) if _sets(layer.settings, parts)), self.main)
+        for layer in reversed(self.layers):
+            if _sets(layer.settings, parts) or _replaces(layer.settings, parts):
+                return layer.source
+        return self.main
 
     def is_set(self, key: str) -> bool:
         """Say whether any layer sets `key`."""
@@ -76,11 +83,17 @@ def overridden(settings: Layers, overrides: Sequence[str]) -> Layers:
 
 
 def merge(base: Plain, over: Plain) -> Plain:
-    """Return `base` with `over` on top: mappings are merged key by key, anything else is replaced."""
+    """Return `base` with `over` on top: mappings are merged key by key, anything else is replaced.
+
+    A mapping with ``_override_: true`` is replaced whole, too, as in NeMo-RL.
+    """
     result = dict(base)
     for key, value in over.items():
         old = result.get(key)
-        result[key] = merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        if isinstance(value, dict):
+            inherited = old if isinstance(old, dict) and not value.get(OVERRIDE, False) else {}
+            value = merge(inherited, {name: item for name, item in value.items() if name != OVERRIDE})
+        result[key] = value
     return result
 
 
@@ -104,7 +117,18 @@ def _read_chain(path: Path, children: tuple[Path, ...]) -> list[Layer]:
         if why_no_path(parent) is not None or not parent.is_file():
             raise ConfigError(f"{path}: defaults: there is no file {shortened(parent)}{nearest_file(parent)}")
         layers += _read_chain(parent, (*children, here))
+    _check_markers(path, settings, "")
     return [*layers, Layer(source=str(path), settings=settings)]
+
+
+def _check_markers(path: Path, node: Plain, key: str) -> None:
+    """Raise `ConfigError` for a mapping that does not say clearly whether it replaces the inherited one."""
+    for name, value in node.items():
+        inner = f"{key}.{name}" if key else str(name)
+        if name == OVERRIDE and not isinstance(value, bool):
+            raise ConfigError(f"{path}: {inner}: expected true or false, got {value!r}")
+        if isinstance(value, dict):
+            _check_markers(path, value, inner)
 
 
 def _read_file(path: Path) -> Plain:
@@ -194,7 +218,7 @@ def _nested(parts: Sequence[str], value: Any) -> Plain:
 def _updated(node: Any, parts: Sequence[str], value: Any, override: str) -> Any:
     """Return a copy of `node` with `value` at the path `parts`; a number in the path indexes a list."""
     if not parts:
-        return merge(node, value) if isinstance(node, dict) and isinstance(value, dict) else value
+        return merge({"": node}, {"": value})[""]
     head, *rest = parts
     if isinstance(node, list):
         if not head.isdecimal() or int(head) >= len(node):
@@ -203,6 +227,15 @@ def _updated(node: Any, parts: Sequence[str], value: Any, override: str) -> Any:
         return [*node[:index], _updated(node[index], rest, value, override), *node[index + 1 :]]
     branch = node if isinstance(node, dict) else {}
     return {**branch, head: _updated(branch.get(head), rest, value, override)}
+
+
+def _replaces(node: Any, parts: Sequence[str]) -> bool:
+    """Whether the settings `node` have a mapping on the path `parts` that replaces the inherited one."""
+    for part in parts:
+        node = node.get(part) if isinstance(node, Mapping) else None
+        if isinstance(node, Mapping) and node.get(OVERRIDE, False):
+            return True
+    return False
 
 
 def _sets(node: Any, parts: Sequence[str]) -> bool:

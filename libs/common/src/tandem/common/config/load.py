@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import msgspec
 from msgspec import NODEFAULT
 from msgspec.inspect import StructType
 
+from tandem.common.algorithms import ALGORITHMS
 from tandem.common.config.checks import broken_rules
 from tandem.common.config.conform import config_type, conform
 from tandem.common.config.derive import DERIVED, fill, unfill
@@ -18,9 +21,9 @@ from tandem.common.config.dump import differing, escaped, to_plain
 from tandem.common.config.layers import COMMAND_LINE, Layer, Layers, merge, overridden, read_layers
 from tandem.common.config.megatron import fit_megatron, unfit_megatron
 from tandem.common.config.nemo_eval import is_nemo_eval, translated
-from tandem.common.config.problem import Invalid
+from tandem.common.config.problem import Invalid, shown
 from tandem.common.config.schema import Config
-from tandem.common.config.unsupported import refusal
+from tandem.common.config.unsupported import algorithm_not_built, refusal
 from tandem.common.errors import ConfigError, NotSupportedYet
 
 RESOLVERS: dict[str, Callable[[Any, Any], Any]] = {
@@ -30,7 +33,7 @@ RESOLVERS: dict[str, Callable[[Any, Any], Any]] = {
     "div": operator.truediv,
     "max": max,
 }
-"""What ``${name:a,b}`` computes, as in NeMo-RL."""
+"""What ``${name:a,b}`` computes of two numbers, as in NeMo-RL: of integers an integer, but for ``div``."""
 
 
 _DERIVED = frozenset(rule.key for rule in DERIVED)
@@ -130,8 +133,12 @@ def _unfilled(config: Config) -> dict[str, Any]:
 
 def _build(layers: Layers, *, to_run: bool) -> Config:
     try:
-        tree = conform(fill(_interpolated(layers.merged)), config_type(), "")
-        config = msgspec.convert(tree, Config)
+        tree = _interpolated(layers.merged)
+        not_built = algorithm_not_built(tree)
+        if not_built is not None:  # what is wrong elsewhere is said first, as though it were another's
+            conform(fill({**tree, "algorithm": next(iter(ALGORITHMS))}), config_type(), "")
+            raise NotSupportedYet(f"{layers.source_of('algorithm')}: {not_built}")
+        config = msgspec.convert(conform(fill(tree), config_type(), ""), Config)
         unsupported = refusal(config)
         if unsupported and to_run:
             raise NotSupportedYet(f"{layers.main}: {unsupported}")
@@ -153,14 +160,17 @@ def _interpolated(tree: dict[str, Any]) -> dict[str, Any]:
     from omegaconf.errors import OmegaConfBaseException
 
     for name, function in RESOLVERS.items():
-        OmegaConf.register_resolver(name, function, replace=True, annotation_validation="off")
+        resolver = functools.partial(_computed, name, function)
+        OmegaConf.register_resolver(name, resolver, replace=True, annotation_validation="off")
     try:
         if _is_literal(tree):
             return tree
         whole = OmegaConf.create(merge(_defaults(config_type()), tree))
         resolved = OmegaConf.to_container(whole, resolve=True)
     except OmegaConfBaseException as error:
-        raise Invalid(error.full_key or "", f"cannot be resolved: {str(error).splitlines()[0]}") from None
+        # What a resolver raised is told within a sentence of OmegaConf's.
+        reason = re.sub(r"\w+ raised while resolving interpolation: ", "", str(error).splitlines()[0]).strip('"')
+        raise Invalid(error.full_key or "", f"cannot be resolved: {reason}") from None
     except RecursionError:
         raise Invalid("", "mappings or lists within each other are too many") from None
     interpolated: dict[str, Any] = _restricted(resolved, tree)
@@ -176,6 +186,17 @@ def _is_literal(node: Any) -> bool:
     if type(node) is str:
         return "$" not in node and node != "???"
     return node is None or type(node) in (bool, int, float)
+
+
+def _computed(name: str, function: Callable[[Any, Any], Any], *arguments: Any) -> Any:
+    """Return what ``${name:a,b}`` is."""
+    are_numbers = all(isinstance(each, int | float) and not isinstance(each, bool) for each in arguments)
+    if len(arguments) != 2 or not are_numbers:
+        given = ", ".join(shown(each) for each in arguments)
+        raise ValueError(f"{name} takes two numbers, got {given or 'none'}")
+    if name == "div" and not arguments[1]:
+        raise ValueError(f"div cannot divide {arguments[0]} by 0")
+    return function(*arguments)
 
 
 def _defaults(described: StructType) -> dict[str, Any]:

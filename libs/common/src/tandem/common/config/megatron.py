@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from tandem.common.config.conform import conform
 from tandem.common.config.problem import Invalid, Problems
-from tandem.common.config.schema import Config, MegatronCfg
+from tandem.common.config.schema import MODELS, Config, MegatronCfg, Model
 from tandem.common.errors import nearest
 from tandem.common.megatron_arguments import INSTALL, RESERVED, arguments, is_installed
 from tandem.common.sources import package_folder
-
-_KEY = "policy.megatron_cfg"
 
 
 def fit_megatron(config: Config, *, to_run: bool) -> Config:
@@ -22,45 +21,61 @@ def fit_megatron(config: Config, *, to_run: bool) -> Config:
     Raises `Invalid` for an argument that it does not take, and, where it is not installed, if the configuration is
     `to_run`; names and types go unchecked there otherwise.
     """
-    policy, megatron = config.policy, config.policy.megatron_cfg
-    if not megatron.enabled:
-        return config
-    if to_run and not is_installed():
-        raise Invalid(f"{_KEY}.enabled", f"true, but Megatron-Core is not installed: {INSTALL}")
-    if to_run and package_folder("transformer_engine") is None:
-        for name in ("fp8", "fp4"):  # Megatron-Core would train without, and say nothing
-            if megatron.forwarded.get(name) is not None:
-                value = megatron.forwarded[name]
-                raise Invalid(f"{_KEY}.{name}", f"{value} needs Transformer Engine, which is not installed here")
-    elif to_run and megatron.forwarded.get("attention_backend") == "local":  # switches all of its kernels off
-        raise Invalid(f"{_KEY}.attention_backend", "local is for layers without Transformer Engine, which is installed")
-    defaults = {"lr": 5.0e-6, "min_lr": 0.0, "use_distributed_optimizer": True}
-    clip_grad = megatron.optimizer.get("clip_grad")
-    if clip_grad is None:
-        clip_grad = policy.max_grad_norm or 0.0
-    fitted = msgspec.structs.replace(
-        megatron,
-        forwarded=_fitted("", megatron.forwarded),
-        optimizer=_fitted("optimizer", {**defaults, **megatron.optimizer, "clip_grad": clip_grad}),
-        distributed_data_parallel_config=_fitted(
-            "distributed_data_parallel_config", megatron.distributed_data_parallel_config
-        ),
-    )
-    return msgspec.structs.replace(config, policy=msgspec.structs.replace(policy, megatron_cfg=fitted))
+    return _each_model(config, lambda key, model: _fit(key, model, to_run=to_run))
 
 
 def unfit_megatron(config: Config) -> Config:
     """Return the configuration without what `fit_megatron` took from other keys."""
-    policy, megatron = config.policy, config.policy.megatron_cfg
-    if megatron.optimizer.get("clip_grad") != (policy.max_grad_norm or 0.0):
-        return config
+    return _each_model(config, _unfit)
+
+
+def _each_model(config: Config, change: Callable[[str, Model], MegatronCfg]) -> Config:
+    """Return the configuration with another section for Megatron-Core in each of its models."""
+    changed = {}
+    for name in MODELS:
+        model: Model | None = getattr(config, name)
+        if model is not None:
+            changed[name] = msgspec.structs.replace(model, megatron_cfg=change(f"{name}.megatron_cfg", model))
+    return msgspec.structs.replace(config, **changed)
+
+
+def _fit(key: str, model: Model, *, to_run: bool) -> MegatronCfg:
+    megatron = model.megatron_cfg
+    if not megatron.enabled:
+        return megatron
+    if to_run and not is_installed():
+        raise Invalid(f"{key}.enabled", f"true, but Megatron-Core is not installed: {INSTALL}")
+    if to_run and package_folder("transformer_engine") is None:
+        for name in ("fp8", "fp4"):  # Megatron-Core would train without, and say nothing
+            if megatron.forwarded.get(name) is not None:
+                value = megatron.forwarded[name]
+                raise Invalid(f"{key}.{name}", f"{value} needs Transformer Engine, which is not installed here")
+    elif to_run and megatron.forwarded.get("attention_backend") == "local":  # switches all of its kernels off
+        raise Invalid(f"{key}.attention_backend", "local is for layers without Transformer Engine, which is installed")
+    defaults = {"lr": 5.0e-6, "min_lr": 0.0, "use_distributed_optimizer": True}
+    clip_grad = megatron.optimizer.get("clip_grad")
+    if clip_grad is None:
+        clip_grad = model.max_grad_norm or 0.0
+    return msgspec.structs.replace(
+        megatron,
+        forwarded=_fitted(key, "", megatron.forwarded),
+        optimizer=_fitted(key, "optimizer", {**defaults, **megatron.optimizer, "clip_grad": clip_grad}),
+        distributed_data_parallel_config=_fitted(
+            key, "distributed_data_parallel_config", megatron.distributed_data_parallel_config
+        ),
+    )
+
+
+def _unfit(key: str, model: Model) -> MegatronCfg:
+    megatron = model.megatron_cfg
+    if megatron.optimizer.get("clip_grad") != (model.max_grad_norm or 0.0):
+        return megatron
     own = {name: value for name, value in megatron.optimizer.items() if name != "clip_grad"}
-    unfitted = msgspec.structs.replace(megatron, optimizer=own)
-    return msgspec.structs.replace(config, policy=msgspec.structs.replace(policy, megatron_cfg=unfitted))
+    return msgspec.structs.replace(megatron, optimizer=own)
 
 
-def _fitted(section: str, given: dict[str, Any]) -> dict[str, Any]:
-    known, prefix = arguments(section), f"{_KEY}.{section}".rstrip(".")
+def _fitted(prefix: str, section: str, given: dict[str, Any]) -> dict[str, Any]:
+    known, prefix = arguments(section), f"{prefix}.{section}".rstrip(".")
     fitted, problems = {}, Problems()
     for name, value in given.items():
         key = f"{prefix}.{name}"

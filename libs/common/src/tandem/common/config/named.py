@@ -19,6 +19,8 @@ class NamedDataset(msgspec.Struct, frozen=True, kw_only=True):
     """Name on the Hub; empty for files of one's own."""
     keys: MappingProxyType[str, str] = MappingProxyType({})
     """Defaults of keys of the section ``data``."""
+    answer_after: str = ""
+    """What the reference answer follows in its field, if it is not all of it."""
 
 
 def _named(holds: Holds, path: str = "", **keys: str) -> NamedDataset:
@@ -29,24 +31,41 @@ _OPEN_MATH = _named(
     "problems", "nvidia/OpenMathInstruct-2", split="train_1M", input_key="problem", output_key="expected_answer"
 )
 
+_DAPO = {"input_key": "prompt.0.content", "output_key": "reward_model.ground_truth"}
+
 NAMED = {
     "jsonl": _named("problems"),
     "prompt_response_dataset": _named("problems"),
+    "ResponseDataset": _named("problems"),
     "OpenMathInstruct-2": _OPEN_MATH,
     "openmathinstruct2": _OPEN_MATH,
     "DeepScaler": _named(
         "problems", "agentica-org/DeepScaleR-Preview-Dataset", input_key="problem", output_key="answer"
     ),
+    "DAPOMath17K": _named("problems", "BytedTsinghua-SIA/DAPO-Math-17k", **_DAPO),
+    "DAPOMathAIME2024": _named("problems", "BytedTsinghua-SIA/AIME-2024", **_DAPO),
+    "AIME2024": _named("problems", "HuggingFaceH4/aime_2024", input_key="problem", output_key="answer"),
+    "gsm8k": NamedDataset(
+        holds="problems",
+        path="openai/gsm8k",
+        keys=MappingProxyType({"subset": "main", "input_key": "question", "output_key": "answer"}),
+        answer_after="####",
+    ),
+    "tulu3_sft_mixture": _named("conversations", "allenai/tulu-3-sft-mixture", chat_key="messages"),
     "open_assistant": _named("conversations"),
     "openai_format": _named("conversations", chat_key="messages"),
     "squad": _named("conversations", "rajpurkar/squad", val_split="validation"),
     "DPODataset": _named("preferences", chosen_key="chosen_response", rejected_key="rejected_response"),
     "PreferenceDataset": _named("preferences"),
+    "BinaryPreferenceDataset": _named("preferences"),
     "HelpSteer3": _named("preferences", "nvidia/HelpSteer3", subset="preference", val_split="validation"),
     "Tulu3Preference": _named("preferences", "allenai/llama-3.1-tulu-3-8b-preference-mixture"),
 }
 """By ``data.dataset_name``. NeMo-RL downloads Open Assistant's trees, which are in a file of one's own here. It
 validates DeepScaler on AIME 2024; here some of its own problems are held out."""
+
+FILES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
+"""How the names of files of problems end."""
 
 
 def is_local(dataset_name: str) -> bool:

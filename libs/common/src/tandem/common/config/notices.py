@@ -7,12 +7,12 @@ from typing import Any
 
 import msgspec
 
-from tandem.common.algorithms import ALGORITHMS
+from tandem.common.algorithms import SECTIONS
 from tandem.common.config.derive import DERIVED
 from tandem.common.config.problem import shown
-from tandem.common.config.schema import Config, Optimizer
+from tandem.common.config.schema import MODELS, Config, Optimizer
 from tandem.common.config.schema.loss import OF_ANY_LOSS
-from tandem.common.config.unsupported import without_effect_yet
+from tandem.common.config.unsupported import value_at, without_effect_yet
 from tandem.common.model_sizes import model_sizes
 from tandem.common.sources import package_folder
 
@@ -37,10 +37,13 @@ def notices(config: Config) -> list[str]:
 
 def _other_algorithms(config: Config) -> Iterator[str]:
     """Sections that another algorithm reads."""
-    for name in (*ALGORITHMS, "loss_fn"):
-        if name in (config.algorithm, config.declaration.loss_section):
-            continue
+    for name in (*(name for names in SECTIONS.values() for name in names), "loss_fn"):
         section = getattr(config, name)
+        if name in (*SECTIONS[config.algorithm], config.declaration.loss_section) or section is None:
+            continue
+        if name in MODELS or isinstance(section, tuple):
+            yield f"{name} has no effect: algorithm is {config.algorithm}"
+            continue
         given, otherwise = msgspec.to_builtins(section), msgspec.to_builtins(type(section)())
         read = _FOLLOW | {f"loss_fn.{key}" for key in OF_ANY_LOSS}
         keys = [key for key, value in given.items() if value != otherwise[key] and f"{name}.{key}" not in read]
@@ -56,6 +59,8 @@ def _backends(config: Config) -> Iterator[str]:
             yield _vain(f"{_MEGATRON}.env_vars", policy.megatron_cfg.env_vars, f"{_MEGATRON}.enabled is false")
         return
     why = f"{_MEGATRON}.enabled is true"
+    if policy.dtensor_cfg.env_vars:
+        yield _vain("policy.dtensor_cfg.env_vars", policy.dtensor_cfg.env_vars, why)
     if policy.dtensor_cfg.enabled:
         yield _vain("policy.dtensor_cfg.enabled", True, f"{why}, and wins")
     if policy.optimizer not in (None, Optimizer()):
@@ -124,13 +129,13 @@ def _rewards(config: Config) -> Iterator[str]:
     """Settings of one way to treat rewards, where another is chosen."""
     if not config.declaration.rolls_out:
         return
-    shaping, estimator = config.rollout_section.reward_shaping, config.rollout_section.adv_estimator
+    shaping, estimator = config.rollout_section.reward_shaping, config.rollout_section.group_estimator
     if shaping.enabled and shaping.stop_properly_penalty_coef is not None and shaping.max_response_length is not None:
         key = f"{config.algorithm}.reward_shaping"
         yield _vain(
             f"{key}.max_response_length", shaping.max_response_length, f"{key}.stop_properly_penalty_coef is set"
         )
-    if estimator.reward_weights is not None and estimator.name != "gdpo":
+    if estimator is not None and estimator.reward_weights is not None and estimator.name != "gdpo":
         key = f"{config.algorithm}.adv_estimator"
         yield _vain(f"{key}.reward_weights", estimator.reward_weights, f"{key}.name is {estimator.name}")
 
@@ -139,7 +144,7 @@ def _asynchronous(config: Config) -> Iterator[str]:
     """What was generated with older weights needs a correction; what is not asynchronous needs no updates in flight."""
     if not config.declaration.rolls_out:
         return
-    asynchronous, key = config.rollout_section.async_grpo, f"{config.algorithm}.async_grpo"
+    asynchronous, key = config.rollout_section.asynchronous, f"{config.algorithm}.async_grpo"
     if config.max_trajectory_age_steps:
         if not config.loss_fn.use_importance_sampling_correction:
             yield (
@@ -162,6 +167,71 @@ def _seed(config: Config) -> Iterator[str]:
     if config.data.seed is not None:
         why = f"prompts decide what is held out, {config.algorithm}.seed the order"
         yield _vain("data.seed", config.data.seed, why)
+
+
+class _Moot(msgspec.Struct, frozen=True):
+    """A key that NeMo-RL's files set, and that something else decides here."""
+
+    key: str
+    off: tuple[Any, ...]
+    """Values that ask for nothing."""
+    why: str
+
+
+_STEPPING = "the optimizer's state is on the device only while a step is trained, where generation takes turns with it"
+_ALL_SAVED = "a checkpoint has the optimizer's state, so that a resumed run goes on as though it had not ended"
+_FREE_PORTS = "the system chooses free ports"
+_MOOT = (
+    _Moot("checkpointing.save_optimizer", (True,), _ALL_SAVED),
+    _Moot("checkpointing.save_consolidated", (False,), "checkpoints are in Hugging Face's layout"),
+    _Moot("checkpointing.model_save_format", (None, "safetensors"), "checkpoints are safetensors"),
+    _Moot("cluster.segment_size", (None,), "what starts the nodes chooses them (docs/clusters.md)"),
+    _Moot("cluster.master_port_range_low", (None,), _FREE_PORTS),
+    _Moot("cluster.master_port_range_high", (None,), _FREE_PORTS),
+    _Moot("policy.generation.port_range_low", (None,), _FREE_PORTS),
+    _Moot("policy.generation.port_range_high", (None,), _FREE_PORTS),
+    _Moot(
+        "data_plane.enabled", (None, False), "samples go from the engine that made them straight to trainers, always"
+    ),
+    _Moot("policy.logprob_chunk_size", (None,), "policy.logprob_batch_size decides"),
+    _Moot("policy.offload_optimizer_for_logprob", (False,), _STEPPING),
+    _Moot("policy.refit_buffer_size_gb", (None,), "weights go where they are used, by buffers of a few MB"),
+    _Moot("policy.dtensor_cfg._v2", (True,), "there is one DTensor backend"),
+    _Moot("policy.dtensor_cfg.automodel_kwargs", ({},), "transformers loads models"),
+    _Moot("policy.dtensor_cfg.moe_parallelizer", (None, {}), "transformers loads models"),
+    _Moot("policy.dtensor_cfg.clear_cache_every_n_steps", (None,), "torch's own cache is left alone within a step"),
+    _Moot("policy.megatron_cfg.use_linear_ce_fusion_loss", (False,), "it changes nothing but memory"),
+    _Moot("policy.megatron_cfg.moe_router_enable_expert_bias", (None,), "the model's config.json decides"),
+    _Moot("policy.megatron_cfg.moe_grouped_gemm", (None, True), "experts are multiplied at once wherever they can be"),
+    _Moot("policy.generation.use_async_rollouts", (None,), "policy.generation.async_engine decides"),
+    _Moot("policy.generation.vllm_cfg.enable_expert_parallel", (None,), "expert_parallel_size beside it decides"),
+    _Moot("policy.generation.vllm_cfg.enable_prefix_caching", (None,), "samples of one prompt share keys and values"),
+    _Moot("policy.generation.vllm_cfg.use_deep_gemm", (False,), "vLLM chooses its kernels"),
+    _Moot("policy.generation.vllm_cfg.env_vars", (None, {}), "engines have the environment that the run is started in"),
+    _Moot("policy.generation.vllm_cfg.distributed_executor_backend", (None,), "rollout processes start their workers"),
+    _Moot(
+        "policy.generation.vllm_cfg.http_server_serving_chat_kwargs",
+        (None, {}),
+        "policy.generation.expose_http_server and tool_call_parser decide",
+    ),
+    _Moot("policy.generation.vllm_cfg.reasoning_parser_plugin", (None,), "the server is not vLLM's"),
+)
+"""In the order in which they are listed."""
+
+
+def _left_to_others(config: Config) -> Iterator[str]:
+    """What NeMo-RL leaves to its own machinery, or to libraries that are not used here."""
+    for row in _MOOT:
+        section, _, rest = row.key.partition(".generation.")
+        if rest and not (config.generates and section == "policy"):
+            continue
+        if ".megatron_cfg." in row.key and not config.policy.megatron_cfg.enabled:
+            continue
+        if ".dtensor_cfg." in row.key and config.policy.megatron_cfg.enabled:
+            continue
+        value = value_at(config, row.key)
+        if value not in row.off:
+            yield _vain(row.key, value, row.why)
 
 
 def _puzzle(config: Config) -> Iterator[str]:
@@ -194,6 +264,7 @@ _NOTICES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _rewards,
     _asynchronous,
     _seed,
+    _left_to_others,
     _puzzle,
     _nodes,
 )

@@ -5,13 +5,17 @@ Building one of these means deleting its row.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
 
+from tandem.common.algorithms import ALGORITHMS, NOT_BUILT, SECTIONS
+from tandem.common.config.derive import ELSEWHERE
 from tandem.common.config.problem import shown
 from tandem.common.config.schema import Config
+
+Asks = Callable[[Config], bool]
 
 
 def _always(config: Config) -> bool:
@@ -26,51 +30,169 @@ def _vllm(config: Config) -> bool:
     return _rolls_out(config) and config.policy.generation.backend == "vllm"
 
 
+def _float8_engine(config: Config) -> bool:
+    return _vllm(config) and config.policy.generation.vllm_cfg.precision == "fp8"
+
+
+def _algorithm(name: str) -> Asks:
+    return lambda config: config.algorithm == name
+
+
+def _has(section: str) -> Asks:
+    return lambda config: getattr(config, section) is not None
+
+
+def _trains_with(section: str, *, megatron: bool) -> Asks:
+    """Whether a model is trained with Megatron-Core, or with DTensor."""
+    return lambda config: (model := getattr(config, section)) is not None and model.megatron_cfg.enabled == megatron
+
+
 class Row(msgspec.Struct, frozen=True):
     """One key that is known but not built."""
 
     key: str
     off: tuple[Any, ...]
     """The values that leave it switched off."""
-    read: Callable[[Config], bool] = _always
+    read: Asks = _always
     """Whether the run would read the key at all."""
 
 
 _PRECISIONS = ("auto", "bfloat16", "float16", "half", "float32", "float", "fp8")
 """Element types of vLLM's weights, by its names."""
 
-NOT_SUPPORTED_YET = (Row("policy.generation.vllm_cfg.precision", _PRECISIONS, _vllm),)
+_VLLM_CFG = "policy.generation.vllm_cfg"
+
+
+def _of_a_model(section: str) -> tuple[Row, ...]:
+    """Return the rows of every section that holds a model."""
+    there, dtensor, megatron = (
+        _has(section),
+        _trains_with(section, megatron=False),
+        _trains_with(section, megatron=True),
+    )
+    return (
+        Row(f"{section}.hf_config_overrides", (None, {}), there),
+        Row(f"{section}.router_replay.enabled", (False,), there),
+        Row(f"{section}.draft.enabled", (False,), there),
+        Row(f"{section}.quant_cfg", (None,), there),
+        Row(f"{section}.dequantize_base_checkpoint", (False,), there),
+        Row(f"{section}.tokenizer.audio", (None, {}), there),
+        Row(f"{section}.tokenizer.video", (None, {}), there),
+        Row(f"{section}.dtensor_cfg.lora_cfg.enabled", (False,), dtensor),
+        Row(f"{section}.dtensor_cfg.expert_parallel_size", (1,), dtensor),
+        Row(f"{section}.dtensor_cfg.dp_replicate_size", (1,), dtensor),
+        Row(f"{section}.megatron_cfg.peft.enabled", (False,), megatron),
+        Row(f"{section}.megatron_cfg.fp8_cfg.enabled", (None, False), megatron),
+        Row(f"{section}.megatron_cfg.mtp_num_layers", (None, 0), megatron),
+    )
+
+
+NOT_SUPPORTED_YET = (
+    Row("grpo.adv_estimator.name", ("grpo", "gdpo", "reinforce_plus_plus"), _algorithm("grpo")),
+    Row("grpo.advantage_clip_low", (None,), _algorithm("grpo")),
+    Row("grpo.advantage_clip_high", (None,), _algorithm("grpo")),
+    Row("grpo.invalid_tool_call_advantage", (None,), _algorithm("grpo")),
+    Row("grpo.malformed_thinking_advantage", (None,), _algorithm("grpo")),
+    Row("grpo.seq_logprob_error_threshold", (None,), _algorithm("grpo")),
+    Row("on_policy_distillation.enabled", (None, False)),
+    *_of_a_model("policy"),
+    Row("policy.reward_model_cfg.enabled", (False,)),
+    *_of_a_model("value"),
+    Row("policy.generation.backend", ("transformers", "vllm"), _rolls_out),
+    Row("policy.generation.bad_words", (None, ()), _rolls_out),
+    Row("policy.generation.quant_cfg", (None,), _rolls_out),
+    Row("policy.generation.real_quant", (False,), _rolls_out),
+    Row(f"{_VLLM_CFG}.precision", _PRECISIONS, _vllm),
+    Row(f"{_VLLM_CFG}.num_first_layers_in_bf16", (0,), _float8_engine),
+    Row(f"{_VLLM_CFG}.num_last_layers_in_bf16", (0,), _float8_engine),
+    Row(f"{_VLLM_CFG}.quantization_ignored_layer_kws", ((),), _float8_engine),
+    Row(f"{_VLLM_CFG}.limit_mm_per_prompt", (None, {}), _vllm),
+    Row("data.custom_dataloader", (None,)),
+    Row("data.use_multiple_dataloader", (False,)),
+    Row("logger.swanlab_enabled", (False,)),
+)
 """Refused, in the order in which an error lists them."""
+
+_DATA_SETS = (
+    "avqa",
+    "clevr-cogent",
+    "daily-omni",
+    "geometry3k",
+    "mmau",
+    "mmpr-tiny",
+    "refcoco",
+    "NemoGymDataset",
+)
+"""Data sets of NeMo-RL's with pictures, films and sounds, or of an environment that is not built."""
+_PROCESSORS = ("vlm_hf_data_processor", "nemo_gym_data_processor", "kd_data_processor", "multichoice_qa_processor")
+"""Its functions that make of rows what is not built."""
+
+_ATTRIBUTES = {"_v2": "version_2"}
+"""Fields whose name in Python is another."""
 
 NO_EFFECT_YET = (Row("data.add_system_prompt", (False,)),)
 """Accepted with a notice: a run without it gives the same result. NeMo-RL's base files switch it on."""
 
 
+def algorithm_not_built(tree: Mapping[str, Any]) -> str | None:
+    """Return the line that refuses the algorithm of plain settings, if it is one that is known and not built."""
+    chosen = tree.get("algorithm") or next((name for name in SECTIONS if name in tree), None)
+    if chosen not in NOT_BUILT:
+        return None
+    return f"algorithm: {chosen} is not supported yet: expected {', '.join(sorted(ALGORITHMS))}"
+
+
 def refusal(config: Config) -> str | None:
     """Return the line that lists everything switched on but not built, or None."""
     found = [
-        row.key if isinstance(value := _value_at(config, row.key), msgspec.Struct) else f"{row.key} ({_plain(value)})"
+        row.key if isinstance(value := value_at(config, row.key), msgspec.Struct) else f"{row.key} ({_plain(value)})"
         for row in _switched_on(config, NOT_SUPPORTED_YET)
     ]
+    found += _not_built_here(config)
     return f"not supported yet: {', '.join(found)}" if found else None
+
+
+def _not_built_here(config: Config) -> Iterator[str]:
+    """Yield environments, data sets and their processors of NeMo-RL's that the run needs and that are not built."""
+    chosen = config.data.environment if _rolls_out(config) else None
+    entry = config.env.get(chosen or "")
+    if entry is not None and not entry.is_own:
+        if chosen in ELSEWHERE:
+            yield f"env.{chosen}"
+        if entry.verifier_type == "multilingual_multichoice":
+            yield f"env.{chosen}.verifier_type ({entry.verifier_type})"
+    if config.data.dataset_name in _DATA_SETS:
+        yield f"data.dataset_name ({config.data.dataset_name})"
+    for side in ("train", "validation"):
+        for index, each in enumerate(getattr(config.data, side)):
+            key = f"data.{side}[{index}]"
+            if each.processor in _PROCESSORS:
+                yield f"{key}.processor ({each.processor})"
+            if each.dataset_name in _DATA_SETS and each.dataset_name != config.data.dataset_name:
+                yield f"{key}.dataset_name ({each.dataset_name})"
+            if _rolls_out(config) and each.env_name not in (None, config.data.environment):
+                yield f"{key}.env_name ({each.env_name})"
 
 
 def without_effect_yet(config: Config) -> list[str]:
     """Return a line for each key that is accepted but has no effect yet."""
     return [
-        f"{row.key} ({_plain(_value_at(config, row.key))}) has no effect yet"
+        f"{row.key} ({_plain(value_at(config, row.key))}) has no effect yet"
         for row in _switched_on(config, NO_EFFECT_YET)
     ]
 
 
 def _switched_on(config: Config, rows: tuple[Row, ...]) -> list[Row]:
-    return [row for row in rows if row.read(config) and _value_at(config, row.key) not in row.off]
+    return [row for row in rows if row.read(config) and value_at(config, row.key) not in row.off]
 
 
-def _value_at(config: Config, key: str) -> Any:
+def value_at(config: Config, key: str) -> Any:
+    """Return the value at a key; None if a section on the way there is null."""
     node: Any = config
     for part in key.split("."):
-        node = node.get(part) if isinstance(node, dict) else getattr(node, part)
+        if node is None:
+            return None
+        node = node.get(part) if isinstance(node, dict) else getattr(node, _ATTRIBUTES.get(part, part))
     return node
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from tandem.common.batch import TrainingBatch
 from tandem.common.config import Config
+from tandem.common.config.schema import Sft
 from tandem.common.messages import Purpose, SampleScored
 from tandem.common.tokenizer import Tokenizer
 from tandem.coordinator.data import (
@@ -41,6 +42,7 @@ class DataSetAlgorithm:
         self._config = config
         self._section = section = config.data_set_section
         self._chat = ChatEncoder(config, tokenizer)
+        self._only_last = isinstance(section, Sft) and section.only_unmask_final
         sets = load_conversations(config)
         check_step_size(config, len(sets.train))
         num_validation = section.val_batches * section.val_global_batch_size
@@ -111,14 +113,24 @@ class DataSetAlgorithm:
         sequences = []
         for answer in conversation.answers:
             solution = self._chat.solution(name, prompt, answer)
+            mask = last_turn(solution.loss_mask) if self._only_last else solution.loss_mask
             token_ids = prompt_ids + solution.token_ids
             limit = self._config.policy.max_total_sequence_length
             if complaint is None and len(token_ids) > limit:
                 complaint = (
                     f"prompt and solution have {len(token_ids)} tokens, policy.max_total_sequence_length is {limit}"
                 )
-            sequences.append((token_ids, (False,) * len(prompt_ids) + solution.loss_mask))
+            sequences.append((token_ids, (False,) * len(prompt_ids) + mask))
         return None if self._chat.leaves_out(name, complaint) else tuple(sequences)
+
+
+def last_turn(loss_mask: Sequence[bool]) -> tuple[bool, ...]:
+    """Return the mask without the turns before the last one."""
+    end = len(loss_mask) - loss_mask[::-1].index(True) if any(loss_mask) else 0
+    begin = end
+    while begin and loss_mask[begin - 1]:
+        begin -= 1
+    return tuple(begin <= place < end for place in range(len(loss_mask)))
 
 
 def batch_of(conversations: Sequence[Sequences]) -> TrainingBatch:

@@ -57,15 +57,19 @@ class GrpoAlgorithm:
 
     def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
         self._config = config
-        encoder = PromptEncoder(config, tokenizer)
         problems = load_problems(config)
+        encoder = PromptEncoder(config, tokenizer, problems.views)
         # A run that only validates reads no problem to train on, and wants none.
         train = [] if config.evaluates else problems.train
-        held_out = problems.validation[: config.grpo.max_val_samples]
+        parts = {name: part[: config.rollout_section.max_val_samples] for name, part in problems.held_out.items()}
+        held_out = [problem for part in parts.values() for problem in part]
         check_step_size(config, len(train))
         encoder.check_characters([*train, *held_out])
         self._train = LazyDataset(config, train, encoder.encode)
-        self._validation = encode_now(held_out, encoder.encode)
+        encoded = {name: encode_now(part, encoder.encode) for name, part in parts.items()}
+        self._validation = [problem for part in encoded.values() for problem in part]
+        self._set_of_group = [name for name, part in encoded.items() for _ in part]
+        """Of each validation problem the name of its set; a set that is alone has the name ``""``."""
         num_too_long = self._train.num_too_long + len(held_out) - len(self._validation)
         num_checked, num_items = self._train.num_checked + len(held_out), len(self._train) + len(held_out)
         too_long = left_out(num_too_long, num_checked, num_items)
@@ -88,8 +92,12 @@ class GrpoAlgorithm:
 
     @property
     def num_steps(self) -> int:
-        """Steps that a whole run takes."""
-        return self._config.grpo.max_num_steps
+        """Steps that a whole run takes: the fewer of ``max_num_steps`` and ``max_num_epochs``."""
+        section = self._config.rollout_section
+        if section.max_num_epochs is None:
+            return section.max_num_steps
+        per_epoch = max(1, len(self._train) // section.num_prompts_per_batch)
+        return min(section.max_num_steps, section.max_num_epochs * per_epoch)
 
     def sampling(self, purpose: Purpose) -> SamplingParameters:
         """Return how tokens are drawn: validation may have a temperature of its own, and else draws like training."""
@@ -155,6 +163,11 @@ class GrpoAlgorithm:
             "val_reward": float(np.mean([sample.reward for sample in counted])),
             "val_accuracy": float(np.mean([sample.correct for sample in counted])),
         }
+        for name in filter(None, dict.fromkeys(self._set_of_group)):
+            own = [sample for sample in counted if self._set_of_group[sample.group] == name]
+            if own:
+                scores[f"val_{name}/reward"] = float(np.mean([sample.reward for sample in own]))
+                scores[f"val_{name}/accuracy"] = float(np.mean([sample.correct for sample in own]))
         others = {**turn_metrics(self._config, samples), **failure_metrics(samples)}
         return {
             **(scores if counted else {}),

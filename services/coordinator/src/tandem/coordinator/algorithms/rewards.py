@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.common.config.schema import Grpo, RewardScaling, RewardShaping
+from tandem.common.config.schema import Grpo, RewardScaling, RewardShaping, Rollouts
 from tandem.common.messages import SampleScored
 
 Float64s = NDArray[np.float64]
@@ -27,7 +27,7 @@ def training_rewards(samples: Sequence[SampleScored], grpo: Grpo) -> Float64s:
     )
 
 
-def has_spread(grpo: Grpo, samples: Sequence[SampleScored]) -> bool:
+def has_spread(section: Rollouts, samples: Sequence[SampleScored]) -> bool:
     """Tell whether the samples of a group differ in what their advantages are made of, before shaping by length.
 
     If they do not, every advantage is zero (DAPO, Yu et al. 2025, arXiv:2503.14476, equation 11), or comes from lengths
@@ -36,10 +36,11 @@ def has_spread(grpo: Grpo, samples: Sequence[SampleScored]) -> bool:
     samples = [sample for sample in samples if not sample.dropped]
     if not samples:
         return False
-    if grpo.adv_estimator.name == "gdpo":
-        values_SC = component_rewards(samples, grpo, component_names(samples))
+    estimator = section.group_estimator
+    if estimator is not None and estimator.name == "gdpo":
+        values_SC = component_rewards(samples, section, component_names(samples))
     else:
-        values_SC = scaled(np.array([[sample.reward] for sample in samples]), grpo.reward_scaling)
+        values_SC = scaled(np.array([[sample.reward] for sample in samples]), section.reward_scaling)
     return bool((np.ptp(values_SC, axis=0) > 0).any())
 
 
@@ -48,10 +49,10 @@ def component_names(samples: Sequence[SampleScored]) -> list[str]:
     return sorted({name for sample in samples for name in sample.components})
 
 
-def component_rewards(samples: Sequence[SampleScored], grpo: Grpo, names: Sequence[str]) -> Float64s:
+def component_rewards(samples: Sequence[SampleScored], section: Rollouts, names: Sequence[str]) -> Float64s:
     """Return the scaled components ``[S, C]``; one that a sample does not have, as where a limit ended it, is zero."""
     values_SC = np.array([[sample.components.get(name, 0.0) for name in names] for sample in samples], dtype=np.float64)
-    return scaled(values_SC.reshape(len(samples), len(names)), grpo.reward_scaling)
+    return scaled(values_SC.reshape(len(samples), len(names)), section.reward_scaling)
 
 
 def is_truncated(sample: SampleScored) -> bool:

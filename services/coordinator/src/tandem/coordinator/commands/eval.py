@@ -66,9 +66,7 @@ def _eval(arguments: argparse.Namespace) -> int:
 
     say = partial(print, flush=True)
     kinds = [k for k, count in launched_processes(evaluation_config(config, found[0].folder, folder)).items() if count]
-    with ForkServer(
-        partial(preload, kinds, config.policy.megatron_cfg.environment), config.cluster.deadlines.join_s
-    ) as server:
+    with ForkServer(partial(preload, kinds, config.policy.environment), config.cluster.deadlines.join_s) as server:
         readies = prepare(arguments.config, config, found, folder)
         prepare_folder(folder, say)
         finish, evaluation = evaluate(config, found, readies, folder, say, server)

@@ -65,9 +65,7 @@ def _join(arguments: argparse.Namespace) -> int:
     make_importable(arguments.config)
     logs = Path(config.logger.log_dir) / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    with ForkServer(
-        partial(preload, kinds, config.policy.megatron_cfg.environment), config.cluster.deadlines.join_s
-    ) as fork_server:
+    with ForkServer(partial(preload, kinds, config.policy.environment), config.cluster.deadlines.join_s) as fork_server:
         joining = ByKeyFile(
             coordinator=arguments.coordinator, key_file=keys.absolute(), timeout_s=arguments.join_timeout
         )

@@ -77,7 +77,7 @@ def run_to_outcome(
     try:
         # First: what follows imports much as well.
         kinds = [kind for kind, count in launched_processes(config).items() if count]
-        environment = config.policy.megatron_cfg.environment
+        environment = config.policy.environment
         with ForkServer(partial(preload, kinds, environment), config.cluster.deadlines.join_s) as fork_server:
             from tandem.coordinator.run.invocation import Invocation
             from tandem.coordinator.run.preflight import preflight

@@ -15,8 +15,9 @@ from tandem.common.errors import DataError
 from tandem.common.messages import Problem
 from tandem.common.tokenizer import Messages
 from tandem.coordinator.data import sources
+from tandem.coordinator.data.listed import held_out, load_parts, taken
 from tandem.coordinator.data.prompts import PromptWriter, literal_text, solution_writer
-from tandem.coordinator.data.split import Identity, hold_out, load_problems
+from tandem.coordinator.data.split import Identity, hold_out, load_problems, refuse_leakage
 from tandem.coordinator.data.trees import threads
 
 
@@ -56,6 +57,8 @@ Read = Callable[[str, sources.Row, Data], Conversation | None]
 def load_conversations(config: Config) -> ConversationSets:
     """Load or make the conversations of an SFT or DPO run. Raises `DataError` and `ConfigError` as `load_problems`."""
     data = config.data
+    if data.train:
+        return _listed(config)
     read = _reader(config)
     if read is None:
         problems = load_problems(config)
@@ -82,15 +85,28 @@ def load_conversations(config: Config) -> ConversationSets:
         data,
         conversations(train),
         {name: conversations(rows) for name, rows in apart.items()},
-        Identity(
-            place=lambda conversation: conversation.name,
-            prompt=lambda conversation: _text(conversation.prompt),
-            content=lambda conversation: _text(conversation.prompt, *conversation.answers),
-        ),
+        _IDENTITY,
         keep_prompts_together=True,
     )
     return ConversationSets(
         train=sides.train, held_out=sides.held_out, num_ties=num_ties, num_set_aside=sides.num_set_aside
+    )
+
+
+def _listed(config: Config) -> ConversationSets:
+    """Load the conversations of several data sets."""
+    training, validation = load_parts(config, load_conversations, with_train=True)
+    train: list[Conversation] = []
+    for part in training:
+        train += taken(part)
+    held: dict[str, list[Conversation]] = held_out(training, validation)
+    refuse_leakage(train, held, _IDENTITY)
+    parts = (*training, *validation)
+    return ConversationSets(
+        train=train,
+        held_out=held,
+        num_ties=sum(part.sets.num_ties for part in parts),
+        num_set_aside=sum(part.sets.num_set_aside for part in parts),
     )
 
 
@@ -276,3 +292,10 @@ def _answer(text: str) -> Messages:
 
 def _text(*parts: Messages) -> str:
     return msgspec.json.encode(parts).decode()
+
+
+_IDENTITY: Identity[Conversation] = Identity(
+    place=lambda conversation: conversation.name,
+    prompt=lambda conversation: _text(conversation.prompt),
+    content=lambda conversation: _text(conversation.prompt, *conversation.answers),
+)

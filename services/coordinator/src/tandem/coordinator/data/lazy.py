@@ -42,10 +42,11 @@ class LazyDataset(Generic[Item, Encoded]):
     def __init__(self, config: Config, items: Sequence[Item], encode: Callable[[Item], Encoded | None]) -> None:
         self._seed, self._num_items = config.algorithm_section.seed, len(items)
         self._encoded = functools.lru_cache(_NUM_KEPT)(lambda index: encode(items[index]))
+        self._shuffle = config.data.shuffle
         is_made = config.data.dataset_name in GENERATED
         self.num_checked = len(items) if is_made else min(NUM_CHECKED, len(items))
         """Items that were encoded at once ..."""
-        first = epoch_stream(self._seed, len(items), 0, self.num_checked)
+        first = self._stream(0, self.num_checked)
         self.num_too_long = sum(self._encoded(index) is None for index in first)
         """... and those of them that do not fit."""
         if items and self.num_too_long == self.num_checked:
@@ -58,7 +59,10 @@ class LazyDataset(Generic[Item, Encoded]):
 
     def draw(self, first: int, count: int) -> list[Encoded]:
         """Return `count` items, from position `first` on, of the stream of epochs."""
-        return [self._fitting(index) for index in epoch_stream(self._seed, len(self), first, count)]
+        return [self._fitting(index) for index in self._stream(first, count)]
+
+    def _stream(self, first: int, count: int) -> list[int]:
+        return epoch_stream(self._seed, len(self), first, count, shuffle=self._shuffle)
 
     def _fitting(self, index: int) -> Encoded:
         for distance in range(len(self)):

@@ -14,9 +14,14 @@ def _permutation(seed: int, epoch: int, size: int) -> NDArray[np.int64]:
     return np.random.default_rng([seed, epoch]).permutation(size)
 
 
-def epoch_stream(seed: int, size: int, first: int, count: int) -> list[int]:
-    """Return `count` indexes, from position `first` on, of the stream of epochs: each a fresh permutation of `size`."""
+def epoch_stream(seed: int, size: int, first: int, count: int, *, shuffle: bool = True) -> list[int]:
+    """Return `count` indexes, from position `first` on, of the stream of epochs: each a fresh permutation of `size`.
+
+    Where nothing is to `shuffle`, each is in order.
+    """
     positions = range(first, first + count)
+    if not shuffle:
+        return [position % size for position in positions]
     return [int(_permutation(seed, position // size, size)[position % size]) for position in positions]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import string
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -66,21 +66,29 @@ class PromptWriter:
 class PromptEncoder:
     """Renders problems by the templates of ``data`` and the tokenizer's chat template."""
 
-    def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
+    def __init__(self, config: Config, tokenizer: Tokenizer, views: Mapping[str, Data] | None = None) -> None:
+        """`views` has the section ``data`` of problems that have one of their own (`ProblemSets.views`)."""
         self._chat = ChatEncoder(config, tokenizer)
         self._writer = PromptWriter(config.data)
+        self._views = views or {}
+        self._writers = {id(view): PromptWriter(view) for view in self._views.values()}
 
     def check_characters(self, problems: Iterable[Problem]) -> None:
         """Raise `DataError` naming all characters of all prompts that the tokenizer does not know."""
-        items = ((problem.problem_id, (self._writer.messages(problem),)) for problem in problems)
-        self._chat.check_characters(items, self._writer.literals())
+        items = ((problem.problem_id, (self._messages(problem),)) for problem in problems)
+        literals = {key: text for writer in self._writers.values() for key, text in writer.literals().items()}
+        self._chat.check_characters(items, literals | self._writer.literals())
+
+    def _messages(self, problem: Problem) -> Messages:
+        view = self._views.get(problem.problem_id)
+        return (self._writer if view is None else self._writers[id(view)]).messages(problem)
 
     def encode(self, problem: Problem) -> EncodedProblem | None:
         """Tokenise a problem's prompt; None if it does not fit the context and is left out.
 
         Raises `DataError` if it cannot be tokenised, or does not fit although it was made for this run.
         """
-        prompt_ids = self._chat.prompt(problem.problem_id, self._writer.messages(problem))
+        prompt_ids = self._chat.prompt(problem.problem_id, self._messages(problem))
         if self._chat.leaves_out(problem.problem_id, self._chat.complaint(prompt_ids)):
             return None
         return EncodedProblem(problem=problem, prompt_ids=prompt_ids)

@@ -35,6 +35,7 @@ rows travel to rollouts within messages, which have levels of their own."""
 _MAX_LISTED = 20
 """Fields of a row that an error lists."""
 
+_ABSENT = object()
 _CHUNK = 1000
 _SEED_STRIDE = 1_000_000_007
 """reasoning-gym makes problem i of seed s from s + i: neighbouring seeds would share nearly all problems."""
@@ -132,8 +133,27 @@ def validation_paths(data: Data) -> dict[str, str]:
 
 
 def file_rows(path: str) -> Rows:
-    """Read a file of problems, which is JSONL unless its name ends in ``.csv``. Raises `DataError`."""
+    """Read a file of problems: JSONL, unless its name ends in ``.csv`` or ``.parquet``. Raises `DataError`."""
+    if path.endswith(".parquet"):
+        return parquet(path)
     return csv_rows(path) if path.endswith(".csv") else jsonl(path)
+
+
+def parquet(path: str) -> Rows:
+    """Read a Parquet file. Raises `DataError`."""
+    import pyarrow
+    from pyarrow.parquet import read_table
+
+    kind = irregular(path)
+    if kind is not None:
+        raise DataError(f"data: cannot read {path!r}: it is {kind}, not a Parquet file")
+    try:
+        read = read_table(path).to_pylist()
+    except (OSError, pyarrow.ArrowException) as error:
+        raise DataError(f"data: cannot read {path!r}: {_first_line(error)}") from error
+    if not read:
+        raise DataError(f"data: {path!r} holds no problem")
+    return [(f"{path}:{number}", row) for number, row in enumerate(read, 1)]
 
 
 def csv_rows(path: str) -> Rows:
@@ -203,17 +223,32 @@ def problem(where: str, row: Row, data: Data) -> Problem:
     question = field(where, row, "input_key", data.input_key)
     if question is None:
         raise DataError(f"{where} has null in the field {data.input_key!r} (data.input_key)")
+    answer = str(field(where, row, "output_key", data.output_key))
+    named = NAMED.get(data.dataset_name)
+    if named is not None and named.answer_after:
+        answer = answer.rpartition(named.answer_after)[2].strip()
     return Problem(
         problem_id=where,
         question=str(question),
-        answer=str(field(where, row, "output_key", data.output_key)),
+        answer=answer,
         metadata=_plain({k: v for k, v in row.items() if k not in (data.input_key, data.output_key)}),
     )
 
 
 def field(where: str, row: Row, setting: str, key: str) -> Any:
-    """Return what a row has under `key`, the value of ``data.SETTING``. Raises `DataError` if it has no such field."""
+    """Return what a row has under `key`, the value of ``data.SETTING``. Raises `DataError` if it has no such field.
+
+    A key ``a.0.b`` may also be the entry `b` of the first entry of the field `a`.
+    """
     if key not in row:
+        found: Any = row
+        for part in key.split("."):
+            if isinstance(found, list | tuple) and part.isdecimal() and int(part) < len(found):
+                found = found[int(part)]
+            else:
+                found = found.get(part, _ABSENT) if isinstance(found, Mapping) else _ABSENT
+        if found is not _ABSENT:
+            return found
         raise DataError(
             f"{where} has no field {key!r} (data.{setting}); its fields are {_listed(row)}{nearest(key, row)}"
         )

@@ -24,6 +24,7 @@ from tandem.common.errors import DataError
 from tandem.common.messages import Problem
 from tandem.common.templates import fill_template
 from tandem.coordinator.data import sources
+from tandem.coordinator.data.listed import held_out, load_parts, taken
 
 Item = TypeVar("Item")
 
@@ -42,6 +43,8 @@ class ProblemSets(msgspec.Struct, frozen=True, kw_only=True):
     train: list[Problem]
     held_out: dict[str, list[Problem]]
     """By the names that ``data.val_data_paths`` gives; a set that is alone has the name ``""``."""
+    views: Mapping[str, Data] = {}
+    """By the place of a problem, the section ``data`` that makes its prompt, where it is not that of the run."""
     num_set_aside: int = 0
     """Problems of neither side: they are too much like those held out to be trained on."""
 
@@ -60,6 +63,8 @@ def load_problems(config: Config) -> ProblemSets:
 
     """
     data = config.data
+    if data.train:
+        return _listed(config)
     seed = config.algorithm_section.seed
     match data.dataset_name:
         case "reasoning_gym":
@@ -84,6 +89,38 @@ def load_problems(config: Config) -> ProblemSets:
         return ProblemSets(train=[], held_out=_held_out_apart(data, apart, identity))
     sides = hold_out(data, problems(train_rows), apart, identity, keep_prompts_together=False)
     return ProblemSets(train=sides.train, held_out=sides.held_out, num_set_aside=sides.num_set_aside)
+
+
+def _listed(config: Config) -> ProblemSets:
+    """Load the problems of several data sets."""
+    is_alone = config.evaluates and bool(config.data.validation)
+    training, validation = load_parts(config, load_problems, with_train=not is_alone)
+    train: list[Problem] = []
+    for part in training:
+        train += taken(part)
+    held: dict[str, list[Problem]] = held_out(training, validation)
+    identity: Identity[Problem] = Identity(
+        place=lambda problem: problem.problem_id,
+        prompt=lambda problem: problem.question,
+        content=lambda problem: msgspec.json.encode(
+            (problem.question, problem.answer, problem.metadata), order="sorted"
+        ).decode(),
+    )
+    refuse_leakage(train, held, identity)
+    views = {
+        problem.problem_id: part.data
+        for part in (*training, *validation)
+        if not _same_prompts(part.data, config.data)
+        for problems in (part.sets.train, *part.sets.held_out.values())
+        for problem in problems
+    }
+    num_set_aside = sum(part.sets.num_set_aside for part in training)
+    return ProblemSets(train=train, held_out=held, views=views, num_set_aside=num_set_aside)
+
+
+def _same_prompts(one: Data, other: Data) -> bool:
+    keys = ("prompt_file", "system_prompt_file")
+    return all(getattr(one, key) == getattr(other, key) for key in keys)
 
 
 def _generated(data: Data, problems: Iterator[Problem]) -> ProblemSets:
@@ -172,7 +209,7 @@ def hold_out(
     if len(train) < (data.num_train or 1):
         raise DataError(f"data.num_train: {train_name} has only {_counted(train, identity)}, not {data.num_train}")
     kept = list(train[: data.num_train])
-    _refuse_leakage(kept, held_out, identity)
+    refuse_leakage(kept, held_out, identity)
     return Sides(train=kept, held_out=held_out)
 
 
@@ -187,7 +224,8 @@ def _held_out_apart(data: Data, apart: Mapping[str, Sequence[Item]], identity: I
     return {name: list(items[: data.num_validation]) for name, items in apart.items()}
 
 
-def _refuse_leakage(train: Sequence[Item], held_out: Mapping[str, Sequence[Item]], identity: Identity[Item]) -> None:
+def refuse_leakage(train: Sequence[Item], held_out: Mapping[str, Sequence[Item]], identity: Identity[Item]) -> None:
+    """Raise `DataError` if something that is trained on is held out as well."""
     held = {identity.content(item): identity.place(item) for items in held_out.values() for item in reversed(items)}
     shared = [(identity.place(item), held[key]) for item in train if (key := identity.content(item)) in held]
     if shared:
@@ -203,7 +241,7 @@ def _split(
     data: Data, name: str, items: Sequence[Item], identity: Identity[Item], *, keep_prompts_together: bool
 ) -> Sides[Item]:
     """Split one file: the first way that leaves enough to train on."""
-    wanted = data.num_validation or 0
+    wanted = _num_held_out(data, len(items))
     if len(items) < wanted:
         raise DataError(f"data.num_validation: {name} has only {_counted(items, identity)}, not {wanted}")
     prompts = [identity.prompt(item) for item in items]
@@ -233,6 +271,11 @@ def _split(
         f"data: {name} has {_counted(items, identity)}, and with {wanted} of them held out (data.num_validation) none "
         "is left to train on"
     )
+
+
+def _num_held_out(data: Data, num_items: int) -> int:
+    size = data.split_validation_size
+    return data.num_validation or int(size if size >= 1 else round(size * num_items))
 
 
 def _groups(order: Sequence[int], contents: Sequence[str]) -> list[list[int]]:

@@ -34,6 +34,7 @@ _FREE = (
     "grpo.seed",
     "grpo.val_period",
     "grpo.val_at_start",
+    "grpo.val_at_end",
     "grpo.max_val_samples",
     "grpo.val_batch_size",
     "grpo.num_val_generations_per_prompt",

@@ -33,6 +33,7 @@ from tandem.coordinator.run.reply_checks import Limits
 from tandem.coordinator.run.resuming import Start
 from tandem.coordinator.run.sample_folder import KeptLimits, SampleFolder
 from tandem.coordinator.run.spec import KINDS, expected_processes, launched_processes, run_spec
+from tandem.coordinator.run.time_limit import TimeLimit
 from tandem.coordinator.scheduler import RunSpec, Scheduler
 from tandem.coordinator.scheduler.kept import KeptGroup, Place
 
@@ -49,6 +50,7 @@ class Lasting(msgspec.Struct, frozen=True, kw_only=True):
     processes: LocalProcesses
     interrupts: Interrupts
     known: KnownMembers
+    limit: TimeLimit
 
 
 class Past(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,6 +88,9 @@ def lasting(invocation: Invocation, opened: Opened) -> Lasting:
             admits, logs, invocation.fork_server, invocation.supervision, are_kept=pulse.orphan_timeout_s > 0
         ),
         interrupts=Interrupts(),
+        limit=TimeLimit(
+            config.checkpointing.checkpoint_must_save_by if config.checkpointing.enabled else None, time.monotonic()
+        ),
     )
 
 
@@ -132,6 +137,7 @@ def assemble(
         Batches(config, algorithm, sources),
         recorder,
         members.interrupts,
+        members.limit,
         partial(_find_kept, invocation, samples, start.first_step, limits, run_id, recorder.note),
         _sign_of_life(invocation),
     )

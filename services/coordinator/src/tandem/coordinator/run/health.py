@@ -101,7 +101,7 @@ def conditions(config: Config) -> Iterator[Condition]:
 def _of_samples(config: Config) -> Iterator[Condition]:
     """Yield what can be wrong with samples and their rewards."""
     grpo, generation = config.rollout_section, config.policy.generation
-    estimator = grpo.adv_estimator
+    estimator = grpo.group_estimator
     # Shaping by length tells samples of equal rewards apart.
     if not grpo.reward_shaping.enabled:
         yield Condition(
@@ -111,7 +111,9 @@ def _of_samples(config: Config) -> Iterator[Condition]:
             look_at=f"env.{config.data.environment}, and data.prompt_template, which asks for the answer",
             explains=("groups_without_spread", "grad_norm"),
         )
-        if estimator.name == "grpo" or (estimator.name == "reinforce_plus_plus" and estimator.minus_baseline):
+        if estimator is not None and (
+            estimator.name == "grpo" or (estimator.name == "reinforce_plus_plus" and estimator.minus_baseline)
+        ):
             yield Condition(
                 metric="groups_without_spread",
                 holds=lambda metrics: metrics["groups_without_spread"] == 1,

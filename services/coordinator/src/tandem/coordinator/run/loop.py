@@ -28,6 +28,7 @@ from tandem.common.messages import (
     ReleaseSamples,
     RestoreSamples,
     SamplesFinished,
+    SaveCheckpoint,
     Trained,
     TrainerBuilt,
 )
@@ -40,6 +41,7 @@ from tandem.coordinator.run.members import Registry
 from tandem.coordinator.run.metrics import RefitMetrics, StepMetrics
 from tandem.coordinator.run.record_orders import RecordOrders
 from tandem.coordinator.run.recorder import Recorder
+from tandem.coordinator.run.time_limit import TimeLimit
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import (
     Action,
@@ -132,6 +134,7 @@ class Loop:
         batches: Batches,
         recorder: Recorder,
         interrupts: Interrupts,
+        limit: TimeLimit,
         find_kept: Callable[[], Mapping[Place, KeptGroup]],
         show_life: Callable[[], None],
     ) -> None:
@@ -152,6 +155,7 @@ class Loop:
         self._generated: dict[str, list[tuple[int, int]]] = {}
         """Orders to generate whose samples rollouts may keep, each with the step that trains on them."""
         self._interrupts = interrupts
+        self._limit = limit
         self._find_kept = find_kept
         self._finish: Finish | None = None
         self.lost: dict[str, str] = {}
@@ -195,9 +199,13 @@ class Loop:
         now = time.monotonic()
         # First: who asks all processes to end has also ended what others now fail for want of.
         while self._interrupts.take():
+            self._limit.give_up()
             self._recorder.note("interrupted: finishing or abandoning the step; press Ctrl-C again to stop at once")
             yield Interrupted(now=now)
         yield from leaving
+        if (why := self._limit.why_over(now)) is not None:
+            self._recorder.note(why)
+            yield Interrupted(now=now)
         # Who fails for want of another is heard before that one's death is seen, and is not to blame.
         yield from (event for event in lost if event.member not in errors)
         yield from errors.values()
@@ -271,6 +279,7 @@ class Loop:
                 self._recorder.record_refit(action, self._refits)
                 self._refits = RefitMetrics()
             case PublishCheckpoint(step=step):
+                self._limit.published(time.monotonic())
                 self._recorder.publish_checkpoint(step)
             case CommitStep():
                 self._commit(action)
@@ -284,6 +293,8 @@ class Loop:
     def _send(self, member: str, order: Order, arrays: Arrays | None) -> None:
         if isinstance(order, RestoreSamples) or (isinstance(order, Generate) and order.purpose == "train"):
             self._generated.setdefault(member, []).append((order.command_id, order.step))
+        if isinstance(order, SaveCheckpoint):
+            self._limit.copied(time.monotonic())
         frames = encode(order, arrays)
         resend_at = time.monotonic() + _RESEND_AFTER * order.deadline_s
         self._sent[order.command_id] = Sent(member, frames, resend_at)
@@ -390,6 +401,7 @@ class Loop:
         self._step_metrics.metrics.update(self._algorithm.validation_metrics(action.validated))
         self._step_metrics.metrics.update(action.metrics)
         self._release_samples(action.step)
+        self._limit.committed(time.monotonic())
         self._recorder.commit(action, self._step_metrics)
         self._step_metrics = self._new_metrics()
 

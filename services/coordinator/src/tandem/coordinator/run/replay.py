@@ -29,6 +29,7 @@ _IN_VAIN = "it changes nothing on recorded samples"
 _VALIDATION = (
     "val_period",
     "val_at_start",
+    "val_at_end",
     "max_val_samples",
     "val_batch_size",
     "num_val_generations_per_prompt",
@@ -170,7 +171,7 @@ def describe_start(config: Config) -> Iterator[str]:
     steps = steps_in_words(range(replay.from_step + 1, replay.to_step + 1))
     yield f"{config.logger.log_dir} is a replay of {replay.run}: {steps}, from {source}"
     section = config.rollout_section
-    if section.val_period or section.val_at_start:
+    if section.val_period or section.val_at_start or section.val_at_end:
         yield "note: validation is left out, because it needs engines"
 
 

@@ -67,6 +67,7 @@ def run_spec(
         num_validation_groups=num_validation,
         validate_every=section.val_period if validates else 0,
         validate_at_start=(section.val_at_start or config.evaluates) and validates,
+        validate_at_end=section.val_at_end and validates,
         save_every=config.checkpointing.save_period if config.checkpointing.enabled else 0,
         resume_from=resume_from,
         checkpoint_folder=checkpoint_folder,

@@ -59,6 +59,8 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     validate_every: int
     """Steps between validations; zero for never."""
     validate_at_start: bool
+    validate_at_end: bool = False
+    """Whether the last step is validated though none other is."""
     save_every: int
     """Steps between checkpoints; zero for never. The last step is always saved unless it is zero."""
     resume_from: str

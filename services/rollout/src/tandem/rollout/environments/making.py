@@ -69,6 +69,14 @@ def _factory(name: str, settings: Settings, config: Config) -> Callable[..., Env
             from tandem.rollout.environments.reasoning_gym import ReasoningGym
 
             return partial(ReasoningGym, str(config.data.task))
+        case "math" if settings.verifier_type == "english_multichoice":
+            from tandem.rollout.environments.answer_line import ChoiceLine
+
+            return ChoiceLine
+        case "math" if settings.math_verify_impl == "dapo_math_verify":
+            from tandem.rollout.environments.answer_line import AnswerLine
+
+            return AnswerLine
         case "math":
             from tandem.rollout.environments.math import MathVerify
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from tandem.common.algorithms import ALGORITHMS
 from tandem.common.config.checks.rule import Rule, check_dotted_path, where_it_rolls_out
-from tandem.common.config.derive import GENERATED
+from tandem.common.config.derive import ELSEWHERE, GENERATED
 from tandem.common.config.named import NAMED, is_local
 from tandem.common.config.problem import Invalid, shown
 from tandem.common.config.schema import Config, Environment, Judge
@@ -46,7 +46,7 @@ def the_task_is_named(config: Config) -> None:
 def the_file_is_named(config: Config) -> None:
     """JSONL problems come from a file; one to train on is not needed where nothing is."""
     name = config.data.dataset_name
-    is_needed = not (config.evaluates and config.data.val_data_path)
+    is_needed = not config.data.train and not (config.evaluates and config.data.val_data_path)
     if is_local(name) and config.data.train_data_path is None and is_needed:
         raise Invalid("data.train_data_path", f"required where data.dataset_name is {name}")
 
@@ -65,6 +65,24 @@ def several_validation_files_have_names(config: Config) -> None:
     for name in paths:
         if not re.fullmatch(r"[\w.-]+", name):
             raise Invalid(key, f"{shown(name)} is no name for a metric: letters, digits, '_', '.' and '-' are")
+
+
+def listed_sets_are_read(config: Config) -> None:
+    """Sets in a list are files or on the Hub, and nothing beside them says what is validated on."""
+    data = config.data
+    for side in ("train", "validation"):
+        for index, each in enumerate(getattr(data, side)):
+            key = f"data.{side}[{index}]"
+            name = str(each.dataset_name)
+            if name in GENERATED:
+                raise Invalid(f"{key}.dataset_name", f"{name} makes its problems: set data.dataset_name alone")
+            if is_local(name) and each.data_path is None:
+                raise Invalid(f"{key}.data_path", f"required where dataset_name is {name}")
+    if data.validation and not data.train:
+        raise Invalid("data.validation", "data.train is not given: what is trained on is listed, too")
+    for key in ("val_data_path", "val_data_paths", "val_split"):
+        if data.train and getattr(data, key) is not None:
+            raise Invalid(f"data.{key}", "data.train is given: set data.validation")
 
 
 def the_dataset_fits_the_algorithm(config: Config) -> None:
@@ -102,7 +120,7 @@ def environments_are_known(config: Config) -> None:
         elif entry.judge is not None:
             _check_judge(name, entry, entry.judge, config)
         elif entry.class_path is None:
-            if name not in (*BUILT_IN_ENVIRONMENTS, PYTHON_REWARDS):
+            if name not in (*BUILT_IN_ENVIRONMENTS, *ELSEWHERE, PYTHON_REWARDS):
                 built_in = ", ".join(BUILT_IN_ENVIRONMENTS)
                 guess = nearest(name, BUILT_IN_ENVIRONMENTS)
                 raise Invalid(
@@ -202,6 +220,7 @@ RULES: tuple[Rule, ...] = (
     the_task_is_named,
     the_file_is_named,
     several_validation_files_have_names,
+    listed_sets_are_read,
     the_dataset_fits_the_algorithm,
     worse_solutions_are_written,
     the_system_message_is_given_once,

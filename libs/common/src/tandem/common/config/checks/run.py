@@ -18,7 +18,7 @@ def checkpoints_can_be_ranked(config: Config) -> None:
     if metric not in known:
         raise Invalid("checkpointing.metric_name", f"{config.algorithm} has no {metric}, only {', '.join(known)}")
     section = config.algorithm_section
-    is_validated = section.val_period or section.val_at_start or config.evaluates
+    is_validated = section.val_period or section.val_at_start or section.val_at_end or config.evaluates
     if metric.startswith("val_") and not is_validated:
         raise Invalid("checkpointing.metric_name", f"{metric} is never measured: {config.algorithm}.val_period is 0")
 

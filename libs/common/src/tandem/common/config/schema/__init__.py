@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.common.config.schema.algorithms import Dpo, Sft
+from tandem.common.config.schema.algorithms import Dpo, Rm, Sft
 from tandem.common.config.schema.base import Section
 from tandem.common.config.schema.data import Data, Environment, Judge
 from tandem.common.config.schema.evaluation import Eval
@@ -13,12 +13,13 @@ from tandem.common.config.schema.generation import (
     TransformersCfg,
     VllmCfg,
 )
-from tandem.common.config.schema.grpo import AdvEstimator, AsyncGrpo, Grpo, RewardScaling, RewardShaping
+from tandem.common.config.schema.grpo import AdvEstimator, AsyncGrpo, Grpo, RewardScaling, RewardShaping, Rollouts
 from tandem.common.config.schema.loss import LossColumn, LossFn
 from tandem.common.config.schema.megatron import MegatronCfg, MegatronScheduler
 from tandem.common.config.schema.policy import (
     DtensorCfg,
     DynamicBatching,
+    Model,
     NewModel,
     Optimizer,
     PackingAlgorithm,
@@ -27,7 +28,8 @@ from tandem.common.config.schema.policy import (
     SequencePacking,
     Tokenizer,
 )
-from tandem.common.config.schema.root import Config
+from tandem.common.config.schema.ppo import GaeEstimator, Ppo, Value, ValueLossFn
+from tandem.common.config.schema.root import MODELS, Config
 from tandem.common.config.schema.run import (
     Checkpointing,
     Cluster,
@@ -46,6 +48,7 @@ from tandem.common.config.schema.run import (
 )
 
 __all__ = [
+    "MODELS",
     "AdvEstimator",
     "AsyncGrpo",
     "Checkpointing",
@@ -60,6 +63,7 @@ __all__ = [
     "DynamicBatching",
     "Environment",
     "Eval",
+    "GaeEstimator",
     "Generation",
     "GpuMonitoring",
     "Grpo",
@@ -72,16 +76,20 @@ __all__ = [
     "MegatronCfg",
     "MegatronScheduler",
     "Mlflow",
+    "Model",
     "NewModel",
     "OpenTelemetry",
     "Optimizer",
     "PackingAlgorithm",
     "Policy",
+    "Ppo",
     "Prometheus",
     "Refit",
     "Replay",
     "RewardScaling",
     "RewardShaping",
+    "Rm",
+    "Rollouts",
     "SchedulerEntry",
     "Section",
     "SequencePacking",
@@ -89,6 +97,8 @@ __all__ = [
     "Tensorboard",
     "Tokenizer",
     "TransformersCfg",
+    "Value",
+    "ValueLossFn",
     "VllmCfg",
     "Wandb",
 ]

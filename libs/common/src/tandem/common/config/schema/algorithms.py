@@ -34,6 +34,10 @@ class Sft(Section, frozen=True, kw_only=True):
     """Sequences in one forward pass of one trainer while validating."""
     val_at_start: bool = True
     """Validate before the first step."""
+    val_at_end: bool = False
+    """Validate after the last step, whatever `val_period` says."""
+    only_unmask_final: bool = False
+    """Learn only the last turn of the assistant in each conversation."""
     seed: Seed = 42
     """Decides the problems and their order."""
 
@@ -56,6 +60,8 @@ class Dpo(Section, frozen=True, kw_only=True):
     """Pairs in one forward pass of one trainer while validating."""
     val_at_start: bool = True
     """Validate before the first step."""
+    val_at_end: bool = False
+    """Validate after the last step, whatever `val_period` says."""
     seed: Seed = 42
     """Decides the pairs, where they are made, and their order."""
     reference_policy_kl_penalty: NonNegativeFloat = 0.05
@@ -68,3 +74,26 @@ class Dpo(Section, frozen=True, kw_only=True):
     """Weight of the preference loss."""
     sft_loss_weight: NonNegativeFloat = 0.0
     """Weight of the added SFT loss on the chosen responses."""
+
+
+class Rm(Section, frozen=True, kw_only=True):
+    """Training of a reward model on pairs (Bradley and Terry 1952; Ouyang et al. 2022, arXiv:2203.02155). Not built."""
+
+    max_num_epochs: PositiveInt = 1
+    """Passes over the preference pairs."""
+    max_num_steps: Annotated[int, Meta(ge=-1)] = -1
+    """Optimizer steps before the run ends; -1 means those of the epochs."""
+    val_period: NonNegativeInt = 16
+    """Steps between validations; 0 means never."""
+    val_batches: NumBatches = -1
+    """Validation batches used each time; 0 or -1 means the whole validation set."""
+    val_global_batch_size: PositiveInt = 32
+    """Pairs in one validation batch, over all trainers."""
+    val_micro_batch_size: PositiveInt = 1
+    """Pairs in one forward pass of one trainer while validating."""
+    val_at_start: bool = False
+    """Validate before the first step."""
+    val_at_end: bool = False
+    """Validate after the last step, whatever `val_period` says."""
+    seed: Seed = 42
+    """Decides the order of the pairs."""

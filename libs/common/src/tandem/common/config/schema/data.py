@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -15,6 +17,81 @@ from tandem.common.config.schema.base import (
     PositiveInt,
     Section,
 )
+
+
+class DataSet(Section, frozen=True, kw_only=True):
+    """One of several data sets, as NeMo-RL v0.7 lists them. What it does not say is as in `data.default`, or as the key
+    of the same name in `data` says."""
+
+    dataset_name: NonEmptyStr | None = None
+    """As `data.dataset_name`; ``ResponseDataset``, ``PreferenceDataset`` and ``BinaryPreferenceDataset`` are files."""
+    data_path: NonEmptyStr | None = None
+    """File of the problems (JSONL, CSV or Parquet), or the name of a data set on the Hub."""
+    data_files: NonEmptyStr | None = None
+    """Files of raw text, for distillation."""
+    download_dir: NonEmptyStr | None = None
+    """Accepted: where NeMo-RL puts what it downloads."""
+    subset: NonEmptyStr | None = None
+    """As `data.subset`."""
+    split: NonEmptyStr | None = None
+    """As `data.split`."""
+    split_validation_size: NonNegativeFloat = 0.0
+    """Problems to hold out of these: a share if it is less than 1, else a number."""
+    seed: int | None = None
+    """Accepted, like `data.seed`."""
+    max_samples: PositiveInt | None = None
+    """The first so many of its problems; null means all."""
+    repeat: PositiveInt = 1
+    """How often each problem is there."""
+    env_name: NonEmptyStr | None = None
+    """Which entry of `env` scores the samples: the same for all sets."""
+    processor: NonEmptyStr | None = None
+    """NeMo-RL's function that makes prompts of rows. Those for text are accepted: the keys below say what a row is."""
+    prompt_file: NonEmptyStr | None = None
+    """As `data.prompt_file`."""
+    system_prompt_file: NonEmptyStr | None = None
+    """As `data.system_prompt_file`."""
+    input_key: NonEmptyStr | None = None
+    """As `data.input_key`."""
+    output_key: NonEmptyStr | None = None
+    """As `data.output_key`."""
+    chat_key: NonEmptyStr | None = None
+    """As `data.chat_key`."""
+    system_key: NonEmptyStr | None = None
+    """As `data.system_key`."""
+    prompt_key: NonEmptyStr | None = None
+    """As `data.prompt_key`."""
+    chosen_key: NonEmptyStr | None = None
+    """As `data.chosen_key`."""
+    rejected_key: NonEmptyStr | None = None
+    """As `data.rejected_key`."""
+    text_key: NonEmptyStr | None = None
+    """Field of raw text, for distillation."""
+    characters_per_sample: PositiveInt | None = None
+    """Characters that raw text is cut into."""
+
+    @property
+    def title(self) -> str:
+        """What metrics call it."""
+        name = Path(self.data_path).stem if self.data_path is not None else str(self.dataset_name)
+        return re.sub(r"[^\w.-]+", "_", name)
+
+
+OF_EACH_SET = (
+    "dataset_name",
+    "subset",
+    "split",
+    "prompt_file",
+    "system_prompt_file",
+    "input_key",
+    "output_key",
+    "chat_key",
+    "system_key",
+    "prompt_key",
+    "chosen_key",
+    "rejected_key",
+)
+"""Keys that a data set has by itself, and `data` for those that are not in a list."""
 
 
 class Data(Section, frozen=True, kw_only=True):
@@ -79,6 +156,25 @@ class Data(Section, frozen=True, kw_only=True):
     metadata, are filled in. Or a function that writes it, as ``module:function``;
     ``tandem.coordinator.data.worked`` has some. Such a function may also return the messages of a conversation, of
     which those of the assistant are learned."""
+    train: tuple[DataSet, ...] = ()
+    """Data sets to train on, one or a list, in the place of `dataset_name` and what belongs to it."""
+    validation: tuple[DataSet, ...] = ()
+    """Data sets to validate on, one or a list; null holds some out of those to train on. Of several, each also has
+    metrics of its own (``val_NAME/accuracy``), and `grpo.max_val_samples` and the like are of each."""
+    default: DataSet | None = None
+    """What each of these sets is like in what it does not say itself."""
+    split_validation_size: NonNegativeFloat = 0.0
+    """Problems to hold out, where nothing says how many: a share if it is less than 1, else a number."""
+    shuffle: bool = True
+    """Train on the problems in an order that the seed decides, another in each epoch; else in the order they have."""
+    num_workers: NonNegativeInt | None = None
+    """Accepted: processes that read data. They are read once, before the run begins."""
+    use_multiple_dataloader: bool = False
+    """Draw from each of several data sets so many prompts a step, as `num_prompts_per_dataloader` says."""
+    num_prompts_per_dataloader: PositiveInt | None = None
+    """Prompts of each data set in a step."""
+    custom_dataloader: NonEmptyStr | None = None
+    """Dotted path of a class of NeMo-RL's that chooses between data sets."""
     rejected_template: str | None = None
     """New. DPO where problems are made: the worse solution, like `solution_template`, which writes the better one."""
     prompt_file: NonEmptyStr | None = None
@@ -99,6 +195,33 @@ class Data(Section, frozen=True, kw_only=True):
     """SFT and DPO: put the chat template's generation prompt before the solution."""
     add_system_prompt: bool = False
     """SFT and DPO: let the chat template add its default system message."""
+
+    @property
+    def train_sets(self) -> tuple[Data, ...]:
+        """A section for each listed data set to train on, as though it were alone; the first is what some are held out
+        of where nothing says which."""
+        first, *others = (self.of_set(each) for each in self.train)
+        if not self.validation and not self.train[0].split_validation_size:
+            first = msgspec.structs.replace(first, num_validation=self.num_validation)
+        if not others:
+            first = msgspec.structs.replace(first, num_train=self.num_train)
+        return (first, *others)
+
+    def of_set(self, each: DataSet) -> Data:
+        """Return the section for one listed data set, as though it were alone, and all of it trained on."""
+        own = {key: getattr(each, key) for key in OF_EACH_SET}
+        return msgspec.structs.replace(
+            self,
+            **own,
+            train_data_path=each.data_path,
+            val_data_path=None,
+            val_split=None,
+            num_train=None,
+            num_validation=None,
+            split_validation_size=each.split_validation_size,
+            train=(),
+            validation=(),
+        )
 
 
 class Judge(Section, frozen=True, kw_only=True):
@@ -185,7 +308,16 @@ class Environment(Section, frozen=True, kw_only=True):
     """New. Arguments of the class."""
     cfg: dict[str, Any] = msgspec.field(default_factory=dict)
     """Settings in the shape NeMo-RL's environments have them, handed to the class as its argument `cfg` if there are
-    any."""
+    any. What NeMo-RL's files say of environments that are not built (``nemo_gym``, ``reward_model``, ``vlm`` and the
+    like) is gathered here."""
+    math_verify_impl: Literal["hf_math_verify", "dapo_math_verify"] = "hf_math_verify"
+    """Of math: how an answer is compared with the right one. hf_math_verify: as expressions, by the library
+    math-verify. dapo_math_verify: what follows the last ``Answer:`` of a response, as text, as DAPO's data want it
+    (arXiv:2503.14476, section 4.1)."""
+    verifier_type: Literal["math", "english_multichoice", "multilingual_multichoice"] = "math"
+    """Of math: what an answer is. english_multichoice: the letter after the last ``Answer:``."""
+    reward_functions: tuple[dict[str, Any], ...] = ()
+    """Of NeMo-RL's environments for pictures and sounds: functions, with a `name` and a `weight` each."""
     command: tuple[NonEmptyStr, ...] | None = None
     """New. Program, and its arguments, that plays one episode against the rollout's OpenAI-compatible endpoint
     (``docs/agents.md``), in the working directory of the run; it is started once an episode."""

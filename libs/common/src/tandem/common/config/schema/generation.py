@@ -10,6 +10,8 @@ from tandem.common.config.schema.base import (
     Fraction,
     NonEmptyStr,
     NonNegativeFloat,
+    NonNegativeInt,
+    Port,
     PositiveFloat,
     PositiveInt,
     Section,
@@ -53,6 +55,38 @@ class VllmCfg(Section, frozen=True, kw_only=True):
     expose_http_server: bool = False
     """The same as `policy.generation.expose_http_server`, where NeMo-RL has it; whatever the engine."""
 
+    enable_prefix_caching: bool | None = None
+    """Accepted: whether prompts that begin alike share keys and values; null, and in NeMo-RL, leave it to vLLM. Samples
+    of one prompt always share them here."""
+    enable_expert_parallel: bool | None = None
+    """Accepted: whether ranks share experts whole. `expert_parallel_size` decides."""
+    num_first_layers_in_bf16: NonNegativeInt = 0
+    """With precision fp8: first layers that stay in bfloat16."""
+    num_last_layers_in_bf16: NonNegativeInt = 0
+    """With precision fp8: last layers that stay in bfloat16."""
+    quantization_ignored_layer_kws: tuple[NonEmptyStr, ...] = ()
+    """With precision fp8: layers whose name holds one of these stay in bfloat16."""
+    use_deep_gemm: bool = False
+    """Accepted: with precision fp8, multiply with DeepGEMM. vLLM chooses by itself."""
+    env_vars: dict[str, Any] | None = None
+    """Accepted: environment variables of NeMo-RL's engines. Set them where the run is started."""
+    skip_tokenizer_init: bool | None = None
+    """Accepted: whether vLLM has a tokenizer of its own. It has none here: it is given tokens."""
+    distributed_executor_backend: NonEmptyStr | None = None
+    """Accepted: how vLLM starts the ranks of an engine; ours are started by their rollout process."""
+    limit_mm_per_prompt: dict[str, Any] | None = None
+    """Pictures, films and sounds that a prompt may have."""
+    http_server_serving_chat_kwargs: dict[str, Any] | None = None
+    """Accepted: arguments of vLLM's own server. Here it is `expose_http_server` and `tool_call_parser`."""
+    reasoning_parser_plugin: NonEmptyStr | None = None
+    """Accepted: a plugin of that server."""
+    enable_vllm_metrics_logger: bool = False
+    """Accepted: log what engines say of themselves. Each step's metrics do."""
+    vllm_metrics_logger_interval: PositiveFloat | None = None
+    """Accepted: seconds between them."""
+    use_tqdm: bool | None = None
+    """Accepted: show vLLM's progress bar."""
+
     @property
     def num_workers(self) -> int:
         """Processes that compute for one engine; if it is one, it is the engine's own."""
@@ -84,7 +118,7 @@ class Colocated(Section, frozen=True, kw_only=True):
 class Generation(Section, frozen=True, kw_only=True):
     """How the rollouts of GRPO generate; no other algorithm reads it."""
 
-    backend: Literal["transformers", "vllm"] = "transformers"
+    backend: Literal["transformers", "vllm", "sglang", "megatron"] = "transformers"
     """The engine. NeMo-RL's base files say vllm; transformers is Tandem's own."""
     max_new_tokens: PositiveInt
     """Longest response, in tokens; with several turns, of each."""
@@ -106,6 +140,22 @@ class Generation(Section, frozen=True, kw_only=True):
     vllm_cfg: VllmCfg
     vllm_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     """Further arguments of vLLM's engine, by its own names; checked where vLLM is installed."""
+    sglang_cfg: dict[str, Any] | None = None
+    """Settings of SGLang; read only where `backend` is sglang."""
+    mcore_generation_config: dict[str, Any] | None = None
+    """Settings of Megatron-Core's own engine; read only where `backend` is megatron."""
+    bad_words: tuple[str, ...] | None = None
+    """Texts that a response may not have."""
+    quant_cfg: NonEmptyStr | None = None
+    """Quantise what engines hold, as a file of NVIDIA's ModelOpt says."""
+    real_quant: bool = False
+    """Whether `quant_cfg` shrinks the weights, or only rounds them."""
+    use_async_rollouts: bool | None = None
+    """Accepted: an earlier name of `async_engine`, which decides."""
+    port_range_low: Port | None = None
+    """Accepted: the lowest port of NeMo-RL's engines. Here the system chooses free ones."""
+    port_range_high: Port | None = None
+    """Accepted: the highest."""
     async_engine: bool = False
     """Let samples go on as soon as the environment has answered them, while the engine generates others, and assign
     prompts to the engine with the fewest outstanding tokens. Without it the engine waits for answers, and prompts are

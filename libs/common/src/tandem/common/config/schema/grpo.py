@@ -1,4 +1,4 @@
-"""GRPO and its kin: prompt groups, rewards and advantages."""
+"""GRPO and PPO and their kin: prompt groups, rewards and advantages."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from tandem.common.config.schema.base import NonNegativeFloat, NonNegativeInt, PositiveInt, Section, Seed
+from tandem.common.config.schema.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, Seed
 
 
 class AdvEstimator(Section, frozen=True, kw_only=True):
     """How rewards become advantages."""
 
-    name: Literal["grpo", "gdpo", "reinforce_plus_plus"] = "grpo"
+    name: Literal["grpo", "gdpo", "reinforce_plus_plus", "opd"] = "grpo"
     """grpo: each reward minus the baseline of its group (Shao et al. 2024, arXiv:2402.03300). gdpo: the same for each
     component of the reward, weighted, added and normalised over the batch (Liu et al. 2026, arXiv:2601.05242); the
     environment gives the components. reinforce_plus_plus: the reward minus the mean of its group, normalised over all
-    tokens of the batch (Hu et al. 2025, arXiv:2501.03262)."""
+    tokens of the batch (Hu et al. 2025, arXiv:2501.03262). opd: those of `on_policy_distillation`."""
     normalize_rewards: bool = True
     """As `grpo.normalize_rewards`; not for reinforce_plus_plus."""
     use_leave_one_out_baseline: bool = True
@@ -75,8 +75,8 @@ class AsyncGrpo(Section, frozen=True, kw_only=True):
     the new weights. Otherwise they keep those that they have."""
 
 
-class Grpo(Section, frozen=True, kw_only=True):
-    """Group relative policy optimisation (Shao et al. 2024, arXiv:2402.03300)."""
+class Rollouts(Section, frozen=True, kw_only=True):
+    """What every algorithm that rolls out has: how much is generated, how rewards are shaped, when it is validated."""
 
     num_prompts_per_step: PositiveInt = 32
     """Prompt groups in one rollout batch."""
@@ -84,14 +84,11 @@ class Grpo(Section, frozen=True, kw_only=True):
     """Samples drawn for each prompt: the size of a group."""
     max_rollout_turns: PositiveInt = 1
     """Responses a rollout may give: after each but the last the environment may answer, and the policy goes on."""
+    max_num_epochs: PositiveInt | None = None
+    """Passes over the training problems; the run ends at this or at `max_num_steps`, whichever comes first. Null means
+    any number."""
     max_num_steps: NonNegativeInt = 1_000_000
     """Rollout batches to train on before the run ends; 0 trains on none: the model is validated, and that is all."""
-    normalize_rewards: bool = True
-    """Divide each advantage by the standard deviation of the rewards in its group."""
-    use_leave_one_out_baseline: bool = True
-    """Subtract the mean reward of the group's *other* samples, not of the whole group (Ahmadian et al. 2024,
-    arXiv:2402.14740)."""
-    adv_estimator: AdvEstimator = AdvEstimator()
     overlong_filtering: bool = False
     """Samples that a limit of tokens cut off count in their group's baseline, but not in the loss (DAPO,
     arXiv:2503.14476, section 3.4)."""
@@ -104,11 +101,12 @@ class Grpo(Section, frozen=True, kw_only=True):
     """With `use_dynamic_sampling`: generate for this times `num_prompts_per_step` prompts at once."""
     dynamic_sampling_max_gen_batches: PositiveInt = 10
     """With `use_dynamic_sampling`: end with an error if so many of these batches do not make a step."""
-    async_grpo: AsyncGrpo = AsyncGrpo()
     val_period: NonNegativeInt = 10
     """Steps between validations; 0 means never."""
     val_at_start: bool = False
     """Validate before the first step."""
+    val_at_end: bool = False
+    """Validate after the last step, whatever `val_period` says."""
     max_val_samples: PositiveInt = 256
     """Validation problems used each time, from the front of the validation set."""
     val_batch_size: PositiveInt = 256
@@ -119,9 +117,19 @@ class Grpo(Section, frozen=True, kw_only=True):
     """New. Like `policy.generation.temperature`, for validation; 0 takes the likeliest token each time. Null means the
     same as in training."""
     val_seed: Seed | None = None
-    """New. Decides the samples of validation, and nothing else; null means `grpo.seed`."""
+    """New. Decides the samples of validation, and nothing else; null means the `seed` beside it."""
     seed: Seed = 42
     """Decides the problems, their order and every sample."""
+
+    @property
+    def asynchronous(self) -> AsyncGrpo:
+        """Whether it generates while it trains, and how far ahead; an algorithm without a section for it does not."""
+        return AsyncGrpo()
+
+    @property
+    def group_estimator(self) -> AdvEstimator | None:
+        """How the rewards of a group become advantages, if the samples of a prompt are compared."""
+        return None
 
     @property
     def num_prompts_per_batch(self) -> int:
@@ -132,3 +140,36 @@ class Grpo(Section, frozen=True, kw_only=True):
     def max_prompts_per_step(self) -> int:
         """Prompt groups that a step generates for, at most."""
         return self.num_prompts_per_batch * (self.dynamic_sampling_max_gen_batches if self.use_dynamic_sampling else 1)
+
+
+class Grpo(Rollouts, frozen=True, kw_only=True):
+    """Group relative policy optimisation (Shao et al. 2024, arXiv:2402.03300)."""
+
+    normalize_rewards: bool = True
+    """Divide each advantage by the standard deviation of the rewards in its group."""
+    use_leave_one_out_baseline: bool = True
+    """Subtract the mean reward of the group's *other* samples, not of the whole group (Ahmadian et al. 2024,
+    arXiv:2402.14740)."""
+    adv_estimator: AdvEstimator = AdvEstimator()
+    advantage_clip_low: float | None = None
+    """No advantage is below this; null means no bound."""
+    advantage_clip_high: float | None = None
+    """No advantage is above this; null means no bound."""
+    invalid_tool_call_advantage: float | None = None
+    """The advantage of a sample that calls a tool wrongly; null means what its reward gives."""
+    malformed_thinking_advantage: float | None = None
+    """The advantage of a sample whose thinking does not end; null means what its reward gives."""
+    seq_logprob_error_threshold: PositiveFloat | None = None
+    """Leave samples out of the loss whose log-probabilities in training and in generation differ by more; null keeps
+    all. `token_mult_prob_error` says by how much they do."""
+    async_grpo: AsyncGrpo = AsyncGrpo()
+
+    @property
+    def asynchronous(self) -> AsyncGrpo:
+        """Whether it generates while it trains, and how far ahead."""
+        return self.async_grpo
+
+    @property
+    def group_estimator(self) -> AdvEstimator:
+        """How the rewards of a group become advantages."""
+        return self.adv_estimator

@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from tandem.common.columns import BUILT_IN, Column, Source
 from tandem.common.config.schema.base import NonEmptyStr, NonNegativeFloat, PositiveFloat, Section
+from tandem.common.config.schema.distillation import DistillationLoss
 
 KlType = Literal["k1", "k2", "k3"]
 """Estimators of a KL divergence from samples (Schulman 2020, joschu.net/blog/kl-approx.html)."""
@@ -32,7 +33,7 @@ class LossColumn(Section, frozen=True, kw_only=True):
     """New. What it is in the padding, and of a sample whose score has no such entry."""
 
 
-class LossFn(Section, frozen=True, kw_only=True):
+class LossFn(DistillationLoss, frozen=True, kw_only=True):
     """The policy-gradient loss of GRPO and its kin; other algorithms read `class`, `kwargs` and `columns` alone.
 
     As it stands it is GRPO's. REINFORCE and RLOO: ``disable_ppo_ratio``. GSPO: ``sequence_level_importance_ratios`` and

@@ -6,7 +6,14 @@ from typing import Any, Literal
 
 import msgspec
 
-from tandem.common.config.schema.base import NonNegativeFloat, NonNegativeInt, PositiveInt, Section
+from tandem.common.config.schema.base import (
+    NonEmptyStr,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
 
 
 class MegatronScheduler(Section, frozen=True, kw_only=True):
@@ -35,6 +42,48 @@ class MegatronScheduler(Section, frozen=True, kw_only=True):
     """How it gets there; constant needs both to be equal."""
 
 
+class Peft(Section, frozen=True, kw_only=True):
+    """Training of low-rank adapters beside the weights with Megatron-Core (LoRA, arXiv:2106.09685)."""
+
+    enabled: bool = False
+    """Train adapters, and leave the weights as they are."""
+    dim: PositiveInt = 8
+    """Rank of the adapters."""
+    alpha: PositiveFloat = 32.0
+    """What they add is multiplied by this over `dim`."""
+    dropout: NonNegativeFloat = 0.0
+    """Probability of each of their inputs, or outputs, to be left out."""
+    dropout_position: Literal["pre", "post"] = "post"
+    """Before or after the adapter."""
+    lora_A_init_method: NonEmptyStr = "xavier"
+    """How the first of the two matrices begins."""
+    lora_B_init_method: NonEmptyStr = "zero"
+    """How the second begins."""
+    lora_dtype: NonEmptyStr | None = None
+    """Their element type; null, and ``None``, mean that of the weights."""
+    target_modules: tuple[NonEmptyStr, ...] = ()
+    """Names of the layers that have one, with ``*`` for any text; none means every linear layer."""
+    exclude_modules: tuple[NonEmptyStr, ...] = ()
+    """Names of layers that have none."""
+    a2a_experimental: bool = False
+    """Use NeMo-RL's experimental exchange between ranks."""
+    restore_from: NonEmptyStr | None = None
+    """Folder of adapters to begin with."""
+
+
+class Fp8Cfg(Section, frozen=True, kw_only=True):
+    """Matrix products in float8, by Transformer Engine."""
+
+    enabled: bool = False
+    """Train with float8."""
+    fp8: NonEmptyStr = "e4m3"
+    """The format."""
+    fp8_recipe: NonEmptyStr = "blockwise"
+    """How scales are chosen."""
+    fp8_param: bool = False
+    """Keep the weights in float8, too."""
+
+
 class MegatronCfg(Section, frozen=True, kw_only=True):
     """Training with Megatron-Core (extra ``megatron``); where it is enabled it wins over `policy.dtensor_cfg`.
 
@@ -46,7 +95,7 @@ class MegatronCfg(Section, frozen=True, kw_only=True):
     enabled: bool = False
     """Train with Megatron-Core."""
     force_reconvert_from_hf: bool = False
-    """New. Convert `policy.model_name` once more, though its conversion is there."""
+    """Convert `policy.model_name` once more, though its conversion is there."""
     empty_unused_memory_level: NonNegativeInt = 0
     """How often cached GPU memory is given back: 0 never, 1 around generation, 2 also within a step."""
     activation_checkpointing: bool = False
@@ -85,6 +134,27 @@ class MegatronCfg(Section, frozen=True, kw_only=True):
     """How experts are kept evenly loaded."""
     moe_router_bias_update_rate: NonNegativeFloat = 0.0
     """Step of the bias that balances experts."""
+    moe_router_enable_expert_bias: bool | None = None
+    """Accepted: whether routers have a bias that balances experts. The model's ``config.json`` decides."""
+    moe_grouped_gemm: bool | None = None
+    """Accepted: whether the experts of a rank are multiplied at once. It is so wherever it can be."""
+    mtp_num_layers: NonNegativeInt | None = None
+    """Layers that predict the tokens after the next; 0 and null build none."""
+    mtp_loss_scaling_factor: NonNegativeFloat = 0.0
+    """Weight of their loss."""
+    mtp_use_repeated_layer: bool = False
+    """Whether they are one layer, used so many times."""
+    mtp_detach_heads: bool = False
+    """Whether their loss leaves the layers below alone."""
+    defer_fp32_logits: bool | None = None
+    """Accepted: when NeMo-RL makes logits float32. Here they are, row by row, where log-probabilities are taken."""
+    use_linear_ce_fusion_loss: bool = False
+    """Accepted: compute log-probabilities without whole logits. Nothing changes but memory."""
+    linear_ce_fusion_chunk_size: PositiveInt = 256
+    """Accepted: tokens that `use_linear_ce_fusion_loss` computes at once."""
+    peft: Peft = Peft()
+    fp8_cfg: Fp8Cfg | None = None
+    """Null is as `enabled: false`."""
     apply_rope_fusion: bool = True
     """Use the fused kernel for rotary embeddings, where there is one."""
     optimizer: dict[str, Any] = msgspec.field(default_factory=dict)

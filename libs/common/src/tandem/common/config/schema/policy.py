@@ -8,6 +8,7 @@ import msgspec
 
 from tandem.common.config.schema.base import (
     NonEmptyStr,
+    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -25,6 +26,39 @@ class Tokenizer(Section, frozen=True, kw_only=True):
     """Folder or Hub name of the tokenizer."""
     chat_template: str | None = None
     """Jinja template that replaces the tokenizer's own; null and ``default`` keep it."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Further variables of the template, such as `enable_thinking`."""
+    audio: dict[str, Any] | None = None
+    """How sounds become tokens."""
+    video: dict[str, Any] | None = None
+    """How films become tokens, such as `num_frames`."""
+
+
+class LoraCfg(Section, frozen=True, kw_only=True):
+    """Training of low-rank adapters beside the weights with DTensor (LoRA, Hu et al. 2021, arXiv:2106.09685)."""
+
+    enabled: bool = False
+    """Train adapters, and leave the weights as they are."""
+    dim: PositiveInt = 8
+    """Rank of the adapters."""
+    alpha: PositiveFloat = 32.0
+    """What they add is multiplied by this over `dim`."""
+    dropout: NonNegativeFloat = 0.0
+    """Probability of each of their inputs, or outputs, to be left out."""
+    dropout_position: Literal["pre", "post"] = "post"
+    """Before or after the adapter."""
+    lora_A_init: NonEmptyStr = "xavier"
+    """How the first of the two matrices begins; the second begins at 0."""
+    match_all_linear: bool = True
+    """Whether every linear layer has one, whatever `target_modules` says."""
+    target_modules: tuple[NonEmptyStr, ...] = ()
+    """Names of the layers that have one, with ``*`` for any text."""
+    exclude_modules: tuple[NonEmptyStr, ...] = ()
+    """Names of layers that have none."""
+    use_triton: bool = True
+    """Compute them with NeMo-RL's Triton kernels."""
+    restore_from: NonEmptyStr | None = None
+    """Folder of adapters to begin with."""
 
 
 class DtensorCfg(Section, frozen=True, kw_only=True):
@@ -45,6 +79,27 @@ class DtensorCfg(Section, frozen=True, kw_only=True):
     custom_parallel_plan: NonEmptyStr | None = None
     """Dotted path of a tensor-parallel plan: a dict from paths of modules to styles of
     `torch.distributed.tensor.parallel`, or a function that returns one. null: the one for the model's architecture."""
+
+    expert_parallel_size: PositiveInt = 1
+    """Ranks that share the experts of each layer."""
+    dp_replicate_size: PositiveInt = 1
+    """Groups of ranks that each hold all weights, sharded within the group."""
+    env_vars: dict[str, Any] | None = None
+    """Environment variables of the trainers, texts or numbers by name, set before torch is imported."""
+    lora_cfg: LoraCfg = LoraCfg()
+    version_2: bool = msgspec.field(name="_v2", default=True)
+    """Accepted: NeMo-RL's second backend of that name, or its first. There is one here."""
+    automodel_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Accepted: arguments of the library with which NeMo-RL loads models. Here transformers does."""
+    moe_parallelizer: dict[str, Any] | None = None
+    """Accepted: arguments of the same library."""
+    clear_cache_every_n_steps: PositiveInt | None = None
+    """Accepted: how often NeMo-RL's backend gives cached GPU memory back within a step."""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What `env_vars` adds to the environment of trainers, if they train with this backend."""
+        return {name: str(value) for name, value in (self.env_vars or {}).items()} if self.enabled else {}
 
     @property
     def model_parallel_size(self) -> int:
@@ -73,6 +128,8 @@ class SequencePacking(Section, frozen=True, kw_only=True):
     """How sequences are assigned to rows."""
     sequence_length_round: PositiveInt = 64
     """Row lengths are rounded up to a multiple of this."""
+    fuse_loss: bool = False
+    """Accepted: compute the loss of a row at once. It always is here."""
 
 
 class DynamicBatching(Section, frozen=True, kw_only=True):
@@ -126,8 +183,39 @@ class NewModel(Section, frozen=True, kw_only=True):
     """New. Decides the weights."""
 
 
-class Policy(Section, frozen=True, kw_only=True):
-    """The model in training."""
+class Draft(Section, frozen=True, kw_only=True):
+    """A small model that guesses tokens ahead of the policy, trained beside it (EAGLE-3, arXiv:2503.01840)."""
+
+    enabled: bool = False
+    """Train one."""
+    model_name: NonEmptyStr | None = None
+    """Folder or Hub name of the draft model."""
+    loss_weight: NonNegativeFloat = 0.1
+    """Weight of its loss."""
+    num_layers: PositiveInt | None = None
+    """Its layers, if it is new."""
+    aux_layer_indices: tuple[int, ...] | None = None
+    """Layers of the policy that it reads."""
+
+
+class RouterReplay(Section, frozen=True, kw_only=True):
+    """Whether trainers send tokens to the experts that the engine sent them to (arXiv:2510.11370)."""
+
+    enabled: bool = False
+    """Replay the engine's routing."""
+
+
+class RewardModelCfg(Section, frozen=True, kw_only=True):
+    """A head that gives one number in the place of the one that predicts tokens."""
+
+    enabled: bool = False
+    """Whether the model has one. A value model and the model of `algorithm: rm` always do."""
+    reward_model_type: Literal["bradley_terry", "regression"] = "bradley_terry"
+    """What the number is: a score that pairs are compared by, or a value."""
+
+
+class Model(Section, frozen=True, kw_only=True):
+    """A model that trainers hold: where it comes from, how it is batched, sharded and optimized."""
 
     model_name: NonEmptyStr
     """Folder (relative to the working directory) or Hub name of a Hugging Face causal language model."""
@@ -139,8 +227,6 @@ class Policy(Section, frozen=True, kw_only=True):
     """Sequences (for DPO pairs of them) in one optimizer step, over all trainers."""
     train_micro_batch_size: PositiveInt = 4
     """Sequences (for DPO pairs of them) in one forward and backward pass of one trainer."""
-    generation_batch_size: PositiveInt = 32
-    """Sequences an engine decodes at once, unless the engine's own section says otherwise."""
     logprob_batch_size: PositiveInt = 4
     """Sequences (for DPO pairs of them) in one forward pass of one trainer when only log-probabilities are wanted."""
     precision: Literal["float32", "bfloat16"] = "bfloat16"
@@ -157,6 +243,28 @@ class Policy(Section, frozen=True, kw_only=True):
     """Recompute activations in the backward pass; the same as `policy.dtensor_cfg.activation_checkpointing`."""
     fsdp_offload_enabled: bool = False
     """The same as `policy.dtensor_cfg.cpu_offload`, as NeMo-RL's first FSDP backend had it."""
+    hf_config_overrides: dict[str, Any] | None = None
+    """Fields of the model's ``config.json`` that are to be other than there."""
+    reward_model_cfg: RewardModelCfg = RewardModelCfg()
+    router_replay: RouterReplay = RouterReplay()
+    draft: Draft = Draft()
+    quant_cfg: NonEmptyStr | None = None
+    """Quantise the model in training, as a file of NVIDIA's ModelOpt says."""
+    quant_calib_size: PositiveInt = 16
+    """Samples to calibrate `quant_cfg` with."""
+    quant_sequence_length: PositiveInt = 1024
+    """Their length."""
+    disable_modelopt_layer_spec: bool = False
+    """Build layers without ModelOpt, whatever `quant_cfg` says."""
+    dequantize_base_checkpoint: bool = False
+    """Read a quantised checkpoint, and train its weights in `precision`."""
+    logprob_chunk_size: PositiveInt | None = None
+    """Accepted: tokens whose log-probabilities NeMo-RL computes at once."""
+    offload_optimizer_for_logprob: bool = False
+    """Accepted: whether the optimizer's state leaves the GPU while log-probabilities are computed. Where training and
+    generation take turns, it is on the device only while a step is trained."""
+    refit_buffer_size_gb: PositiveFloat | None = None
+    """Accepted: memory of NeMo-RL's refit. Here weights go to where they are used, through buffers of a few MB."""
     tokenizer: Tokenizer
     dtensor_cfg: DtensorCfg = DtensorCfg()
     megatron_cfg: MegatronCfg = MegatronCfg()
@@ -167,9 +275,21 @@ class Policy(Section, frozen=True, kw_only=True):
     scheduler: tuple[SchedulerEntry, ...] = ()
     """Schedules that follow each other: a list of entries, or one entry without the list; none or null keeps the
     learning rate constant."""
-    generation: Generation
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment variables of the trainers, of whichever backend trains."""
+        return (self.megatron_cfg if self.megatron_cfg.enabled else self.dtensor_cfg).environment
 
     @property
     def model_parallel_size(self) -> int:
         """Trainers that work on the same sequences, of whichever backend trains."""
         return (self.megatron_cfg if self.megatron_cfg.enabled else self.dtensor_cfg).model_parallel_size
+
+
+class Policy(Model, frozen=True, kw_only=True):
+    """The model in training."""
+
+    generation_batch_size: PositiveInt = 32
+    """Sequences an engine decodes at once, unless the engine's own section says otherwise."""
+    generation: Generation

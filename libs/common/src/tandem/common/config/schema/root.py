@@ -5,14 +5,19 @@ from __future__ import annotations
 import msgspec
 
 from tandem.common.algorithms import ALGORITHMS, Algorithm, AlgorithmName
-from tandem.common.config.schema.algorithms import Dpo, Sft
+from tandem.common.config.schema.algorithms import Dpo, Rm, Sft
 from tandem.common.config.schema.base import NonEmptyStr, Section
 from tandem.common.config.schema.data import Data, Environment
+from tandem.common.config.schema.distillation import Distillation, OnPolicyDistillation, Teacher
 from tandem.common.config.schema.evaluation import Eval
-from tandem.common.config.schema.grpo import Grpo
+from tandem.common.config.schema.grpo import Grpo, Rollouts
 from tandem.common.config.schema.loss import LossFn
 from tandem.common.config.schema.policy import Policy
-from tandem.common.config.schema.run import Checkpointing, Cluster, Logger, Refit, Replay
+from tandem.common.config.schema.ppo import Ppo, Value, ValueLossFn
+from tandem.common.config.schema.run import Checkpointing, Cluster, DataPlane, Logger, Refit, Replay
+
+MODELS = ("policy", "value", "teacher")
+"""Sections that hold a model, each with `policy`'s keys."""
 
 
 class Config(Section, frozen=True, kw_only=True):
@@ -24,10 +29,22 @@ class Config(Section, frozen=True, kw_only=True):
     """New. Configuration of a run that makes `policy.model_name`; it runs first, unless that folder exists. Relative
     to the file it is written in, absolute once loaded."""
     grpo: Grpo = Grpo()
+    ppo: Ppo = Ppo()
     sft: Sft = Sft()
     dpo: Dpo = Dpo()
+    rm: Rm = Rm()
+    distillation: Distillation = Distillation()
+    on_policy_distillation: OnPolicyDistillation | None = None
+    """GRPO with a teacher in the place of rewards; null is as `enabled: false`."""
     loss_fn: LossFn = LossFn()
+    value_loss_fn: ValueLossFn = ValueLossFn()
     policy: Policy
+    value: Value | None
+    """The value model of PPO."""
+    teacher: Teacher | None = None
+    """The teacher of distillation."""
+    teachers: tuple[Teacher, ...] | None = None
+    """Several teachers of distillation, in the place of one."""
     data: Data
     env: dict[str, Environment] = msgspec.field(default_factory=dict)
     """Ways to score samples, by name."""
@@ -35,6 +52,8 @@ class Config(Section, frozen=True, kw_only=True):
     logger: Logger = Logger()
     cluster: Cluster
     refit: Refit = Refit()
+    data_plane: DataPlane | None = None
+    """Accepted: NeMo-RL's own way for samples to travel."""
     replay: Replay | None = None
     """New. Null: the run makes its own samples."""
     eval: Eval = Eval()
@@ -82,29 +101,29 @@ class Config(Section, frozen=True, kw_only=True):
         return "reference" in self.declaration.holds(self)
 
     @property
-    def algorithm_section(self) -> Grpo | Sft | Dpo:
+    def algorithm_section(self) -> Rollouts | Sft | Dpo:
         """The section of the algorithm in use; all of them have `seed`, `max_num_steps`, `val_period` and
         `val_at_start`."""
-        section: Grpo | Sft | Dpo = getattr(self, self.algorithm)
+        section: Rollouts | Sft | Dpo = getattr(self, self.algorithm)
         return section
 
     @property
-    def rollout_section(self) -> Grpo:
+    def rollout_section(self) -> Rollouts:
         """The same, of an algorithm that rolls out."""
         assert self.declaration.rolls_out, f"{self.algorithm} does not roll out"
-        section: Grpo = getattr(self, self.algorithm)
+        section: Rollouts = getattr(self, self.algorithm)
         return section
 
     @property
     def max_trajectory_age_steps(self) -> int:
         """Training steps that the weights a sample is begun with may be behind; 0 is synchronous training."""
-        asynchronous = self.rollout_section.async_grpo if self.declaration.rolls_out else None
+        asynchronous = self.rollout_section.asynchronous if self.declaration.rolls_out else None
         return asynchronous.max_trajectory_age_steps if asynchronous is not None and asynchronous.enabled else 0
 
     @property
     def updates_in_flight(self) -> bool:
         """Whether engines take weights while they generate, between two tokens."""
-        return self.max_trajectory_age_steps > 0 and self.rollout_section.async_grpo.in_flight_weight_updates
+        return self.max_trajectory_age_steps > 0 and self.rollout_section.asynchronous.in_flight_weight_updates
 
     @property
     def keeps_copy(self) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from msgspec import Meta
 
 from tandem.common.algorithms import MetricName
 from tandem.common.config.schema.base import (
@@ -14,6 +16,10 @@ from tandem.common.config.schema.base import (
     PositiveInt,
     Section,
 )
+
+DURATION = r"^\d+:\d\d:\d\d:\d\d$"
+Duration = Annotated[str, Meta(pattern=DURATION)]
+"""Days, hours, minutes and seconds."""
 
 
 class Checkpointing(Section, frozen=True, kw_only=True):
@@ -31,6 +37,17 @@ class Checkpointing(Section, frozen=True, kw_only=True):
     """Checkpoints to keep, beside the newest; null keeps all."""
     save_period: PositiveInt = 10
     """Steps between checkpoints; the last step is always saved."""
+    checkpoint_must_save_by: Duration | None = None
+    """Time after its start at which the run has saved a checkpoint, and ends, as ``days:hours:minutes:seconds``: for
+    machines that are lent for so long. ``--resume`` goes on from there. Null means that it goes on to its end."""
+    model_save_format: Literal["safetensors", "torch_save"] | None = None
+    """Accepted: the format of the weights, which is safetensors here."""
+    save_consolidated: bool = False
+    """Accepted: whether NeMo-RL gathers the weights in one place; a checkpoint always has them in Hugging Face's
+    layout."""
+    save_optimizer: bool = True
+    """Accepted: whether a checkpoint has the optimizer's state. It always does: a resumed run goes on as though it had
+    not ended."""
 
 
 class Replay(Section, frozen=True, kw_only=True):
@@ -65,6 +82,15 @@ class Mlflow(Section, frozen=True, kw_only=True):
     tracking_uri: NonEmptyStr | None = None
     """Where MLflow keeps its runs, such as ``http://host:5000``; null takes ``MLFLOW_TRACKING_URI``, and where that is
     not set either, the folder ``mlflow`` in `logger.log_dir`."""
+
+
+class Swanlab(Section, frozen=True, kw_only=True):
+    """SwanLab."""
+
+    project: NonEmptyStr = "tandem"
+    """Project to log to."""
+    name: NonEmptyStr | None = None
+    """Name of the run there; null lets the service choose."""
 
 
 class Tensorboard(Section, frozen=True, kw_only=True):
@@ -112,6 +138,8 @@ class Logger(Section, frozen=True, kw_only=True):
     """Log to TensorBoard."""
     mlflow_enabled: bool = False
     """Log to MLflow; needs the extra ``mlflow``."""
+    swanlab_enabled: bool = False
+    """Log to SwanLab."""
     monitor_gpus: bool = False
     """Watch the GPUs of trainers and engines by NVML, and have a step's metrics say what they did meanwhile. Accepted
     everywhere, because NeMo-RL's base files say true: without a GPU there is nothing to say."""
@@ -126,6 +154,7 @@ class Logger(Section, frozen=True, kw_only=True):
     that it listens on, which must be free. auto: the first free one from 8700 on."""
     wandb: Wandb = Wandb()
     mlflow: Mlflow = Mlflow()
+    swanlab: Swanlab = Swanlab()
     tensorboard: Tensorboard = Tensorboard()
     gpu_monitoring: GpuMonitoring = GpuMonitoring()
     prometheus: Prometheus = Prometheus()
@@ -165,6 +194,28 @@ class Deadlines(Section, frozen=True, kw_only=True):
     Then it goes at once, and others make them again."""
 
 
+class DataPlane(Section, frozen=True, kw_only=True):
+    """Accepted: how samples travel between NeMo-RL's processes. Here they go from the engine that made them straight to
+    the ranks that train on them, and nothing of it is to be set."""
+
+    enabled: bool = False
+    """Use it."""
+    impl: NonEmptyStr = "transfer_queue"
+    """Which one."""
+    backend: NonEmptyStr = "simple"
+    """What stores samples."""
+    claim_meta_poll_interval_s: PositiveFloat = 0.5
+    """Seconds between looks for samples."""
+    global_segment_size: PositiveInt | None = None
+    """Bytes that all processes share."""
+    local_buffer_size: PositiveInt | None = None
+    """Bytes of each process."""
+    num_storage_units: PositiveInt = 2
+    """Processes that store samples."""
+    storage_capacity: PositiveInt | None = None
+    """Samples that they store."""
+
+
 class LinkRates(Section, frozen=True, kw_only=True):
     """How fast bytes move, in GB/s (10^9 bytes); what `coordinator plan` predicts with. Nothing else depends on it.
 
@@ -189,6 +240,12 @@ class Cluster(Section, frozen=True, kw_only=True):
     """GPUs a node; processes take one each as long as there are any, and the CPU otherwise."""
     num_nodes: PositiveInt = 1
     """Nodes of the run."""
+    segment_size: PositiveInt | None = None
+    """Accepted: nodes that NeMo-RL wants to share fast links. What starts the nodes chooses them here."""
+    master_port_range_low: Port | None = None
+    """Accepted: the lowest port of NeMo-RL's process groups. Here the system chooses free ones."""
+    master_port_range_high: Port | None = None
+    """Accepted: the highest."""
     trainers: PositiveInt
     """New. Trainer processes, or ranks."""
     rollouts: NonNegativeInt

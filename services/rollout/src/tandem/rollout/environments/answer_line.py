@@ -1,0 +1,54 @@
+"""Score what stands after ``Answer:`` in a response's last lines: mathematics as text, or the letter of a choice."""
+
+from __future__ import annotations
+
+import re
+
+from tandem.common.messages import Problem
+from tandem.rollout.environments.answers import reference
+from tandem.rollout.environments.environment import Score
+
+_TAIL = 300
+"""Characters at the end of a response in which an answer is looked for: an answer comes last."""
+_ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+_CHOICE = re.compile(r"answer\s*:[\s*$(]*([A-Z])(?![A-Za-z])", re.IGNORECASE)
+_WRAPPED = re.compile(r"\\(?:boxed|fbox|text|textbf|mathrm|mbox|overline)\{([^{}]*)\}")
+_FRACTION = re.compile(r"\\[dt]frac")
+_NOISE = re.compile(r"\\[!,;:]|\\(?:left|right)|[\s$]")
+_THOUSANDS = re.compile(r"-?\d{1,3}(,\d{3})+(\.\d+)?")
+
+
+class AnswerLine:
+    """One if the text after the last ``Answer:`` is that of the reference (the rule-based verifier of DAPO, Yu et al.
+    2025, arXiv:2503.14476, section 4.1, whose data ask for such a line and for integers).
+
+    What is compared is without the spaces, dollars and boxes of LaTeX, the dot at the end of a sentence, and the commas
+    between thousands.
+    """
+
+    def score(self, problem: Problem, response: str) -> Score:
+        """Compare the texts; a response without such a line is wrong."""
+        found = _ANSWER.findall(response[-_TAIL:])
+        given = normalised(found[-1]) if found else None
+        correct = given == normalised(reference(problem))
+        return Score(reward=float(correct), correct=correct, answer=given)
+
+
+class ChoiceLine:
+    """One if the letter after the last ``Answer:`` is that of the reference, as questions with choices have it."""
+
+    def score(self, problem: Problem, response: str) -> Score:
+        """Compare the letters; a response without such a line is wrong."""
+        found = _CHOICE.findall(response)
+        given = found[-1].upper() if found else None
+        correct = given == reference(problem).strip().upper()
+        return Score(reward=float(correct), correct=correct, answer=given)
+
+
+def normalised(answer: str) -> str:
+    """Return an answer as it is compared."""
+    text = answer.strip().strip("*").strip()
+    while (inner := _WRAPPED.sub(r"\1", text)) != text:
+        text = inner
+    text = _NOISE.sub("", _FRACTION.sub(r"\\frac", text)).rstrip(".")
+    return text.replace(",", "") if _THOUSANDS.fullmatch(text) else text

@@ -1,0 +1,178 @@
+"""Files in the form of NeMo-RL v0.7's, one of each kind (``nemo_rl_07/``): each is taken, or refused by exact names.
+
+They are written from its list of keys; between them they set every section that it has.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tandem.common.algorithms import ALGORITHMS
+from tandem.common.config import dump_yaml, load_config, notices
+from tandem.common.errors import ConfigError, NotSupportedYet
+from tandem.coordinator.cli import main
+
+FILES = Path(__file__).parent / "nemo_rl_07"
+NAMES = sorted(str(path.relative_to(FILES)) for path in FILES.rglob("*.yaml"))
+
+BUILT = ", ".join(sorted(ALGORITHMS))
+ALGORITHM_OF = {
+    name: algorithm
+    for name, algorithm in {
+        "ppo_math_1B.yaml": "ppo",
+        "rm.yaml": "rm",
+        "distillation_math.yaml": "distillation",
+        "xtoken_distillation.yaml": "distillation",
+    }.items()
+    if algorithm not in ALGORITHMS
+}
+"""Files of algorithms that are not built."""
+
+REFUSED = {
+    "gdpo_math_1B.yaml": ["env.math_multi_reward"],
+    "dapo_math_7B.yaml": ["policy.hf_config_overrides"],
+    "vlm_grpo_3B.yaml": [
+        "policy.tokenizer.video",
+        "policy.generation.vllm_cfg.limit_mm_per_prompt",
+        "env.vlm",
+        "data.dataset_name (clevr-cogent)",
+        "data.train[0].processor (vlm_hf_data_processor)",
+        "data.validation[0].processor (vlm_hf_data_processor)",
+    ],
+    "grpo_nemo_gym.yaml": [
+        "grpo.seq_logprob_error_threshold (2.0)",
+        "on_policy_distillation.enabled (true)",
+        "policy.router_replay.enabled (true)",
+        "policy.draft.enabled (true)",
+        "policy.dtensor_cfg.lora_cfg.enabled (true)",
+        "policy.dtensor_cfg.expert_parallel_size (8)",
+        "policy.generation.backend (sglang)",
+        "policy.generation.bad_words",
+        "logger.swanlab_enabled (true)",
+        "env.nemo_gym",
+        "data.dataset_name (NemoGymDataset)",
+        "data.train[0].processor (nemo_gym_data_processor)",
+        "data.validation[0].processor (nemo_gym_data_processor)",
+    ],
+    "recipes/sft-llama3.1-8b-1n8g-megatron-lora.yaml": [
+        "policy.megatron_cfg.peft.enabled (true)",
+        "policy.megatron_cfg.fp8_cfg.enabled (true)",
+        "policy.megatron_cfg.mtp_num_layers (5)",
+    ],
+}
+"""Files that switch on what is not built, with its names."""
+
+NOTICED = {
+    "dapo_math_7B.yaml": ["cluster.segment_size (16)", "policy.dtensor_cfg._v2 (false)"],
+    "grpo_math_1B.yaml": ["policy.generation.port_range_low (11001)", "policy.generation.port_range_high (15000)"],
+    "grpo_nemo_gym.yaml": [
+        "checkpointing.save_optimizer (false)",
+        "cluster.segment_size (8)",
+        "cluster.master_port_range_low (25000)",
+        "cluster.master_port_range_high (28000)",
+        "data_plane.enabled (true)",
+        "policy.logprob_chunk_size (2048)",
+        "policy.refit_buffer_size_gb (4.0)",
+    ],
+    "recipes/grpo-qwen3-30ba3b-4n8g-megatron.yaml": [
+        "policy.megatron_cfg.moe_router_enable_expert_bias (true)",
+        "policy.generation.vllm_cfg.enable_expert_parallel (true)",
+        "policy.generation.vllm_cfg.env_vars",
+    ],
+}
+"""Some of what is taken, and decided elsewhere."""
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(FILES)
+    monkeypatch.setenv("TANDEM_TEST_HOME", "/data")
+
+
+def test_every_kind_is_here() -> None:
+    assert len(NAMES) == 17
+    assert set(REFUSED) | set(NOTICED) | set(ALGORITHM_OF) <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ALGORITHM_OF])
+def test_it_is_taken_or_refused_by_these_names(name: str, tmp_path: Path) -> None:
+    config = load_config(name, to_run=False)
+    (tmp_path / "resolved.yaml").write_text(dump_yaml(config))
+    assert load_config(tmp_path / "resolved.yaml", to_run=False) == config
+    said = notices(config)
+    for begin in NOTICED.get(name, []):
+        assert any(line.startswith(f"{begin}") and " has no effect: " in line for line in said), (begin, said)
+    if name not in REFUSED:
+        assert load_config(name) == config
+        return
+    with pytest.raises(NotSupportedYet) as caught:
+        load_config(name)
+    begin, _, listed = str(caught.value).partition(": not supported yet: ")
+    assert begin == name
+    rest = listed
+    for expected in REFUSED[name]:
+        assert rest.startswith(expected), (expected, listed)
+        _, _, rest = rest[len(expected) :].partition(", " if expected != REFUSED[name][-1] else "$")
+    assert rest == "", listed
+
+
+@pytest.mark.parametrize(("name", "algorithm"), ALGORITHM_OF.items())
+def test_an_algorithm_that_is_not_built_is_refused_by_one_line(name: str, algorithm: str) -> None:
+    for to_run in (True, False):
+        with pytest.raises(NotSupportedYet) as caught:
+            load_config(name, to_run=to_run)
+        line = str(caught.value)
+        assert line.endswith(f".yaml: algorithm: {algorithm} is not supported yet: expected {BUILT}")
+    with pytest.raises(ConfigError) as wrong:
+        load_config(name, ["loss_fn.ratio_clip_mx=1", "cluster.num_nodes=0"])
+    assert [line.partition(": ")[2].partition(":")[0] for line in wrong.value.problems] == [
+        "loss_fn.ratio_clip_mx",
+        "cluster.num_nodes",
+    ], "what is wrong beside it is said first"
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in {**ALGORITHM_OF, **REFUSED}])
+def test_check_finds_nothing_wrong_but_what_is_not_on_this_machine(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", "--resolved", name, "cluster.threads_per_process=1"]) in (1, 2)
+    printed = capsys.readouterr()
+    assert printed.out.startswith("algorithm: ")
+    missing = [line for line in printed.err.splitlines() if line.startswith("error: ")]
+    assert any(line.startswith("error: policy.model_name: ") and "does not exist" in line for line in missing)
+    assert all(" does not exist" in line or " is not installed" in line for line in missing), printed.err
+
+
+def test_data_sets_are_those_of_the_file() -> None:
+    data = load_config("grpo_multiple_datasets.yaml").data
+    assert [view.dataset_name for view in data.train_sets] == ["OpenMathInstruct-2", "DeepScaler"]
+    assert [(each.dataset_name, each.split, each.repeat) for each in data.validation] == [
+        ("AIME2024", "train", 16),
+        ("DAPOMathAIME2024", "train", 1),
+    ]
+    assert data.environment == "math"
+    data = load_config("recipes/dpo-llama3.1-8b-1n8g-sets.yaml").data
+    assert [(each.dataset_name, each.prompt_key) for each in data.train] == [
+        ("BinaryPreferenceDataset", "context"),
+        ("Tulu3Preference", "prompt"),
+    ]
+    assert [each.title for each in data.validation] == ["easy", "hard"]
+
+
+def test_metrics_have_our_names() -> None:
+    for name, metric in (
+        ("grpo_math_1B.yaml", "val_accuracy"),
+        ("sft.yaml", "val_loss"),
+        ("dpo.yaml", "val_loss"),
+    ):
+        assert load_config(name).checkpointing.metric_name == metric
+    assert load_config("dpo.yaml", ["checkpointing.metric_name=train:loss"]).checkpointing.metric_name == "loss"
+
+
+def test_environment_variables_reach_the_trainers_of_either_backend() -> None:
+    variables = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    assert load_config("sft.yaml").policy.environment == variables
+    name = "recipes/grpo-qwen3-30ba3b-4n8g-megatron.yaml"
+    assert load_config(name, to_run=False).policy.environment == {"NRL_REFIT_NUM_BUFFERS": "1"}
