@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.common.config.schema import Grpo, RewardScaling, RewardShaping, Rollouts
+from tandem.common.config.schema import RewardScaling, RewardShaping, Rollouts
 from tandem.common.messages import SampleScored
 
 Float64s = NDArray[np.float64]
