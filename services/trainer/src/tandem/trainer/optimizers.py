@@ -34,9 +34,9 @@ def make_optimizer(
 def make_scheduler(
     entries: Sequence[SchedulerEntry], optimizer: torch.optim.Optimizer, section: str = "policy"
 ) -> torch.optim.lr_scheduler.LRScheduler:
-    """Build the ``scheduler`` of a model's section: none keeps the learning rate, one is used as it is, several follow each other.
+    """Build the ``scheduler`` of a model's section.
 
-    Raises `ConfigError`.
+    None keeps the learning rate, one is used as it is, several follow each other. Raises `ConfigError`.
     """
     schedulers: list[torch.optim.lr_scheduler.LRScheduler] = []
     milestones: list[int] = []

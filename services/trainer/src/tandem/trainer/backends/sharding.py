@@ -54,9 +54,10 @@ class Ranks:
     def shard(self, model: torch.nn.Module, settings: Model) -> None:
         """Cut a whole model over the tensor ranks, then shard each layer, and the rest, over the others.
 
-        It computes in the precision of its `settings` and reduces gradients in float32. Host memory holds the unsharded layers between forward
-        and backward pass; GPU memory gathers them again. A single rank that computes in the precision of the parameters
-        has nothing to shard, to gather or to cast. Raises `ConfigError` where the model cannot be cut.
+        It computes in the precision of its `settings` and reduces gradients in float32. Host memory holds the unsharded
+        layers between forward and backward pass; GPU memory gathers them again. A single rank that computes in the
+        precision of the parameters has nothing to shard, to gather or to cast. Raises `ConfigError` where the model
+        cannot be cut.
         """
         device_type, dtype = self._shards.device_type, getattr(torch, settings.precision)
         offloads = settings.dtensor_cfg.cpu_offload or settings.fsdp_offload_enabled
