@@ -1,4 +1,4 @@
-"""PPO under the DTensor backend: the numbers are those of Hugging Face models in one process, however work is shared."""
+"""PPO under the DTensor backend: the numbers of Hugging Face models in one process, however work is shared."""
 
 from __future__ import annotations
 

@@ -103,8 +103,9 @@ def make_config(
     trainers: int = 1,
     **policy: Any,
 ) -> Config:
-    """Return a configuration whose ``policy``, ``loss_fn``, ``dpo``, ``ppo``, ``value`` and ``value_loss_fn`` sections have the
-    given keys.
+    """Return a configuration whose ``policy``, ``loss_fn``, ``dpo`` and ``ppo`` sections have the given keys.
+
+    So have ``value`` and, from `value_loss`, ``value_loss_fn``.
 
     `trainers` matters only where several share a copy of the model.
     """

@@ -128,7 +128,9 @@ class Algorithm(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(model for model in MODELS if model in read)
 
     def holds(self, config: Config) -> tuple[Model, ...]:
-        """Return the models that a trainer holds."""
+        """Return the models that a trainer holds: where nothing is trained, the policy alone."""
+        if config.evaluates:
+            return ("policy",)
         return tuple(dict.fromkeys(("policy", *self.scored_by(config, 1), *self.trains)))
 
 

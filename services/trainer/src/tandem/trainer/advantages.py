@@ -1,4 +1,4 @@
-"""Advantages that need what models say of tokens, or all tokens of a batch: Reinforce++ and generalised advantages.
+"""Advantages that need models, or all tokens of a batch: Reinforce++, and generalised advantages.
 
 The coordinator, which has every sample's reward but no model, sends each sample's reward, minus its baseline where it
 has one. The rest happens here, where the tokens and the models are: each rank does it for its own sequences, and a few
