@@ -12,6 +12,7 @@ from typing import Any
 from tandem.common.sources import annotated_fields, class_and_bases, package_folder
 
 
+@functools.cache
 def model_fields(model_type: str) -> frozenset[str]:
     """Return every field that a configuration of this type takes, deprecated names too; none for an unknown type.
 

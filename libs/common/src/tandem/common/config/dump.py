@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import msgspec
-from omegaconf import OmegaConf
 
 from tandem.common.algorithms import ALGORITHMS
 from tandem.common.config.schema import Config
@@ -90,6 +89,8 @@ def to_plain(config: Config) -> dict[str, Any]:
 
 def dump_yaml(config: Config) -> str:
     """Return the resolved configuration as YAML that `load_config` reads back."""
+    from omegaconf import OmegaConf  # late: services, which read no YAML, import this module too
+
     return OmegaConf.to_yaml(OmegaConf.create(escaped(to_plain(config))), resolve=False)
 
 

@@ -11,8 +11,6 @@ from typing import Any
 
 import msgspec
 import yaml  # type: ignore[import-untyped]
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from tandem.common.config.checks.paths import why_no_path
 from tandem.common.errors import ConfigError
@@ -110,6 +108,9 @@ def _read_chain(path: Path, children: tuple[Path, ...]) -> list[Layer]:
 
 
 def _read_file(path: Path) -> Plain:
+    from omegaconf import OmegaConf  # late: services, which read no files of it, import this package too
+    from omegaconf.errors import OmegaConfBaseException
+
     kind = irregular(path)
     if kind is not None and not path.is_dir():
         raise ConfigError(f"{path}: cannot be read: it is {kind}, not a file")
@@ -161,6 +162,9 @@ def _syntax(error: yaml.YAMLError) -> str:
 
 
 def _parse_override(override: str) -> tuple[list[str], Any]:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
     key, equals, text = override.partition("=")
     key = key.strip().lstrip("+")
     parts = _parts(key)

@@ -10,8 +10,6 @@ from typing import Any
 import msgspec
 from msgspec import NODEFAULT
 from msgspec.inspect import StructType
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from tandem.common.config.checks import broken_rules
 from tandem.common.config.conform import config_type, conform
@@ -151,9 +149,14 @@ def _build(layers: Layers, *, to_run: bool) -> Config:
 
 def _interpolated(tree: dict[str, Any]) -> dict[str, Any]:
     """Replace every ``${...}``; a key that is not set but has a plain default may be referred to."""
+    from omegaconf import OmegaConf  # late, as in `layers`
+    from omegaconf.errors import OmegaConfBaseException
+
     for name, function in RESOLVERS.items():
         OmegaConf.register_resolver(name, function, replace=True, annotation_validation="off")
     try:
+        if _is_literal(tree):
+            return tree
         whole = OmegaConf.create(merge(_defaults(config_type()), tree))
         resolved = OmegaConf.to_container(whole, resolve=True)
     except OmegaConfBaseException as error:
@@ -162,6 +165,17 @@ def _interpolated(tree: dict[str, Any]) -> dict[str, Any]:
         raise Invalid("", "mappings or lists within each other are too many") from None
     interpolated: dict[str, Any] = _restricted(resolved, tree)
     return interpolated
+
+
+def _is_literal(node: Any) -> bool:
+    """Tell whether OmegaConf would return this as it is: YAML's own types, and no text that means anything to it."""
+    if type(node) is dict:
+        return all(type(key) is str and _is_literal(value) for key, value in node.items())
+    if type(node) is list:
+        return all(map(_is_literal, node))
+    if type(node) is str:
+        return "$" not in node and node != "???"
+    return node is None or type(node) in (bool, int, float)
 
 
 def _defaults(described: StructType) -> dict[str, Any]:
