@@ -9,7 +9,8 @@ import msgspec
 
 from tandem.common.config import Config, build_config
 from tandem.common.messages import Problem
-from tandem.rollout.environments import Score, Scorer, Turn, Unscored
+from tandem.rollout.environments import Score, Turn
+from tandem.rollout.environments.scorer import Scorer, Unscored
 
 WAIT_S = 30.0
 Result = Score | Turn | Unscored

@@ -16,7 +16,8 @@ from own_environments import Hangs, Length
 from tandem.common.config import Config
 from tandem.common.errors import ConfigError, RewardError
 from tandem.common.messages import Problem
-from tandem.rollout.environments import Score, Scorer, make_environment
+from tandem.rollout.environments import Score, make_environment
+from tandem.rollout.environments.scorer import Scorer
 
 WAIT_S = 10.0
 RIGHT, WRONG = Score(1.0, True), Score(0.0, False)

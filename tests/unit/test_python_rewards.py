@@ -25,8 +25,9 @@ from tandem.common.messages import Listener, Problem, ResponseToScore
 from tandem.coordinator.api.configuration import of_rewards
 from tandem.coordinator.api.reward_server import RewardServer
 from tandem.coordinator.api.rewards import check_columns, reward_functions
-from tandem.rollout.environments import Score, Scorer, Unscored
+from tandem.rollout.environments import Score
 from tandem.rollout.environments.program import Program
+from tandem.rollout.environments.scorer import Scorer, Unscored
 from tests.members import MEMBER, open_hub
 
 Start = Callable[..., Scorer]

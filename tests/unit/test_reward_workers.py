@@ -22,8 +22,9 @@ from environment_harness import WAIT_S, config, problem, results, said
 from tandem.common.config import Config, config_to_json
 from tandem.common.errors import ConfigError, RewardError
 from tandem.common.messages import Problem
-from tandem.rollout.environments import Score, Scorer, Turn, Unscored
+from tandem.rollout.environments import Score, Turn
 from tandem.rollout.environments.outcomes import checked
+from tandem.rollout.environments.scorer import Scorer, Unscored
 
 Start = Callable[[Config], Scorer]
 
@@ -208,7 +209,7 @@ import sys, time
 from tandem.common.config import config_from_json
 from tandem.common.process_lifetime import adopt_orphans, end_descendants
 from tandem.common.messages import Problem
-from tandem.rollout.environments import Scorer
+from tandem.rollout.environments.scorer import Scorer
 adopt_orphans()
 scorer = Scorer(config_from_json(open(sys.argv[1], "rb").read()))
 scorer.await_ready()

@@ -16,7 +16,8 @@ from tandem.common.batch import SampleArrays
 from tandem.common.messages import PromptGroup, SampleScored, SamplingParameters
 from tandem.common.tokenizer import Messages
 from tandem.rollout.engine import Completion, Request
-from tandem.rollout.environments import Score, Unscored
+from tandem.rollout.environments import Score
+from tandem.rollout.environments.scorer import Unscored
 
 FinishReason = Literal["stop", "length", "turns"]
 

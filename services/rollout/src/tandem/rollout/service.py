@@ -61,8 +61,9 @@ from tandem.refit import layout
 from tandem.refit.endpoint import Endpoint
 from tandem.rollout.conversation import Conversation
 from tandem.rollout.engine import Completion, Engine
-from tandem.rollout.environments import Score, Scorer, Turn, Unscored
+from tandem.rollout.environments import Score, Turn
 from tandem.rollout.environments.program import Program
+from tandem.rollout.environments.scorer import Scorer, Unscored
 
 if TYPE_CHECKING:
     from tandem.rollout.agents.agents import Agents

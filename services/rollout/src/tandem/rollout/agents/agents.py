@@ -30,8 +30,9 @@ from tandem.rollout.agents.players import make_player
 from tandem.rollout.agents.programs import Launcher
 from tandem.rollout.agents.session import Session
 from tandem.rollout.engine import Completion, Engine
-from tandem.rollout.environments import FaultPolicy, Score, Unscored
+from tandem.rollout.environments import Score
 from tandem.rollout.environments.outcomes import Failure, failure_of, timed_out
+from tandem.rollout.environments.scorer import FaultPolicy, Unscored
 from tandem.rollout.openai_api.app import api_routes, read_body, refusal
 from tandem.rollout.openai_api.driver import EngineDriver
 from tandem.rollout.openai_api.refusals import Refused

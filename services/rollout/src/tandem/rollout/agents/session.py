@@ -19,7 +19,8 @@ from tandem.common.batch import SampleArrays
 from tandem.common.messages import Branch, PromptGroup, SampleScored
 from tandem.common.tokenizer import Tokenizer
 from tandem.rollout.engine import Completion
-from tandem.rollout.environments import Score, Unscored
+from tandem.rollout.environments import Score
+from tandem.rollout.environments.scorer import Unscored
 
 ChatMessages = Sequence[Mapping[str, Any]]
 

@@ -1,4 +1,7 @@
-"""Environments: they score or answer responses; one module each, run by `scorer`."""
+"""Environments: they score or answer responses; one module each, run by `scorer`.
+
+What a user's class imports is here: no more than it needs, since two processes of every run begin with it.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,11 @@ from tandem.rollout.environments.environment import (
     Turn,
 )
 from tandem.rollout.environments.making import make_environment
-from tandem.rollout.environments.scorer import FaultPolicy, Scorer, Unscored
 
 __all__ = [
     "ConversingEnvironment",
     "Environment",
-    "FaultPolicy",
     "Score",
-    "Scorer",
     "Turn",
-    "Unscored",
     "make_environment",
 ]

@@ -9,11 +9,10 @@ new interpreter, because the rollout process has threads; it has none, and no to
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import faulthandler
 import gc
-import inspect
+import importlib
 import os
 import signal
 import socket
@@ -31,7 +30,7 @@ from tandem.common.returned import line
 from tandem.rollout.environments.channel import Answer, Begin, Imported, Reader, Ready, packed, receive
 from tandem.rollout.environments.environment import converses, is_async, step_of
 from tandem.rollout.environments.making import make_environment, runs_in
-from tandem.rollout.environments.outcomes import Call, Outcome, failure_of, outcome_of, timed_out
+from tandem.rollout.environments.outcomes import Call, Outcome, outcome_of
 
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 """Libraries compute with one thread in each worker: they are many, and threads would not survive the fork."""
@@ -101,7 +100,8 @@ def _work(calls: socket.socket, config: Config) -> None:
     settings = config.env[str(config.data.environment)]
     module = (settings.class_path or "").rpartition(".")[0]
     if is_async(environment):
-        asyncio.run(_answer_at_once(calls, _Async(environment, module, settings.longest_call_s)))
+        coroutines = importlib.import_module("tandem.rollout.environments.coroutines")  # asyncio takes a while
+        coroutines.answer_at_once(calls, environment, module, settings.longest_call_s)
     else:
         step, may_answer = step_of(environment), converses(environment)
         _answer_in_turn(calls, lambda call: outcome_of(call, step, converses=may_answer, module=module))
@@ -116,49 +116,3 @@ def _answer_in_turn(calls: socket.socket, answer: Callable[[Call], Outcome]) -> 
             if os.getpid() != worker:  # the environment has forked, and has not ended its child
                 os._exit(0)
             calls.sendall(packed(Answer(call.number, outcome)))
-
-
-class _Async:
-    """Calls coroutines, each of which has a deadline."""
-
-    def __init__(self, environment: object, module: str, timeout_s: float) -> None:
-        self._step = step_of(environment)  # type: ignore[arg-type]
-        self._converses = converses(environment)  # type: ignore[arg-type]
-        self._module = module
-        self._timeout_s = timeout_s
-
-    async def answer(self, call: Call) -> Outcome:
-        """Return what comes of a call, or that it took too long; then it is cancelled, and not waited for."""
-        task = asyncio.create_task(self._call(call))
-        done, _ = await asyncio.wait({task}, timeout=self._timeout_s)
-        if done:
-            return task.result()
-        task.cancel()
-        return timed_out(self._timeout_s)
-
-    async def _call(self, call: Call) -> Outcome:
-        result: object = None
-        try:
-            result = self._step(call.problem, call.conversation)
-            if inspect.isawaitable(result):
-                result = await result
-        except BaseException as error:
-            return failure_of(error, self._module)
-        return outcome_of(call, lambda *_: result, converses=self._converses, module=self._module)
-
-
-async def _answer_at_once(calls: socket.socket, environment: _Async) -> None:
-    loop, reader, speaks = asyncio.get_running_loop(), Reader(), asyncio.Lock()
-    tasks: set[asyncio.Task[None]] = set()
-    calls.setblocking(False)
-
-    async def answer(call: Call) -> None:
-        outcome = await environment.answer(call)
-        async with speaks:
-            await loop.sock_sendall(calls, packed(Answer(call.number, outcome)))
-
-    while data := await loop.sock_recv(calls, 1 << 18):
-        for message in reader.messages(data):
-            task = asyncio.create_task(answer(_calls.decode(message)))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)

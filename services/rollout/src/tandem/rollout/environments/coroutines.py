@@ -1,0 +1,66 @@
+"""An asynchronous environment in a worker process: many calls at once, each with a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import socket
+
+import msgspec
+
+from tandem.rollout.environments.channel import Answer, Reader, packed
+from tandem.rollout.environments.environment import converses, step_of
+from tandem.rollout.environments.outcomes import Call, Outcome, failure_of, outcome_of, timed_out
+
+_calls = msgspec.msgpack.Decoder(Call)
+
+
+def answer_at_once(calls: socket.socket, environment: object, module: str, timeout_s: float) -> None:
+    """Answer calls as they come, until the other end is closed; `module` is the user's, for tracebacks."""
+    asyncio.run(_answer(calls, _Async(environment, module, timeout_s)))
+
+
+class _Async:
+    """Calls coroutines, each of which has a deadline."""
+
+    def __init__(self, environment: object, module: str, timeout_s: float) -> None:
+        self._step = step_of(environment)  # type: ignore[arg-type]
+        self._converses = converses(environment)  # type: ignore[arg-type]
+        self._module = module
+        self._timeout_s = timeout_s
+
+    async def answer(self, call: Call) -> Outcome:
+        """Return what comes of a call, or that it took too long; then it is cancelled, and not waited for."""
+        task = asyncio.create_task(self._call(call))
+        done, _ = await asyncio.wait({task}, timeout=self._timeout_s)
+        if done:
+            return task.result()
+        task.cancel()
+        return timed_out(self._timeout_s)
+
+    async def _call(self, call: Call) -> Outcome:
+        result: object = None
+        try:
+            result = self._step(call.problem, call.conversation)
+            if inspect.isawaitable(result):
+                result = await result
+        except BaseException as error:
+            return failure_of(error, self._module)
+        return outcome_of(call, lambda *_: result, converses=self._converses, module=self._module)
+
+
+async def _answer(calls: socket.socket, environment: _Async) -> None:
+    loop, reader, speaks = asyncio.get_running_loop(), Reader(), asyncio.Lock()
+    tasks: set[asyncio.Task[None]] = set()
+    calls.setblocking(False)
+
+    async def answer(call: Call) -> None:
+        outcome = await environment.answer(call)
+        async with speaks:
+            await loop.sock_sendall(calls, packed(Answer(call.number, outcome)))
+
+    while data := await loop.sock_recv(calls, 1 << 18):
+        for message in reader.messages(data):
+            task = asyncio.create_task(answer(_calls.decode(message)))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
