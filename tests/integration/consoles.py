@@ -1,8 +1,8 @@
 """The console commands, forked from a process that has imported what they need.
 
-They are the same processes but for the start of Python and its imports, which would be most of the processor time of
-all tests. The process that forks is a new interpreter, so that nothing of pytest's is in them. What checks the commands
-themselves runs them as a user does.
+They are the same processes but for the start of Python, its imports, and what libraries make once in a process, which
+would be most of the processor time of all tests. The process that forks is a new interpreter, so that nothing of
+pytest's is in them. What checks the commands themselves runs them as a user does.
 """
 
 from __future__ import annotations
@@ -23,8 +23,21 @@ from tandem.coordinator.run.launch import preload
 COMMANDS = ("coordinator", "trainer", "rollout", "refit")
 _DEADLINE_S = 120.0
 _MODULES = (
+    "tandem.coordinator.cli",
+    "tandem.coordinator.run.preflight",
     "tandem.coordinator.run.run",
+    "tandem.coordinator.algorithms.grpo",
+    "tandem.coordinator.algorithms.recorded",
     "tandem.coordinator.inspect.report",
+    "matplotlib.backends.backend_agg",
+    "tandem.rollout.sample_recorder",
+    "tandem.trainer.logprob_recorder",
+    "tandem.trainer.losses.importance",
+    "tandem.trainer.losses.policy_gradient",
+    "tandem.refit.digests.kernels",
+    "pandas",  # which Arrow imports with the first array that it makes
+    "tokenizers.trainers",
+    "transformers.convert_slow_tokenizer",
     "transformers.models.qwen3.modeling_qwen3",
     "reasoning_gym",
     "tandem.trainer.backends.megatron.backend",  # last: Megatron-Core is not installed beside vLLM
@@ -54,8 +67,21 @@ class _OfAnInterpreter(ForkServer):
 
 def _preload() -> None:
     preload(("trainer", "rollout"))
+    _warm()
     for module in _MODULES:
         importlib.import_module(module)
+
+
+def _warm() -> None:
+    """Have made what is made once in a process: the rules of configurations, the names of tensors in checkpoints."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    from tandem.common.config import build_config
+
+    new_model = {"characters": "01", "config": {"model_type": "qwen3"}}
+    data = {"dataset_name": "reasoning_gym", "task": "chain_sum"}
+    build_config({"algorithm": "grpo", "policy": {"model_name": "model", "new_model": new_model}, "data": data})
+    get_checkpoint_conversion_mapping("qwen3")
 
 
 if __name__ == "__main__":
