@@ -23,6 +23,7 @@ from tests.integration.by_hand import MEGATRON_TP2, assert_same_results, refits_
 from tests.integration.harness import (
     BIN,
     TIMEOUT_S,
+    Awake,
     Command,
     all_gone,
     coordinator,
@@ -225,10 +226,10 @@ def test_kill_9_of_a_service_that_may_not_be_replaced_ends_the_run_with_its_name
         run.wait_for("step 2/1000")
         children = run.children()
         victim = process_of(run, kind, index)
-        killed_at = time.monotonic()
+        since_killed = Awake()
         victim.kill()
         assert run.wait() == 1
-        assert time.monotonic() - killed_at < 10.0
+        assert since_killed.seconds() < 10.0
         assert re.search(rf"error: {kind}-\d failed while .*: killed by SIGKILL", run.output()), run.output()
         assert all_gone([c for c in children if c != victim], 5.0) == []
 
@@ -297,8 +298,7 @@ def test_a_killed_run_resumes_from_its_last_checkpoint() -> None:
 
 
 def test_a_stopped_engine_is_noticed_by_its_silence_and_replaced() -> None:
-    over = {"cluster": {"heartbeat_timeout_s": 2.0}, "grpo": {"max_num_steps": 8}}
-    with Command("coordinator", "up", write_config(over)) as run:
+    with Command("coordinator", "up", write_config({"grpo": {"max_num_steps": 8}})) as run:
         run.wait_for("step 2/8")
         victim = process_of(run, "rollout")
         victim.send_signal(signal.SIGSTOP)
@@ -309,8 +309,7 @@ def test_a_stopped_engine_is_noticed_by_its_silence_and_replaced() -> None:
 
 
 def test_a_stopped_trainer_is_noticed_by_its_silence() -> None:
-    over = {"cluster": {"heartbeat_timeout_s": 2.0, "max_replacements": 0}}
-    with Command("coordinator", "up", write_config(LONG | over)) as run:
+    with Command("coordinator", "up", write_config(merged(LONG, NOBODY_REPLACED))) as run:
         run.wait_for("step 2/1000")
         victim = process_of(run, "trainer")
         victim.send_signal(signal.SIGSTOP)

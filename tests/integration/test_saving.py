@@ -28,7 +28,7 @@ from tests.integration.harness import (
 from tests.integration.slow_trainer import NO_MEMORY, busy_file
 
 SIX = {"grpo": {"max_num_steps": 6, "val_period": 0}, "checkpointing": {"metric_name": "reward"}}
-BY_HAND = {"cluster": {"launch": {"rollouts": 1, "refit": True}, "heartbeat_timeout_s": 5.0}}
+BY_HAND = {"cluster": {"launch": {"rollouts": 1, "refit": True}}}
 
 
 NOBODY_REPLACED: dict[str, Any] = {"cluster": {"max_replacements": 0}}

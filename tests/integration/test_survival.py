@@ -40,7 +40,7 @@ RUN: dict[str, Any] = merged(
         "cluster": {"trainers": 2, "launch": {"trainers": 2, "refit": True}, "max_replacements": 9},
     },
 )
-SHORT: dict[str, Any] = {"grpo": {"max_num_steps": 4, "val_period": 0}, "cluster": {"heartbeat_timeout_s": 5.0}}
+SHORT: dict[str, Any] = {"grpo": {"max_num_steps": 4, "val_period": 0}}
 LAUNCHED: dict[str, Any] = {"cluster": {"launch": "all"}}
 
 
@@ -89,7 +89,7 @@ def harried(config: Path) -> Iterator[Harried]:
 
 def test_a_refit_service_that_dies_or_hangs_is_replaced_and_nobody_else(undisturbed: Path) -> None:
     """The second loss of two: it is stopped, and is not heard any more when it would go on."""
-    config = write_config(merged(RUN, {"cluster": {"heartbeat_timeout_s": 5.0}}))
+    config = write_config(RUN)
     kill_file("attest", 2).write_text("refit 0 SIGKILL")
     kill_file("give", 5).write_text("refit 0 SIGSTOP")
     with harried(config) as cluster:
@@ -128,7 +128,7 @@ def test_trainers_may_die_at_any_moment(undisturbed: Path) -> None:
 
 
 def test_trainers_that_were_started_by_hand_are_awaited_and_one_that_wakes_up_is_told_to_go(undisturbed: Path) -> None:
-    over = {"cluster": {"launch": {"trainers": 0, "refit": True}, "heartbeat_timeout_s": 5.0}}
+    over = {"cluster": {"launch": {"trainers": 0, "refit": True}}}
     config = write_config(merged(RUN, over))
     kill_file("give", 2).write_text("trainer 1 SIGKILL")
     kill_file("give", 5).write_text("trainer 0 SIGSTOP")

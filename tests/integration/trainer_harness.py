@@ -64,9 +64,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 
 # Importing torch and transformers takes seconds; a server that has done it forks ranks in milliseconds.
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    ["tandem.trainer.step", "tandem.trainer.backends.dtensor", "tandem.trainer.backends.megatron.backend"]
-)
+CONTEXT.set_forkserver_preload(["pytest", __name__, "tests.integration.preloaded"])
 
 
 def start_server() -> None:
