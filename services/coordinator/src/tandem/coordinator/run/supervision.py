@@ -1,4 +1,4 @@
-"""What a coordinator and its supervisor tell each other, over a socket pair that the coordinator inherits.
+"""What a coordinator and its supervisor tell each other, over a socket pair that is inherited.
 
     coordinator ─▶ supervisor   `Alive`: a sign of life; `Keep`: a child of the supervisor's outlives the coordinator
     supervisor ─▶ coordinator   `Begun`, first: what became of the one before; `Ended`: how such a child ended
