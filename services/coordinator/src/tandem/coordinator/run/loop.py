@@ -161,14 +161,18 @@ class Loop:
             self._handle(joined)
         while self._finish is None:
             self._show_life()
-            for name in self._registry.not_back():
-                self.lost[name] = _NOT_BACK
-                self._replace(name, _NOT_BACK)
             for event in self._events():
                 self._keep(event)
                 self._handle(event)
+            self._replace_missing()
             self._recorder.show(self._scheduler, self._registry)
         return self._finish
+
+    def _replace_missing(self) -> None:
+        """Replace who has not come back to this coordinator, now that all is heard which had arrived."""
+        for name in self._registry.not_back() if self._finish is None else ():
+            self.lost[name] = _NOT_BACK
+            self._replace(name, _NOT_BACK)
 
     def _handle(self, event: Event) -> None:
         if isinstance(event, Lost):

@@ -109,6 +109,8 @@ class Supervision:
 
     def keep(self, name: str, pid: int) -> Child:
         """Have a child of the supervisor's outlive this process; return it."""
+        if self.code_of(pid) is not None:  # that of another, which had the id before
+            del self._codes[pid]
         say(self._socket, Keep(name, pid))
         return Kept(pid, self)
 
