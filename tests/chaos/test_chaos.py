@@ -46,7 +46,7 @@ KINDS = ("coordinator", "trainer", "rollout", BY_HAND, "refit", "fork server")
 STOPS = 0.3
 """The share of those that are stopped, and only hang."""
 STAYS = 0.3
-"""Of these the share of those that are never continued; a coordinator always is, since nobody would notice."""
+"""Of these the share of those that are never continued."""
 PAUSE_S = 2.0
 """Between two engines that are started by hand: one is refused while another that hangs still has its place."""
 ENDS_S = 60.0
@@ -204,7 +204,7 @@ def harry(harried: Harried, dice: random.Random, num_kills: int, kills: list[Kil
         if not of_kind:  # one that was killed before is only just being replaced
             continue
         done, began = harried.num_steps, time.monotonic()
-        if stays and kind != "coordinator":
+        if stays:
             wakes_in_s = 1000.0
         try:
             harried.strike(kind, dice.choice(of_kind), wakes_in_s if is_stopped else None)

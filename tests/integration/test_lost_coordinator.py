@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,23 +85,29 @@ def assert_taken_up(times: int) -> None:
     assert [text.count("taken up by another coordinator") for text in said()] == [times, times]
 
 
-def test_services_started_by_hand_are_taken_up_by_the_next_coordinator(undisturbed: Path) -> None:
+def test_services_started_by_hand_are_taken_up_by_who_resumes_the_run(undisturbed: Path) -> None:
     """It is killed while engines generate, and while the trainer fetches what it trains on; the port is any."""
-    before, config = leaks.segments(), write_config(RUN)
-    with Command("coordinator", "up", config, "--supervise") as run:
-        address = run.wait_for(r"listens on (tcp://\S+)")[1]
-        kill_file("generate", 2).write_text(f"pid {coordinator_of(run).pid} SIGKILL")
-        with rollouts(address):
-            run.wait_for("coordinator is lost: ")
-            kill_file("give", 5).write_text(f"pid {coordinator_of(run).pid} SIGKILL")
-            everybody = run.children()
-            assert run.wait() == 0, run.output()
-            assert_taken_up(2)
-    assert not list(Path().glob("kill_*")), "it was killed as often as it was to be"
-    assert all_gone(everybody, 20.0) == []
-    assert len(re.findall(r"coordinator is lost: .* expects .*rollout-0 and rollout-1 back", run.output())) == 2
-    assert f"coordinator listens on {address}" in run.output()
-    assert run.output().count(address) >= 3, "it listens where the first one did"
+    before, config = leaks.segments(), write_config(merged(RUN, {"cluster": {"orphan_timeout_s": 200.0}}))
+    with contextlib.ExitStack() as stack:
+
+        def begin(*how: str, point: str = "", number: int = 0) -> Command:
+            run = stack.enter_context(Command("coordinator", "up", config, *how))
+            if point:
+                kill_file(point, number).write_text(f"pid {run.process.pid} SIGKILL")
+            return run
+
+        runs = [begin(point="generate", number=2)]
+        address = runs[0].wait_for(r"listens on (tcp://\S+)")[1]
+        stack.enter_context(rollouts(address))
+        assert runs[0].wait() == -signal.SIGKILL
+        runs.append(begin("--resume", point="give", number=5))
+        assert runs[1].wait() == -signal.SIGKILL
+        runs.append(begin("--resume"))
+        assert runs[2].wait() == 0, runs[2].output()
+        assert_taken_up(2)
+    for run in runs[1:]:
+        assert f"coordinator listens on {address}" in run.output(), "where the first one did"
+        assert "coordinator is lost: nobody saw how; another goes on with the run, and expects rollout-" in run.output()
     assert_same_results("run", undisturbed)
     assert_recorded("run", config)
     with read_journal(Path("run")) as journal:
@@ -167,18 +172,3 @@ def test_services_end_when_no_coordinator_comes() -> None:
             assert "waiting for another one, up to 3 s" in rollout.output()
             assert "ending: the coordinator was silent for " in rollout.output()
             assert all_gone(services, 20.0) == []
-
-
-def test_without_a_supervisor_engines_wait_for_who_resumes_the_run(undisturbed: Path) -> None:
-    config = write_config(merged(RUN, {"cluster": {"orphan_timeout_s": 200.0}}))
-    with Command("coordinator", "up", config) as run:
-        address = run.wait_for(r"listens on (tcp://\S+)")[1]
-        with rollouts(address):
-            run.wait_for("step 4/6")
-            run.signal(signal.SIGKILL)
-            run.wait()
-            with Command("coordinator", "up", config, "--resume") as resumed:
-                resumed.wait_for("coordinator is lost: nobody saw how; .* expects rollout-0 and rollout-1 back")
-                assert resumed.wait() == 0, resumed.output()
-            assert_taken_up(1)
-    assert_same_results("run", undisturbed)

@@ -98,7 +98,8 @@ class Child:
 class ForkServer:
     """The process that services are forked from; it ends with this one. What it forks are children of this process.
 
-    The first is best made before this process has threads and much memory: what it is then, all that it forks are.
+    Or they are children of one above it, where that adopts orphans. The first is best made before this process has
+    threads and much memory: what it is then, all that it forks are.
     """
 
     def __init__(self, preload: Callable[[], None], deadline_s: float) -> None:

@@ -19,8 +19,8 @@ from tandem.common.messages import Listener, ServiceKind
 from tandem.coordinator.run.fork_server import Child, ForkServer
 from tandem.coordinator.run.supervision import Supervision
 
-_KILLED_S = 3.0
-"""How long the kernel may take to end a process that was killed."""
+_KILLED_S = 10.0
+"""How long the kernel may take to end a process that was killed, and a supervisor to say so."""
 _LOG_TAIL_LINES = 3
 
 

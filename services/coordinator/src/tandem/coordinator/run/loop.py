@@ -168,13 +168,22 @@ class Loop:
             self._handle(joined)
         while self._finish is None:
             self._show_life()
-            for name in self._registry.not_back():
-                self._miss(name)
             for event in self._events():
                 self._keep(event)
                 self._handle(event)
+            self._replace_missing()
             self._recorder.show(self._scheduler, self._registry)
         return self._finish
+
+    def _replace_missing(self) -> None:
+        """Replace who has not come back to this coordinator, now that all is heard which had arrived."""
+        for name in self._registry.not_back() if self._finish is None else ():
+            if self._registry.needs(name):
+                self.lost[name] = _NOT_BACK
+                self._replace(name, _NOT_BACK)
+            else:
+                self._registry.dismiss(name, _NOT_BACK, is_over=True, is_awaited=False)
+                self._recorder.note(f"{name} is lost: {_NOT_BACK}")
 
     def _handle(self, event: Event) -> None:
         if isinstance(event, Lost):
@@ -374,15 +383,6 @@ class Loop:
             self._registry.reserve(*launched)
             how = "another is launched in its place"
         self._recorder.note(f"{member} is lost: {why}; {how}")
-
-    def _miss(self, member: str) -> None:
-        """Have another in the place of a member of an earlier coordinator, if the run needs one there."""
-        if self._registry.needs(member):
-            self.lost[member] = _NOT_BACK
-            self._replace(member, _NOT_BACK)
-        else:
-            self._registry.dismiss(member, _NOT_BACK, is_over=True, is_awaited=False)
-            self._recorder.note(f"{member} is lost: {_NOT_BACK}")
 
     def _let_go(self, action: LetGo) -> None:
         """Have an engine go in whose place none is launched."""

@@ -1,4 +1,4 @@
-"""What a coordinator and its supervisor tell each other, over a socket pair that the coordinator inherits.
+"""What a coordinator and its supervisor tell each other, over a socket pair that is inherited.
 
     coordinator ─▶ supervisor   `Alive`: a sign of life; `Keep`: a child of the supervisor's outlives the coordinator
     supervisor ─▶ coordinator   `Begun`, first: what became of the one before; `Ended`: how such a child ended
@@ -109,6 +109,8 @@ class Supervision:
 
     def keep(self, name: str, pid: int) -> Child:
         """Have a child of the supervisor's outlive this process; return it."""
+        if self.code_of(pid) is not None:  # that of another, which had the id before
+            del self._codes[pid]
         say(self._socket, Keep(name, pid))
         return Kept(pid, self)
 
