@@ -19,8 +19,9 @@ from tandem.coordinator.run.live import LIVE_NAME, read_live
 from tandem.coordinator.run.live_file import LiveFile
 from tandem.coordinator.run.members import Member, Registry
 from tandem.coordinator.run.progress import Progress
+from tandem.coordinator.run.prometheus import _of_run
 from tandem.coordinator.run.time_left import seconds_left
-from tandem.coordinator.scheduler.events import DispatchPrompts
+from tandem.coordinator.scheduler.events import DispatchPrompts, Joined, ToldToLeave
 
 SETTINGS = {
     "grpo": {},
@@ -81,6 +82,18 @@ def test_it_says_what_the_tables_have(live: LiveFile) -> None:
     assert [(trainer.name, trainer.version) for trainer in said.trainers] == [("trainer-0", 1), ("trainer-1", 1)]
     assert said.versions is not None
     assert (said.versions.trained, said.versions.published, said.versions.attested) == (1, 1, 0)
+
+
+def test_it_shows_engines_that_come_and_go(live: LiveFile) -> None:
+    cluster = cluster_of(2)
+    cluster.give(Joined(now=cluster.now, member="rollout-2", kind="rollout"))
+    cluster.give(ToldToLeave(now=cluster.now, member="rollout-1"))
+    said = live.look(cluster.plan, members(3))
+    shown = [(engine.name, engine.status, engine.host) for engine in said.engines]
+    assert shown[1:] == [("rollout-1", "leaving", "node1"), ("rollout-2", "building", "node2")]
+    families = {family.name: family for family in _of_run(said)}
+    assert families["tandem_engines"].samples[0].value == 3
+    assert families["tandem_engines_up"].samples[0].value == 2
 
 
 def test_it_is_written_only_when_something_changed_and_at_most_twice_a_second(

@@ -265,9 +265,9 @@ class Harried(Cluster):
             name = self.absent.pop(self.random.randrange(len(self.absent)))
             self.present |= {name} - {"refit-0"}
             self.tell(Joined(now=self.now, member=name, kind="refit" if name == "refit-0" else "rollout"))
-        elif free and self.may_lose("") and chance() < troubles.join:
+        elif troubles.join and free and self.may_lose("") and chance() < troubles.join:
             self.join(self.random.choice(free))
-        elif engines and self.may_lose("") and chance() < troubles.leave:
+        elif troubles.leave and engines and self.may_lose("") and chance() < troubles.leave:
             self.tell(ToldToLeave(now=self.now, member=self.random.choice(engines)))
         elif troubles.hangs and (not can or chance() < troubles.hangs) and self.plan.publication.engines.leaving():
             self.now += LEAVE_S
@@ -541,7 +541,7 @@ def test_every_step_is_done_once_however_often_trainers_and_the_refit_service_ar
     assert num_services > 0, "and so was the service"
 
 
-@pytest.mark.parametrize("chunk", range(8))
+@pytest.mark.parametrize("chunk", range(4))
 def test_every_step_is_done_once_whichever_engines_come_and_go(chunk: int) -> None:
     num_joined = num_let_go = 0
     for seed in range(CHUNK * chunk, CHUNK * (chunk + 1)):

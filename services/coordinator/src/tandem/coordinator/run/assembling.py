@@ -219,4 +219,7 @@ def who_runs_where(config: Config, listening: Listening) -> str:
             lines.append(f"  {here} {kind} process{'es' if here > 1 else ''} launched here")
         if total > here:
             lines.append(f"  {total - here} to be started by hand: {listening.how_to_join(kind)}")
+    most = config.cluster.max_rollouts
+    if config.generates and (most is None or most > config.cluster.rollouts):
+        lines.append(f"  more rollouts may join at any time: {listening.how_to_join('rollout')}")
     return "\n".join(lines)
