@@ -181,7 +181,7 @@ def _train_rank(
 ) -> tuple[int, NDArray[np.float32], list[dict[str, float]]]:
     backend = make(config)
     table, share = share_of(backend, batches[0], config)
-    own_T = step._Share(backend, table, share, config).logprobs("policy")
+    own_T = step._Share(backend, table, share, config).said("policy")
     logprobs_T = np.zeros(len(batches[0].token_ids_T), dtype=np.float32)
     is_own_S = table.rank_S == backend.data_parallel_rank
     logprobs_T[np.repeat(is_own_S, table.lengths_S)] = own_T

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 DECLARED = Path(algorithms.__file__)
 WRITERS = ("coordinator/starting/", "coordinator/evaluation/evaluate.py", "commands/init.py", "config/nemo_eval.py")
 """What writes configurations for users: these have an algorithm's name in them. What runs one asks for none."""
-SECTIONS = {"Grpo", "Sft", "Dpo"}
+SECTIONS = {"Grpo", "Ppo", "Sft", "Dpo"}
 
 MINIMAL = {"policy": {"model_name": "model"}, "data": {"dataset_name": "reasoning_gym", "task": "chain_sum"}}
 DATA = {"dpo": {"rejected_template": "0"}}
@@ -84,11 +84,12 @@ def test_what_a_declaration_names_is_there(algorithm: Algorithm) -> None:
     config = config_of(algorithm.name)
     assert config.declaration is algorithm
     assert config.algorithm_section is getattr(config, algorithm.name)
-    assert hasattr(config, algorithm.loss_section)
-    for path, first in (
-        (algorithm.running, ["config", "tokenizer"]),
-        (algorithm.loss, ["settings", "counts", "device"]),
-    ):
+    paths = [(algorithm.running, ["config", "tokenizer"])]
+    for training in algorithm.trainings:
+        assert hasattr(config, training.loss_section)
+        paths.append((training.loss, ["settings", "counts", "device"]))
+    paths += [(path, ["config", "scored"]) for path in [algorithm.finisher(config)] if path]
+    for path, first in paths:
         assert list(inspect.signature(named(path)).parameters) == first
     assert all(callable(rule) for path in algorithm.rules for rule in named(path))
     assert config.checkpointing.metric_name == algorithm.metrics[0]
@@ -107,6 +108,17 @@ def test_the_models_that_score_a_batch() -> None:
     assert config_of("dpo").needs_reference
 
 
+def test_models_are_trained_in_order_and_the_policy_not_from_the_first_step_on() -> None:
+    plain = config_of("grpo")
+    assert plain.declaration.trains == plain.trained_in(1) == ("policy",)
+    later = config_of("ppo", ppo={"policy_training_start_step": 2}, loss_fn={"reference_policy_kl_penalty": 0})
+    assert [later.trained_in(step) for step in (1, 2, 3)] == [("value",), ("value",), ("value", "policy")]
+    assert later.declaration.holds(later) == ("policy", "value")
+    assert later.declaration.scored_by(later, 1) == ("value",)
+    validates = config_of("ppo", ppo={"max_num_steps": 0})
+    assert validates.declaration.holds(validates) == ("policy",)
+
+
 def test_an_array_of_every_column_is_where_its_source_has_it() -> None:
     sources = {"engine": (SampleArrays, "T"), "coordinator": (BatchTable, "S")}
     for column in BUILT_IN.values():
@@ -115,14 +127,15 @@ def test_an_array_of_every_column_is_where_its_source_has_it() -> None:
             hint = get_type_hints(bundle)[f"{column.name}_{axis}"]
             assert get_args(get_args(hint)[1])[0].__name__ == column.dtype
         else:
-            assert column.model == column.source
-    assert {column.name for algorithm in ALGORITHMS.values() for column in algorithm.columns} <= set(BUILT_IN)
+            assert column.model == (None if column.source == "trainer" else column.source)
+    trainings = [training for algorithm in ALGORITHMS.values() for training in algorithm.trainings]
+    assert {column.name for training in trainings for column in training.columns} <= set(BUILT_IN)
     of_sequences = {name.removesuffix("_S") for name in BatchTable.__struct_fields__ if name.endswith("_S")}
     assert of_sequences == TAKEN | {name for name, column in BUILT_IN.items() if column.source == "coordinator"}
 
 
 def test_a_step_has_so_many_optimizer_steps() -> None:
-    assert [config_of(name).num_optimizer_steps for name in ALGORITHMS] == [1, 1, 1]
+    assert [config_of(name).num_optimizer_steps for name in ALGORITHMS] == [1, 4, 1, 1]
     several = config_of(
         "grpo",
         grpo={"num_prompts_per_step": 8, "num_generations_per_prompt": 4},
@@ -133,12 +146,14 @@ def test_a_step_has_so_many_optimizer_steps() -> None:
 
 def test_logits_are_divided_by_the_temperature_that_samples_are_drawn_at() -> None:
     policy = {"model_name": "model", "generation": {"temperature": 0.5}}
-    assert [config_of(name, policy=policy).scoring_temperature for name in ALGORITHMS] == [0.5, 1.0, 1.0]
+    assert [config_of(name, policy=policy).scoring_temperature for name in ALGORITHMS] == [0.5, 0.5, 1.0, 1.0]
 
 
 def test_an_algorithm_that_is_not_declared() -> None:
     with pytest.raises(ConfigError) as caught:
         build_config(MINIMAL | {"algorithm": "grp"})
-    assert str(caught.value) == "configuration: algorithm: 'grp' is not one of dpo, grpo, sft; did you mean 'grpo'?"
-    with pytest.raises(ConfigError, match=r"algorithm: \[\"grpo\"\] is not one of dpo, grpo, sft"):
+    assert (
+        str(caught.value) == "configuration: algorithm: 'grp' is not one of dpo, grpo, ppo, sft; did you mean 'grpo'?"
+    )
+    with pytest.raises(ConfigError, match=r"algorithm: \[\"grpo\"\] is not one of dpo, grpo, ppo, sft"):
         build_config(MINIMAL | {"algorithm": ["grpo"]})

@@ -68,5 +68,5 @@ def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
     data = {"dataset_name": "jsonl", "train_data_path": "train.jsonl"}
     config = build_config({"sft": {}, "policy": policy, "data": data})
     with pytest.raises(ModelError, match="safetensors"):
-        load_model(str(tmp_path), config, torch.float32)
+        load_model(str(tmp_path), config.policy, torch.float32)
     assert not mark.exists()

@@ -13,7 +13,14 @@ SOURCES = sorted((*ROOT.glob("libs/*/src/**/*.py"), *ROOT.glob("services/*/src/*
 FORBIDDEN_MODULES = ("pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "jsonpickle")
 FORBIDDEN_CALLS = ("recv_pyobj", "send_pyobj", "broadcast_object_list", "all_gather_object", "gather_object")
 """Of zmq and torch.distributed: they pickle."""
-OF_A_FOLDER = ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer", "AutoProcessor", "AutoModel")
+OF_A_FOLDER = (
+    "AutoConfig",
+    "AutoModelForCausalLM",
+    "AutoModelForTokenClassification",
+    "AutoTokenizer",
+    "AutoProcessor",
+    "AutoModel",
+)
 """Classes of Transformers that would run code from a model's folder if they are let to."""
 
 

@@ -17,9 +17,12 @@ import msgspec
 from tandem.common.columns import (
     ADVANTAGES,
     GENERATION_LOGPROBS,
+    MODELS,
     PREVIOUS_LOGPROBS,
     REFERENCE_LOGPROBS,
+    RETURNS,
     REWARDS,
+    VALUES,
     Column,
     Model,
     read_where,
@@ -28,6 +31,18 @@ from tandem.common.columns import (
 if TYPE_CHECKING:
     from tandem.common.config.named import Holds
     from tandem.common.config.schema import Config
+
+
+class Training(msgspec.Struct, frozen=True, kw_only=True):
+    """How one model is trained: by a loss and an optimizer of its own."""
+
+    model: Model
+    loss: str
+    """The class of its loss: `tandem.trainer.losses`."""
+    loss_section: str
+    """The section of the configuration that the loss is made with."""
+    columns: tuple[Column, ...]
+    """What the loss reads of each token."""
 
 
 class Algorithm(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,14 +71,17 @@ class Algorithm(msgspec.Struct, frozen=True, kw_only=True):
     """The metrics that a report draws: in training, and on what is held out."""
     columns: tuple[Column, ...]
     """What its loss reads of each token."""
-    finishes_advantages: Callable[[Config], bool] = lambda config: False
-    """Whether advantages need log-probabilities, or all tokens of the batch: `tandem.trainer.advantages`."""
+    finisher: Callable[[Config], str] = lambda config: ""
+    """What ends the making of advantages in the trainers, where they need scores, or all tokens of the batch: a
+    function of `tandem.trainer.advantages`; empty where the coordinator's are final."""
     running: str
     """The class that asks for samples and makes batches in a run: `tandem.coordinator.algorithms`."""
     loss: str
     """The class of its loss, unless ``loss_fn.class`` names another: `tandem.trainer.losses`."""
     loss_section: str
     """The section of the configuration that the loss is made with."""
+    beside: tuple[Training, ...] = ()
+    """Models that are trained beside the policy, each before it."""
     rules: tuple[str, ...] = ()
     """Rules that the configuration must keep, beside those of all algorithms: tuples of them."""
 
@@ -77,20 +95,43 @@ class Algorithm(msgspec.Struct, frozen=True, kw_only=True):
         """Whether it learns from prompts with a better and a worse response."""
         return "preferences" in self.learns_from
 
-    def columns_of(self, config: Config, num_steps: int) -> tuple[Column, ...]:
-        """Return what the loss reads of each token in a step of so many optimizer steps; last, what the user's does."""
-        read = {column.name: column for column in self.columns if column.is_read(config, num_steps)}
-        return tuple((read | config.loss_fn.own_columns).values())
+    @property
+    def trainings(self) -> tuple[Training, ...]:
+        """How each model is trained that is, the policy last."""
+        own = Training(model="policy", loss=self.loss, loss_section=self.loss_section, columns=self.columns)
+        return (*self.beside, own)
+
+    @property
+    def trains(self) -> tuple[Model, ...]:
+        """The models that are trained, the policy last."""
+        return tuple(training.model for training in self.trainings)
+
+    def columns_of(self, config: Config, num_steps: int, model: Model = "policy") -> tuple[Column, ...]:
+        """Return what a model's loss reads of each token in a step of so many optimizer steps.
+
+        Last, of the policy's, comes what the user's loss reads.
+        """
+        (training,) = (each for each in self.trainings if each.model == model)
+        read = {column.name: column for column in training.columns if column.is_read(config, num_steps)}
+        if model == "policy":
+            read |= config.loss_fn.own_columns
+        return tuple(read.values())
+
+    def all_columns(self, config: Config, num_steps: int) -> tuple[Column, ...]:
+        """Return what the losses of all models read."""
+        read = (column for each in self.trainings for column in self.columns_of(config, num_steps, each.model))
+        return tuple(dict.fromkeys(read))
 
     def scored_by(self, config: Config, num_steps: int) -> tuple[Model, ...]:
         """Return the models that score a batch before it is trained on with so many optimizer steps."""
-        read = {column.model for column in self.columns_of(config, num_steps)}
-        models: tuple[Model, ...] = ("policy", "reference")
-        return tuple(model for model in models if model in read)
+        read = {column.model for column in self.all_columns(config, num_steps)}
+        return tuple(model for model in MODELS if model in read)
 
     def holds(self, config: Config) -> tuple[Model, ...]:
-        """Return the models that a trainer holds."""
-        return tuple(dict.fromkeys(("policy", *self.scored_by(config, 1))))
+        """Return the models that a trainer holds: where nothing is trained, the policy alone."""
+        if config.evaluates:
+            return ("policy",)
+        return tuple(dict.fromkeys(("policy", *self.scored_by(config, 1), *self.trains)))
 
 
 GRPO = Algorithm(
@@ -109,13 +150,46 @@ GRPO = Algorithm(
         read_where(PREVIOUS_LOGPROBS, lambda config, num_steps: num_steps > 1 or config.loss_fn.use_kl_in_reward),
         read_where(REFERENCE_LOGPROBS, lambda config, num_steps: config.loss_fn.reference_policy_kl_penalty > 0),
     ),
-    finishes_advantages=lambda config: config.grpo.adv_estimator.name == "reinforce_plus_plus",
+    finisher=lambda config: (
+        "tandem.trainer.advantages.reinforce_plus_plus"
+        if config.grpo.adv_estimator.name == "reinforce_plus_plus"
+        else ""
+    ),
     running="tandem.coordinator.algorithms.grpo.GrpoAlgorithm",
     loss="tandem.trainer.losses.policy_gradient.PolicyGradientLoss",
     loss_section="loss_fn",
     rules=("tandem.common.config.checks.learning.RULES", "tandem.common.config.checks.loss.POLICY_GRADIENT_RULES"),
 )
 """Group relative policy optimisation and its kin: what differs between them are options."""
+
+PPO = Algorithm(
+    name="ppo",
+    rolls_out=True,
+    learns_from=("problems",),
+    train_global_batch_size=512,
+    shares_prompts=True,
+    metrics=GRPO.metrics,
+    curves=GRPO.curves,
+    columns=GRPO.columns,
+    finisher=lambda config: "tandem.trainer.advantages.generalised",
+    running="tandem.coordinator.algorithms.grpo.GrpoAlgorithm",
+    loss="tandem.trainer.losses.policy_gradient.PolicyGradientLoss",
+    loss_section="loss_fn",
+    beside=(
+        Training(
+            model="value",
+            loss="tandem.trainer.losses.value.ValueLoss",
+            loss_section="value_loss_fn",
+            columns=(VALUES, RETURNS),
+        ),
+    ),
+    rules=(
+        "tandem.common.config.checks.learning.ROLLOUT_RULES",
+        "tandem.common.config.checks.loss.POLICY_GRADIENT_RULES",
+        "tandem.common.config.checks.value.RULES",
+    ),
+)
+"""Proximal policy optimisation: a model of values beside the policy, and generalised advantages."""
 
 SFT = Algorithm(
     name="sft",
@@ -149,7 +223,7 @@ DPO = Algorithm(
 )
 """Direct preference optimisation: of each pair the chosen response is first."""
 
-ALGORITHMS = {algorithm.name: algorithm for algorithm in (GRPO, SFT, DPO)}
+ALGORITHMS = {algorithm.name: algorithm for algorithm in (GRPO, PPO, SFT, DPO)}
 """By name, in the order in which errors and the documentation list them."""
 
 SECTIONS = {

@@ -7,20 +7,24 @@ like any other. A number of a sequence is that of each of its tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 import msgspec
 
 if TYPE_CHECKING:
     from tandem.common.config.schema import Config
 
-Model = Literal["policy", "reference"]
-"""Models that a trainer can hold and score tokens with: the one in training, and that from before any training."""
+Model = Literal["policy", "reference", "value"]
+"""Models that a trainer can hold and score tokens with: the one in training, that from before any training, and one
+that says what each token's state is worth."""
 
-Source = Literal["engine", "environment", "coordinator", "policy", "reference"]
+MODELS: tuple[Model, ...] = get_args(Model)
+
+Source = Literal["engine", "environment", "coordinator", "trainer", "policy", "reference", "value"]
 """engine: an array of `tandem.common.batch.SampleArrays`, of tokens. environment: what a score says of a sample, under
-that name in its `components`. coordinator: an array of `tandem.common.batch.BatchTable`, of sequences. policy,
-reference: log-probabilities of tokens under that model, before the first optimizer step on the batch."""
+that name in its `components`. coordinator: an array of `tandem.common.batch.BatchTable`, of sequences. trainer: what
+the ranks make of the others (`tandem.common.algorithms.Algorithm.finisher`). policy, reference: log-probabilities of
+tokens under that model, before the first optimizer step on the batch. value: what that model says of them, then."""
 
 
 class Column(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,8 +40,8 @@ class Column(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def model(self) -> Model | None:
-        """The model whose scores it has; None if it comes with the batch."""
-        return self.source if self.source == "policy" or self.source == "reference" else None
+        """The model whose scores it has; None if it comes with the batch, or is made of others."""
+        return next((model for model in MODELS if model == self.source), None)
 
 
 GENERATION_LOGPROBS = Column(name="generation_logprobs", source="engine")
@@ -49,10 +53,23 @@ REWARDS = Column(name="rewards", source="coordinator")
 """What advantages were made of."""
 PREVIOUS_LOGPROBS = Column(name="previous_logprobs", source="policy")
 REFERENCE_LOGPROBS = Column(name="reference_logprobs", source="reference")
+VALUES = Column(name="values", source="value")
+"""What was expected, before each token was made, of the rest of its response."""
+RETURNS = Column(name="returns", source="trainer")
+"""What came of it: the value model's targets."""
 
 BUILT_IN = {
     column.name: column
-    for column in (GENERATION_LOGPROBS, VERSIONS, ADVANTAGES, REWARDS, PREVIOUS_LOGPROBS, REFERENCE_LOGPROBS)
+    for column in (
+        GENERATION_LOGPROBS,
+        VERSIONS,
+        ADVANTAGES,
+        REWARDS,
+        PREVIOUS_LOGPROBS,
+        REFERENCE_LOGPROBS,
+        VALUES,
+        RETURNS,
+    )
 }
 """By name. ``loss_fn.columns`` may ask for these, and for others of environments and models."""
 

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
+from tandem.common.columns import MODELS
 from tandem.common.errors import DamagedCheckpoint
 
 NAME = "manifest.json"
@@ -118,13 +119,13 @@ def read(folder: Path) -> Manifest | None:
 
 
 def of_model(folder: Path) -> tuple[Path, Manifest] | None:
-    """Return the checkpoint that a model's folder is the ``policy/`` of, and its manifest; None if it is of none.
+    """Return the checkpoint that a model's folder is in, and the manifest of that folder alone; None if it is in none.
 
     Raises `DamagedCheckpoint`.
     """
     actual = folder.resolve()
-    found = read(actual.parent) if actual.name == "policy" else None
-    return None if found is None else (actual.parent, only(found, "policy"))
+    found = read(actual.parent) if actual.name in MODELS else None
+    return None if found is None else (actual.parent, only(found, actual.name))
 
 
 def only(manifest: Manifest, subfolder: str) -> Manifest:

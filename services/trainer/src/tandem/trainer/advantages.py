@@ -1,28 +1,98 @@
-"""Advantages that need log-probabilities, or all tokens of a batch: Reinforce++.
+"""Advantages that need models, or all tokens of a batch: Reinforce++, and generalised advantages.
 
-The coordinator, which has every sample's reward but no model, sends each sample's reward minus its baseline. The rest
-happens here, where the log-probabilities are: each rank does it for its own sequences, and three sums over the ranks
-make the normalisation that of the whole rollout batch. So it takes no round trip between coordinator and trainers.
+The coordinator, which has every sample's reward but no model, sends each sample's reward, minus its baseline where it
+has one. The rest happens here, where the tokens and the models are: each rank does it for its own sequences, and a few
+sums over the ranks make the normalisation that of the whole rollout batch. So it takes no round trip between
+coordinator and trainers.
 
 Shapes: ``T`` tokens of the rank's ragged share of the batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tandem.common.batch import Float32s
+from tandem.common.batch import Float32s, TrainingBatch
+from tandem.common.columns import ADVANTAGES, RETURNS, Column, Source
+from tandem.common.config import Config
 from tandem.common.config.schema import LossFn
+from tandem.trainer import gae
 from tandem.trainer.losses.kl import kl_penalty
 
 _MIN_VARIANCE = 1e-8
 """Keeps a spread that is nothing but rounding from being blown up."""
 
 SumOverRanks = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Scored(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """A rank's share of a rollout batch, and what models say of its tokens."""
+
+    batch: TrainingBatch
+    scores: Mapping[Source, Float32s]
+    """Of each token, by the model that says it; zero where none counts."""
+    sum_over_ranks: SumOverRanks
+    """Adds a float64 tensor over the ranks."""
+
+
+class Finished(NamedTuple):
+    """What has been made of it."""
+
+    columns: dict[Column, Float32s]
+    """Of each token: advantages, and whatever else the trainers are the source of."""
+    metrics: dict[str, float]
+    """Of the whole batch, equal on every rank."""
+
+
+class Finisher(Protocol):
+    """What an algorithm's declaration names to end the making of advantages."""
+
+    def __call__(self, config: Config, scored: Scored) -> Finished:
+        """Return what the losses read. Collective."""
+        ...
+
+
+def reinforce_plus_plus(config: Config, scored: Scored) -> Finished:
+    """Normalise over the tokens of the batch; before that, take the divergence from each token's advantage."""
+    settings = config.loss_fn
+    advantages_T = np.asarray(scored.batch.of_tokens(ADVANTAGES.name), dtype=np.float32)
+    if settings.use_kl_in_reward:
+        advantages_T = minus_kl(advantages_T, scored.scores["policy"], scored.scores["reference"], settings)
+    return Finished({ADVANTAGES: whitened(advantages_T, scored.batch.counted(), scored.sum_over_ranks)}, {})
+
+
+def generalised(config: Config, scored: Scored) -> Finished:
+    """Estimate advantages and returns from rewards and the values of tokens, by `tandem.trainer.gae`.
+
+    A sequence's reward is that of its last counted token. ``use_kl_in_reward`` takes the divergence at each token from
+    its reward.
+    """
+    batch, settings, estimator = scored.batch, config.loss_fn, config.ppo.adv_estimator
+    counted_T, values_T = batch.counted(), scored.scores["value"]
+    rewards_T = gae.token_rewards(batch.rewards_S, counted_T, batch.lengths_S)
+    if settings.use_kl_in_reward:
+        rewards_T = minus_kl(rewards_T, scored.scores["policy"], scored.scores["reference"], settings)
+    advantages_T, returns_T = gae.advantages_and_returns(rewards_T, values_T, counted_T, batch.lengths_S, estimator)
+    explained = explained_variance(values_T[counted_T], returns_T[counted_T], scored.sum_over_ranks)
+    if estimator.normalize_advantages:
+        advantages_T = np.where(counted_T, whitened(advantages_T, counted_T, scored.sum_over_ranks), np.float32(0.0))
+    return Finished({ADVANTAGES: advantages_T, RETURNS: returns_T}, {"value/explained_variance": explained})
+
+
+def explained_variance(values_C: Float32s, returns_C: Float32s, sum_over_ranks: SumOverRanks) -> float:
+    """Return 1 - Var(return - value) / Var(return) over the counted tokens of all ranks; 0 where returns are equal."""
+    returns, errors = returns_C.astype(np.float64), returns_C.astype(np.float64) - values_C
+    sums = [len(returns), returns.sum(), np.square(returns).sum(), errors.sum(), np.square(errors).sum()]
+    count, *totals = sum_over_ranks(torch.tensor(sums, dtype=torch.float64)).tolist()
+    mean, square, error, squared_error = (total / max(1.0, count) for total in totals)
+    variance = square - mean**2
+    return 1.0 - (squared_error - error**2) / variance if variance > _MIN_VARIANCE else 0.0
 
 
 def minus_kl(advantages_T: Float32s, previous_T: Float32s, reference_T: Float32s, settings: LossFn) -> Float32s:

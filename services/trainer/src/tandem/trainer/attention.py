@@ -109,11 +109,15 @@ _PACKED = pack_row(_SAMPLES, np.array([4, 4]), _COUNTED, divisible_by=1, row_div
 
 @torch.no_grad()
 def _logits(model: Any, **row: SharedPrompts | PackedRow) -> torch.Tensor:
-    """Return the logits of the tokens that predict something in `_SAMPLES`, ``[K, V]``, from samples or from a row."""
+    """Return the logits of the tokens that predict something in `_SAMPLES`, ``[K, V]``, from samples or from a row.
+
+    Of what is no language model, whose head may give the same for all, the hidden states.
+    """
     logits: torch.Tensor
+    asked = model if model.can_generate() else model.base_model
     for found in row.values():
         inputs = {"input_ids": found.token_ids_1N, "position_ids": found.position_ids_1N}
-        logits = model(**inputs, **row, use_cache=False).logits
+        logits = asked(**inputs, **row, use_cache=False)[0]
         return logits[0, found.predictor_K]
-    logits = model(input_ids=torch.from_numpy(_SAMPLES), use_cache=False).logits
+    logits = asked(input_ids=torch.from_numpy(_SAMPLES), use_cache=False)[0]
     return logits[:, 1:3].flatten(0, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import torch
@@ -13,11 +13,11 @@ import torch
 from tandem.common.columns import Model
 from tandem.refit.endpoint import Weights
 from tandem.trainer.packing import MicroBatch
-from tandem.trainer.scoring import TokenScores
+from tandem.trainer.scoring import Scores
 
-LossOfMicroBatch = Callable[[MicroBatch, TokenScores], torch.Tensor]
-"""From a micro-batch and the scores of its tokens to a scalar loss, whose sum over all micro-batches of all ranks is
-the loss of the global batch."""
+LossOfMicroBatch = Callable[[MicroBatch, Any], torch.Tensor]
+"""From a micro-batch and what the model says of its tokens to a scalar loss, whose sum over all micro-batches of all
+ranks is the loss of the global batch."""
 
 
 class OptimizerStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,30 +40,32 @@ class Writing(NamedTuple):
 
 
 class Backend(Protocol):
-    """A rank's policy, optional frozen reference, and optimizer."""
+    """The models that a rank holds: the policy, what else the algorithm's declaration names, and their optimizers."""
 
     data_parallel_rank: int
     data_parallel_size: int
     num_parameters: int
-    """Of the whole model."""
+    """Of the whole policy."""
     device: torch.device
     shares_prompts: bool
     """Whether its models take `MicroBatch.shared_prompts`."""
     sequence_divisor: int
     """The width of padded rows, and the length of every segment of a packed one, must be a multiple of this."""
 
-    def train_step(self, micro_batches: Sequence[MicroBatch], loss: LossOfMicroBatch) -> OptimizerStep:
-        """Forward and backward over this rank's micro-batches, clip, and step optimizer and schedule once.
+    def train_step(
+        self, micro_batches: Sequence[MicroBatch], loss: LossOfMicroBatch, model: Model = "policy"
+    ) -> OptimizerStep:
+        """Forward and backward over this rank's micro-batches, clip, and step the model's optimizer and schedule once.
 
         Raises `TrainingError`, with the weights unchanged, if the loss or the gradient is not a finite number.
         """
         ...
 
-    def scores(self, micro_batches: Sequence[MicroBatch], model: Model) -> list[TokenScores]:
-        """Return the scores of each micro-batch without gradient, aligned with its ``token_ids_BT``.
+    def scores(self, micro_batches: Sequence[MicroBatch], model: Model) -> Sequence[Scores]:
+        """Return what a model says of each micro-batch without gradient, aligned with its ``token_ids_BT``.
 
-        Position ``t`` holds those of token ``t`` given the tokens before it, at the sampling temperature; positions
-        whose token does not count in the loss hold zero.
+        Position ``t`` holds what it says of token ``t`` given the tokens before it, a language model at the sampling
+        temperature; positions whose token does not count in the loss hold zero.
         """
         ...
 
@@ -72,11 +74,13 @@ class Backend(Protocol):
         ...
 
     def weights(self) -> Weights:
-        """Return the weights this rank holds, all of them in memory that the host's engines can open."""
+        """Return the weights of the policy that this rank holds, all in memory that the host's engines can open."""
         ...
 
     def save(self, folder: Path) -> Writing:
-        """Copy policy and optimizer, and begin to write ``policy/`` (Hugging Face format) and ``optimizer/``.
+        """Copy every model that is trained, and its optimizer, and begin to write them under `folder`.
+
+        `tandem.trainer.checkpoints` has the names: ``policy/`` (Hugging Face format) and ``optimizer/``, and so on.
 
         Training may go on at once. One checkpoint at a time. Collective. Raises `CheckpointError` for an optimizer
         whose state cannot be saved; the rest is said by what is returned.
@@ -84,9 +88,9 @@ class Backend(Protocol):
         ...
 
     def offload(self) -> None:
-        """Give up the device memory that only optimizer steps need: gradients, and the optimizer's state.
+        """Give up the device memory that only training needs: gradients, optimizers' states, values' parameters.
 
-        The state goes to host memory. Parameters stay where they are: engines may be reading them.
+        They go to host memory. The policy's parameters stay where they are: engines may be reading them.
         """
         ...
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.common.assignment import EMPTY_ROW, Ints
-from tandem.common.config.schema import DynamicBatching, Policy, SequencePacking
+from tandem.common.config.schema import DynamicBatching, Model, SequencePacking
 from tandem.trainer import bins, packing
 
 Groups = list[tuple[int, ...]]
@@ -25,7 +25,7 @@ class Batching:
     """The micro-batches of one rank for one ragged batch.
 
     Args:
-        policy: says how many sequences or tokens a micro-batch has.
+        settings: of the model; they say how many sequences or tokens a micro-batch has.
         lengths_S: tokens of each sequence.
         rank_S: the data-parallel rank that each sequence is assigned to (`tandem.common.assignment`).
         rank: of the data-parallel ranks.
@@ -39,7 +39,7 @@ class Batching:
 
     def __init__(
         self,
-        policy: Policy,
+        settings: Model,
         lengths_S: NDArray[np.int32],
         rank_S: Ints,
         *,
@@ -49,7 +49,7 @@ class Batching:
         prompt_S: Ints | None = None,
         unit: int = 1,
     ) -> None:
-        self._policy = policy
+        self._settings = settings
         self._rank, self._num_ranks = rank, num_ranks
         self._unit = unit
         # What is assigned and cut are units; rows only come in and go out.
@@ -58,21 +58,21 @@ class Batching:
         self._rank_U = rank_S[::unit]
         self._prompt_S = prompt_S if unit == 1 else None
         self._limits: SequencePacking | DynamicBatching | None = None
-        self.divisible_by = math.lcm(policy.make_sequence_length_divisible_by, sequence_divisor)
+        self.divisible_by = math.lcm(settings.make_sequence_length_divisible_by, sequence_divisor)
         """Of the width of padded rows, and of the segments of packed ones."""
         self.row_divisible_by: int | None = None
         """Of packed rows; None where rows are padded."""
-        if policy.sequence_packing.enabled:
-            self._limits = policy.sequence_packing
-            self.row_divisible_by = policy.sequence_packing.sequence_length_round
-        elif policy.dynamic_batching.enabled:
-            self._limits = policy.dynamic_batching
-            self.divisible_by = math.lcm(self.divisible_by, policy.dynamic_batching.sequence_length_round)
+        if settings.sequence_packing.enabled:
+            self._limits = settings.sequence_packing
+            self.row_divisible_by = settings.sequence_packing.sequence_length_round
+        elif settings.dynamic_batching.enabled:
+            self._limits = settings.dynamic_batching
+            self.divisible_by = math.lcm(self.divisible_by, settings.dynamic_batching.sequence_length_round)
 
     def training(self, rows: Sequence[int]) -> Groups:
         """Return this rank's micro-batches of a global batch: as many as on every other rank."""
         if self._limits is None:
-            return self._cut_by_sequences(self._equal_share(rows), self._policy.train_micro_batch_size)
+            return self._cut_by_sequences(self._equal_share(rows), self._settings.train_micro_batch_size)
         return self._cut_by_tokens([rows], self._limits.train_mb_tokens)
 
     def scoring(self, global_batches: Sequence[Sequence[int]], size: int | None = None) -> Groups:
@@ -82,7 +82,7 @@ class Batching:
         """
         if self._limits is None:
             share = [unit for rows in global_batches for unit in self._equal_share(rows)]
-            return self._cut_by_sequences(share, size or self._policy.logprob_batch_size)
+            return self._cut_by_sequences(share, size or self._settings.logprob_batch_size)
         return self._cut_by_tokens(global_batches, self._limits.logprob_mb_tokens)
 
     def _share(self, rows: Sequence[int], rank: int) -> list[int]:

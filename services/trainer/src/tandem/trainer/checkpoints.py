@@ -1,8 +1,9 @@
 """Checkpoints on disk: ``policy/`` in Hugging Face's format, ``optimizer/`` in boxes of tensors.
 
-Both are safetensors files and JSON: nothing in a checkpoint is ever unpickled. Each rank copies what it has to write
-and hands the copy to a thread, which writes and syncs it while training goes on. There no rank waits for another: that
-all have written their part, and that the folder then counts as whole, is the coordinator's business.
+Of another model that is trained, such as ``value``, they are ``value/`` and ``value_optimizer/``. All are safetensors
+files and JSON: nothing in a checkpoint is ever unpickled. Each rank copies what it has to write and hands the copies to
+a thread, which writes and syncs them while training goes on. There no rank waits for another: that all have written
+their part, and that the folder then counts as whole, is the coordinator's business.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from threading import Thread
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from tandem.common import manifest
+from tandem.common.columns import Model
 from tandem.common.config import Config
 from tandem.common.errors import CheckpointError, DamagedCheckpoint
 from tandem.common.manifest import FileRecord
@@ -32,7 +34,8 @@ from tandem.trainer import box_files, policy_files
 from tandem.trainer.backend import Writing
 from tandem.trainer.box_files import BoxFiles, Part
 
-POLICY = "policy"
+POLICY: Final = "policy"
+"""A model's folder has the name of the model."""
 OPTIMIZER = "optimizer"
 MAX_FILE_BYTES = 5 * 10**9
 """Of one file."""
@@ -48,14 +51,14 @@ Files = tuple[Path, Mapping[str, FileRecord]]
 
 
 class State(NamedTuple):
-    """What a checkpoint is made of: as it is now, in the memory that training changes."""
+    """What a checkpoint is made of, of one model: as it is now, in the memory that training changes."""
 
     model: Any
-    """Whose configuration is written, and by whose names the policy's tensors go; it need have no weights."""
-    policy: Iterable[Mapping[str, torch.Tensor]]
-    """Whole tensors in CPU memory of their own, a batch at a time. Other ranks than 0 get empty batches, and go through
-    all of them too: making one may be collective."""
-    policy_bytes: int
+    """Whose configuration is written, and by whose names the tensors go; it need have no weights."""
+    tensors: Iterable[Mapping[str, torch.Tensor]]
+    """Whole, in CPU memory of their own, a batch at a time. Other ranks than 0 get empty batches, and go through all of
+    them too: making one may be collective."""
+    num_bytes: int
     """Of all its tensors."""
     optimizer: Callable[[], Iterator[Part]]
     """What this rank writes of the optimizer's state."""
@@ -72,27 +75,59 @@ def step_of(folder: Path) -> int:
     return int(number)
 
 
-def save(folder: Path, state: State, config: Config, *, max_file_bytes: int = MAX_FILE_BYTES) -> Writing:
-    """Copy the state and begin to write the copy under `folder`; from then on the state may change.
+class _Copy(NamedTuple):
+    """What this rank writes of one model."""
+
+    name: Model
+    writer: policy_files.Writer | None
+    """None on other ranks than 0."""
+    tensors: Iterable[Mapping[str, torch.Tensor]]
+    optimizer: Iterable[Part]
+    num_steps: int
+
+
+def optimizer_folder(model: Model) -> str:
+    """Return the name of the folder of a model's optimizer, beside the one that has the model's own."""
+    return OPTIMIZER if model == POLICY else f"{model}_{OPTIMIZER}"
+
+
+def save(
+    folder: Path, states: Mapping[Model, State], config: Config, *, max_file_bytes: int = MAX_FILE_BYTES
+) -> Writing:
+    """Copy the states and begin to write the copies under `folder`; from then on the states may change.
 
     Where the copies have no room in the memory of some host, all is written before this returns, and memory holds a
     file's worth. Collective. Raises `CheckpointError` for an optimizer whose state cannot be saved; what cannot be
     written, the result says on the rank that could not.
     """
     is_first = dist.get_rank() == 0
-    writer = policy_files.Writer(folder / POLICY, state.model, max_file_bytes) if is_first else None
-    needed = sum(part.elements.nbytes for part in state.optimizer()) + (state.policy_bytes if is_first else 0)
+    writers = {
+        name: policy_files.Writer(folder / name, state.model, max_file_bytes) if is_first else None
+        for name, state in states.items()
+    }
+    needed = sum(
+        sum(part.elements.nbytes for part in state.optimizer()) + (state.num_bytes if is_first else 0)
+        for state in states.values()
+    )
     shortage = _shortage(needed)
-    policy = (policy_files.by_checkpoint_names(state.model, batch) if batch else batch for batch in state.policy)
-    optimizer = box_files.snapshot(state.optimizer())
+    copies = [_copy(name, state, writers[name], is_lazy=bool(shortage)) for name, state in states.items()]
+    write = partial(_write, folder, copies, config, max_file_bytes)
     num_bytes: Future[int] = Future()
     if shortage:
-        _run(partial(_write, folder, writer, policy, optimizer, state.num_steps, config, max_file_bytes), num_bytes)
+        _run(write, num_bytes)
         return Writing(num_bytes, shortage)
-    copies = [batch for batch in policy if is_first], list(optimizer)
-    write = partial(_write, folder, writer, *copies, state.num_steps, config, max_file_bytes)
     Thread(target=_run, args=(write, num_bytes), name="checkpoint", daemon=True).start()
     return Writing(num_bytes, "")
+
+
+def _copy(name: Model, state: State, writer: policy_files.Writer | None, *, is_lazy: bool) -> _Copy:
+    """Copy a state; if it `is_lazy`, as it is written, a part at a time."""
+    tensors = (policy_files.by_checkpoint_names(state.model, batch) if batch else batch for batch in state.tensors)
+    optimizer = box_files.snapshot(state.optimizer())
+    if is_lazy:
+        return _Copy(name, writer, tensors, optimizer, state.num_steps)
+    is_first = writer is not None
+    return _Copy(name, writer, [batch for batch in tensors if is_first], list(optimizer), state.num_steps)
 
 
 def _run(work: Callable[[], Result], result: Future[Result]) -> None:
@@ -122,34 +157,26 @@ def _shortage(num_bytes: int) -> str:
     return ""
 
 
-def _write(
-    folder: Path,
-    writer: policy_files.Writer | None,
-    policy: Iterable[Mapping[str, torch.Tensor]],
-    optimizer: Iterable[Part],
-    num_steps: int,
-    config: Config,
-    max_file_bytes: int,
-) -> int:
+def _write(folder: Path, copies: Iterable[_Copy], config: Config, max_file_bytes: int) -> int:
     """Write what this rank has to write, and sync it; return the bytes. Raises `CheckpointError`."""
-    files = _write_policy(folder, writer, policy, config)
-    files |= _write_optimizer(folder, optimizer, num_steps, max_file_bytes)
+    files: dict[str, FileRecord] = {}
+    for copy in copies:
+        files |= _write_model(folder, copy, config)
+        files |= _write_optimizer(folder, copy, max_file_bytes)
     with as_checkpoint_error(f"cannot write {folder}"):
         num_bytes = sync([manifest.write_part(folder, dist.get_rank(), files)])
         sync_folder(folder)
     return num_bytes + sum(record.size for record in files.values())
 
 
-def _write_policy(
-    folder: Path, writer: policy_files.Writer | None, policy: Iterable[Mapping[str, torch.Tensor]], config: Config
-) -> dict[str, FileRecord]:
+def _write_model(folder: Path, copy: _Copy, config: Config) -> dict[str, FileRecord]:
     """Write weights, configuration and tokenizer where there is a writer; return what was written.
 
     Raises `CheckpointError` on the rank that could not write, once all has been gathered.
     """
-    target = folder / POLICY
+    target, writer = folder / copy.name, copy.writer
     failure: CheckpointError | None = None
-    for tensors in policy:
+    for tensors in copy.tensors:
         if writer is not None and failure is None:
             try:
                 with as_checkpoint_error(f"cannot write {target}"):
@@ -166,14 +193,14 @@ def _write_policy(
         return _synced(folder, target, target.iterdir(), digests)
 
 
-def _write_optimizer(folder: Path, parts: Iterable[Part], num_steps: int, max_file_bytes: int) -> dict[str, FileRecord]:
-    target = folder / OPTIMIZER
+def _write_optimizer(folder: Path, copy: _Copy, max_file_bytes: int) -> dict[str, FileRecord]:
+    target = folder / optimizer_folder(copy.name)
     with as_checkpoint_error(f"cannot write {target}"):
-        digests = box_files.write(target, dist.get_rank(), parts, max_file_bytes)
+        digests = box_files.write(target, dist.get_rank(), copy.optimizer, max_file_bytes)
         paths = list(digests)
         if dist.get_rank() == 0:
             paths.append(target / _COUNTS)
-            paths[-1].write_text(json.dumps({_NUM_STEPS: num_steps}) + "\n")
+            paths[-1].write_text(json.dumps({_NUM_STEPS: copy.num_steps}) + "\n")
         return _synced(folder, target, paths, digests)
 
 
@@ -205,9 +232,12 @@ def files_of_model(source: str) -> list[Files]:
 
 def files_to_load(config: Config, checkpoint: Path | None) -> list[Files]:
     """Return what was written to all that a backend loads at its start. Raises `DamagedCheckpoint`."""
+    held, trained = config.declaration.holds(config), config.declaration.trains
+    # A model that is trained comes from the checkpoint, if there is one.
+    read = [model for model in held if checkpoint is None or model not in trained]
+    sources = dict.fromkeys(config.settings_of(model).model_name for model in read)
     parts = [] if checkpoint is None else files_of(checkpoint)
-    reads_model = checkpoint is None or config.needs_reference
-    return [*parts, *files_of_model(config.policy.model_name)] if reads_model else parts
+    return [*parts, *(files for source in sources for files in files_of_model(source))]
 
 
 class Proof:
@@ -238,18 +268,21 @@ class Proof:
             manifest.check_tensors(folder, files, reader=rank, num_readers=num_ranks)
 
 
-def read_num_steps(folder: Path) -> int:
-    """Return the number of steps that the optimizer of a checkpoint had taken. Raises `CheckpointError`."""
-    source = folder / OPTIMIZER
+def read_num_steps(folder: Path, model: Model = POLICY) -> int:
+    """Return the number of steps that a model's optimizer had taken. Raises `CheckpointError`."""
+    source = folder / optimizer_folder(model)
     with as_checkpoint_error(f"cannot read {source}"):
         if not (source / _COUNTS).exists():
             raise CheckpointError(f"it has no {_COUNTS}: an earlier version of Tandem wrote it, or it is not whole")
         return int(json.loads((source / _COUNTS).read_bytes())[_NUM_STEPS])
 
 
-def read_optimizer(folder: Path, read: Callable[[BoxFiles], None]) -> None:
-    """Have `read` take from the optimizer's files, which any number of ranks wrote. Raises `CheckpointError`."""
-    source = folder / OPTIMIZER
+def read_optimizer(folder: Path, read: Callable[[BoxFiles], None], model: Model = POLICY) -> None:
+    """Have `read` take from the files of a model's optimizer, which any number of ranks wrote.
+
+    Raises `CheckpointError`.
+    """
+    source = folder / optimizer_folder(model)
     with as_checkpoint_error(f"cannot read {source}"):
         read(BoxFiles(source))
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,31 +16,73 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from tandem.common.config import Config
+from tandem.common.config.schema import Model
 from tandem.common.errors import ModelError
 from tandem.trainer.context import inputs_of_share, sum_shares
 from tandem.trainer.packing import MicroBatch
-from tandem.trainer.scoring import TokenScores, VocabularyShard, score_tokens
+from tandem.trainer.scoring import Scores, TokenScores, TokenValues, VocabularyShard, score_tokens
 
+_HEAD = "score"
+"""What Transformers' classifiers call their last layer."""
 _ENTROPY_ROWS = 1024
 """Positions whose entropy is computed at once, so that a large vocabulary needs little extra memory."""
 
 
-def load_model(source: str, config: Config, dtype: torch.dtype) -> Any:
+def load_model(source: str, settings: Model, dtype: torch.dtype) -> Any:
     """Return the causal language model in folder `source` (or of that Hub name), on the CPU, in `dtype`.
 
-    A folder with a configuration and no weights is what ``policy.new_model`` leaves behind: its weights are drawn with
+    A folder with a configuration and no weights is what `settings.new_model` leaves behind: its weights are drawn with
     that section's seed, the same on every rank. Dropout is off. Raises `ModelError`.
     """
     transformers.utils.logging.disable_progress_bar()
     folder = Path(source)
     if folder.is_dir() and not _has_weights(folder):
-        model = _new_model(folder, config, dtype)
+        model = _new_model(folder, settings, dtype)
     else:
         model = _pretrained(source, dtype)
     if model.get_output_embeddings() is None:
         raise ModelError(f"{source}: {type(model).__name__} has no output embeddings to predict tokens with")
     return model.eval()
+
+
+def load_value_model(source: str, settings: Model, dtype: torch.dtype) -> Any:
+    """Return the value model in folder `source` (or of that Hub name), on the CPU, in `dtype`.
+
+    It is Transformers' token classifier with one label. Of a language model it takes all but the output layer; the head
+    of what had none begins with zeros, and so do all values (Huang et al. 2024, arXiv:2403.17031). `settings` says how
+    to make a model that has no weights yet. Raises `ModelError`.
+    """
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()  # it warns of a head that has to be trained, which it will be
+    folder = Path(source)
+    if folder.is_dir() and not _has_weights(folder):
+        model, has_head = _new_value_model(folder, settings, dtype), False
+    else:
+        with _as_model_error(f"cannot load a value model from {source!r}"):
+            model, info = transformers.AutoModelForTokenClassification.from_pretrained(
+                source,
+                num_labels=1,
+                dtype=dtype,
+                output_loading_info=True,
+                trust_remote_code=False,
+                use_safetensors=True,  # the other format is unpickled
+            )
+        of_head = {name for name in info["missing_keys"] if name.startswith(f"{_HEAD}.")}
+        _refuse_missing(source, set(info["missing_keys"]) - of_head)
+        has_head = not of_head
+    head = value_head(model)
+    if not has_head:
+        for parameter in head.parameters():
+            torch.nn.init.zeros_(parameter)
+    return model.eval()
+
+
+def value_head(model: Any) -> torch.nn.Linear:
+    """Return the layer of a value model that makes one number of a hidden state. Raises `ModelError`."""
+    head = getattr(model, _HEAD, None)
+    if not isinstance(head, torch.nn.Linear) or head.out_features != 1:
+        raise ModelError(f"{type(model).__name__} has no layer {_HEAD!r} that makes one number of a hidden state")
+    return head
 
 
 def without_weights(source: str, dtype: torch.dtype) -> Any:
@@ -91,40 +133,27 @@ def has_linear_head(model: Any) -> bool:
         hook.remove()
 
 
-class TokenScorer:
-    """Log-probabilities and entropies of a model, computed only where they count.
+class Scorer:
+    """What a model says of tokens, computed only where they count: its head sees only what comes before such a token.
 
-    The output layer, with a large vocabulary the most expensive of all, sees only the positions that predict a counted
-    token. Where it is nothing but a matrix product, it gives their scores in place of logits, which never all exist at
-    once: in its own forward pass, because there a sharded weight is whole. Where tensor parallelism has cut it, each
-    rank works on its own rows.
+    What it says is a tuple of numbers of each of them, whose kind is `SAYS`.
     """
 
-    def __init__(
-        self, model: Any, temperature: float, *, linear_head: bool, context: dist.ProcessGroup | None = None
-    ) -> None:
-        """Begin, with a model that is sharded already; raise `ModelError` where it is cut so that it cannot be scored.
+    SAYS: type[Scores]
 
-        `linear_head`: what `has_linear_head` said of it before. `context`: the ranks that share each sequence with this
-        one.
-        """
+    def __init__(self, model: Any, head: Any, context: dist.ProcessGroup | None) -> None:
+        """Begin, with a model that is sharded already; `context`: the ranks that share each sequence with this one."""
         self.model = model
-        self._temperature = temperature
         self._context = context
         self._task: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._gives_logits = not linear_head
-        head = model.get_output_embeddings()
-        self._is_cut = isinstance(head.weight, DTensor) and "tensor" in (head.weight.device_mesh.mesh_dim_names or ())
-        if self._gives_logits and self._is_cut:
-            raise ModelError(f"{type(model).__name__} changes its logits, so its output layer cannot be cut over ranks")
+        weight = head.weight
+        self._is_cut = isinstance(weight, DTensor) and "tensor" in (weight.device_mesh.mesh_dim_names or ())
         head.register_forward_pre_hook(self._pick)
-        if not self._gives_logits:
-            head.forward = functools.partial(self._score, head, head.forward)
 
-    def __call__(self, batch: MicroBatch) -> TokenScores:
-        """Return the scores of the tokens, ``[B, T]``, zero where nothing counts.
+    def __call__(self, batch: MicroBatch) -> Any:
+        """Return what the model says of the tokens, ``[B, T]`` each, zero where nothing counts.
 
-        Position ``t`` holds those of token ``t`` given the tokens before it, at the sampling temperature.
+        Position ``t`` holds what it says of token ``t`` given the tokens before it.
         """
         counted_BT = batch.loss_mask_BT
         inputs, predictor_K = self._inputs(batch)
@@ -132,12 +161,16 @@ class TokenScorer:
         is_here_K = predictor_K >= 0
         if self._context is not None:
             predictor_K, target_K = predictor_K[is_here_K], target_K[is_here_K]
-        scores_K = self._scores(inputs, predictor_K, target_K)
+        self._task = predictor_K, target_K
+        try:
+            scores_K: Sequence[torch.Tensor] = self._scores(inputs, target_K)
+        finally:
+            self._task = None
         if self._context is not None:
             zeros_K = torch.zeros(is_here_K.shape, dtype=torch.float32, device=is_here_K.device)
             scores_K = [sum_shares(zeros_K.masked_scatter(is_here_K, scores), self._context) for scores in scores_K]
         zeros_BT = torch.zeros(counted_BT.shape, dtype=torch.float32, device=counted_BT.device)
-        return TokenScores(*(zeros_BT.masked_scatter(counted_BT, scores) for scores in scores_K))
+        return self.SAYS(*(zeros_BT.masked_scatter(counted_BT, scores) for scores in scores_K))
 
     def _inputs(self, batch: MicroBatch) -> tuple[dict[str, Any], torch.Tensor]:
         """Return what the model takes, and its token that predicts each counted one, -1 where another rank has that.
@@ -159,22 +192,47 @@ class TokenScorer:
             inputs["position_ids"] = torch.arange(batch.token_ids_BT.shape[1], device=batch.token_ids_BT.device)[None]
         return inputs, batch.loss_mask_BT.flatten().nonzero()[:, 0] - 1
 
-    def _scores(
-        self, inputs: dict[str, Any], predictor_K: torch.Tensor, target_K: torch.Tensor
-    ) -> Sequence[torch.Tensor]:
-        """Return the scores of the targets."""
-        self._task = predictor_K, target_K
-        try:
-            output: Any = self.model(**inputs, use_cache=False).logits
-        finally:
-            self._task = None
+    def _scores(self, inputs: dict[str, Any], target_K: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return what the model says of the targets."""
+        raise NotImplementedError
+
+    def _pick(self, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+        return None if self._task is None else (inputs[0].flatten(0, 1).index_select(0, self._task[0]),)
+
+
+class TokenScorer(Scorer):
+    """Log-probabilities and entropies of a language model, at the sampling temperature.
+
+    The output layer, with a large vocabulary the most expensive of all, sees only the positions that predict a counted
+    token. Where it is nothing but a matrix product, it gives their scores in place of logits, which never all exist at
+    once: in its own forward pass, because there a sharded weight is whole. Where tensor parallelism has cut it, each
+    rank works on its own rows.
+    """
+
+    SAYS = TokenScores
+
+    def __init__(
+        self, model: Any, temperature: float, *, linear_head: bool, context: dist.ProcessGroup | None = None
+    ) -> None:
+        """Begin, as any scorer; raise `ModelError` where the model is cut so that it cannot be scored.
+
+        `linear_head`: what `has_linear_head` said of it before it was sharded.
+        """
+        self._temperature = temperature
+        self._gives_logits = not linear_head
+        head = model.get_output_embeddings()
+        super().__init__(model, head, context)
+        if self._gives_logits and self._is_cut:
+            raise ModelError(f"{type(model).__name__} changes its logits, so its output layer cannot be cut over ranks")
+        if not self._gives_logits:
+            head.forward = functools.partial(self._score, head, head.forward)
+
+    def _scores(self, inputs: dict[str, Any], target_K: torch.Tensor) -> Sequence[torch.Tensor]:
+        output: Any = self.model(**inputs, use_cache=False).logits
         if self._gives_logits:
             return _scores_of_logits(output.float() / self._temperature, target_K)
         scores: TokenScores = output
         return scores
-
-    def _pick(self, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
-        return None if self._task is None else (inputs[0].flatten(0, 1).index_select(0, self._task[0]),)
 
     def _score(
         self, head: Any, forward: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor
@@ -190,6 +248,19 @@ class TokenScorer:
             vocabulary = VocabularyShard(group=group, first_row=first_row, num_rows=weight_VH.shape[0])
             weight_VH = weight_VH.to_local(grad_placements=weight_VH.placements)
         return score_tokens(hidden, weight_VH, self._task[1], temperature=self._temperature, vocabulary=vocabulary)
+
+
+class ValueScorer(Scorer):
+    """The values of tokens: what `value_head` makes of the hidden state from which each was predicted."""
+
+    SAYS = TokenValues
+
+    def __init__(self, model: Any, *, context: dist.ProcessGroup | None = None) -> None:
+        """Begin, as any scorer."""
+        super().__init__(model, value_head(model), context)
+
+    def _scores(self, inputs: dict[str, Any], target_K: torch.Tensor) -> Sequence[torch.Tensor]:
+        return (self.model(**inputs, use_cache=False).logits[:, 0].float(),)
 
 
 def _scores_of_logits(logits_KV: torch.Tensor, target_K: torch.Tensor) -> TokenScores:
@@ -213,8 +284,16 @@ def _has_weights(folder: Path) -> bool:
     return any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "pytorch_model*.bin"))
 
 
-def _pretrained(source: str, dtype: torch.dtype) -> Any:
+@contextmanager
+def _as_model_error(what: str) -> Iterator[None]:
     try:
+        yield
+    except Exception as error:  # the library raises whatever its readers raise
+        raise ModelError(f"{what}: {error}".split("\n")[0]) from error
+
+
+def _pretrained(source: str, dtype: torch.dtype) -> Any:
+    with _as_model_error(f"cannot load a model from {source!r}"):
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
             source,
             dtype=dtype,
@@ -222,21 +301,33 @@ def _pretrained(source: str, dtype: torch.dtype) -> Any:
             trust_remote_code=False,
             use_safetensors=True,  # the other format is unpickled
         )
-    except Exception as error:  # the library raises whatever its readers raise
-        raise ModelError(f"cannot load a model from {source!r}: {error}".split("\n")[0]) from error
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise ModelError(f"the checkpoint in {source!r} lacks {len(missing)} tensors, the first is {missing[0]}")
+    _refuse_missing(source, info["missing_keys"])
     return model
 
 
-def _new_model(folder: Path, config: Config, dtype: torch.dtype) -> Any:
-    if config.policy.new_model is None:
+def _refuse_missing(source: str, names: Iterable[str]) -> None:
+    missing = sorted(names)
+    if missing:
+        raise ModelError(f"the checkpoint in {source!r} lacks {len(missing)} tensors, the first is {missing[0]}")
+
+
+def _new_model(folder: Path, settings: Model, dtype: torch.dtype) -> Any:
+    if settings.new_model is None:
         raise ModelError(f"there are no weights in {str(folder)!r}, and policy.new_model does not say how to make them")
-    try:
-        settings = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    with _as_model_error("policy.new_model.config: cannot make a model"):
+        described = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(config.policy.new_model.seed)
-            return transformers.AutoModelForCausalLM.from_config(settings, dtype=dtype, trust_remote_code=False)
-    except Exception as error:  # the library raises whatever its readers raise
-        raise ModelError(f"policy.new_model.config: cannot make a model: {error}".split("\n")[0]) from error
+            torch.manual_seed(settings.new_model.seed)
+            return transformers.AutoModelForCausalLM.from_config(described, dtype=dtype, trust_remote_code=False)
+
+
+def _new_value_model(folder: Path, settings: Model, dtype: torch.dtype) -> Any:
+    """Return one whose layers are those of the language model that is made of the same folder."""
+    language_model = _new_model(folder, settings, dtype)
+    with _as_model_error(f"cannot make a value model of {str(folder)!r}"):
+        described = transformers.AutoConfig.from_pretrained(folder, num_labels=1, trust_remote_code=False)
+        model = transformers.AutoModelForTokenClassification.from_config(
+            described, dtype=dtype, trust_remote_code=False
+        )
+        model.base_model.load_state_dict(language_model.base_model.state_dict())
+    return model

@@ -16,25 +16,27 @@ from tandem.common.errors import ConfigError, nearest
 Built = TypeVar("Built")
 
 
-def make_optimizer(settings: Optimizer, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """Build ``policy.optimizer`` over `parameters`.
+def make_optimizer(
+    settings: Optimizer, parameters: Iterable[torch.nn.Parameter], section: str = "policy"
+) -> torch.optim.Optimizer:
+    """Build the ``optimizer`` of a model's section over `parameters`.
 
     Where the configuration chooses neither ``fused`` nor ``foreach`` and the class has a fused implementation, that one
     is used. Raises `ConfigError`.
     """
-    made = _class_of(settings.name, torch.optim.Optimizer, "policy.optimizer.name")
+    made = _class_of(settings.name, torch.optim.Optimizer, f"{section}.optimizer.name")
     kwargs = dict(settings.kwargs)
     if "fused" in _parameters_of(made) and not {"fused", "foreach"} & kwargs.keys():
         kwargs["fused"] = True
-    return _call(made, list(parameters), kwargs, "policy.optimizer.kwargs")
+    return _call(made, list(parameters), kwargs, f"{section}.optimizer.kwargs")
 
 
 def make_scheduler(
-    entries: Sequence[SchedulerEntry], optimizer: torch.optim.Optimizer
+    entries: Sequence[SchedulerEntry], optimizer: torch.optim.Optimizer, section: str = "policy"
 ) -> torch.optim.lr_scheduler.LRScheduler:
-    """Build ``policy.scheduler``: none keeps the learning rate, one is used as it is, several follow each other.
+    """Build the ``scheduler`` of a model's section.
 
-    Raises `ConfigError`.
+    None keeps the learning rate, one is used as it is, several follow each other. Raises `ConfigError`.
     """
     schedulers: list[torch.optim.lr_scheduler.LRScheduler] = []
     milestones: list[int] = []
@@ -42,7 +44,7 @@ def make_scheduler(
         if entry.milestones is not None:
             milestones = list(entry.milestones)
             continue
-        key = f"policy.scheduler[{index}]"
+        key = f"{section}.scheduler[{index}]"
         made = _class_of(entry.name or "", torch.optim.lr_scheduler.LRScheduler, f"{key}.name")
         schedulers.append(_call(made, optimizer, dict(entry.kwargs), f"{key}.kwargs"))
     if not schedulers:

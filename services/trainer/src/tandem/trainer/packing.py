@@ -21,7 +21,9 @@ from tandem.common.columns import (
     GENERATION_LOGPROBS,
     PREVIOUS_LOGPROBS,
     REFERENCE_LOGPROBS,
+    RETURNS,
     REWARDS,
+    VALUES,
     Column,
 )
 from tandem.trainer.packed import PackedRow, pack_row
@@ -82,6 +84,16 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         """True where the sample's reward is above zero; None where the loss does not read rewards."""
         rewards_BT = self.columns.get(REWARDS.name)
         return None if rewards_BT is None else rewards_BT > 0
+
+    @property
+    def values_BT(self) -> torch.Tensor:
+        """What the value model expected before the first optimizer step on this rollout batch."""
+        return self._read(VALUES)
+
+    @property
+    def returns_BT(self) -> torch.Tensor:
+        """What came of it."""
+        return self._read(RETURNS)
 
     def _read(self, column: Column) -> torch.Tensor:
         if column.name not in self.columns:

@@ -38,6 +38,17 @@ class TokenScores(NamedTuple):
     """One where no token had a larger logit, else zero."""
 
 
+class TokenValues(NamedTuple):
+    """What a value model says of tokens: of each a number, float32."""
+
+    values: torch.Tensor
+    """What is expected, before the token is made, of the rest of its response; with gradient."""
+
+
+Scores = TokenScores | TokenValues
+"""What any model says of tokens; the first number is what a column of its scores has."""
+
+
 class VocabularyShard(msgspec.Struct, frozen=True, kw_only=True):
     """Which rows of an output layer this rank holds; the others of the group hold the rest."""
 

@@ -279,7 +279,8 @@ class TrainerService:
         self._endpoint.abandon_digest()
         self._memory.begin()
         with self._training_state() as backend, measured(backend.device) as time:
-            result = step.train(backend, table, share, self._config, keeps_logprobs=self._recorder is not None)
+            trained, keeps = self._config.trained_in(order.step), self._recorder is not None
+            result = step.train(backend, table, share, self._config, trained=trained, keeps_logprobs=keeps)
         self._fetcher.clear()
         self._version = order.step
         if self._recorder is not None and result.logprobs is not None:

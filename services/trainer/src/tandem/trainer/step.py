@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import msgspec
 import numpy as np
@@ -20,19 +20,20 @@ from numpy.typing import NDArray
 
 from tandem.common.assignment import EMPTY_ROW, batches_of_samples
 from tandem.common.batch import BatchTable, Float32s, TrainingBatch
-from tandem.common.columns import ADVANTAGES, Column, Model, Source
+from tandem.common.columns import Column, Model, Source
 from tandem.common.config import Config
+from tandem.common.dotted import named
 from tandem.trainer import packing
-from tandem.trainer.advantages import minus_kl, whitened
-from tandem.trainer.backend import Backend, LossOfMicroBatch, OptimizerStep
+from tandem.trainer.advantages import Finisher, Scored
+from tandem.trainer.backend import Backend, LossOfMicroBatch
 from tandem.trainer.batching import Batching
 from tandem.trainer.losses import Counts, Loss, make_loss
 from tandem.trainer.losses.own import blamed
 from tandem.trainer.packing import Columns, MicroBatch
-from tandem.trainer.scoring import TokenScores
+from tandem.trainer.scoring import Scores, TokenScores
 from tandem.trainer.sharing import Prompts
 
-_SCORING: dict[Model, str] = {"policy": "logprobs", "reference": "reference_logprobs"}
+_SCORING: dict[Model, str] = {"policy": "logprobs", "reference": "reference_logprobs", "value": "values"}
 """What the time is called that a model takes to score a batch."""
 _NUMBERS = ("num_valid_tokens", "num_valid_samples")
 """Metrics that are no means."""
@@ -44,46 +45,61 @@ class TrainResult(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float]
     """Means over the counted tokens of each global batch, then over the optimizer steps; equal on every rank."""
     seconds: dict[str, float]
-    """Seconds on this rank by phase: ``policy_training``, ``logprobs``, ``reference_logprobs``."""
+    """Seconds on this rank by phase: ``policy_training``, ``logprobs``, ``reference_logprobs``, and of a value model
+    ``values`` and ``value_training``."""
     has_update: bool
-    """Whether an optimizer step had a gradient and a learning rate that are not zero."""
+    """Whether an optimizer step of the policy had a gradient and a learning rate that are not zero."""
     logprobs: Callable[[], Float32s] | None = None
     """Makes the log-probabilities of the share's tokens under the policy as it met them, NaN where none counts; from
     any thread. None unless they were to be kept."""
 
 
 def train(
-    backend: Backend, table: BatchTable, share: TrainingBatch, config: Config, *, keeps_logprobs: bool = False
+    backend: Backend,
+    table: BatchTable,
+    share: TrainingBatch,
+    config: Config,
+    *,
+    trained: Sequence[Model] | None = None,
+    keeps_logprobs: bool = False,
 ) -> TrainResult:
     """Train on one batch: an optimizer step for each ``train_global_batch_size`` consecutive sequences (DPO: pairs).
 
     The previous policy of the loss's ratio is the one before the first of these steps. If there is only one, that is
-    the policy in training, and no separate pass computes its log-probabilities unless advantages need them.
-    `share` is what `table` assigns to this rank, in its order. With `keeps_logprobs` the log-probabilities of its
-    tokens are kept: those of the pass that computes them, or where there is none, those that the loss has.
+    the policy in training, and no separate pass computes its log-probabilities unless advantages need them. A model
+    that is trained beside the policy takes its steps on the whole batch before the policy takes its own, as often as
+    the algorithm passes over the batch.
 
-    Raises `TrainingError` if a loss or gradient is no finite number; the weights are then those of the step before.
+    Args:
+        backend: of this rank.
+        table: of the batch, the same on every rank.
+        share: what `table` assigns to this rank, in its order.
+        config: of the run.
+        trained: the models to train, in that order; None for all that the algorithm trains.
+        keeps_logprobs: whether the policy's log-probabilities of the share's tokens are kept: those of the pass that
+            computes them, or where there is none, those that the loss has.
+
+    Raises `TrainingError` if a loss or gradient is no finite number; that model's weights are then those of the
+    optimizer step before.
+
     """
     shares = _Share(backend, table, share, config)
-    seconds = {"policy_training": 0.0, **dict.fromkeys(_SCORING.values(), 0.0)}
+    seconds = {"policy_training": 0.0, "logprobs": 0.0, "reference_logprobs": 0.0}
     columns = shares.columns(seconds)
     kept = _KeptLogprobs(share, shares.policy_logprobs_T)
-    parts = []
-    with _timed(seconds, "policy_training"):
-        for rows in shares.global_batches:
-            loss = make_loss(config, shares.counts(rows), backend.device)
-            with blamed(config):
-                done = backend.train_step(
-                    shares.micro_batches(rows, columns), kept.beside(loss) if keeps_logprobs else loss
-                )
-            parts.append(_metrics(backend, config, loss, shares.counts(rows), done))
-    metrics = {name: sum(part[name] for part in parts) / len(parts) for name in parts[0]}
-    # A batch has so many of these in all, and ends on this learning rate.
-    metrics |= {name: sum(part[name] for part in parts) for name in _NUMBERS}
-    metrics["learning_rate"] = parts[-1]["learning_rate"]
-    has_update = any(part["grad_norm"] > 0 and part["learning_rate"] > 0 for part in parts)
-    logprobs = kept.of_tokens if keeps_logprobs else None
-    return TrainResult(metrics=metrics, seconds=seconds, has_update=has_update, logprobs=logprobs)
+    parts: dict[Model, list[dict[str, float]]] = {model: [] for model in trained or config.declaration.trains}
+    for _ in range(config.num_passes):
+        for model, found in parts.items():
+            beside = kept.beside if keeps_logprobs and model == "policy" else _unchanged
+            with _timed(seconds, f"{model}_training"):
+                found += [_optimized(shares, rows, columns, model, beside) for rows in shares.global_batches]
+    policy = parts.get("policy", [])
+    return TrainResult(
+        metrics=_metrics_of_step(parts) | shares.numbers() | shares.metrics,
+        seconds=seconds,
+        has_update=any(part["grad_norm"] > 0 and part["learning_rate"] > 0 for part in policy),
+        logprobs=kept.of_tokens if keeps_logprobs and kept.is_whole(bool(policy)) else None,
+    )
 
 
 def evaluate(
@@ -131,7 +147,7 @@ def _evaluated(
     total = torch.zeros(1, dtype=torch.float64, device=backend.device)
     for micro_batch, scores_BT in shares.scored("policy", size, shares.columns({}, size)):
         total += loss(micro_batch, scores_BT)
-    metrics = _reported(backend, config, loss, counts) | {"loss": float(backend.sum_over_ranks(total)[0])}
+    metrics = _reported(backend, loss) | _numbers(config, counts) | {"loss": float(backend.sum_over_ranks(total)[0])}
     return metrics, loss.report.count
 
 
@@ -148,6 +164,10 @@ class _KeptLogprobs:
     def beside(self, loss: Loss) -> LossOfMicroBatch:
         """Return the loss as one that keeps the log-probabilities it is computed from, if there are none yet."""
         return loss if self._policy_T is not None else partial(self._keep, loss)
+
+    def is_whole(self, is_trained: bool) -> bool:
+        """Tell whether they are known of all of the batch, once the policy has trained on it or was left out."""
+        return is_trained or self._policy_T is not None
 
     def of_tokens(self) -> Float32s:
         """Return the log-probabilities of the share's tokens, NaN for those that do not count."""
@@ -167,31 +187,20 @@ class _Share:
     """This rank's share of a batch; rows are those of the whole batch's table."""
 
     def __init__(self, backend: Backend, table: BatchTable, batch: TrainingBatch, config: Config) -> None:
-        self._backend = backend
+        self.backend = backend
+        self.config = config
         self._batch = batch
-        self._config = config
         own = table.rows_of(backend.data_parallel_rank)
         assert table.lengths_S[own].tolist() == batch.lengths_S.tolist(), "the share is what the table says"
         self._place_of = {EMPTY_ROW: EMPTY_ROW} | {row: place for place, row in enumerate(own.tolist())}
-        policy = config.policy
-        cuts_by_tokens = policy.sequence_packing.enabled or policy.dynamic_batching.enabled
-        shares_prompts = policy.share_prompts and backend.shares_prompts and not cuts_by_tokens
-        self._prompts = Prompts.of(table.take(own)) if shares_prompts else None
-        self._batching = Batching(
-            policy,
-            table.lengths_S,
-            table.rank_S,
-            rank=backend.data_parallel_rank,
-            num_ranks=backend.data_parallel_size,
-            sequence_divisor=backend.sequence_divisor,
-            prompt_S=table.prompt_S if shares_prompts else None,
-            unit=config.sequences_per_sample,
-        )
+        self._cuts = {model: _Cut.of(model, backend, table, config) for model in config.declaration.holds(config)}
         self.policy_logprobs_T: Float32s | None = None
         """Of its tokens, under the policy; None until a pass of its own has computed them."""
+        self.metrics: dict[str, float] = {}
+        """What the making of advantages tells."""
         self._counted_S = table.num_counted_S
         self._rewards_S = table.rewards_S
-        size = policy.train_global_batch_size * config.sequences_per_sample
+        size = config.policy.train_global_batch_size * config.sequences_per_sample
         self.global_batches = batches_of_samples(table.branch_S, size)
 
     def counts(self, rows: Sequence[int]) -> Counts:
@@ -200,80 +209,139 @@ class _Share:
         positive = int(counted[self._rewards_S[list(rows)] > 0].sum())
         return Counts(tokens=int(counted.sum()), sequences=int((counted > 0).sum()), positive_tokens=positive)
 
-    def micro_batches(self, rows: Sequence[int], columns: Columns) -> list[MicroBatch]:
-        """Return this rank's training micro-batches of a global batch."""
-        return [self._pad(group, columns) for group in self._batching.training(rows)]
+    def numbers(self) -> dict[str, float]:
+        """Return how much there is of the whole batch."""
+        parts = [_numbers(self.config, self.counts(rows)) for rows in self.global_batches]
+        return {name: sum(part[name] for part in parts) for name in _NUMBERS}
+
+    def micro_batches(self, rows: Sequence[int], columns: Columns, model: Model = "policy") -> list[MicroBatch]:
+        """Return this rank's micro-batches of a global batch that a model is trained on, with what its loss reads."""
+        read = self.config.declaration.columns_of(self.config, self._num_steps, model)
+        own = {column: columns[column] for column in read}
+        return [self._pad(group, model, own) for group in self._cuts[model].batching.training(rows)]
 
     def columns(self, seconds: dict[str, float], size: int | None = None) -> dict[Column, NDArray[Any]]:
-        """Return what the loss reads of each token of the share; models score it in micro-batches of `size`.
+        """Return what losses read of each token of the share; models score it in micro-batches of `size`.
 
         The time that takes is added to `seconds`.
         """
-        config, num_steps = self._config, len(self.global_batches)
         scores: dict[Source, Float32s] = {}
-        for model in config.declaration.scored_by(config, num_steps):
+        for model in self.config.declaration.scored_by(self.config, self._num_steps):
             with _timed(seconds, _SCORING[model]):
-                scores[model] = self.logprobs(model, size)
+                scores[model] = self.said(model, size)
         self.policy_logprobs_T = scores.get("policy")
         return self.columns_with(scores)
 
     def columns_with(self, scores: Mapping[Source, Float32s]) -> dict[Column, NDArray[Any]]:
         """Return the same from what models say of the share's tokens."""
-        config, num_steps = self._config, len(self.global_batches)
-        columns = {
-            column: scores[column.source] if column.model else self._batch.of_tokens(column.name)
-            for column in config.declaration.columns_of(config, num_steps)
-        }
-        if config.declaration.finishes_advantages(config):
-            columns[ADVANTAGES] = self._finished(columns[ADVANTAGES], scores)
+        config, columns = self.config, dict[Column, NDArray[Any]]()
+        path = config.declaration.finisher(config)
+        if path:
+            finish: Finisher = named(path)
+            known = Scored(batch=self._batch, scores=scores, sum_over_ranks=self.backend.sum_over_ranks)
+            made, self.metrics = finish(config, known)
+            columns |= made
+        for column in config.declaration.all_columns(config, self._num_steps):
+            if column not in columns:
+                own = scores[column.source] if column.model else self._batch.of_tokens(column.name)
+                columns[column] = own
         return columns
 
-    def _finished(self, advantages_T: Float32s, scores: Mapping[Source, Float32s]) -> Float32s:
-        settings = self._config.loss_fn
-        if settings.use_kl_in_reward:
-            advantages_T = minus_kl(advantages_T, scores["policy"], scores["reference"], settings)
-        return whitened(advantages_T, self._batch.counted(), self._backend.sum_over_ranks)
-
-    def logprobs(self, model: Model, size: int | None = None) -> Float32s:
-        """Return the log-probabilities of the share's counted tokens, zeros elsewhere."""
+    def said(self, model: Model, size: int | None = None) -> Float32s:
+        """Return what a model says of the share's counted tokens, log-probabilities or values; zeros elsewhere."""
         values_T = np.zeros(len(self._batch.token_ids_T), dtype=np.float32)
         for micro_batch, scores_BT in self.scored(model, size):
-            packing.unpad_into(values_T, scores_BT.logprobs, self._batch, micro_batch.rows)
+            packing.unpad_into(values_T, scores_BT[0], self._batch, micro_batch.rows)
         return values_T
 
     def scored(
         self, model: Model, size: int | None = None, columns: Columns | None = None
-    ) -> list[tuple[MicroBatch, TokenScores]]:
-        """Return all micro-batches of this rank, each with its scores."""
-        padded = [self._pad(group, columns) for group in self._batching.scoring(self.global_batches, size)]
-        return list(zip(padded, self._backend.scores(padded, model), strict=True))
+    ) -> list[tuple[MicroBatch, Scores]]:
+        """Return all micro-batches of this rank, each with what a model says of it."""
+        groups = self._cuts[model].batching.scoring(self.global_batches, size)
+        padded = [self._pad(group, model, columns) for group in groups]
+        return list(zip(padded, self.backend.scores(padded, model), strict=True))
 
-    def _pad(self, group: Sequence[int], columns: Columns | None = None) -> MicroBatch:
+    @property
+    def _num_steps(self) -> int:
+        return self.config.num_passes * len(self.global_batches)
+
+    def _pad(self, group: Sequence[int], model: Model, columns: Columns | None = None) -> MicroBatch:
+        cut = self._cuts[model]
         return packing.pad(
             self._batch,
             [self._place_of[row] for row in group],
-            divisible_by=self._batching.divisible_by,
-            row_divisible_by=self._batching.row_divisible_by,
-            device=self._backend.device,
-            prompts=self._prompts,
+            divisible_by=cut.batching.divisible_by,
+            row_divisible_by=cut.batching.row_divisible_by,
+            device=self.backend.device,
+            prompts=cut.prompts,
             columns=columns,
         )
 
 
-def _metrics(backend: Backend, config: Config, loss: Loss, counts: Counts, done: OptimizerStep) -> dict[str, float]:
-    return _reported(backend, config, loss, counts) | {
+class _Cut(NamedTuple):
+    """How a share is cut into the micro-batches of one model."""
+
+    batching: Batching
+    prompts: Prompts | None
+    """None where the model is given no shared prompts."""
+
+    @classmethod
+    def of(cls, model: Model, backend: Backend, table: BatchTable, config: Config) -> Self:
+        """Return that of this rank, by the model's section."""
+        settings, rank = config.settings_of(model), backend.data_parallel_rank
+        by_tokens = settings.sequence_packing.enabled or settings.dynamic_batching.enabled
+        shares_prompts = settings.share_prompts and backend.shares_prompts and not by_tokens
+        batching = Batching(
+            settings,
+            table.lengths_S,
+            table.rank_S,
+            rank=rank,
+            num_ranks=backend.data_parallel_size,
+            sequence_divisor=backend.sequence_divisor,
+            prompt_S=table.prompt_S if shares_prompts else None,
+            unit=config.sequences_per_sample,
+        )
+        return cls(batching, Prompts.of(table.take(table.rows_of(rank))) if shares_prompts else None)
+
+
+def _unchanged(loss: Loss) -> LossOfMicroBatch:
+    return loss
+
+
+def _optimized(
+    shares: _Share, rows: Sequence[int], columns: Columns, model: Model, beside: Callable[[Loss], LossOfMicroBatch]
+) -> dict[str, float]:
+    """Take one optimizer step of a model on a global batch; return its metrics."""
+    backend, config = shares.backend, shares.config
+    loss = make_loss(config, shares.counts(rows), backend.device, model)
+    with blamed(config) if model == "policy" else nullcontext():
+        done = backend.train_step(shares.micro_batches(rows, columns, model), beside(loss), model)
+    return _reported(backend, loss) | {
         "loss": done.loss,
         "grad_norm": done.grad_norm,
         "learning_rate": done.learning_rate,
     }
 
 
-def _reported(backend: Backend, config: Config, loss: Loss, counts: Counts) -> dict[str, float]:
+def _metrics_of_step(parts: Mapping[Model, Sequence[Mapping[str, float]]]) -> dict[str, float]:
+    """Return the means over the optimizer steps of each model, and the learning rate of the last."""
+    metrics: dict[str, float] = {}
+    for model, found in parts.items():
+        prefix = "" if model == "policy" else f"{model}/"
+        metrics |= {f"{prefix}{name}": sum(part[name] for part in found) / len(found) for name in found[0]}
+        metrics[f"{prefix}learning_rate"] = found[-1]["learning_rate"]
+    return metrics
+
+
+def _reported(backend: Backend, loss: Loss) -> dict[str, float]:
     means = (backend.sum_over_ranks(loss.report.sums) / max(1, loss.report.count)).tolist()
-    return dict(zip(loss.report.names, means, strict=True)) | {
-        "num_valid_tokens": float(counts.tokens),
-        "num_valid_samples": float(counts.sequences // config.sequences_per_sample),
-    }
+    return dict(zip(loss.report.names, means, strict=True))
+
+
+def _numbers(config: Config, counts: Counts) -> dict[str, float]:
+    num_samples = counts.sequences // config.sequences_per_sample
+    return {"num_valid_tokens": float(counts.tokens), "num_valid_samples": float(num_samples)}
 
 
 @contextmanager

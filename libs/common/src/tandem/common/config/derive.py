@@ -422,7 +422,7 @@ DERIVED = (
     Derived(
         key="value",
         text="for PPO a model like the policy, else null",
-        compute=lambda look: {} if look("algorithm") == "ppo" else None,
+        compute=lambda look: _declared(look, lambda algorithm: {} if "value" in algorithm.trains else None),
     ),
     *_like_the_policy("value"),
     *_like_the_policy("teacher"),

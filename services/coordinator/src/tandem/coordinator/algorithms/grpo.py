@@ -1,4 +1,4 @@
-"""GRPO's data: prompt groups out, advantages in.
+"""The data of GRPO and PPO: prompt groups out, advantages in, or for PPO rewards.
 
 `rewards` and `advantages` have their formulas, `tandem.trainer.losses.policy_gradient` the loss.
 """
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tandem.common.assignment import NO_PROMPT
 from tandem.common.batch import BatchTable
 from tandem.common.config import Config
-from tandem.common.config.schema import Grpo
+from tandem.common.config.schema import Rollouts
 from tandem.common.errors import RewardError, nearest
 from tandem.common.messages import PromptGroup, Purpose, SampleScored, SamplingParameters
 from tandem.common.tokenizer import Tokenizer
@@ -49,7 +49,7 @@ class _Sequence(NamedTuple):
 
 
 class GrpoAlgorithm:
-    """What the loop asks of GRPO (see `tandem.coordinator.algorithms.running.RunningAlgorithm`).
+    """What the loop asks of GRPO and PPO (see `tandem.coordinator.algorithms.running.RunningAlgorithm`).
 
     A problem whose prompt is too long is left out where it was read from somewhere; where it was made, so is every
     other, and that is an error. Those held out are tokenised at once, the others when they are drawn.
@@ -102,7 +102,7 @@ class GrpoAlgorithm:
     def sampling(self, purpose: Purpose) -> SamplingParameters:
         """Return how tokens are drawn: validation may have a temperature of its own, and else draws like training."""
         generation = self._config.policy.generation
-        own = self._config.grpo.val_temperature if purpose == "validate" else None
+        own = self._config.rollout_section.val_temperature if purpose == "validate" else None
         return SamplingParameters(
             temperature=generation.temperature if own is None else own,
             top_p=generation.top_p,
@@ -114,7 +114,7 @@ class GrpoAlgorithm:
 
     def prompt_groups(self, step: int, purpose: Purpose, groups: Sequence[int]) -> tuple[PromptGroup, ...]:
         """Return these groups of `step`; each sample's seed depends on the step, its group and its place there."""
-        grpo = self._config.grpo
+        grpo = self._config.rollout_section
         seed = grpo.seed
         if purpose == "validate":
             chosen = {group: self._validation[group] for group in groups}
@@ -141,7 +141,7 @@ class GrpoAlgorithm:
         self, step: int, purpose: Purpose, records: Sequence[SampleRecord] = ()
     ) -> tuple[StepBatch, dict[str, float]]:
         """Return the training batch of `step` and the metrics of its samples."""
-        assert purpose == "train", "GRPO validates by generating"
+        assert purpose == "train", "it validates by generating"
         groups = self.prompt_groups(step, "train", sorted({record.scored.group for record in records}))
         return batch_of_step(self._config, step, records, {group.group: group.prompt_ids for group in groups})
 
@@ -191,7 +191,7 @@ def training_batch(
 
     `prompts` has for each group what is equal where prompts are.
     """
-    grpo = config.grpo
+    grpo, estimator = config.rollout_section, config.rollout_section.group_estimator
     num_samples = grpo.num_generations_per_prompt
     samples = [record.scored for record in records]
     order = [(sample.group, sample.sample) for sample in samples]
@@ -206,12 +206,15 @@ def training_batch(
     rewards_S = training_rewards(samples, grpo)
     if (grpo.reward_scaling.enabled or grpo.reward_shaping.enabled) and counts_S.any():
         metrics["training_reward"] = float(rewards_S[counts_S].mean())
-    if grpo.adv_estimator.name == "gdpo":
+    rewards_GN = rewards_S.reshape(-1, num_samples)
+    if estimator is None:  # trainers compare them with what a model expected
+        advantages_GN = np.where(counts_GN, rewards_GN, 0.0).astype(np.float32)
+    elif estimator.name == "gdpo":
         components_SC = _components(config, samples)
         components_GNC = components_SC.reshape(-1, num_samples, components_SC.shape[1])
-        advantages_GN = decoupled_advantages(components_GNC, grpo.adv_estimator, counts_GN)
+        advantages_GN = decoupled_advantages(components_GNC, estimator, counts_GN)
     else:
-        advantages_GN = advantages(rewards_S.reshape(-1, num_samples), grpo.adv_estimator, counts_GN)
+        advantages_GN = advantages(rewards_GN, estimator, counts_GN)
     batch = batch_of(
         records,
         prompts,
@@ -292,7 +295,7 @@ def sample_metrics(config: Config, samples: Sequence[SampleScored]) -> dict[str,
 
     Those that were dropped have no reward; where all were, the step has none.
     """
-    size = config.grpo.num_generations_per_prompt
+    size = config.rollout_section.num_generations_per_prompt
     counted = [sample for sample in samples if not sample.dropped]
     spreads = [
         np.ptp(rewards) if len(rewards := [s.reward for s in samples[first : first + size] if not s.dropped]) else 0.0
@@ -367,19 +370,19 @@ def failure_metrics(samples: Sequence[SampleScored]) -> dict[str, float]:
     )
 
 
-def dynamic_sampling(grpo: Grpo, samples: Sequence[SampleScored]) -> tuple[list[int], dict[str, float]]:
+def dynamic_sampling(section: Rollouts, samples: Sequence[SampleScored]) -> tuple[list[int], dict[str, float]]:
     """Return the rows of the samples to train on, and how many there were of what, under NeMo-RL's names.
 
     They are the first `num_prompts_per_step` groups that teach something, in the order in which the step drew them,
     whatever order they came in.
     """
-    size = grpo.num_generations_per_prompt
+    size = section.num_generations_per_prompt
     firsts = range(0, len(samples), size)
-    useful = [first for first in firsts if has_spread(grpo, samples[first : first + size])]
-    kept = useful[: grpo.num_prompts_per_step]
-    assert len(kept) == grpo.num_prompts_per_step, "the scheduler goes on until there are as many"
+    useful = [first for first in firsts if has_spread(section, samples[first : first + size])]
+    kept = useful[: section.num_prompts_per_step]
+    assert len(kept) == section.num_prompts_per_step, "the scheduler goes on until there are as many"
     return [row for first in kept for row in range(first, first + size)], {
-        "dynamic_sampling_num_gen_batches": len(firsts) / grpo.num_prompts_per_batch,
+        "dynamic_sampling_num_gen_batches": len(firsts) / section.num_prompts_per_batch,
         "dynamic_sampling_num_dropped_groups": float(len(firsts) - len(useful)),
         "dynamic_sampling_num_discarded_valid_samples": float((len(useful) - len(kept)) * size),
     }
@@ -403,13 +406,13 @@ def _columns(config: Config, samples: Sequence[SampleScored]) -> dict[str, NDArr
 
 def _components(config: Config, samples: Sequence[SampleScored]) -> NDArray[np.float64]:
     """Return the components of the rewards, as many as GDPO and its weights need."""
-    names, weights = component_names(samples), config.grpo.adv_estimator.reward_weights
+    names, weights = component_names(samples), config.rollout_section.adv_estimator.reward_weights
     given = f"environment {config.data.environment!r} gave {', '.join(names) or 'none'}"
     if len(names) < 2:
         raise RewardError(f"grpo.adv_estimator.name: gdpo needs rewards of at least two components, {given}")
     if weights is not None and len(weights) != len(names):
         raise RewardError(f"grpo.adv_estimator.reward_weights: {len(weights)} weights, but {given}")
-    return component_rewards(samples, config.grpo, names)
+    return component_rewards(samples, config.rollout_section, names)
 
 
 def turn_metrics(config: Config, samples: Sequence[SampleScored]) -> dict[str, float]:
@@ -419,7 +422,7 @@ def turn_metrics(config: Config, samples: Sequence[SampleScored]) -> dict[str, f
             "avg_turns_per_sample": float(np.mean([sample.num_turns for sample in samples])),
             "avg_branches_per_sample": float(np.mean([len(sample.branches) for sample in samples])),
         }
-    if config.grpo.max_rollout_turns == 1:
+    if config.rollout_section.max_rollout_turns == 1:
         return {}
     return {
         "avg_turns_per_sample": float(np.mean([sample.num_turns for sample in samples])),

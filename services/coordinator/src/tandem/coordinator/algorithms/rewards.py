@@ -10,20 +10,20 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.common.config.schema import Grpo, RewardScaling, RewardShaping, Rollouts
+from tandem.common.config.schema import RewardScaling, RewardShaping, Rollouts
 from tandem.common.messages import SampleScored
 
 Float64s = NDArray[np.float64]
 
 
-def training_rewards(samples: Sequence[SampleScored], grpo: Grpo) -> Float64s:
+def training_rewards(samples: Sequence[SampleScored], section: Rollouts) -> Float64s:
     """Return ``rewards_S`` as training sees them: the environment's, scaled, then shaped, where that is enabled."""
-    rewards_S = scaled(np.array([sample.reward for sample in samples], dtype=np.float64), grpo.reward_scaling)
+    rewards_S = scaled(np.array([sample.reward for sample in samples], dtype=np.float64), section.reward_scaling)
     return shaped(
         rewards_S,
         np.array([sample.response_length for sample in samples]),
         np.array([is_truncated(sample) for sample in samples]),
-        grpo.reward_shaping,
+        section.reward_shaping,
     )
 
 

@@ -66,12 +66,12 @@ def evaluation_config(base: Config, model: Path, run_folder: Path) -> Config:
         {
             "prerequisite": None,
             "replay": None,
-            "grpo": {
+            base.algorithm: {
                 "max_num_steps": 0,
                 "num_val_generations_per_prompt": num,
                 "val_temperature": sampling["temperature"],
                 "val_seed": _seed(base),
-                "async_grpo": {"enabled": False},
+                **({"async_grpo": {"enabled": False}} if section.asynchronous.enabled else {}),
             },
             "loss_fn": {"reference_policy_kl_penalty": 0.0, "use_kl_in_reward": False},
             "policy": {

@@ -36,10 +36,14 @@ def steps(config: Config) -> Iterator[str]:
         yield f"{policy.train_global_batch_size:,} {things}, 1 optimizer step"
     micro_batches = _micro_batches(config, share, policy.train_micro_batch_size)
     yield f"of each, a rank trains on {share:,} {things}: {micro_batches}"
-    scored = " and the ".join(config.declaration.scored_by(config, num))
+    beside = config.declaration.trains[:-1]
+    scored = " and the ".join(model for model in config.declaration.scored_by(config, num) if model not in beside)
     if scored:
-        batches = _micro_batches(config, share * num, policy.logprob_batch_size, scoring=True)
+        whole = share * num // config.num_passes
+        batches = _micro_batches(config, whole, policy.logprob_batch_size, scoring=True)
         yield f"before that, log-probabilities of the {scored}: {batches}"
+    if beside:
+        yield f"the same for the {' and the '.join(beside)}, by its own batch sizes"
 
 
 def _validation(config: Config) -> str:
@@ -85,6 +89,8 @@ def memory(config: Config, trainers: Side) -> str:
     kept = {"weights": weights, "gradients": gradients, "optimizer": state}
     if config.needs_reference:
         kept["reference model"] = weights
+    for model in config.declaration.trains[:-1]:  # of the policy's size, as far as is known
+        kept[f"{model} model and its optimizer"] = weights + gradients + state
     listed = ", ".join(f"{name} {size / _GB:,.2f}" for name, size in kept.items())
     where = " (in host memory)" if policy.dtensor_cfg.cpu_offload and not megatron.enabled else ""
     return f"{sum(kept.values()) / _GB:,.2f} GB a trainer{where}, without activations: {listed}"

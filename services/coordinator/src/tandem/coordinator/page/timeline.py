@@ -15,6 +15,8 @@ _LEAST_S = 1e-3
 _PHASES: dict[str, What] = {
     "generation": "generating",
     "get_logprobs": "log-probabilities",
+    "value_inference": "log-probabilities",
+    "value_training": "training",
     "policy_training": "training",
     "refit": "refitting",
     "validation": "validating",

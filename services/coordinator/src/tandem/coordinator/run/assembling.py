@@ -106,7 +106,7 @@ def assemble(
         Scheduler(
             spec,
             time.monotonic(),
-            is_informative=partial(has_spread, config.grpo),
+            is_informative=partial(has_spread, config.rollout_section) if config.declaration.rolls_out else bool,
             first_command_id=past.next_command_id,
         ),
         members.registry,

@@ -87,7 +87,7 @@ def conditions(config: Config) -> Iterator[Condition]:
     )
     if config.declaration.rolls_out:
         yield from _of_samples(config)
-        no_gradient = "grpo.overlong_filtering and loss_fn"
+        no_gradient = f"{config.algorithm}.overlong_filtering and loss_fn"
     else:
         no_gradient = f"data, whose loss masks say what is learned, and {config.algorithm}"
     yield Condition(
@@ -119,7 +119,8 @@ def _of_samples(config: Config) -> Iterator[Condition]:
                 holds=lambda metrics: metrics["groups_without_spread"] == 1,
                 evidence="all samples of a prompt have had the same reward, in the mean {reward:g} at last: every "
                 "advantage is 0",
-                look_at="grpo.num_generations_per_prompt, policy.generation.temperature, and how hard data is",
+                look_at=f"{config.algorithm}.num_generations_per_prompt, policy.generation.temperature, and how hard "
+                "data is",
                 explains=("grad_norm",),
             )
     yield Condition(

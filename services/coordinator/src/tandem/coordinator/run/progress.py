@@ -35,6 +35,8 @@ _MOST_NAMED = 4
 _PHASE_COLOURS = {
     "generation": "cyan",
     "policy_training": "magenta",
+    "value_training": "red",
+    "value_inference": "blue",
     "get_logprobs": "blue",
     "refit": "yellow",
     "validation": "green",

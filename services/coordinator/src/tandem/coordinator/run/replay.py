@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from tandem.common import sample_files, sample_record
+from tandem.common.algorithms import ALGORITHMS
 from tandem.common.config import Changed, Config, change_config, config_from_json
 from tandem.common.errors import ConfigError, RunFolderError, nearest
 from tandem.coordinator.algorithms.recorded import is_whole
@@ -36,6 +37,7 @@ _VALIDATION = (
     "val_temperature",
     "val_seed",
 )
+_ROLLOUTS = tuple(name for name, algorithm in ALGORITHMS.items() if algorithm.rolls_out)
 _REFUSED = {
     "algorithm": "the samples were recorded for the run's own algorithm",
     "prerequisite": "the model is there",
@@ -43,6 +45,9 @@ _REFUSED = {
     "policy.model_name": _MODEL,
     "policy.new_model": _MODEL,
     "policy.tokenizer": _MODEL,
+    "value.model_name": _MODEL,
+    "value.new_model": _MODEL,
+    "value.tokenizer": _MODEL,
     "policy.hf_config_overrides": _MODEL,
     "policy.generation": f"{_IN_VAIN}: nothing is generated",
     "env": f"{_IN_VAIN}: their rewards are recorded with them",
@@ -51,19 +56,26 @@ _REFUSED = {
     "cluster.rollouts": f"{_IN_VAIN}: there are no engines",
     "logger.samples": "a replay records no samples: it is made of them",
     "logger.num_val_samples_to_print": f"{_IN_VAIN}: nothing is validated without engines",
-    **{f"grpo.{name}": f"{_IN_VAIN}: nothing is validated without engines" for name in _VALIDATION},
-    "grpo.max_num_steps": "--to STEP says where a replay ends",
+    **{
+        f"{section}.{name}": f"{_IN_VAIN}: nothing is validated without engines"
+        for section in _ROLLOUTS
+        for name in _VALIDATION
+    },
+    **{f"{section}.max_num_steps": "--to STEP says where a replay ends" for section in _ROLLOUTS},
 }
 """Keys, or whole sections, that a replay cannot change, and why."""
-_OF_ADVANTAGES = (
-    "grpo.adv_estimator",
-    "grpo.normalize_rewards",
-    "grpo.use_leave_one_out_baseline",
-    "grpo.overlong_filtering",
-    "grpo.reward_scaling",
-    "grpo.reward_shaping",
+_LEARNED = (
+    "adv_estimator",
+    "normalize_rewards",
+    "use_leave_one_out_baseline",
+    "overlong_filtering",
+    "reward_scaling",
+    "reward_shaping",
+    "ppo_epochs",
+    "policy_training_start_step",
 )
-"""What it can change of the section of GRPO."""
+_OF_ADVANTAGES = tuple(f"{section}.{name}" for section in _ROLLOUTS for name in _LEARNED)
+"""What it can change of the algorithm's section."""
 _OF_OPTIMIZERS = ("policy.megatron_cfg.enabled", "policy.megatron_cfg.optimizer.optimizer", "policy.optimizer.name")
 """What decides which state an optimizer has, which a checkpoint holds."""
 _LENGTH = "policy.max_total_sequence_length"
@@ -309,7 +321,7 @@ def _refuse_keys(keys: Iterable[str], start: int) -> None:
     problems = []
     for key in keys:
         why = next((why for name, why in _REFUSED.items() if is_within(key, (name,))), None)
-        if why is None and key.startswith("grpo.") and not is_within(key, _OF_ADVANTAGES):
+        if why is None and is_within(key, _ROLLOUTS) and not is_within(key, _OF_ADVANTAGES):
             why = _DRAWN
         if why is None and start and is_within(key, _OF_OPTIMIZERS):
             why = (

@@ -36,7 +36,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         if policy.generation.backend == "vllm":
             longest = max(longest, policy.generation.vllm_cfg.max_model_len)
         agent = config.agent
-        turns = config.grpo.max_rollout_turns if agent is None else agent.max_completions
+        turns = config.rollout_section.max_rollout_turns if config.declaration.rolls_out else 0
+        if agent is not None:
+            turns = agent.max_completions
         known = vocabulary_size(policy)
         return Limits(vocabulary=known, max_tokens=longest, max_turns=turns, plays=agent is not None)
 

@@ -175,8 +175,8 @@ class Timeline:
             self._add(asked, asked.what, asked.start, now)
             return
         # A rank says how long it has computed; before that, it was fetching the samples of its share.
-        training = reply.seconds.get("policy_training", 0.0)
-        scoring = reply.seconds.get("logprobs", 0.0) + reply.seconds.get("reference_logprobs", 0.0)
+        training = sum(seconds for name, seconds in reply.seconds.items() if name.endswith("_training"))
+        scoring = sum(reply.seconds.values()) - training
         scored, began = max(asked.start, now - training), max(asked.start, now - training - scoring)
         if began - asked.start > _LEAST_S:
             waits = msgspec.structs.replace(asked, detail="for the samples of its share")

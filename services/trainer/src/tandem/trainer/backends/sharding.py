@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from tandem.common.config import Config
+from tandem.common.config.schema import Model
 from tandem.trainer.backends import tensor_plans
 from tandem.trainer.models import decoder_layers
 
@@ -15,11 +16,13 @@ from tandem.trainer.models import decoder_layers
 class Ranks:
     """The ranks of the default process group as a mesh: data × context × tensor, the last varying fastest."""
 
-    def __init__(self, config: Config, device_type: str) -> None:
-        """Arrange them. Collective."""
+    def __init__(self, config: Config, device: torch.device) -> None:
+        """Arrange them; `device` is this rank's. Collective."""
+        self.device = device
+        device_type = device.type
         settings = config.policy.dtensor_cfg
-        self._settings = settings
-        self._offloads = settings.cpu_offload or config.policy.fsdp_offload_enabled
+        held = (config.settings_of(model).dtensor_cfg for model in config.declaration.holds(config))
+        self._splits_sequences = any(each.sequence_parallel for each in held)
         context, tensor = settings.context_parallel_size, settings.tensor_parallel_size
         num_replicas, rest = divmod(dist.get_world_size(), settings.model_parallel_size)
         assert not rest, "the configuration's checks require whole replicas"
@@ -40,31 +43,39 @@ class Ranks:
     def sequence_divisor(self) -> int:
         """What the length of a sequence must be a multiple of, so that its shares are equal."""
         divisor = 1 if self.context.size() == 1 else 2 * self.context.size()
-        return divisor * (self.tensor.size() if self._settings.sequence_parallel else 1)
+        return divisor * (self.tensor.size() if self._splits_sequences else 1)
 
-    def shard(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
+    def sum_over_replicas(self, values: torch.Tensor) -> torch.Tensor:
+        """Add a float64 tensor over the ranks that see other sequences."""
+        total = values.detach().clone().to(self.device)
+        dist.all_reduce(total, group=self.data.get_group())
+        return total
+
+    def shard(self, model: torch.nn.Module, settings: Model) -> None:
         """Cut a whole model over the tensor ranks, then shard each layer, and the rest, over the others.
 
-        It computes in `dtype` and reduces gradients in float32. Host memory holds the unsharded layers between forward
-        and backward pass; GPU memory gathers them again. A single rank that computes in the precision of the parameters
-        has nothing to shard, to gather or to cast. Raises `ConfigError` where the model cannot be cut.
+        It computes in the precision of its `settings` and reduces gradients in float32. Host memory holds the unsharded
+        layers between forward and backward pass; GPU memory gathers them again. A single rank that computes in the
+        precision of the parameters has nothing to shard, to gather or to cast. Raises `ConfigError` where the model
+        cannot be cut.
         """
-        device_type = self._shards.device_type
+        device_type, dtype = self._shards.device_type, getattr(torch, settings.precision)
+        offloads = settings.dtensor_cfg.cpu_offload or settings.fsdp_offload_enabled
         if self.tensor.size() > 1:
             tensor_plans.cut(
                 model,
                 self._shards["tensor"],
-                sequence_parallel=self._settings.sequence_parallel,
-                custom_plan=self._settings.custom_parallel_plan,
+                sequence_parallel=settings.dtensor_cfg.sequence_parallel,
+                custom_plan=settings.dtensor_cfg.custom_parallel_plan,
             )
-        elif self.num_shards == 1 and not self._offloads and all(each.dtype == dtype for each in model.parameters()):
+        elif self.num_shards == 1 and not offloads and all(each.dtype == dtype for each in model.parameters()):
             model.to(device_type)
             return
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         if dtype == torch.float32:
             policy = MixedPrecisionPolicy()
         # Engines read the parameters' memory, and what is shared with them is not pinned.
-        offload = CPUOffloadPolicy(pin_memory=False) if self._offloads else OffloadPolicy()
+        offload = CPUOffloadPolicy(pin_memory=False) if offloads else OffloadPolicy()
         gather_again = device_type != "cpu"
         mesh = self._shards["shard"]
         for part in (*decoder_layers(model), model):

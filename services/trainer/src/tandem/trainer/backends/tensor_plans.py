@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import (
 
 from tandem.common.config.checks.dtensor import TENSOR_PLANS
 from tandem.common.errors import ConfigError, nearest
+from tandem.trainer.models import value_head
 
 Plan = Mapping[str, ParallelStyle]
 """A style for each module, by its path; ``*`` stands for any part between two dots."""
@@ -81,15 +82,7 @@ class VocabularyRows(ParallelStyle):
         for name, parameter in list(module.named_parameters(recurse=False)):
             if not isinstance(parameter, DTensor):  # it is one where it is tied to the embedding
                 _distribute(module, name, device_mesh, Shard(0))
-
-        def gather(_: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[torch.Tensor]:
-            hidden = inputs[0]
-            if not isinstance(hidden, DTensor):
-                hidden = DTensor.from_local(hidden, device_mesh, [self._hidden], run_check=False)
-            whole: DTensor = hidden.redistribute(placements=[Replicate()])
-            return (whole.to_local(grad_placements=[Replicate()]),)
-
-        module.register_forward_pre_hook(gather)
+        _gather_inputs(module, device_mesh, self._hidden)
         return module
 
 
@@ -103,7 +96,8 @@ def cut(model: Any, mesh: DeviceMesh, *, sequence_parallel: bool, custom_plan: s
         plan = plan_of(model, mesh.size(), sequence_parallel=sequence_parallel)
     else:
         plan = load_plan(custom_plan, model)
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    layer, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    head = value_head(model) if layer is None else layer
     is_tied = head.weight is embedding.weight
     head_name = next(name for name, module in model.named_modules() if module is head)
     # The output layer is cut by rows whatever a plan says; what it says is how the hidden states arrive.
@@ -114,7 +108,11 @@ def cut(model: Any, mesh: DeviceMesh, *, sequence_parallel: bool, custom_plan: s
         _cut_rows(embedding, mesh)
         head.weight = embedding.weight
     layouts = [getattr(style, "input_layouts", None) for style in of_head]
-    VocabularyRows(layouts[0][0] if layouts and layouts[0] else Replicate())._apply(head, mesh)
+    arrives = layouts[0][0] if layouts and layouts[0] else Replicate()
+    if layer is None:  # and the head too small to be cut
+        _gather_inputs(head, mesh, arrives)
+    else:
+        VocabularyRows(arrives)._apply(head, mesh)
     for name, module in list(model.named_modules()):
         if any(not isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
             Whole(sums=_sees_some_heads(model, name))._apply(module, mesh)
@@ -142,8 +140,8 @@ def plan_of(model: Any, size: int, *, sequence_parallel: bool) -> Plan:
         "self_attn": lambda: PrepareModuleInput(
             input_kwarg_layouts={"hidden_states": between}, desired_input_kwarg_layouts={"hidden_states": Replicate()}
         ),
-        "lm_head": lambda: ColwiseParallel(input_layouts=between),
     }
+    styles |= dict.fromkeys(("lm_head", "score"), lambda: ColwiseParallel(input_layouts=between))
     styles |= dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ColwiseParallel)
     styles |= dict.fromkeys(("o_proj", "down_proj"), lambda: RowwiseParallel(output_layouts=between))
     if sequence_parallel:
@@ -211,6 +209,19 @@ def _cut_rows(embedding: torch.nn.Module, mesh: DeviceMesh) -> None:
         RowwiseParallel(input_layouts=Replicate())._apply(embedding, mesh)
     elif list(weight.placements) != [Shard(0)]:
         raise ConfigError(f"{_CUSTOM}: the embedding is the output layer too, so only RowwiseParallel can cut it")
+
+
+def _gather_inputs(module: torch.nn.Module, mesh: DeviceMesh, arrives: Placement) -> None:
+    """Give a module the hidden states whole and plain; their gradient comes back whole from every rank."""
+
+    def gather(_: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[torch.Tensor]:
+        hidden = inputs[0]
+        if not isinstance(hidden, DTensor):
+            hidden = DTensor.from_local(hidden, mesh, [arrives], run_check=False)
+        whole: DTensor = hidden.redistribute(placements=[Replicate()])
+        return (whole.to_local(grad_placements=[Replicate()]),)
+
+    module.register_forward_pre_hook(gather)
 
 
 def _distribute(module: torch.nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from tandem.common.columns import Model
 from tandem.common.config import Config
 from tandem.common.dotted import named
 from tandem.trainer.losses.aggregate import Counts, Loss, LossClass, Report, aggregate
@@ -12,9 +13,10 @@ from tandem.trainer.losses.own import OwnLoss
 __all__ = ["Counts", "Loss", "Report", "aggregate", "make_loss"]
 
 
-def make_loss(config: Config, counts: Counts, device: torch.device) -> Loss:
-    """Return the configured loss, for one optimizer step on a global batch with these counts."""
-    if config.loss_fn.class_path is not None:
+def make_loss(config: Config, counts: Counts, device: torch.device, model: Model = "policy") -> Loss:
+    """Return the configured loss of a model, for one optimizer step on a global batch with these counts."""
+    if model == "policy" and config.loss_fn.class_path is not None:
         return OwnLoss(config, counts, device)
-    make: LossClass = named(config.declaration.loss)
-    return make(getattr(config, config.declaration.loss_section), counts, device)
+    (training,) = (each for each in config.declaration.trainings if each.model == model)
+    make: LossClass = named(training.loss)
+    return make(getattr(config, training.loss_section), counts, device)

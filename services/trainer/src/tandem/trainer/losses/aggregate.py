@@ -15,7 +15,6 @@ import msgspec
 import torch
 
 from tandem.trainer.packing import MicroBatch
-from tandem.trainer.scoring import TokenScores
 
 
 class Counts(msgspec.Struct, frozen=True):
@@ -67,11 +66,11 @@ class Loss(Protocol):
     report: Report
     """Means to report beside the loss. A loss of the user's may have none."""
 
-    def __call__(self, batch: MicroBatch, scores_BT: TokenScores) -> torch.Tensor:
+    def __call__(self, batch: MicroBatch, scores_BT: Any, /) -> torch.Tensor:
         """Return the micro-batch's share of the loss, a scalar.
 
-        `scores_BT` are those of its tokens under the policy in training, not read where `MicroBatch.loss_mask_BT` is
-        False.
+        `scores_BT` are what the model in training says of its tokens, not read where `MicroBatch.loss_mask_BT` is
+        False: `TokenScores` of the policy, `TokenValues` of a value model (`tandem.trainer.scoring`).
         """
         ...
 

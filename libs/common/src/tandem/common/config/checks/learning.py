@@ -1,4 +1,4 @@
-"""Rules of what GRPO and its kin learn: rewards and advantages."""
+"""Rules of what algorithms that roll out learn: rewards and advantages."""
 
 from __future__ import annotations
 
@@ -21,19 +21,22 @@ def leaving_one_out_leaves_one(config: Config) -> None:
 def samples_differ(config: Config) -> None:
     """GRPO compares the samples of a group, so they must be drawn, not taken greedily."""
     if config.policy.generation.temperature == 0 and not config.evaluates:
-        raise Invalid("policy.generation.temperature", "0 draws the same sample every time, and GRPO learns from none")
+        title = config.declaration.title
+        raise Invalid(
+            "policy.generation.temperature", f"0 draws the same sample every time, and {title} learns from none"
+        )
 
 
 def dynamic_sampling_can_tell_groups_apart(config: Config) -> None:
     """The rewards of a group of one never differ."""
-    grpo = config.grpo
-    if grpo.use_dynamic_sampling and grpo.num_generations_per_prompt < 2:
+    section, name = config.rollout_section, config.algorithm
+    if section.use_dynamic_sampling and section.num_generations_per_prompt < 2:
         raise Invalid(
-            "grpo.num_generations_per_prompt",
-            "1, but grpo.use_dynamic_sampling needs at least 2 samples of each prompt",
+            f"{name}.num_generations_per_prompt",
+            f"1, but {name}.use_dynamic_sampling needs at least 2 samples of each prompt",
         )
-    if grpo.batch_multiplier != 1 and not grpo.use_dynamic_sampling:
-        raise Invalid("grpo.batch_multiplier", f"{grpo.batch_multiplier:g} needs grpo.use_dynamic_sampling")
+    if section.batch_multiplier != 1 and not section.use_dynamic_sampling:
+        raise Invalid(f"{name}.batch_multiplier", f"{section.batch_multiplier:g} needs {name}.use_dynamic_sampling")
 
 
 def components_have_no_length(config: Config) -> None:
@@ -47,32 +50,32 @@ def components_have_no_length(config: Config) -> None:
 
 def rewards_can_be_shaped(config: Config) -> None:
     """Shaping needs to know which lengths it is about."""
-    shaping = config.grpo.reward_shaping
+    shaping, key = config.rollout_section.reward_shaping, f"{config.algorithm}.reward_shaping"
     if not shaping.enabled or shaping.stop_properly_penalty_coef is not None:
         return
     for name in ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length"):
         if getattr(shaping, name) is None:
             raise Invalid(
-                f"grpo.reward_shaping.{name}",
-                "null, but grpo.reward_shaping.enabled needs it, or stop_properly_penalty_coef in its place",
+                f"{key}.{name}",
+                f"null, but {key}.enabled needs it, or stop_properly_penalty_coef in its place",
             )
 
 
 def rewards_can_be_scaled(config: Config) -> None:
     """An interval has two ends."""
-    scaling = config.grpo.reward_scaling
+    scaling, key = config.rollout_section.reward_scaling, f"{config.algorithm}.reward_scaling"
     if scaling.enabled and scaling.source_max <= scaling.source_min:
         raise Invalid(
-            "grpo.reward_scaling.source_max",
-            f"{scaling.source_max:g} is not more than grpo.reward_scaling.source_min ({scaling.source_min:g})",
+            f"{key}.source_max",
+            f"{scaling.source_max:g} is not more than {key}.source_min ({scaling.source_min:g})",
         )
 
 
-RULES: tuple[Rule, ...] = (
-    leaving_one_out_leaves_one,
+ROLLOUT_RULES: tuple[Rule, ...] = (
     samples_differ,
     dynamic_sampling_can_tell_groups_apart,
-    components_have_no_length,
     rewards_can_be_scaled,
     rewards_can_be_shaped,
 )
+
+RULES: tuple[Rule, ...] = (leaving_one_out_leaves_one, components_have_no_length, *ROLLOUT_RULES)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import msgspec
 
-from tandem.common.columns import BUILT_IN, TAKEN
+from tandem.common.columns import BUILT_IN, TAKEN, Column
 from tandem.common.config.checks.rule import Rule, check_dotted_path
 from tandem.common.config.problem import Invalid, shown
 from tandem.common.config.schema import Config, LossColumn
@@ -59,14 +61,22 @@ def columns_have_a_source(config: Config) -> None:
         known = BUILT_IN.get(name)
         if known is not None and column != LossColumn(source=known.source):
             raise Invalid(f"{key}.{name}", f"it is built in: its source is {known.source}, and it has no other fill")
-        if known is None and column.source in ("engine", "coordinator"):
+        if known is None and column.source in ("engine", "coordinator", "trainer"):
             names = [each.name for each in BUILT_IN.values() if each.source == column.source]
             which = f"{column.source} has {', '.join(names)}, and no {name}{nearest(name, names)}"
             raise Invalid(f"{key}.{name}.source", which)
         if known is None and (not name.isidentifier() or name in TAKEN):
             raise Invalid(key, f"{shown(name)} cannot be the name of a column")
+        missing = {"value": "no value model", "trainer": "nothing that trainers make"}.get(column.source)
+        if missing is not None and column.source not in {each.source for each in _declared(config)}:
+            raise Invalid(f"{key}.{name}.source", f"{column.source}, but {config.declaration.title} has {missing}")
         if column.source not in ("policy", "reference") and not config.declaration.rolls_out:
             raise Invalid(f"{key}.{name}.source", f"{column.source}, but {config.declaration.title} rolls nothing out")
+
+
+def _declared(config: Config) -> Iterator[Column]:
+    """Yield what the algorithm's own losses read."""
+    return (column for training in config.declaration.trainings for column in training.columns)
 
 
 def options_agree(config: Config) -> None:
@@ -100,14 +110,15 @@ def importance_weights_have_bounds(config: Config) -> None:
 
 
 def kl_in_the_reward_reaches_the_advantage(config: Config) -> None:
-    """Of the estimators only Reinforce++ has rewards by token."""
+    """Of the estimators only Reinforce++, and PPO's, have rewards by token."""
     if not config.loss_fn.use_kl_in_reward:
         return
-    name = config.grpo.adv_estimator.name
-    if name != "reinforce_plus_plus":
+    estimator = config.rollout_section.group_estimator
+    if estimator is not None and estimator.name != "reinforce_plus_plus":
         raise Invalid(
             "loss_fn.use_kl_in_reward",
-            f"true needs grpo.adv_estimator.name to be reinforce_plus_plus: {name} has one advantage a sample",
+            "true needs grpo.adv_estimator.name to be reinforce_plus_plus: "
+            f"{estimator.name} has one advantage a sample",
         )
     if config.loss_fn.reference_policy_kl_penalty == 0:
         raise Invalid("loss_fn.use_kl_in_reward", "true needs loss_fn.reference_policy_kl_penalty to be more than 0")
@@ -115,13 +126,13 @@ def kl_in_the_reward_reaches_the_advantage(config: Config) -> None:
 
 def forced_ratios_are_true(config: Config) -> None:
     """After one optimizer step the policy in training is no longer the one before."""
-    batch = config.policy.train_global_batch_size
-    samples = config.units_per_step
-    if config.loss_fn.force_on_policy_ratio and batch != samples:
+    batch, samples, passes = config.policy.train_global_batch_size, config.units_per_step, config.num_passes
+    if config.loss_fn.force_on_policy_ratio and (batch != samples or passes > 1):
+        name, times = config.algorithm, f", and it passes over it {passes} times" if passes > 1 else ""
         raise Invalid(
             "loss_fn.force_on_policy_ratio",
             f"true needs one optimizer step a rollout batch: policy.train_global_batch_size is {batch}, "
-            f"grpo.num_prompts_per_step * grpo.num_generations_per_prompt {samples}",
+            f"{name}.num_prompts_per_step * {name}.num_generations_per_prompt {samples}{times}",
         )
 
 

@@ -132,6 +132,16 @@ class Rollouts(Section, frozen=True, kw_only=True):
         return None
 
     @property
+    def num_passes(self) -> int:
+        """Times that a step trains on its rollout batch."""
+        return 1
+
+    @property
+    def num_steps_without_policy(self) -> int:
+        """Steps at the beginning that do not train the policy."""
+        return 0
+
+    @property
     def num_prompts_per_batch(self) -> int:
         """Prompt groups that engines generate for at once."""
         return round(self.num_prompts_per_step * self.batch_multiplier)

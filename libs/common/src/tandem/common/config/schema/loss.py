@@ -28,7 +28,8 @@ class LossColumn(Section, frozen=True, kw_only=True):
     source: Source
     """New. Where it comes from. environment: the entry NAME of a score's `components`, of all tokens of the sample.
     engine: generation_logprobs, or versions, the weight version that made the token. coordinator: advantages or
-    rewards. policy, reference: its log-probability under that model, before the first optimizer step on the batch."""
+    rewards. policy, reference: its log-probability under that model, before the first optimizer step on the batch.
+    value: its value then. trainer: returns."""
     fill: float = 0.0
     """New. What it is in the padding, and of a sample whose score has no such entry."""
 

@@ -48,6 +48,16 @@ class Ppo(Rollouts, frozen=True, kw_only=True):
     true is refused where it does (`loss_fn.reference_policy_kl_penalty` above 0)."""
     adv_estimator: GaeEstimator = GaeEstimator()
 
+    @property
+    def num_passes(self) -> int:
+        """Times that a step trains on its rollout batch."""
+        return self.ppo_epochs
+
+    @property
+    def num_steps_without_policy(self) -> int:
+        """Steps at the beginning that do not train the policy."""
+        return self.policy_training_start_step
+
 
 class Value(Model, frozen=True, kw_only=True):
     """The value model of PPO: a language model whose head gives one number a token, what the rest of the response is

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from tandem.common import columns
 from tandem.common.algorithms import ALGORITHMS, Algorithm, AlgorithmName
 from tandem.common.config.schema.algorithms import Dpo, Rm, Sft
 from tandem.common.config.schema.base import NonEmptyStr, Section
@@ -12,7 +13,7 @@ from tandem.common.config.schema.distillation import Distillation, OnPolicyDisti
 from tandem.common.config.schema.evaluation import Eval
 from tandem.common.config.schema.grpo import Grpo, Rollouts
 from tandem.common.config.schema.loss import LossFn
-from tandem.common.config.schema.policy import Policy
+from tandem.common.config.schema.policy import Model, Policy
 from tandem.common.config.schema.ppo import Ppo, Value, ValueLossFn
 from tandem.common.config.schema.run import Checkpointing, Cluster, DataPlane, Logger, Refit, Replay
 
@@ -100,6 +101,13 @@ class Config(Section, frozen=True, kw_only=True):
         """Whether the loss compares the policy with the model it started from."""
         return "reference" in self.declaration.holds(self)
 
+    def settings_of(self, model: columns.Model) -> Model:
+        """Return the section of a model that trainers hold; the reference is the policy before any training."""
+        if model != "value":
+            return self.policy
+        assert self.value is not None, "the algorithm declares that it holds one"
+        return self.value
+
     @property
     def algorithm_section(self) -> Rollouts | Sft | Dpo:
         """The section of the algorithm in use; all of them have `seed`, `max_num_steps`, `val_period` and
@@ -152,8 +160,18 @@ class Config(Section, frozen=True, kw_only=True):
 
     @property
     def num_optimizer_steps(self) -> int:
-        """Optimizer steps of a step."""
-        return -(-self.units_per_step // self.policy.train_global_batch_size)
+        """Optimizer steps of the policy in a step."""
+        return self.num_passes * -(-self.units_per_step // self.policy.train_global_batch_size)
+
+    @property
+    def num_passes(self) -> int:
+        """Times that a step trains on its batch."""
+        return self.rollout_section.num_passes if self.declaration.rolls_out else 1
+
+    def trained_in(self, step: int) -> tuple[columns.Model, ...]:
+        """Return the models that a step trains, in order: all, but in the first steps of some runs not the policy."""
+        is_early = self.declaration.rolls_out and step <= self.rollout_section.num_steps_without_policy
+        return tuple(model for model in self.declaration.trains if model != "policy" or not is_early)
 
     @property
     def scoring_temperature(self) -> float:

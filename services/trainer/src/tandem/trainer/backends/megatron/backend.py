@@ -89,11 +89,14 @@ class MegatronBackend:
         self._schedule = make_schedule(config, self._optimizer, self._num_steps)
         proof.conclude()
 
-    def train_step(self, micro_batches: Sequence[MicroBatch], loss: LossOfMicroBatch) -> OptimizerStep:
+    def train_step(
+        self, micro_batches: Sequence[MicroBatch], loss: LossOfMicroBatch, model: Model = "policy"
+    ) -> OptimizerStep:
         """Forward and backward over this replica's micro-batches, clip, and step optimizer and schedule once.
 
         Raises `TrainingError`, before anything has changed, if the loss or the gradient is no finite number.
         """
+        assert model == "policy", "the configuration's checks let this backend train no other"
         for chunk in self._policy:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()

@@ -43,7 +43,7 @@ def save(folder: Path, described: Any, weights: RankWeights, optimizer: Any, num
     """
     parts = partial(optimizer_state.parts_of, optimizer, weights)
     state = checkpoints.State(described, weights.gathered(), weights.num_bytes, parts, num_steps)
-    return checkpoints.save(folder, state, config)
+    return checkpoints.save(folder, {checkpoints.POLICY: state}, config)
 
 
 def load_policy(folder: Path, weights: RankWeights) -> None:

@@ -67,7 +67,7 @@ def open_tensors(source: str, config: Config) -> Tensors:
     """
     folder = folder_of(source)
     if config.policy.new_model is not None and not any(folder.glob("*.safetensors")):
-        model = load_model(str(folder), config, torch.float32)
+        model = load_model(str(folder), config.policy, torch.float32)
         return TensorsInMemory(revert_weight_conversion(model, model.state_dict()))
     order = _order() if config.policy.megatron_cfg.force_reconvert_from_hf else ""
     shape = from_checkpoint(folder)

@@ -1,0 +1,79 @@
+"""Rules of a value model: what it must have in common with the policy, in whose ranks it lives."""
+
+from __future__ import annotations
+
+from tandem.common.config.checks.rule import Rule
+from tandem.common.config.problem import Invalid, Problems, shown
+from tandem.common.config.schema import Config
+from tandem.common.torch_arguments import torch_problems
+
+_SHARED = (
+    "train_global_batch_size",
+    "max_total_sequence_length",
+    "dtensor_cfg.tensor_parallel_size",
+    "dtensor_cfg.context_parallel_size",
+)
+"""Keys of ``value`` that must be what they are of ``policy``: both see the same tokens, cut up in the same way."""
+
+
+def there_is_a_value_model(config: Config) -> None:
+    """The algorithm holds one."""
+    if config.value is None:
+        raise Invalid("value", "null, but PPO needs a value model: leave it out for one like the policy")
+
+
+def fsdp_trains_it(config: Config) -> None:
+    """Of the backends only FSDP2 trains several models."""
+    value = config.value
+    for name, settings in (("policy", config.policy), ("value", value)):
+        if settings is not None and settings.megatron_cfg.enabled:
+            raise Invalid(
+                f"{name}.megatron_cfg.enabled",
+                f"true, but Megatron-Core does not train a value model here yet: PPO needs {name}.dtensor_cfg.enabled",
+            )
+    if value is not None and not value.dtensor_cfg.enabled:
+        raise Invalid("value.dtensor_cfg.enabled", "false: nothing can train the value model")
+
+
+def it_sees_what_the_policy_sees(config: Config) -> None:
+    """Each rank has the same sequences for both."""
+    for key in _SHARED:
+        own, policys = (_at(getattr(config, name), key) for name in ("value", "policy"))
+        if own != policys:
+            raise Invalid(f"value.{key}", f"{shown(own)}, but policy.{key} is {shown(policys)}: they must be equal")
+
+
+def it_has_an_optimizer(config: Config) -> None:
+    """Its name and arguments are torch's."""
+    assert config.value is not None, "checked before"
+    if config.value.optimizer is None:
+        raise Invalid("value.optimizer", "null, but the value model is trained")
+    optimizer = config.value.optimizer
+    problems = Problems()
+    problems.found += torch_problems("Optimizer", optimizer.name, optimizer.kwargs, "value.optimizer")
+    problems.complain()
+
+
+def the_reference_is_read_or_skipped(config: Config) -> None:
+    """NeMo-RL lets a run leave out what nothing reads; what the loss reads cannot be left out."""
+    penalty = config.loss_fn.reference_policy_kl_penalty
+    if config.ppo.skip_reference_policy_logprobs_calculation and penalty > 0:
+        raise Invalid(
+            "ppo.skip_reference_policy_logprobs_calculation",
+            f"true, but loss_fn.reference_policy_kl_penalty is {penalty:g}",
+        )
+
+
+def _at(node: object, key: str) -> object:
+    for part in key.split("."):
+        node = getattr(node, part)
+    return node
+
+
+RULES: tuple[Rule, ...] = (
+    there_is_a_value_model,
+    fsdp_trains_it,
+    it_sees_what_the_policy_sees,
+    it_has_an_optimizer,
+    the_reference_is_read_or_skipped,
+)

@@ -1,0 +1,234 @@
+"""One model that a rank of the DTensor backend holds: the policy, the reference, the value model.
+
+Each is built, sharded, scored with, trained, saved and resumed by the same code. Its section of the configuration says
+how; the algorithm's declaration says which are trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.fsdp import FSDPModule
+
+from tandem.common import columns
+from tandem.common.config import Config
+from tandem.common.errors import CheckpointError, ConfigError, ModelError, TrainingError
+from tandem.trainer import checkpoints, context, policy_files
+from tandem.trainer.attention import prepare_to_pack, prepare_to_share
+from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep
+from tandem.trainer.backends import optimizer_state, shards
+from tandem.trainer.backends.sharding import Ranks
+from tandem.trainer.models import (
+    Scorer,
+    TokenScorer,
+    ValueScorer,
+    checkpoint_activations,
+    has_linear_head,
+    load_model,
+    load_value_model,
+)
+from tandem.trainer.offload import Offloaded, state_of
+from tandem.trainer.optimizers import advance, make_optimizer, make_scheduler
+from tandem.trainer.packing import MicroBatch
+from tandem.trainer.scoring import Scores
+
+
+class HeldModel:
+    """A rank's share of one model, what scores with it, and its optimizer if it is trained.
+
+    It starts from the ``model_name`` of its section or, if it is trained and there is one, from a checkpoint. Raises
+    `ModelError`, `ConfigError` or `CheckpointError`.
+    """
+
+    def __init__(self, name: columns.Model, config: Config, ranks: Ranks, *, checkpoint: Path | None) -> None:
+        """Load and shard it; a frozen one has no optimizer, one that is trained gets its own by `start`. Collective."""
+        self.name = name
+        self._config, self._ranks = config, ranks
+        self._settings = settings = config.settings_of(name)
+        self.is_trained = name in config.declaration.trains
+        self._says_values = name == "value"
+        self.device = ranks.device
+        from_checkpoint = self.is_trained and checkpoint is not None
+        source = str(checkpoint / name) if from_checkpoint and checkpoint is not None else settings.model_name
+        # What is trained has parameters in float32 whatever the precision of the passes.
+        model = self._load(source, torch.float32 if self.is_trained else getattr(torch, settings.precision))
+        linear_head = not self._says_values and has_linear_head(model)
+        self.shares_prompts = self._prepare_attention(model)
+        if not self.is_trained:
+            model.requires_grad_(False)
+        elif settings.activation_checkpointing_enabled or settings.dtensor_cfg.activation_checkpointing:
+            checkpoint_activations(model)
+        ranks.shard(model, settings)
+        self.model = model
+        self.parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
+        group = ranks.context.get_group() if ranks.context.size() > 1 else None
+        self._scorer: Scorer = (
+            ValueScorer(model, context=group)
+            if self._says_values
+            else TokenScorer(model, config.scoring_temperature, linear_head=linear_head, context=group)
+        )
+        self.optimizer: torch.optim.Optimizer
+        """Of a model that is trained."""
+        self._num_steps = 0
+        self._offloaded: list[Offloaded] = []
+
+    def start(self, checkpoint: Path | None) -> None:
+        """Make the optimizer and its schedule, as a checkpoint has them. Collective. Raises `CheckpointError`."""
+        if checkpoint is None:
+            self._start_optimizer(num_steps=0)
+        else:
+            self._load_optimizer(checkpoint)
+
+    def train_step(self, micro_batches: Sequence[MicroBatch], loss: LossOfMicroBatch) -> OptimizerStep:
+        """Take an optimizer step, as `tandem.trainer.backend.Backend.train_step` does. Raises `TrainingError`."""
+        total = torch.zeros(1, dtype=torch.float64, device=self.device)
+        for index, batch in enumerate(micro_batches):
+            self._communicate(last=index == len(micro_batches) - 1)
+            value = loss(batch, self._scorer(batch))
+            # FSDP2 averages gradients over the ranks; the loss is a sum.
+            torch.autograd.backward(value * self._ranks.num_shards)
+            total += value.detach()
+        total_loss = float(self._ranks.sum_over_replicas(total)[0])
+        grad_norm = self._clip()
+        if not (abs(total_loss) < float("inf") and grad_norm < float("inf")):
+            self.optimizer.zero_grad(set_to_none=True)
+            of_model = "" if self.name == "policy" else f" of the {self.name} model"
+            raise TrainingError(
+                f"optimizer step {self._num_steps + 1}{of_model} was not taken: loss {total_loss}, gradient norm "
+                f"{grad_norm}"
+            )
+        learning_rate = float(self.optimizer.param_groups[0]["lr"])
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        advance(self._scheduler)
+        self._num_steps += 1
+        return OptimizerStep(loss=total_loss, grad_norm=grad_norm, learning_rate=learning_rate)
+
+    @torch.no_grad()
+    def scores(self, micro_batches: Sequence[MicroBatch]) -> list[Scores]:
+        """Return what the model says of each micro-batch without gradient, zero where no token counts."""
+        found = [self._scorer(batch) for batch in micro_batches]
+        for module in _fsdp_modules(self.model):
+            module.reshard()  # only a backward pass would do it by itself
+        return found
+
+    def state(self) -> checkpoints.State:
+        """Return what a checkpoint is made of: the schedule needs only the number of steps."""
+        gathered = policy_files.gathered(self.model, self.parameters)
+        num_bytes = sum(parameter.nbytes for parameter in self.parameters.values())
+        parts = partial(optimizer_state.parts_of, self._optimizer_tensors())
+        return checkpoints.State(self.model, gathered, num_bytes, parts, self._num_steps)
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """Restore what a checkpoint has of it, bit for bit, in the memory the parameters lie in."""
+        try:
+            loaded = self._load(str(folder / self.name), torch.float32)
+        except ModelError as error:
+            raise CheckpointError(str(error)) from error
+        tensors = dict(loaded.named_parameters())
+        for name, parameter in self.parameters.items():
+            if name not in tensors or tensors[name].shape != parameter.shape:
+                raise CheckpointError(f"{folder} is a checkpoint of another model: {name} differs")
+        for name, parameter in self.parameters.items():
+            shards.local_of(parameter).copy_(tensors[name][shards.box_of(parameter).region])
+        self._load_optimizer(folder)
+
+    def offload(self) -> None:
+        """Free the gradients and move the optimizer's state from the GPU to pinned host memory.
+
+        The parameters too, unless engines may be reading them. On a CPU that is where all of it already lies: there
+        only the gradients go.
+        """
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.device.type != "cpu" and not self._offloaded:
+            self._offloaded.append(Offloaded(state_of(self.optimizer, self.device)))
+            if self.name != "policy":
+                parameters = (shards.local_of(parameter) for parameter in self.parameters.values())
+                here = [parameter for parameter in parameters if parameter.device.type == self.device.type]
+                self._offloaded.append(Offloaded(here))
+
+    def reload(self) -> None:
+        """Move back what was offloaded, to tensors that are the same as before."""
+        while self._offloaded:
+            self._offloaded.pop().reload()
+
+    def _load(self, source: str, dtype: torch.dtype) -> Any:
+        return (load_value_model if self._says_values else load_model)(source, self._settings, dtype)
+
+    def _prepare_attention(self, model: Any) -> bool:
+        """Make the model take packed rows, its share of each sequence, or shared prompts, as is wanted.
+
+        Return whether it takes shared prompts; say so if it should and cannot. Raises `ConfigError` if it cannot take
+        packed rows, or its share.
+        """
+        settings, is_shared = self._settings, self._ranks.context.size() > 1
+        by_tokens = settings.sequence_packing.enabled or settings.dynamic_batching.enabled
+        wants_prompts = self._config.declaration.shares_prompts and settings.share_prompts and not by_tokens
+        name, longest, reason = type(model).__name__, settings.max_total_sequence_length, None
+        section = "value" if self._says_values else "policy"
+        if is_shared or settings.sequence_packing.enabled:
+            reason = prepare_to_pack(model, longest)
+            if reason is not None:
+                key, what = "sequence_packing.enabled", "packed rows"
+                if is_shared:
+                    key, what = "dtensor_cfg.context_parallel_size", "parts of sequences"
+                raise ConfigError(f"{section}.{key}: {name} cannot take {what}: {reason}")
+            if is_shared:
+                model.set_attn_implementation(context.ATTENTION_NAME)
+                reason = f"{section}.dtensor_cfg.context_parallel_size makes ranks share each sequence"
+        elif wants_prompts:
+            reason = prepare_to_share(model, longest)
+            reason = None if reason is None else f"{name} cannot share: {reason}"
+        if wants_prompts and reason is not None and self.is_trained and dist.get_rank() == 0:
+            print(f"{section}.share_prompts has no effect: {reason}", flush=True)
+        return wants_prompts and reason is None
+
+    def _communicate(self, *, last: bool) -> None:
+        """Reduce gradients once an optimizer step, where host memory can hold them whole until then."""
+        if not isinstance(self.model, FSDPModule):
+            return
+        if self.device.type == "cpu":
+            self.model.set_requires_gradient_sync(last)
+            self.model.set_reshard_after_backward(last)
+        self.model.set_is_last_backward(last)
+
+    def _clip(self) -> float:
+        """Scale the gradients down to ``max_grad_norm``; return the norm they had."""
+        norm = shards.norm_of(parameter.grad for parameter in self.parameters.values() if parameter.grad is not None)
+        if self._settings.max_grad_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), self._settings.max_grad_norm, norm)
+        return float(norm)
+
+    def _optimizer_tensors(self) -> dict[str, Any]:
+        """Return the optimizer's state, by reference."""
+        if not self._num_steps:  # no step, no state
+            return {}
+        return {"state": get_optimizer_state_dict(self.model, self.optimizer)["state"]}
+
+    def _start_optimizer(self, num_steps: int) -> None:
+        """Make a new optimizer, without state, and its schedule as it stands after `num_steps`."""
+        settings = self._settings.optimizer
+        assert settings is not None, "the configuration's checks require an optimizer"
+        self.optimizer = make_optimizer(settings, self.model.parameters(), self.name)
+        self._scheduler = make_scheduler(self._settings.scheduler, self.optimizer, self.name)
+        advance(self._scheduler, num_steps)
+        self._num_steps = num_steps
+        self._offloaded = []
+
+    def _load_optimizer(self, folder: Path) -> None:
+        self._start_optimizer(checkpoints.agree(lambda: checkpoints.read_num_steps(folder, self.name)))
+        if self._num_steps:
+            tensors = self._optimizer_tensors()  # of the right names, shapes and sharding, filled with anything
+            read = partial(optimizer_state.read, tensors)
+            checkpoints.agree(lambda: checkpoints.read_optimizer(folder, read, self.name))
+
+
+def _fsdp_modules(model: torch.nn.Module) -> Iterator[FSDPModule]:
+    return (module for module in model.modules() if isinstance(module, FSDPModule))

@@ -1,0 +1,143 @@
+"""PPO under the DTensor backend: the numbers of Hugging Face models in one process, however work is shared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from tandem.common.batch import TrainingBatch
+from tandem.common.config import Config
+from tandem.trainer import step
+from tandem.trainer.backends.dtensor import DTensorBackend
+from tests.integration.reference_ppo import CLIP, GAMMA, LAMBDA, SCALE, VALUE_CLIP, PlainPpo, plain_ppo
+from tests.integration.trainer_harness import make_config, make_groups, make_model, run_ranks, share_of
+
+pytestmark = pytest.mark.usefixtures("rank_server")
+
+TOLERANCE = 1e-5
+KL = 0.05
+EPOCHS, SIZE = 2, 4
+WARM_UP = 1
+BATCHES = [make_groups(2, 2, 2, 2, seed=seed) for seed in range(3)]
+LOSS = {
+    "reference_policy_kl_penalty": KL,
+    "reference_policy_kl_type": "k1",
+    "use_kl_in_reward": True,
+    "ratio_clip_min": CLIP,
+    "ratio_clip_max": CLIP,
+}
+PPO = {
+    "ppo_epochs": EPOCHS,
+    "policy_training_start_step": WARM_UP,
+    "adv_estimator": {"gae_gamma": GAMMA, "gae_lambda": LAMBDA},
+}
+
+
+CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "one rank": (1, {}, {}),
+    "one rank, rows of samples one by one": (1, {"share_prompts": False}, {"share_prompts": False}),
+    "two ranks": (2, {}, {}),
+    "packed policy": (1, {"sequence_packing": {"enabled": True, "train_mb_tokens": 48, "logprob_mb_tokens": 48}}, {}),
+    "packed values": (2, {}, {"sequence_packing": {"enabled": True, "train_mb_tokens": 48, "logprob_mb_tokens": 48}}),
+    "batches of values by tokens": (
+        2,
+        {},
+        {"dynamic_batching": {"enabled": True, "train_mb_tokens": 40, "logprob_mb_tokens": 80}},
+    ),
+    "values one by one, with less memory": (
+        1,
+        {},
+        {"train_micro_batch_size": 1, "activation_checkpointing_enabled": True},
+    ),
+    "two tensor-parallel ranks": (2, {"dtensor_cfg": {"tensor_parallel_size": 2}}, {}),
+    "sequence parallelism of values": (
+        2,
+        {"dtensor_cfg": {"tensor_parallel_size": 2}},
+        {"dtensor_cfg": {"sequence_parallel": True}},
+    ),
+    "two context-parallel ranks": (2, {"dtensor_cfg": {"context_parallel_size": 2}}, {}),
+}
+"""Ranks, and keys of ``policy`` and ``value``."""
+
+
+def ppo_config(model: Path, policy: Mapping[str, Any], value: Mapping[str, Any], trainers: int = 1) -> Config:
+    return make_config(
+        model,
+        algorithm="ppo",
+        loss=LOSS,
+        ppo=PPO,
+        value=value,
+        value_loss={"scale": SCALE, "cliprange": VALUE_CLIP},
+        trainers=trainers,
+        **{"train_global_batch_size": SIZE, **policy},
+    )
+
+
+def train_steps(
+    rank: int, config: Config, batches: Sequence[TrainingBatch], folder: Path, first: int = 1
+) -> list[dict[str, float]]:
+    """Train on batches as the steps from `first` on, and save; go on from the checkpoint before it if there is one."""
+    checkpoint = folder / f"step_{first - 1}" if first > 1 else None
+    backend = DTensorBackend(config, checkpoint=checkpoint)
+    metrics = []
+    for number, batch in enumerate(batches, start=first):
+        trained = config.trained_in(number)
+        metrics.append(step.train(backend, *share_of(backend, batch, config), config, trained=trained).metrics)
+    target = folder / f"step_{first - 1 + len(batches)}"
+    backend.save(target).num_bytes.result()
+    return metrics
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"), "llama")
+
+
+@pytest.fixture(scope="module")
+def plain(model: Path) -> PlainPpo:
+    torch.set_num_threads(1)
+    return plain_ppo(model, BATCHES, size=SIZE, epochs=EPOCHS, kl=KL, skipped=WARM_UP)
+
+
+def assert_same_steps(found: Sequence[float], expected: Sequence[float], *, is_norm: bool) -> None:
+    """Compare the mean of each batch with the optimizer steps that it took."""
+    means = np.reshape(expected, (len(found), -1)).mean(axis=1)
+    if is_norm:
+        np.testing.assert_allclose(found, means, rtol=TOLERANCE, atol=0)
+    else:
+        np.testing.assert_allclose(found, means, rtol=0, atol=TOLERANCE)
+
+
+def assert_same_weights(found: Any, expected: Any) -> None:
+    weights = dict(found.named_parameters())
+    for name, parameter in expected.named_parameters():
+        difference = (weights[name] - parameter).abs().max()
+        assert difference < TOLERANCE, f"{name} differs by {difference}"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_three_steps_are_those_of_a_plain_loop(case: str, model: Path, plain: PlainPpo, tmp_path: Path) -> None:
+    num_ranks, policy, value = CASES[case]
+    config = ppo_config(model, policy, value, num_ranks)
+    ranks = run_ranks(num_ranks, train_steps, config, BATCHES, tmp_path)
+    metrics = ranks[0]
+    assert all(other == metrics for other in ranks), "every rank reports the same"
+
+    assert "loss" not in metrics[0], "the policy is not trained before its first step"
+    for name, is_norm in (("loss", False), ("grad_norm", True)):
+        column = int(is_norm)
+        values = [each[f"value/{name}"] for each in metrics]
+        assert_same_steps(values, [each[column] for each in plain.value_steps], is_norm=is_norm)
+        found = [each[name] for each in metrics[WARM_UP:]]
+        assert_same_steps(found, [each[column] for each in plain.policy_steps], is_norm=is_norm)
+    saved = tmp_path / "step_3"
+    assert_same_weights(transformers.AutoModelForCausalLM.from_pretrained(saved / "policy"), plain.policy)
+    trained = transformers.AutoModelForTokenClassification.from_pretrained(saved / "value")
+    assert_same_weights(trained, plain.value)
+    assert trained.config.num_labels == 1
