@@ -39,24 +39,16 @@ PPO = {
 }
 
 
+PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 48, "logprob_mb_tokens": 48}}
+BY_TOKENS = {"dynamic_batching": {"enabled": True, "train_mb_tokens": 40, "logprob_mb_tokens": 80}}
+ONE_BY_ONE = {"train_micro_batch_size": 1, "share_prompts": False, "activation_checkpointing_enabled": True}
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "one rank": (1, {}, {}),
-    "one rank, rows of samples one by one": (1, {"share_prompts": False}, {"share_prompts": False}),
+    "one rank, values one by one": (1, {}, ONE_BY_ONE),
     "two ranks": (2, {}, {}),
-    "packed policy": (1, {"sequence_packing": {"enabled": True, "train_mb_tokens": 48, "logprob_mb_tokens": 48}}, {}),
-    "packed values": (2, {}, {"sequence_packing": {"enabled": True, "train_mb_tokens": 48, "logprob_mb_tokens": 48}}),
-    "batches of values by tokens": (
-        2,
-        {},
-        {"dynamic_batching": {"enabled": True, "train_mb_tokens": 40, "logprob_mb_tokens": 80}},
-    ),
-    "values one by one, with less memory": (
-        1,
-        {},
-        {"train_micro_batch_size": 1, "activation_checkpointing_enabled": True},
-    ),
-    "two tensor-parallel ranks": (2, {"dtensor_cfg": {"tensor_parallel_size": 2}}, {}),
-    "sequence parallelism of values": (
+    "two ranks, a packed policy and values batched by tokens": (2, PACKED, BY_TOKENS),
+    "two ranks, packed values": (2, {}, PACKED),
+    "two tensor-parallel ranks, values cut along sequences": (
         2,
         {"dtensor_cfg": {"tensor_parallel_size": 2}},
         {"dtensor_cfg": {"sequence_parallel": True}},

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.integration.harness import (
     coordinator,
+    copy_examples,
     deterministic,
     merged,
     steps_of,
@@ -41,9 +43,13 @@ def ppo_config(over: dict[str, Any] | None = None, name: str = "config.yaml") ->
 
 
 def tensors_of(checkpoint: Path) -> dict[str, bytes]:
-    """Everything that training has left in a checkpoint, to the bit, but for what tells of the run itself."""
-    files = [path for path in checkpoint.rglob("*") if path.is_file() and path.suffix != ".json"]
-    return {str(path.relative_to(checkpoint)): path.read_bytes() for path in files}
+    """Every tensor that training has left in a checkpoint, to the bit."""
+    files = [path for path in checkpoint.rglob("*.safetensors")]
+    return {
+        f"{path.relative_to(checkpoint)} {name}": tensor.numpy().tobytes()
+        for path in files
+        for name, tensor in load_file(path).items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -84,4 +90,14 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(whole: Path, tmp_path
     assert ended.returncode == 0, ended.stderr
     found, expected = steps_of("run"), steps_of(whole / "run")
     assert [deterministic(step.metrics) for step in found] == [deterministic(step.metrics) for step in expected]
-    assert tensors_of(Path("run/checkpoints/step_4")) == tensors_of(whole / "run/checkpoints/step_4")
+    tensors = tensors_of(Path("run/checkpoints/step_4"))
+    assert tensors == tensors_of(whole / "run/checkpoints/step_4")
+    assert {name.partition("/")[0] for name in tensors} == {"policy", "optimizer", "value", "value_optimizer"}
+
+
+def test_the_example_runs() -> None:
+    copy_examples()
+    ended = coordinator("up", "examples/arithmetic_ppo.yaml", "ppo.max_num_steps=2", "ppo.num_prompts_per_step=64")
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr
+    assert [step.step for step in steps_of("results/arithmetic_ppo")] == [0, 1, 2]
+    assert steps_of("results/arithmetic_ppo")[-1].metrics["num_valid_samples"] == 256

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
+import msgspec
+
+from tandem.common.config.checks import batches, dtensor, model
 from tandem.common.config.checks.rule import Rule
 from tandem.common.config.problem import Invalid, Problems, shown
-from tandem.common.config.schema import Config
-from tandem.common.torch_arguments import torch_problems
+from tandem.common.config.schema import Config, Model
 
 _SHARED = (
     "train_global_batch_size",
@@ -43,14 +47,18 @@ def it_sees_what_the_policy_sees(config: Config) -> None:
             raise Invalid(f"value.{key}", f"{shown(own)}, but policy.{key} is {shown(policys)}: they must be equal")
 
 
-def it_has_an_optimizer(config: Config) -> None:
-    """Its name and arguments are torch's."""
+def its_section_is_whole(config: Config) -> None:
+    """What holds of a policy's section holds of its own: it is checked as though it were the policy's."""
     assert config.value is not None, "checked before"
     if config.value.optimizer is None:
         raise Invalid("value.optimizer", "null, but the value model is trained")
-    optimizer = config.value.optimizer
+    own = {name: getattr(config.value, name) for name in Model.__struct_fields__}
+    as_policy = msgspec.structs.replace(config, policy=msgspec.structs.replace(config.policy, **own))
     problems = Problems()
-    problems.found += torch_problems("Optimizer", optimizer.name, optimizer.kwargs, "value.optimizer")
+    for rule in (*model.RULES, *dtensor.RULES, *batches.RULES):
+        with problems.collected():
+            rule(as_policy)
+    problems.found = [Invalid(_of_value(problem.key), _of_value(problem.text)) for problem in problems.found]
     problems.complain()
 
 
@@ -64,6 +72,10 @@ def the_reference_is_read_or_skipped(config: Config) -> None:
         )
 
 
+def _of_value(text: str) -> str:
+    return re.sub(r"\bpolicy\.", "value.", text)
+
+
 def _at(node: object, key: str) -> object:
     for part in key.split("."):
         node = getattr(node, part)
@@ -74,6 +86,6 @@ RULES: tuple[Rule, ...] = (
     there_is_a_value_model,
     fsdp_trains_it,
     it_sees_what_the_policy_sees,
-    it_has_an_optimizer,
+    its_section_is_whole,
     the_reference_is_read_or_skipped,
 )
