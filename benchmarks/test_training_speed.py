@@ -161,7 +161,7 @@ class Backend(Way):
         if policy.get("megatron_cfg"):
             self._watch(self.backend._optimizer, "prepare_grads")
         else:
-            self._watch(self.backend, "_clip")
+            self._watch(self.backend._models["policy"], "_clip")
 
     def _watch(self, owner: Any, name: str) -> None:
         function: Callable[..., Any] = getattr(owner, name)

@@ -231,7 +231,8 @@ def test_hugging_face_loads_the_policy(architecture: str, tmp_path: Path) -> Non
 def logits_of(rank: int, config: Config, checkpoint: Path, token_ids_BT: list[list[int]]) -> Any:
     backend = DTensorBackend(config, checkpoint=checkpoint)
     with torch.no_grad():
-        return backend._policy(input_ids=torch.tensor(token_ids_BT), use_cache=False).logits.tolist()
+        model = backend._models["policy"].model
+        return model(input_ids=torch.tensor(token_ids_BT), use_cache=False).logits.tolist()
 
 
 def test_a_policy_larger_than_a_file_is_several_and_an_index(tmp_path: Path) -> None:
@@ -268,7 +269,7 @@ def save_in_small_files(rank: int, config: Config, folder: Path) -> int:
     backend = DTensorBackend(config, checkpoint=None)
     train_on(backend, make_batch(), config)
     backend.save(folder / "one").num_bytes.result()
-    small = checkpoints.save(folder / "small", backend._state(), config, max_file_bytes=SMALL_FILE)
+    small = checkpoints.save(folder / "small", backend._states(), config, max_file_bytes=SMALL_FILE)
     return small.num_bytes.result()
 
 

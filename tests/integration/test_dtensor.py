@@ -16,7 +16,7 @@ from tandem.common.batch import TrainingBatch
 from tandem.common.config import Config
 from tandem.trainer.backends.dtensor import DTensorBackend
 from tandem.trainer.backends.shards import local_of
-from tandem.trainer.offload import Offloaded, state_of
+from tandem.trainer.offload import Offloaded
 from tests.integration.reference import (
     assert_same_steps,
     assert_same_weights,
@@ -196,7 +196,7 @@ def count_layer_passes(rank: int, config: Config, batches: Sequence[TrainingBatc
         passes += 1
 
     backend = DTensorBackend(config, checkpoint=None)
-    backend._policy.model.layers[0].self_attn.register_forward_pre_hook(count)
+    backend._models["policy"].model.model.layers[0].self_attn.register_forward_pre_hook(count)
     metrics = [train_on(backend, batch, config).metrics for batch in batches]
     return passes, (metrics, digest_of(backend))
 
@@ -222,9 +222,10 @@ def train_and_offload(rank: int, config: Config, batches: Sequence[TrainingBatch
     metrics = []
     for batch in batches:
         metrics.append(train_on(backend, batch, config).metrics)
-        state = state_of(backend._optimizer, backend.device)
+        policy = backend._models["policy"]
+        state = policy.movable()
         sizes = [tensor.untyped_storage().nbytes() for tensor in state]
-        held = sum(local_of(parameter).nbytes for parameter in backend._parameters.values())
+        held = sum(local_of(parameter).nbytes for parameter in policy.parameters.values())
         assert sum(sizes) >= 2 * held, "two moments of each parameter"
         moved = Offloaded(state)
         assert not any(tensor.untyped_storage().nbytes() for tensor in state)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -13,8 +14,11 @@ import transformers
 
 from tandem.common.batch import TrainingBatch
 from tandem.common.config import Config
+from tandem.common.config.schema import Ppo
 from tandem.trainer import step
 from tandem.trainer.backends.dtensor import DTensorBackend
+from tandem.trainer.backends.shards import local_of
+from tandem.trainer.offload import Offloaded
 from tests.integration.reference_ppo import CLIP, GAMMA, LAMBDA, SCALE, VALUE_CLIP, PlainPpo, plain_ppo
 from tests.integration.trainer_harness import make_config, make_groups, make_model, run_ranks, share_of
 
@@ -97,6 +101,29 @@ def plain(model: Path) -> PlainPpo:
     return plain_ppo(model, BATCHES, size=SIZE, epochs=EPOCHS, kl=KL, skipped=WARM_UP)
 
 
+def train_plainly(rank: int, config: Config, batches: Sequence[TrainingBatch]) -> list[dict[str, float]]:
+    backend = DTensorBackend(config, checkpoint=None)
+    return [step.train(backend, *share_of(backend, batch, config), config).metrics for batch in batches]
+
+
+def train_and_move(rank: int, config: Config, batches: Sequence[TrainingBatch]) -> list[dict[str, float]]:
+    """Train, and after each step move what may be moved away, and back."""
+    backend = DTensorBackend(config, checkpoint=None)
+    metrics = []
+    for batch in batches:
+        metrics.append(step.train(backend, *share_of(backend, batch, config), config).metrics)
+        value = backend._models["value"]
+        held = sum(local_of(parameter).nbytes for parameter in value.parameters.values())
+        tensors = value.movable()
+        sizes = [tensor.untyped_storage().nbytes() for tensor in tensors]
+        assert sum(sizes) >= 3 * held, "two moments of each parameter, and the parameters"
+        moved = Offloaded(tensors)
+        assert not any(tensor.untyped_storage().nbytes() for tensor in tensors)
+        moved.reload()
+        assert [tensor.untyped_storage().nbytes() for tensor in tensors] == sizes
+    return metrics
+
+
 def assert_same_steps(found: Sequence[float], expected: Sequence[float], *, is_norm: bool) -> None:
     """Compare the mean of each batch with the optimizer steps that it took."""
     means = np.reshape(expected, (len(found), -1)).mean(axis=1)
@@ -133,3 +160,10 @@ def test_three_steps_are_those_of_a_plain_loop(case: str, model: Path, plain: Pl
     trained = transformers.AutoModelForTokenClassification.from_pretrained(saved / "value")
     assert_same_weights(trained, plain.value)
     assert trained.config.num_labels == 1
+
+
+def test_a_value_model_that_was_in_host_memory_between_steps_is_the_same(model: Path) -> None:
+    """On a CPU the memory goes from one place to another, with the code that moves it between a GPU and its host."""
+    config = msgspec.structs.replace(ppo_config(model, {}, {}, 2), ppo=Ppo(ppo_epochs=1))
+    moved, plainly = (run_ranks(2, train, config, BATCHES[:2]) for train in (train_and_move, train_plainly))
+    assert moved == plainly

@@ -44,7 +44,7 @@ def ppo_config(over: dict[str, Any] | None = None, name: str = "config.yaml") ->
 
 def tensors_of(checkpoint: Path) -> dict[str, bytes]:
     """Every tensor that training has left in a checkpoint, to the bit."""
-    files = [path for path in checkpoint.rglob("*.safetensors")]
+    files = list(checkpoint.rglob("*.safetensors"))
     return {
         f"{path.relative_to(checkpoint)} {name}": tensor.numpy().tobytes()
         for path in files

@@ -43,7 +43,7 @@ def steps(config: Config) -> Iterator[str]:
         batches = _micro_batches(config, whole, policy.logprob_batch_size, scoring=True)
         yield f"before that, log-probabilities of the {scored}: {batches}"
     if beside:
-        yield f"the same for the {' and the '.join(beside)}, by its own batch sizes"
+        yield f"the same for the {' and the '.join(beside)} model, by its own batch sizes"
 
 
 def _validation(config: Config) -> str:

@@ -76,7 +76,7 @@ class HeldModel:
         self.optimizer: torch.optim.Optimizer
         """Of a model that is trained."""
         self._num_steps = 0
-        self._offloaded: list[Offloaded] = []
+        self._offloaded: Offloaded | None = None
 
     def start(self, checkpoint: Path | None) -> None:
         """Make the optimizer and its schedule, as a checkpoint has them. Collective. Raises `CheckpointError`."""
@@ -147,17 +147,20 @@ class HeldModel:
         only the gradients go.
         """
         self.optimizer.zero_grad(set_to_none=True)
-        if self.device.type != "cpu" and not self._offloaded:
-            self._offloaded.append(Offloaded(state_of(self.optimizer, self.device)))
-            if self.name != "policy":
-                parameters = (shards.local_of(parameter) for parameter in self.parameters.values())
-                here = [parameter for parameter in parameters if parameter.device.type == self.device.type]
-                self._offloaded.append(Offloaded(here))
+        if self.device.type != "cpu" and self._offloaded is None:
+            self._offloaded = Offloaded(self.movable())
+
+    def movable(self) -> list[torch.Tensor]:
+        """Return what of this rank's share on its device nobody needs who does not train, or score with, the model."""
+        parameters = () if self.name == "policy" else self.parameters.values()
+        here = [shards.local_of(each) for each in parameters if each.device.type == self.device.type]
+        return [*state_of(self.optimizer, self.device), *here]
 
     def reload(self) -> None:
         """Move back what was offloaded, to tensors that are the same as before."""
-        while self._offloaded:
-            self._offloaded.pop().reload()
+        if self._offloaded is not None:
+            self._offloaded.reload()
+            self._offloaded = None
 
     def _load(self, source: str, dtype: torch.dtype) -> Any:
         return (load_value_model if self._says_values else load_model)(source, self._settings, dtype)
@@ -220,7 +223,7 @@ class HeldModel:
         self._scheduler = make_scheduler(self._settings.scheduler, self.optimizer, self.name)
         advance(self._scheduler, num_steps)
         self._num_steps = num_steps
-        self._offloaded = []
+        self._offloaded = None
 
     def _load_optimizer(self, folder: Path) -> None:
         self._start_optimizer(checkpoints.agree(lambda: checkpoints.read_num_steps(folder, self.name)))
