@@ -216,8 +216,12 @@ class _Share:
 
     def micro_batches(self, rows: Sequence[int], columns: Columns, model: Model = "policy") -> list[MicroBatch]:
         """Return this rank's micro-batches of a global batch that a model is trained on, with what its loss reads."""
-        read = self.config.declaration.columns_of(self.config, self._num_steps, model)
-        own = {column: columns[column] for column in read}
+        read = {
+            each: self.config.declaration.columns_of(self.config, self._num_steps, each)
+            for each in self.config.declaration.trains
+        }
+        others = {column for found in read.values() for column in found} - set(read[model])
+        own = {column: values_T for column, values_T in columns.items() if column not in others}
         return [self._pad(group, model, own) for group in self._cuts[model].batching.training(rows)]
 
     def columns(self, seconds: dict[str, float], size: int | None = None) -> dict[Column, NDArray[Any]]:

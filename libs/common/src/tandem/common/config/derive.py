@@ -376,7 +376,7 @@ def _launch(look: Look) -> Any:
     nodes, here = look("cluster.num_nodes"), look("cluster.gpus_per_node")
     trainers, rollouts = look("cluster.trainers"), look("cluster.rollouts")
     sizes = (nodes, here, trainers, rollouts)
-    if not all(isinstance(size, int) for size in sizes) or nodes == 1 or here == 0:
+    if not all(isinstance(size, int) for size in sizes) or nodes <= 1 or here <= 0:
         return "all"
     shared = look(f"{_COLOCATED}.enabled") is not False
     each = max(1, -(-rollouts // nodes)) if shared else 0

@@ -406,7 +406,8 @@ def _columns(config: Config, samples: Sequence[SampleScored]) -> dict[str, NDArr
 
 def _components(config: Config, samples: Sequence[SampleScored]) -> NDArray[np.float64]:
     """Return the components of the rewards, as many as GDPO and its weights need."""
-    names, weights = component_names(samples), config.grpo.adv_estimator.reward_weights
+    names, estimator = component_names(samples), config.rollout_section.group_estimator
+    weights = None if estimator is None else estimator.reward_weights
     given = f"environment {config.data.environment!r} gave {', '.join(names) or 'none'}"
     if len(names) < 2:
         raise RewardError(f"grpo.adv_estimator.name: gdpo needs rewards of at least two components, {given}")

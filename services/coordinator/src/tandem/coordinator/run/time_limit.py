@@ -1,4 +1,4 @@
-"""The time by which a run must have saved (``checkpointing.checkpoint_must_save_by``), and when it ends to keep it."""
+"""The time by which a run must have saved, and when it ends so as to keep to it."""
 
 from __future__ import annotations
 

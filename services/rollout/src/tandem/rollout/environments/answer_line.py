@@ -1,4 +1,4 @@
-"""Score what stands after ``Answer:`` in a response's last lines: mathematics as text, or the letter of a choice."""
+"""Score what stands after ``Answer:`` in a response: mathematics as text, or the letter of a choice."""
 
 from __future__ import annotations
 
