@@ -16,16 +16,34 @@ _SEGMENT_NAMES = ("torch_", "psm_", "sem.", "mp-", "tandem")
 """What libraries of ours would leave in shared memory: torch, multiprocessing, or Tandem itself."""
 _LONG_FILES = (
     "test_workers.py",
-    "test_asynchronous.py",
-    "test_stale_samples.py",
+    "test_checkpoints.py",
     "test_deaths.py",
-    "test_run.py",
+    "test_survival.py",
+    "test_agents.py",
+    "test_asynchronous.py",
+    "test_saving.py",
+    "test_stale_samples.py",
+    "test_dtensor_weights.py",
+    "test_pages_typed.py",
+    "test_dtensor.py",
     "test_two_hosts.py",
-    "test_turns.py",
-    "test_readme.py",
+    "test_run.py",
     "test_front_end.py",
+    "test_readme.py",
+    "test_check.py",
+    "test_bad_input.py",
+    "test_diagnose.py",
+    "test_turns.py",
+    "test_docs.py",
+    "test_chaos.py",
+    "test_live_run.py",
+    "test_packed_rows.py",
+    "test_kept_copy.py",
+    "test_join.py",
+    "test_transports_stream.py",
 )
-"""They begin first where files run side by side, so that no process is left alone with one at the end."""
+"""The longest first: they begin in this order where files run side by side, and those of seconds come last, so that no
+process is left alone with a long one at the end."""
 _LOOKS: dict[str, Callable[[], set[Any]]] = {
     "process": leaks.processes,
     "listening socket": leaks.listeners,
@@ -38,7 +56,8 @@ pytest.register_assert_rewrite("async_rollouts_cases")  # tests, in a module tha
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the long files first; `tox.ini` has pytest-xdist keep the order."""
-    items.sort(key=lambda item: item.path.name not in _LONG_FILES)
+    places = {name: place for place, name in enumerate(_LONG_FILES)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
 
 
 @pytest.fixture(autouse=True)
