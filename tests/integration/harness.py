@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -220,12 +220,17 @@ def joins(address: str, run: str | Path = "run") -> list[str]:
 
 def processes_of(run: Command, kind: str) -> list[psutil.Process]:
     """Return the processes of a kind that the coordinator launched, in the order in which it did."""
+    return sorted(titled(run.children(), f"{kind} --coordinator"), key=lambda process: process.create_time())
+
+
+def titled(processes: Iterable[psutil.Process], title: str) -> list[psutil.Process]:
+    """Return those processes whose command lines begin so."""
     found = []
-    for child in run.children():
-        with contextlib.suppress(psutil.NoSuchProcess):  # what an environment has started may have ended
-            if " ".join(child.cmdline()).startswith(f"{kind} --coordinator"):
-                found.append(child)
-    return sorted(found, key=lambda process: process.create_time())
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):  # one that was short may have ended
+            if " ".join(process.cmdline()).startswith(title):
+                found.append(process)
+    return found
 
 
 def process_of(run: Command, kind: str, index: int = 0) -> psutil.Process:

@@ -18,7 +18,7 @@ from tandem.common.messages import PROTOCOL_VERSION, FetchSamples, Hello, Listen
 from tandem.common.wire import encode
 from tandem.coordinator.run.members import new_run_keys
 from tests.integration.by_hand import in_folder
-from tests.integration.harness import Command, coordinator, joins, processes_of, typed, write_config
+from tests.integration.harness import Command, coordinator, joins, processes_of, titled, typed, write_config
 from tests.strangers import KINDS, Stranger, Tap
 
 ENDLESS: dict[str, Any] = {
@@ -75,7 +75,7 @@ def test_all_that_listens_is_on_loopback_and_answers_no_stranger(live: tuple[Com
     keys = read_run_keys(folder / "run")
     assert keys is not None
     ours = psutil.Process().children(recursive=True)
-    rollouts = [each for each in ours if "rollout --coordinator" in " ".join(each.cmdline())]
+    rollouts = titled(ours, "rollout --coordinator")
     assert len(rollouts) == 1
     found = {
         connection.laddr

@@ -22,6 +22,7 @@ from tests.integration.harness import (
     all_gone,
     coordinator,
     steps_of,
+    titled,
     wait_until,
     write_config,
 )
@@ -121,7 +122,7 @@ class Page:
     def __init__(self, run: Command) -> None:
         self.url = run.wait_for(r"page: (http://127\.0\.0\.1:\d+)\n")[1]
         assert self.get("/api/runs")[0]["state"] == "running"  # by now it has its own name
-        (self.process,) = [child for child in run.children() if " ".join(child.cmdline()).startswith("page ")]
+        (self.process,) = titled(run.children(), "page ")
 
     def get(self, path: str) -> Any:
         with urllib.request.urlopen(f"{self.url}{path}", timeout=60.0) as answer:
