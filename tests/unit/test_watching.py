@@ -134,7 +134,7 @@ def test_what_prometheus_is_served() -> None:
             for name, status in (("rollout-0", "holding a version"), ("rollout-1", "waiting for a replacement"))
         )
         exporter.show(Live(at=0.0, step=4, num_steps=9, phase="generating", engines=engines))
-        exporter.replaced()
+        exporter.replaced(1)
         with urllib.request.urlopen(exporter.url, timeout=60) as answer:
             lines = answer.read().decode().splitlines()
     finally:
