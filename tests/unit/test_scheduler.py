@@ -182,6 +182,16 @@ def test_an_sft_run_has_no_engines() -> None:
     assert cluster.commits() == [1, 2, 3]
 
 
+def test_the_last_step_may_be_the_only_one_that_is_validated() -> None:
+    for at_end, expected in ((True, ["DispatchPrompts:validate:3 ×2"]), (False, [])):
+        cluster = Cluster(
+            msgspec.structs.replace(GRPO, validate_every=0, validate_at_start=False, validate_at_end=at_end)
+        )
+        cluster.join_all()
+        cluster.run_until(Phase.FINISHED)
+        assert [kind for kind in kinds(cluster) if ":validate:" in kind] == expected
+
+
 def test_a_resumed_run_begins_after_its_checkpoint() -> None:
     cluster = Cluster(msgspec.structs.replace(GRPO, first_step=3, resume_from="ck/step_2"))
     cluster.join_all()
