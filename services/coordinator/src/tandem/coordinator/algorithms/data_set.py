@@ -10,7 +10,6 @@ import numpy as np
 
 from tandem.common.batch import TrainingBatch
 from tandem.common.config import Config
-from tandem.common.config.schema import Sft
 from tandem.common.messages import Purpose, SampleScored
 from tandem.common.tokenizer import Tokenizer
 from tandem.coordinator.data import (
@@ -42,7 +41,7 @@ class DataSetAlgorithm:
         self._config = config
         self._section = section = config.data_set_section
         self._chat = ChatEncoder(config, tokenizer)
-        self._only_last = isinstance(section, Sft) and section.only_unmask_final
+        self._only_last = bool(getattr(section, "only_unmask_final", False))
         sets = load_conversations(config)
         check_step_size(config, len(sets.train))
         num_validation = section.val_batches * section.val_global_batch_size
