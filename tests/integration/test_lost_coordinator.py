@@ -14,7 +14,7 @@ import pytest
 from tandem.coordinator.run.journal import read_journal
 from tests import leaks
 from tests.integration import consoles, killing_rollout
-from tests.integration.by_hand import assert_same_results, undisturbed_run
+from tests.integration.by_hand import assert_same_results, last_weights, undisturbed_run
 from tests.integration.harness import (
     Command,
     all_gone,
@@ -114,6 +114,22 @@ def test_services_started_by_hand_are_taken_up_by_who_resumes_the_run(undisturbe
         assert sum(text.startswith("coordinator is lost: ") for _, _, text in journal.events()) == 2
     assert not Path("run/keys/admitted.json").exists()
     assert leaks.segments_left(before) == set()
+
+
+def test_an_engine_that_was_added_is_taken_up_too_and_nobody_waits_for_one_that_is_gone(undisturbed: Path) -> None:
+    config = write_config(merged(RUN, merged(LAUNCHED, {"cluster": SILENT})))
+    with Command("coordinator", "up", config, "--supervise") as run:
+        address = run.wait_for(r"listens on (tcp://\S+)")[1]
+        with Command("rollout", *joins(address)) as added, Command("rollout", *joins(address)) as lost:
+            for name in ("rollout-2", "rollout-3"):
+                run.wait_for(f"{name} joins the run")
+            coordinator_of(run).kill()
+            lost.process.kill()
+            run.wait_for("the coordinator was killed by SIGKILL; it is started again")
+            assert run.wait() == 0, run.output()
+            assert added.wait() == 0, added.output()
+        assert "taken up by another coordinator" in added.output()
+    assert last_weights("run") == last_weights(undisturbed)
 
 
 def test_launched_engines_outlive_coordinators_that_are_killed_or_hang(undisturbed: Path) -> None:
