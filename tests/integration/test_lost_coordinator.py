@@ -129,7 +129,7 @@ def test_an_engine_that_was_added_is_taken_up_too_and_nobody_waits_for_one_that_
             assert run.wait() == 0, run.output()
             assert added.wait() == 0, added.output()
         assert "taken up by another coordinator" in added.output()
-    assert last_weights("run") == last_weights(undisturbed)
+    assert last_weights(Path("run")) == last_weights(undisturbed)
 
 
 def test_launched_engines_outlive_coordinators_that_are_killed_or_hang(undisturbed: Path) -> None:

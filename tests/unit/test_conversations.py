@@ -529,7 +529,11 @@ FILES: dict[str, Any] = {"dataset_name": "jsonl", "train_data_path": "a", "val_d
         ("dpo", {}, "rejected_template: required where dpo learns from data.dataset_name reasoning_gym"),
         ("grpo", {"dataset_name": "squad"}, "dataset_name: squad holds conversations, which are for sft"),
         ("sft", {"dataset_name": "HelpSteer3"}, "dataset_name: HelpSteer3 holds preferences, which are for dpo"),
-        ("dpo", {"dataset_name": "DeepScaler"}, "dataset_name: DeepScaler holds problems, which are for grpo and sft"),
+        (
+            "dpo",
+            {"dataset_name": "DeepScaler"},
+            "dataset_name: DeepScaler holds problems, which are for grpo, ppo and sft",
+        ),
         ("dpo", {"dataset_name": "DPODataset"}, "train_data_path: required where data.dataset_name is DPODataset"),
         (
             "sft",

@@ -109,15 +109,15 @@ def test_a_judgement_is_asked_for_once(endpoint: JudgeEndpoint, tmp_path: Path) 
     """Whoever asks for what is on its way waits for it; another process, and another run, find it in the file."""
     cache = str(tmp_path / "judgements.sqlite")
     endpoint.trouble.append("no grade")  # which is not kept
-    first = scores(judge(endpoint, cache=cache), "5", "5", "42", "5")
-    assert [type(each) for each in first] == [JudgementError, JudgementError, Score, JudgementError]
+    first = scores(judge(endpoint, cache=cache), "5", "5", "5")
+    assert [type(each) for each in first] == [JudgementError] * 3
     second = scores(judge(endpoint, cache=cache), "5", "5", "42")
-    assert [(each.reward, each.spent["judge_requests"]) for each in second] == [(0.5, 1.0), (0.5, 0.0), (1.0, 0.0)]
-    assert second[2].spent == {"judge_requests": 0.0, "judge_cached": 1.0}
+    assert [(each.reward, each.spent["judge_requests"]) for each in second] == [(0.5, 1.0), (0.5, 0.0), (1.0, 1.0)]
+    assert second[1].spent == {"judge_requests": 0.0, "judge_cached": 1.0}
     third = scores(judge(endpoint, cache=cache), "5", "42")
     assert [each.spent["judge_requests"] for each in third] == [0.0, 0.0]
     assert scores(judge(endpoint, cache=cache, max_tokens=5), "5")[0].spent["judge_requests"] == 1.0
-    assert len(endpoint.asked) == 4
+    assert len(endpoint.asked) == 4, "no grade, 5, 42, and 5 with fewer tokens"
     (tmp_path / "text").write_text("this is no database, however long one looks at it\n" * 100)
     with pytest.raises(ConfigError, match=r"env\.mine\.judge\.cache: cannot open .*: file is not a database"):
         judge(endpoint, cache=str(tmp_path / "text"))

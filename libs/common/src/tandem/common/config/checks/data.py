@@ -93,7 +93,10 @@ def the_dataset_fits_the_algorithm(config: Config) -> None:
         return
     fitting = [algorithm.name for algorithm in ALGORITHMS.values() if named.holds in algorithm.learns_from]
     if config.algorithm not in fitting:
-        raise Invalid("data.dataset_name", f"{name} holds {named.holds}, which are for {' and '.join(fitting)}")
+        parts = ", ".join(fitting[:-1]), fitting[-1]
+        raise Invalid(
+            "data.dataset_name", f"{name} holds {named.holds}, which are for {' and '.join(filter(None, parts))}"
+        )
 
 
 def worse_solutions_are_written(config: Config) -> None:
