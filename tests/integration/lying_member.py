@@ -8,6 +8,7 @@ place may have; whoever fetches samples from it gets other tokens than were made
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import socket
 import sys
@@ -57,9 +58,9 @@ def _lie(link: Any) -> None:
             print(f"has lied {num_lies} times", flush=True)
 
 
-def _pump_init(pump: Any, dealer: Any, queued: Any, arrived: Any, welcome: Any, *arguments: Any) -> None:
+def _pump_init(pump: Any, dealer: Any, queued: Any, arrived: Any, hello: Any, welcome: Any, *arguments: Any) -> None:
     patient = msgspec.structs.replace(welcome, heartbeat_timeout_s=_FOR_EVER_S)
-    _real_pump_init(pump, dealer, queued, arrived, patient, *arguments)
+    _real_pump_init(pump, dealer, queued, arrived, hello, patient, *arguments)
     pump._arrived = _DeafTo(arrived)
 
 
@@ -79,9 +80,9 @@ class _DeafTo:
         self._socket.close()
 
 
-def _forward(pump: Any) -> bool:
-    _real_forward(pump)
-    return False  # nothing is a `Shutdown` that it would end by
+def _forward(pump: Any, now: float) -> None:
+    _real_forward(pump, now)
+    pump._end_by = math.inf  # nothing is a `Shutdown` that it would end by
 
 
 def _found(store: Any, request: Any) -> Any:

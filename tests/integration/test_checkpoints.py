@@ -346,12 +346,13 @@ def write_without_room(rank: int, folder: Path) -> dict[int, str]:
     """Fail to write tensors of 12 kB and of 32 bytes with room for this many bytes; return the errors."""
     tensors = [torch.zeros(8 if i % 2 else 3000) for i in range(8)]
     parts = [Part(f"{i}", tensor.shape, Box((0,), tensor.shape), tensor) for i, tensor in enumerate(tensors)]
+    copy = checkpoints._Copy("policy", None, [], parts, 1)
     errors = {}
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     for limit in range(500, 40_000, 4000):
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
         with pytest.raises(CheckpointError) as raised:
-            checkpoints._write_optimizer(folder / str(limit), parts, 1, checkpoints.MAX_FILE_BYTES)
+            checkpoints._write_optimizer(folder / str(limit), copy, checkpoints.MAX_FILE_BYTES)
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         errors[limit] = str(raised.value)
     return errors

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tandem.common.columns import Model
 from tandem.common.config import Config
 from tandem.trainer.backend import LossOfMicroBatch
 from tandem.trainer.backends import make_backend
@@ -40,12 +41,12 @@ def times_of(rank: int, config: Config) -> tuple[float, float]:
     backend = make_backend(config, checkpoint=None)
     real = backend.train_step
 
-    def late(micro_batches: list[MicroBatch], loss: LossOfMicroBatch) -> Any:
+    def late(micro_batches: list[MicroBatch], loss: LossOfMicroBatch, model: Model) -> Any:
         def of_micro_batch(batch: MicroBatch, scores_BT: TokenScores) -> torch.Tensor:
             time.sleep(SLOW_S / len(micro_batches))
             return loss(batch, scores_BT)
 
-        return real(micro_batches, of_micro_batch if rank == SLOW else loss)
+        return real(micro_batches, of_micro_batch if rank == SLOW else loss, model)
 
     backend.train_step = late  # type: ignore[method-assign]
     dist.barrier()
