@@ -36,6 +36,7 @@ CONFIG: dict[str, Any] = {
     "cluster": {
         "trainers": 2,
         "rollouts": 2,
+        "max_rollouts": 2,  # another engine takes the place of one that hangs, and does not come beside it
         "max_replacements": 100,
         "heartbeat_timeout_s": TIMEOUT_S,
         "deadlines": {"refit_s": 15.0},
