@@ -146,6 +146,12 @@ class CoverageError(RefitError):
     """A transfer plan would leave a wanted element unwritten, or write it twice."""
 
 
+def listed(things: Iterable[object]) -> str:
+    """Return ``a, b and c`` for several things, of which there is at least one."""
+    *first, last = map(str, things)
+    return f"{', '.join(first)} and {last}" if first else last
+
+
 def nearest(word: str, choices: Iterable[str]) -> str:
     """Return ``; did you mean 'x'?`` for the choice nearest to `word`, or an empty string if none is near."""
     matches = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)

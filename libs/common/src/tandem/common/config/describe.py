@@ -21,6 +21,7 @@ from tandem.common.config.derive import DERIVED
 from tandem.common.config.dump import FREE_ON_RESUME
 from tandem.common.config.schema import MODELS, Section
 from tandem.common.config.unsupported import NO_EFFECT_YET, NOT_SUPPORTED_YET, Row
+from tandem.common.errors import listed
 
 NEW = "New. "
 """Begins the docstring of a field that is our own: NeMo-RL does not have it."""
@@ -164,8 +165,7 @@ def _type(described: Type) -> str:
 
 def _default(key: str, field: Field) -> str:
     if key == "algorithm":
-        *names, last = (f"`{name}`" for name in ALGORITHMS)
-        return f"the one of {', '.join(names)} and {last} whose section is present"
+        return f"the one of {listed(f'`{name}`' for name in ALGORITHMS)} whose section is present"
     derived = {rule.key: rule.text for rule in DERIVED}
     if key in derived:
         return derived[key]
@@ -192,7 +192,7 @@ def _known_not_built() -> str:
         "otherwise. Keys that only a section in use would read (`grpo`, `policy.generation` and the like) are refused\n"
         "only where it is in use. So are, by name, environments, data sets and processors of NeMo-RL's that are not\n"
         "built (those for pictures and sounds, `nemo_gym`, `reward_model` and the like), and the algorithms "
-        f"{' and '.join(f'`{name}`' for name in NOT_BUILT)}.\n\n"
+        f"{listed(f'`{name}`' for name in NOT_BUILT)}.\n\n"
         + _table(NOT_SUPPORTED_YET)
         + "\n\nThese are accepted with a notice and have no effect yet:\n\n"
         + _table(NO_EFFECT_YET)

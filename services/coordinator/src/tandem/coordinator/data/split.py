@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Generic, TypeVar
 
 import msgspec
@@ -77,13 +78,7 @@ def load_problems(config: Config) -> ProblemSets:
     def problems(rows: sources.Rows) -> list[Problem]:
         return [sources.problem(where, row, data) for where, row in rows]
 
-    def content(problem: Problem) -> str:
-        parts = (_prompt(data, problem), problem.answer, problem.metadata)
-        return msgspec.json.encode(parts, order="sorted").decode()
-
-    identity = Identity(
-        place=lambda problem: problem.problem_id, prompt=lambda problem: _prompt(data, problem), content=content
-    )
+    identity = _identity(partial(_prompt, data))
     apart = {name: problems(rows) for name, rows in held_out_rows.items()}
     if apart and config.evaluates:
         return ProblemSets(train=[], held_out=_held_out_apart(data, apart, identity))
@@ -99,14 +94,7 @@ def _listed(config: Config) -> ProblemSets:
     for part in training:
         train += taken(part)
     held: dict[str, list[Problem]] = held_out(training, validation)
-    identity: Identity[Problem] = Identity(
-        place=lambda problem: problem.problem_id,
-        prompt=lambda problem: problem.question,
-        content=lambda problem: msgspec.json.encode(
-            (problem.question, problem.answer, problem.metadata), order="sorted"
-        ).decode(),
-    )
-    refuse_leakage(train, held, identity)
+    refuse_leakage(train, held, _identity(lambda problem: problem.question))
     views = {
         problem.problem_id: part.data
         for part in (*training, *validation)
@@ -116,6 +104,16 @@ def _listed(config: Config) -> ProblemSets:
     }
     num_set_aside = sum(part.sets.num_set_aside for part in training)
     return ProblemSets(train=train, held_out=held, views=views, num_set_aside=num_set_aside)
+
+
+def _identity(prompt: Callable[[Problem], str]) -> Identity[Problem]:
+    """Tell problems apart by their prompts, and by all else that there is of them."""
+
+    def content(problem: Problem) -> str:
+        parts = (prompt(problem), problem.answer, problem.metadata)
+        return msgspec.json.encode(parts, order="sorted").decode()
+
+    return Identity(place=lambda problem: problem.problem_id, prompt=prompt, content=content)
 
 
 def _same_prompts(one: Data, other: Data) -> bool:

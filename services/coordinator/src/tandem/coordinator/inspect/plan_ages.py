@@ -8,7 +8,7 @@ that is said, and what is known without them.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tandem.common.config import Config, config_from_json, differences
-from tandem.common.errors import ConfigError
+from tandem.common.errors import ConfigError, listed
 from tandem.coordinator.inspect.ages import Prediction, Rates, most_times_as_fast, predict
 from tandem.coordinator.run.journal import RefitRecord, StepRecord, read_journal
 from tandem.coordinator.run.prerequisite import has_begun
@@ -187,15 +187,10 @@ def _print_unknown(config: Config, measured: Measured, console: Console) -> None
     )
     sizes = (f"{_kept_tokens(config, age) * BYTES_A_TOKEN / _GB:.2g}" for age in ages)
     console.print(
-        f"  with ages of {_listed(ages)}, at most {_listed(map(most_times_as_fast, ages))} times as fast, and at most "
-        f"{_listed(sizes)} GB of samples kept",
+        f"  with ages of {listed(ages)}, at most {listed(map(most_times_as_fast, ages))} times as fast, and at most "
+        f"{listed(sizes)} GB of samples kept",
         soft_wrap=True,
     )
-
-
-def _listed(things: Iterable[object]) -> str:
-    *first, last = map(str, things)
-    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _table(config: Config, predictions: Sequence[Prediction]) -> Table:

@@ -12,7 +12,7 @@ from tandem.common.config.derive import ELSEWHERE, GENERATED
 from tandem.common.config.named import NAMED, is_local
 from tandem.common.config.problem import Invalid, shown
 from tandem.common.config.schema import Config, Environment, Judge
-from tandem.common.errors import nearest
+from tandem.common.errors import listed, nearest
 
 CONVERSING_ENVIRONMENTS = ("calculator", "sliding_puzzle_game")
 """Those that answer a response, so that one turn is never enough."""
@@ -93,10 +93,7 @@ def the_dataset_fits_the_algorithm(config: Config) -> None:
         return
     fitting = [algorithm.name for algorithm in ALGORITHMS.values() if named.holds in algorithm.learns_from]
     if config.algorithm not in fitting:
-        parts = ", ".join(fitting[:-1]), fitting[-1]
-        raise Invalid(
-            "data.dataset_name", f"{name} holds {named.holds}, which are for {' and '.join(filter(None, parts))}"
-        )
+        raise Invalid("data.dataset_name", f"{name} holds {named.holds}, which are for {listed(fitting)}")
 
 
 def worse_solutions_are_written(config: Config) -> None:
@@ -153,8 +150,13 @@ def _check_agent(name: str, entry: Environment) -> None:
         raise Invalid(key, f"env.{name}.class is given too: an agent plays whole episodes, and has no class")
     if entry.command == ():
         raise Invalid(key, "is empty, must begin with the program")
-    if entry.url is not None and not re.fullmatch(r"https?://[^\s/]+(/\S*)?", entry.url):
-        raise Invalid(key, f"{shown(entry.url)}, must be http://HOST:PORT/PATH")
+    if entry.url is not None:
+        _check_url(key, entry.url)
+
+
+def _check_url(key: str, url: str) -> None:
+    if not re.fullmatch(r"https?://[^\s/]+(/\S*)?", url):
+        raise Invalid(key, f"{shown(url)}, must be http://HOST:PORT/PATH")
 
 
 def _check_judge(name: str, entry: Environment, judge: Judge, config: Config) -> None:
@@ -170,8 +172,7 @@ def _check_judge(name: str, entry: Environment, judge: Judge, config: Config) ->
                 key, "without base_url it asks the run's own engine: set policy.generation.expose_http_server"
             )
     else:
-        if not re.fullmatch(r"https?://[^\s/]+(/\S*)?", judge.base_url):
-            raise Invalid(f"{key}.base_url", f"{shown(judge.base_url)}, must be http://HOST:PORT/PATH")
+        _check_url(f"{key}.base_url", judge.base_url)
         if judge.model is None:
             raise Invalid(key, "has a base_url, and no model")
     if judge.highest_score <= judge.lowest_score:

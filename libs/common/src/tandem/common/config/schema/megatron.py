@@ -6,11 +6,11 @@ from typing import Any, Literal
 
 import msgspec
 
+from tandem.common.config.schema.adapters import Peft
 from tandem.common.config.schema.base import (
     NonEmptyStr,
     NonNegativeFloat,
     NonNegativeInt,
-    PositiveFloat,
     PositiveInt,
     Section,
 )
@@ -40,35 +40,6 @@ class MegatronScheduler(Section, frozen=True, kw_only=True):
     """Weight decay of the last step; null means that of the optimizer."""
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
     """How it gets there; constant needs both to be equal."""
-
-
-class Peft(Section, frozen=True, kw_only=True):
-    """Training of low-rank adapters beside the weights with Megatron-Core (LoRA, arXiv:2106.09685)."""
-
-    enabled: bool = False
-    """Train adapters, and leave the weights as they are."""
-    dim: PositiveInt = 8
-    """Rank of the adapters."""
-    alpha: PositiveFloat = 32.0
-    """What they add is multiplied by this over `dim`."""
-    dropout: NonNegativeFloat = 0.0
-    """Probability of each of their inputs, or outputs, to be left out."""
-    dropout_position: Literal["pre", "post"] = "post"
-    """Before or after the adapter."""
-    lora_A_init_method: NonEmptyStr = "xavier"
-    """How the first of the two matrices begins."""
-    lora_B_init_method: NonEmptyStr = "zero"
-    """How the second begins."""
-    lora_dtype: NonEmptyStr | None = None
-    """Their element type; null, and ``None``, mean that of the weights."""
-    target_modules: tuple[NonEmptyStr, ...] = ()
-    """Names of the layers that have one, with ``*`` for any text; none means every linear layer."""
-    exclude_modules: tuple[NonEmptyStr, ...] = ()
-    """Names of layers that have none."""
-    a2a_experimental: bool = False
-    """Use NeMo-RL's experimental exchange between ranks."""
-    restore_from: NonEmptyStr | None = None
-    """Folder of adapters to begin with."""
 
 
 class Fp8Cfg(Section, frozen=True, kw_only=True):

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from tandem.common.config.schema.adapters import LoraCfg
 from tandem.common.config.schema.base import (
     NonEmptyStr,
     NonNegativeFloat,
@@ -32,33 +33,6 @@ class Tokenizer(Section, frozen=True, kw_only=True):
     """How sounds become tokens."""
     video: dict[str, Any] | None = None
     """How films become tokens, such as `num_frames`."""
-
-
-class LoraCfg(Section, frozen=True, kw_only=True):
-    """Training of low-rank adapters beside the weights with DTensor (LoRA, Hu et al. 2021, arXiv:2106.09685)."""
-
-    enabled: bool = False
-    """Train adapters, and leave the weights as they are."""
-    dim: PositiveInt = 8
-    """Rank of the adapters."""
-    alpha: PositiveFloat = 32.0
-    """What they add is multiplied by this over `dim`."""
-    dropout: NonNegativeFloat = 0.0
-    """Probability of each of their inputs, or outputs, to be left out."""
-    dropout_position: Literal["pre", "post"] = "post"
-    """Before or after the adapter."""
-    lora_A_init: NonEmptyStr = "xavier"
-    """How the first of the two matrices begins; the second begins at 0."""
-    match_all_linear: bool = True
-    """Whether every linear layer has one, whatever `target_modules` says."""
-    target_modules: tuple[NonEmptyStr, ...] = ()
-    """Names of the layers that have one, with ``*`` for any text."""
-    exclude_modules: tuple[NonEmptyStr, ...] = ()
-    """Names of layers that have none."""
-    use_triton: bool = True
-    """Compute them with NeMo-RL's Triton kernels."""
-    restore_from: NonEmptyStr | None = None
-    """Folder of adapters to begin with."""
 
 
 class DtensorCfg(Section, frozen=True, kw_only=True):
