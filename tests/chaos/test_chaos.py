@@ -36,10 +36,9 @@ CONFIG: dict[str, Any] = {
     "cluster": {
         "trainers": 2,
         "rollouts": 2,
-        "max_rollouts": 2,  # another engine takes the place of one that hangs, and does not come beside it
         "max_replacements": 100,
         "heartbeat_timeout_s": TIMEOUT_S,
-        "deadlines": {"refit_s": 15.0},
+        "deadlines": {"refit_s": 15.0, "join_s": 30.0},
     },
 }
 BY_HAND = "rollout by hand"

@@ -433,8 +433,8 @@ def test_an_engine_that_does_not_answer_is_replaced_like_one_that_is_lost(phase:
     assert replaced.why.startswith("no answer within")
 
 
-def test_a_replacement_that_does_not_come_ends_the_run() -> None:
-    cluster = Cluster(GRPO)
+def test_a_replacement_of_the_only_engine_that_does_not_come_ends_the_run() -> None:
+    cluster = Cluster(msgspec.structs.replace(GRPO, expected={**GRPO.expected, "rollout": 1}))
     cluster.join_all()
     cluster.run_until(Phase.GENERATING)
     lose(cluster, "rollout-0")

@@ -21,7 +21,7 @@ from tandem.coordinator.scheduler.events import (
     Ticked,
     ToldToLeave,
 )
-from tandem.coordinator.scheduler.groups import Group
+from tandem.coordinator.scheduler.groups import Group, GroupState
 from tandem.coordinator.scheduler.membership import Membership
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.spec import RunSpec
@@ -161,6 +161,31 @@ def test_an_engine_that_leaves_and_is_lost_is_not_replaced() -> None:
     assert cluster.commits() == [0, 1, 2, 3]
 
 
+def test_an_engine_that_nobody_replaces_is_done_without_and_others_make_its_groups() -> None:
+    cluster = generating()
+    assert Replace in [type(action) for action in lose(cluster, "rollout-1")]
+    while any(a.member == "rollout-0" for a in cluster.pending):
+        cluster.answer_next()
+    cluster.now += 11.0
+    actions = cluster.give(Ticked(now=cluster.now))
+    why = "it was lost, and no process has taken its place within 10 s"
+    assert LetGo(member="rollout-1", why=why) in actions
+    cluster.run_until(Phase.FINISHED)
+    assert cluster.commits() == [0, 1, 2, 3]
+    assert who_generate(cluster, 2) == who_generate(cluster, 3) == {"rollout-0"}
+    assert cluster.plan.publication.engines.departed == {"rollout-1"}
+
+
+def test_an_engine_that_nobody_replaces_is_missed_where_no_other_is_there() -> None:
+    cluster = generating(msgspec.structs.replace(GRPO, max_replacements=2))
+    for engine in ("rollout-0", "rollout-1"):
+        lose(cluster, engine)
+    cluster.plan.requests.drop_all_but()
+    cluster.now += 11.0
+    finish = only_finish(cluster.give(Ticked(now=cluster.now)))
+    assert "no process has taken its place within 10 s" in str(finish.error)
+
+
 def test_after_the_last_engine_the_run_waits_for_another() -> None:
     cluster = generating()
     for engine in ("rollout-0", "rollout-1"):
@@ -174,6 +199,21 @@ def test_after_the_last_engine_the_run_waits_for_another() -> None:
     assert cluster.commits() == [0, 1, 2, 3]
     assert who_generate(cluster, 2) == {"rollout-5"}
     assert cluster.plan.publication.engines.departed == {"rollout-0", "rollout-1"}
+
+
+def test_what_waits_for_an_engine_that_leaves_with_the_last_other_one_goes_to_whoever_joins() -> None:
+    cluster = generating(msgspec.structs.replace(GRPO, max_trajectory_age_steps=2))
+    while cluster.plan.step < 2:
+        cluster.answer_next()
+    for engine in ("rollout-0", "rollout-1"):
+        leave(cluster, engine)
+    while len(let_go(cluster)) < 2:
+        cluster.answer_next()
+    waiting = {group.engine for group in cluster.plan.groups if group.state is GroupState.WAITING}
+    assert waiting == {let_go(cluster)[-1].member}, "the place that is vacant"
+    join(cluster, "rollout-5")
+    cluster.run_until(Phase.FINISHED)
+    assert cluster.commits() == [0, 1, 2, 3]
 
 
 def test_the_run_waits_for_another_engine_as_long_as_for_any_process() -> None:
@@ -200,6 +240,20 @@ def test_the_last_engine_stays_for_the_last_step() -> None:
     cluster.run_until(Phase.FINISHED)
     assert cluster.commits() == [0, 1, 2, 3]
     assert let_go(cluster) == []
+
+
+def test_the_last_of_those_that_were_told_to_leave_before_the_last_step_was_trained_stays_to_validate_it() -> None:
+    cluster = Cluster(msgspec.structs.replace(GRPO, validate_every=1, max_trajectory_age_steps=2))
+    cluster.join_all()
+    while (cluster.plan.step, cluster.plan.phase) != (2, Phase.SAVING):
+        cluster.answer_next()
+    for engine in ("rollout-0", "rollout-1"):
+        leave(cluster, engine)
+    cluster.run_until(Phase.FINISHED)
+    assert [gone.member for gone in let_go(cluster)] == ["rollout-0"]
+    said = [action.text for action in cluster.done if isinstance(action, Say)]
+    assert any("rollout-1 was told to leave, and stays for what is left of the last step" in text for text in said)
+    assert cluster.commits() == [0, 1, 2, 3]
 
 
 def test_a_term_expects_nobody_who_has_left_and_somebody_at_all() -> None:

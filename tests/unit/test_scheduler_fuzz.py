@@ -63,9 +63,11 @@ NUM_ENGINES = 3
 NAMES = [f"rollout-{index}" for index in range(6)]
 """Of all engines that there ever are."""
 LEAVE_S = 50.0
+JOIN_S = 1e6
+"""Longer than a run takes, unless nobody comes in the place of who is lost."""
 MESHES = (PlannedMesh(name="the mesh", members=("trainer-0", "rollout-0", "rollout-1")),)
 """The third engine copies."""
-FOREVER = Deadlines(join=1e9, build=1e9, generate=1e9, train=1e9, evaluate=1e9, refit=1e9, save=1e9, leave=LEAVE_S)
+FOREVER = Deadlines(join=JOIN_S, build=1e9, generate=1e9, train=1e9, evaluate=1e9, refit=1e9, save=1e9, leave=LEAVE_S)
 BACKGROUND = (Attest, ConnectMesh)
 
 Order = Dispatch | DispatchPrompts | DispatchBatch
@@ -86,6 +88,8 @@ class Troubles(msgspec.Struct, frozen=True, kw_only=True):
     leave: float = 0.0
     hangs: float = 0.0
     """Of those that were told to leave, how many must be made to."""
+    nobody_comes: float = 0.0
+    """In the place of an engine that was lost."""
 
 
 class Weights:
@@ -272,6 +276,10 @@ class Harried(Cluster):
         elif troubles.hangs and (not can or chance() < troubles.hangs) and self.plan.publication.engines.leaving():
             self.now += LEAVE_S
             self.tell(Ticked(now=self.now))
+        elif troubles.nobody_comes and self.may_do_without() and chance() < troubles.nobody_comes:
+            self.absent = []
+            self.now += JOIN_S + 1.0
+            self.tell(Ticked(now=self.now))
         elif engines and self.plan.tables.has_started and chance() < troubles.loss:
             self.lose(self.random.choice(engines))
         elif troubles.service_loss and self.may_lose("refit-0") and chance() < troubles.service_loss:
@@ -292,6 +300,12 @@ class Harried(Cluster):
 
     def may_lose(self, name: str) -> bool:
         return self.plan.tables.has_started and self.plan.tables.error is None and name not in self.absent
+
+    def may_do_without(self) -> bool:
+        """Tell whether engines are lost, and others can go on without them."""
+        is_lost = {*self.absent} - {"refit-0"} == {*self.absent} != set()
+        stays = {*self.plan.publication.engines.staying()} - {*self.absent}
+        return self.may_lose("") and is_lost and bool(stays) and not self.plan.publication.transfers.plan.meshes
 
     def join(self, name: str) -> None:
         self.num_joined += 1
@@ -495,6 +509,7 @@ def make(seed: int, *, has_room: bool = True, loses_others: bool = False, comes_
             "join": draw.choice([0.005, 0.02]),
             "leave": draw.choice([0.005, 0.02]),
             "hangs": draw.choice([0.0, 0.1]),
+            "nobody_comes": draw.choice([0.0, 0.3]),
         }
         troubles = msgspec.structs.replace(troubles, **rates)
     cluster = Harried(seed, spec, troubles)

@@ -3,8 +3,9 @@
     told ─▶ it finishes what it generates ─▶ its samples are trained on, and in the record ─▶ it is let go
        └─ `leave` seconds later, or lost meanwhile ─▶ others make again what is not trained on ─▶ it is let go
 
-It counts as no loss, and nobody takes its place. After the last engine the run waits for another to join: the place of
-the one that has left is vacant until then.
+It counts as no loss, and nobody takes its place. One that was lost, and that nobody has replaced in time, has left as
+well, where others are there to go on. After the last engine the run waits for another to join: the place of the one
+that has left is vacant until then.
 """
 
 from __future__ import annotations
@@ -55,12 +56,15 @@ def let_go(tables: Tables) -> list[Action] | None:
 
 
 def check(tables: Tables) -> list[Action]:
-    """Let engines go that were told to leave long enough ago."""
+    """Let engines go that were told to leave long enough ago, and do without those that nobody has replaced in time."""
     engines, actions = tables.publication.engines, list[Action]()
     for name in engines.leaving():
         engine = engines[name]
         if not engine.is_vacant and engine.leave_by is not None and tables.requests.now > engine.leave_by:
             actions += depart(tables, engine, f"it was to be gone within {tables.spec.deadlines.leave:g} s")
+    while (lost := tables.publication.dispensable()) is not None:
+        why = f"it was lost, and no process has taken its place within {tables.spec.deadlines.join:g} s"
+        actions += depart(tables, lost, why)
     return actions
 
 
@@ -78,6 +82,7 @@ def depart(tables: Tables, engine: Engine, why: str) -> list[Action]:
     if name in publication.engines:  # for whoever comes in its place
         tables.assignment.withdraw(name)
     else:
+        tables.assignment.move(name, publication.engines.staying() or publication.engines.names())
         tables.assignment.forget(name)
     again = f"; {len(groups)} rollout groups of its are made again" if groups else ""
     is_awaited = name in publication.engines
@@ -123,9 +128,17 @@ def _go_on(tables: Tables, engine: Engine) -> list[Action] | None:
         return []
     if not staying and (stuck := _cannot_be_trained(tables, name)):
         return _hand_back(tables, name, stuck)
-    if not _may_go(tables, engine, is_last=not others):
-        return None
-    return depart(tables, engine, "it was told to")
+    if not others and tables.is_last and tables.progress.is_trained:
+        return _stay(tables, engine)
+    return depart(tables, engine, "it was told to") if _may_go(tables, engine) else None
+
+
+def _stay(tables: Tables, engine: Engine) -> list[Action]:
+    """Have the last engine validate what the last step has trained, and prove it: the run is about to end."""
+    tables.publication.engines.stay(engine)
+    tables.assignment.withdraw(engine.name)
+    tables.told_to_leave[engine.name] = None
+    return [Say(text=f"{engine.name} {_STAYS}")]
 
 
 def _others(tables: Tables, name: str) -> list[str]:
@@ -134,10 +147,8 @@ def _others(tables: Tables, name: str) -> list[str]:
     return [other for other in engines if other != name and not engines[other].is_vacant]
 
 
-def _may_go(tables: Tables, engine: Engine, *, is_last: bool) -> bool:
+def _may_go(tables: Tables, engine: Engine) -> bool:
     """Tell whether nothing is needed of an engine any more: no sample, no part of the record, no weights."""
-    if is_last and tables.is_last and tables.progress.is_trained:
-        return False  # the run is about to end, and nobody else could prove its weights
     is_busy = engine.status is Status.REFITTING or tables.recording.is_awaited_from(engine.name)
     return not is_busy and not _needed(tables, engine.name)
 

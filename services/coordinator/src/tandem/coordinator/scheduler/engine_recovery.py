@@ -74,10 +74,14 @@ class EngineRecovery:
             case other:
                 raise AssertionError(f"{engine.name} is {other.value} and waits for no answer")
 
+    def is_overdue(self, engine: Engine) -> bool:
+        """Tell whether no process has come in the place of an engine in time."""
+        return engine.status is Status.ABSENT and self._requests.now > engine.replace_by
+
     def overdue(self) -> DeadlineExceeded | None:
         """Return the error of a replacement that did not come in time."""
         for name in self._engines.having(Status.ABSENT):
-            if self._requests.now > self._engines[name].replace_by:
+            if self.is_overdue(self._engines[name]):
                 what = f"no process has taken its place within {self._spec.deadlines.join:g} s"
                 return DeadlineExceeded(name, Status.ABSENT.value, what)
         return None

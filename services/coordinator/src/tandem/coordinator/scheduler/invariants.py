@@ -85,6 +85,10 @@ def _validate_comings_and_goings(scheduler: Scheduler) -> None:
             continue
         waiting = [group for group in scheduler.groups if group.state is GroupState.WAITING and group.engine == name]
         assert not waiting or scheduler.spec.balance, f"{name} leaves, and groups wait for it"
+    if scheduler.spec.balance is None:
+        for group in scheduler.groups:
+            is_waiting = group.state is GroupState.WAITING
+            assert not is_waiting or str(group.engine) in engines, f"groups wait for {group.engine}, which has left"
     for name in publication.arrivals.stages():
         assert name not in engines or engines[name].is_vacant, f"{name} is in the run, and on its way into it"
 
@@ -95,7 +99,7 @@ def _validate_step(scheduler: Scheduler) -> None:
     assert not (progress.is_committed and progress.is_validating), "a step is validated before it is committed"
     taken = [group for group in scheduler.groups if group.state is GroupState.TAKEN]
     assert all(group.step == scheduler.step for group in taken), "only the step in progress is trained on"
-    if progress.is_training:
+    if progress.is_training and scheduler.tables.error is None:
         waiting = scheduler.requests.num_for(Phase.TRAINING)
         proves = not scheduler.publication.may_offer
         assert waiting or proves, "somebody trains, or what came before is being read or proven"

@@ -154,6 +154,18 @@ class Publication:
             self.engines[name].replace_by = self.requests.now + self.spec.deadlines.join
         return self._recovery.overdue() or self.service.overdue()
 
+    def dispensable(self) -> Engine | None:
+        """Return an engine whose replacement is overdue, and without which the others can go on."""
+        engines = self.engines
+        absent = engines.having(Status.ABSENT)
+        if not {*engines.staying()} - {*absent}:
+            return None
+        for name in absent:
+            engine = engines[name]
+            if not engine.is_vacant and self._recovery.is_overdue(engine) and not self.meshes.has_others(name):
+                return engine
+        return None
+
     @property
     def _outlasts_step(self) -> bool:
         """Whether engines can read a version while trainers step: there is a copy, and no trainer has to send it."""
