@@ -1,0 +1,167 @@
+"""What a message is on the wire: its frames, how they are made, and what is refused when they are read."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Generic, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.common.errors import VersionMismatch, WireError
+from tandem.common.messages import PROTOCOL_VERSION, Message
+
+Incoming = TypeVar("Incoming")
+Arrays = Mapping[str, NDArray[Any]]
+Frames = list[bytes | memoryview]
+
+_ARRAY_KINDS = "biuf"
+"""numpy kinds that may travel: booleans, integers, floats. Objects and strings may not."""
+
+UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that are no message; the last two for text that is none and for bottomless nesting."""
+
+_MOST_ARRAYS = 64
+_MOST_HEADER_BYTES, _MOST_MANIFEST_BYTES = 1 << 30, 1 << 16
+"""What no message comes near: a header has the layout of a model at most, or the prompts of a step."""
+_WHERE = re.compile(r"(.*?)(?: - at (`key` in )?`\$\.?(.*)`)?", re.DOTALL)
+"""How msgspec says what is wrong, and where."""
+
+
+class ArrayHeader(msgspec.Struct, frozen=True, array_like=True):
+    """How to read one raw frame."""
+
+    name: Annotated[str, msgspec.Meta(max_length=100)]
+    dtype: Annotated[str, msgspec.Meta(max_length=20)]
+    shape: Annotated[tuple[int, ...], msgspec.Meta(max_length=8)]
+
+
+class Received(msgspec.Struct, Generic[Incoming], frozen=True):
+    """A message and the arrays that came with it, as read-only views of the received frames."""
+
+    message: Incoming
+    arrays: dict[str, NDArray[Any]]
+
+
+class AnyTag(msgspec.Struct):
+    """Reads the tag of any message, and which order it is or answers."""
+
+    type: str
+    command_id: int | None = None
+
+
+_encoder = msgspec.msgpack.Encoder()
+tag_decoder = msgspec.msgpack.Decoder(AnyTag)
+_manifest_decoder = msgspec.msgpack.Decoder(list[ArrayHeader])
+
+
+def encode(message: Message, arrays: Arrays | None = None) -> Frames:
+    """Return the frames of a message; array frames are views of the arrays, which must not change until sent.
+
+    Raises `WireError` for an array that is not of booleans, integers or floats.
+    """
+    frames: Frames = [_encoder.encode(message)]
+    if arrays:
+        frames.append(_encoder.encode([ArrayHeader(n, a.dtype.str, a.shape) for n, a in arrays.items()]))
+        frames.extend(_to_frame(name, array) for name, array in arrays.items())
+    return frames
+
+
+def _to_frame(name: str, array: NDArray[Any]) -> bytes | memoryview:
+    if array.dtype.kind not in _ARRAY_KINDS:
+        raise WireError(f"array {name!r} of dtype {array.dtype} may not travel")
+    # Seen as bytes: a buffer of its own dtype could not be cast to them where the byte order is foreign. A zero-size
+    # array has no memory to view; its frame is empty.
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data if array.size else b""
+
+
+class Codec(Generic[Incoming]):
+    """Decodes the messages of one direction of one kind of link."""
+
+    def __init__(self, union: Any) -> None:
+        self._decoder: msgspec.msgpack.Decoder[Incoming] = msgspec.msgpack.Decoder(union)
+
+    def decode(self, frames: Sequence[bytes | memoryview]) -> Received[Incoming]:
+        """Return message and arrays. Raises `WireError` for anything that is not a message of this link."""
+        _check_sizes(frames)
+        try:
+            message = self._decoder.decode(frames[0])
+        except UNDECODABLE as error:
+            raise _undecoded(frames[0], error) from error
+        try:
+            headers = _manifest_decoder.decode(frames[1]) if len(frames) > 1 else []
+        except UNDECODABLE as error:
+            raise WireError(f"not a message of this link: its list of arrays: {error}") from error
+        if len(headers) != max(0, len(frames) - 2):
+            raise WireError(f"{len(headers)} arrays announced, {max(0, len(frames) - 2)} came")
+        arrays = {h.name: _to_array(h, frame) for h, frame in zip(headers, frames[2:], strict=True)}
+        if len(arrays) != len(headers):
+            raise WireError("two arrays of the same name")
+        return Received(message, arrays)
+
+
+def _check_sizes(frames: Sequence[bytes | memoryview]) -> None:
+    """Refuse what is no message by its size, before any of it is read."""
+    if not frames:
+        raise WireError("empty message")
+    if len(frames) > 2 + _MOST_ARRAYS:
+        raise WireError(f"{len(frames)} frames, where a message has {_MOST_ARRAYS} arrays at most")
+    for name, frame, most in zip(
+        ("header", "list of arrays"), frames, (_MOST_HEADER_BYTES, _MOST_MANIFEST_BYTES), strict=False
+    ):
+        if len(frame) > most:
+            raise WireError(f"a {name} of {len(frame)} bytes, where {most} are the most")
+
+
+def _undecoded(frame: bytes | memoryview, error: Exception) -> WireError:
+    """Say what is wrong with a header: in which message and field, and of which order, as far as that can be read."""
+    try:
+        tag = tag_decoder.decode(frame)
+    except UNDECODABLE:
+        return WireError(f"not a message of this link: {error}")
+    where = _WHERE.fullmatch(str(error))
+    if not isinstance(error, msgspec.ValidationError) or where is None or where[3] == "type":
+        return WireError(f"not a message of this link: {error}", tag.command_id)
+    field = f".{where[3]}" if where[3] else ""
+    of_key = "for a key: " if where[2] else ""
+    return WireError(f"{tag.type}{field}: {of_key}{where[1]}", tag.command_id)
+
+
+def _to_array(header: ArrayHeader, frame: bytes | memoryview) -> NDArray[Any]:
+    try:
+        dtype = np.dtype(header.dtype)
+    except (TypeError, ValueError, SyntaxError) as error:  # numpy parses the text, and lets its parser's errors out
+        raise WireError(f"array {header.name!r} has unknown dtype {header.dtype!r}") from error
+    if dtype.kind not in _ARRAY_KINDS or min(header.shape, default=0) < 0:
+        raise WireError(f"array {header.name!r} of dtype {header.dtype!r} and shape {header.shape} may not travel")
+    if len(frame) != dtype.itemsize * math.prod(header.shape):
+        raise WireError(f"array {header.name!r} should be {header.shape} {dtype}, but its frame has {len(frame)} bytes")
+    try:
+        array = np.frombuffer(frame, dtype=dtype).reshape(header.shape)
+    except (ValueError, OverflowError) as error:  # zero elements, or few, in dimensions beyond what numpy can count
+        raise WireError(f"array {header.name!r} has an impossible shape {header.shape}") from error
+    array.flags.writeable = False  # the frame belongs to the message, which others may hold
+    return array
+
+
+class HelloProbe(msgspec.Struct, tag="Hello"):
+    """The part of a `Hello` that every version can read, whatever the fields after the first have become."""
+
+    protocol_version: int
+    service: Any = "process"
+    host: Any = "?"
+    pid: Any = 0
+
+
+def check_version(frame: bytes | memoryview) -> None:
+    """Raise `VersionMismatch` if the frame is a `Hello` of another version, `WireError` if it is no `Hello`."""
+    try:
+        probe = msgspec.msgpack.decode(frame, type=HelloProbe)
+    except UNDECODABLE as error:
+        raise WireError(f"expected a Hello: {error}") from error
+    if probe.protocol_version != PROTOCOL_VERSION:
+        who = f"{probe.service} (pid {probe.pid} on {probe.host})"
+        raise VersionMismatch(probe.protocol_version, PROTOCOL_VERSION, who)

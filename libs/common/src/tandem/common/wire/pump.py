@@ -1,0 +1,189 @@
+"""The thread of a `Link`: heartbeats flow while the process computes, and it ends when its coordinator is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from tandem.common.curve import Admitted
+from tandem.common.messages import MAX_TEXT, Heartbeat, Hello, Refused, Shutdown, TrainerKeys, Welcome
+from tandem.common.wire.frames import UNDECODABLE, encode, tag_decoder
+from tandem.common.wire.stalls import Stalls
+
+_EXIT_COORDINATOR_LOST = 70
+EXIT_NOT_ADMITTED, EXIT_AWAITED_ANEW = 75, 76
+"""Exit codes of a process that the run has no place for, perhaps only now, and of one that was told to go because the
+run goes on with another in its place."""
+SHUTDOWN_GRACE_S = 5.0
+"""Seconds a process has to end by itself after `Shutdown` before its link ends it."""
+
+_trainer_keys_decoder = msgspec.msgpack.Decoder(TrainerKeys)
+_shutdown_decoder = msgspec.msgpack.Decoder(Shutdown)
+_welcome_decoder = msgspec.msgpack.Decoder(Welcome)
+_refused_decoder = msgspec.msgpack.Decoder(Refused)
+
+
+def exit_code(shutdown: Shutdown) -> int:
+    """Return the exit code of a process that was told to go."""
+    return EXIT_AWAITED_ANEW if shutdown.is_awaited_anew else 0
+
+
+class Pump:
+    """Moves frames between the process and the socket, beats, and watches the coordinator: what runs in that thread."""
+
+    def __init__(
+        self,
+        dealer: zmq.Socket[bytes],
+        queued: zmq.Socket[bytes],
+        arrived: zmq.Socket[bytes],
+        hello: Hello,
+        welcome: Welcome,
+        phase: Callable[[], str],
+        trainers: Admitted,
+    ) -> None:
+        """`hello` is said to any other coordinator of the run."""
+        self._trainers = trainers
+        self._trainer_keys = 0
+        """The number of what was last told of them."""
+        self._dealer = dealer
+        self._queued = queued
+        self._arrived = arrived
+        self._hello = hello
+        self._welcome = welcome
+        self._phase = phase
+        self._last_seen = self._last_beat = time.monotonic()
+        self._is_waiting = False
+        """For another coordinator."""
+        self._end_by = math.inf
+        self._end_code = 0
+        self._monitor: zmq.Socket[bytes] | None = None
+        if welcome.orphan_timeout_s:
+            events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+            self._monitor = dealer.get_monitor_socket(events, "inproc://connections")
+
+    def run(self) -> None:
+        """Consume both sides until the process closes the link; never waits longer than a heartbeat interval."""
+        poller = zmq.Poller()
+        for socket in (self._dealer, self._queued, self._monitor):
+            if socket is not None:
+                poller.register(socket, zmq.POLLIN)
+        interval = self._welcome.heartbeat_interval_s
+        stalls = Stalls()
+        while True:
+            ready = dict(poller.poll(int(interval * 1000 / 2)))
+            now = time.monotonic()
+            self._last_seen += stalls.until(now, interval)
+            if self._dealer in ready:
+                self._last_seen, self._is_waiting = now, False
+                self._forward_incoming(now)
+            if self._monitor is not None and self._monitor in ready:
+                self._take_connection(recv_monitor_message(self._monitor)["event"], now)
+            if self._queued in ready:
+                frames = self._queued.recv_multipart(copy=False)
+                if len(frames) == 1 and len(frames[0]) == 0:
+                    break
+                self._send(frames)
+            self._beat(now)
+            self._watch(now)
+        if self._monitor is not None:
+            self._dealer.disable_monitor()
+            self._monitor.close()
+        self._dealer.close()
+        self._queued.close()
+        self._arrived.close()
+
+    def _send(self, frames: Sequence[Any]) -> None:
+        """Send, or keep for the next connection; where there will be none, because the key was refused, drop it."""
+        with contextlib.suppress(zmq.Again):
+            self._dealer.send_multipart(frames, zmq.NOBLOCK, copy=False)
+
+    def _beat(self, now: float) -> None:
+        if now - self._last_beat >= self._welcome.heartbeat_interval_s:
+            self._last_beat = now
+            beat = Heartbeat(phase=self._phase()[:MAX_TEXT], trainer_keys=self._trainer_keys)
+            self._send(encode(beat))
+
+    def _watch(self, now: float) -> None:
+        """End the process that has no coordinator any more, or does not go when it is told to."""
+        silent_s, patience_s = now - self._last_seen, self._welcome.heartbeat_timeout_s
+        if silent_s > patience_s + self._welcome.orphan_timeout_s:
+            why = f"the coordinator was silent for {silent_s:.0f} s while {self._phase()}"
+            self._end_process(why, _EXIT_COORDINATOR_LOST)
+        if silent_s > patience_s and not self._is_waiting:
+            self._is_waiting = True
+            self._say(
+                f"the coordinator is silent for {silent_s:.0f} s; waiting for another one, up to "
+                f"{self._welcome.orphan_timeout_s:g} s"
+            )
+        if now > self._end_by:
+            why = f"still {self._phase()} {SHUTDOWN_GRACE_S:g} s after the coordinator's shutdown"
+            self._end_process(why, self._end_code)
+
+    def _forward_incoming(self, now: float) -> None:
+        """Hand one message to the process, but for what is about the connection alone."""
+        frames = self._dealer.recv_multipart(copy=False)
+        header = frames[0].buffer
+        try:
+            match tag_decoder.decode(header).type:
+                case "Heartbeat":
+                    return
+                case "TrainerKeys":
+                    told = _trainer_keys_decoder.decode(header)
+                    self._trainers.replace(told.public_keys)
+                    self._trainer_keys = told.number
+                    return
+                case "Welcome":
+                    self._take_welcome(_welcome_decoder.decode(header), now)
+                    return
+                case "Refused":
+                    refused = _refused_decoder.decode(header)
+                    self._leave(f"another coordinator goes on with the run: {refused.reason}", now)
+                    return
+                case "Shutdown":
+                    self._end_code = exit_code(_shutdown_decoder.decode(header))
+                    self._end_by = now + SHUTDOWN_GRACE_S
+                case _:
+                    pass
+        except UNDECODABLE:
+            pass  # no message: `receive` says so, where somebody hears it
+        self._arrived.send_multipart(frames, copy=False)
+
+    def _take_connection(self, event: int, now: float) -> None:
+        """Say hello over a connection that is new: it may be to another coordinator."""
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._send(encode(self._hello))
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:  # libzmq does not try again by itself
+            self._leave("another coordinator goes on with the run, and does not accept the key of this process", now)
+
+    def _take_welcome(self, welcome: Welcome, now: float) -> None:
+        """Be a member of another coordinator, by the same name."""
+        if (welcome.run_id, welcome.member) != (self._welcome.run_id, self._welcome.member):
+            self._leave(f"another coordinator takes it for {welcome.member} of run {welcome.run_id}", now)
+            return
+        self._trainer_keys = 0  # it counts from the beginning
+        self._trainers.replace(())
+        self._say("taken up by another coordinator")
+
+    def _leave(self, reason: str, now: float) -> None:
+        """Have the process go as if it had been told to."""
+        if self._end_by == math.inf:
+            shutdown = Shutdown(reason=reason[:MAX_TEXT], is_awaited_anew=True)
+            self._end_by, self._end_code = now + SHUTDOWN_GRACE_S, exit_code(shutdown)
+            self._arrived.send_multipart(encode(shutdown))
+
+    def _say(self, what: str) -> None:
+        with contextlib.suppress(OSError):
+            print(f"{self._welcome.member}: {what}", file=sys.stderr, flush=True)
+
+    def _end_process(self, why: str, code: int) -> None:
+        self._say(f"ending: {why}")
+        os._exit(code)
