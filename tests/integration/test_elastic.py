@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from tandem.coordinator.run.live import LiveEngine, read_live
-from tests.integration.by_hand import in_folder, last_weights, undisturbed_run
+from tests.integration.by_hand import assert_same_results, in_folder, undisturbed_run
 from tests.integration.harness import (
     Command,
     all_gone,
-    deterministic,
     joins,
     merged,
     process_of,
@@ -50,8 +49,6 @@ ASYNCHRONOUS: dict[str, Any] = {
     "policy": {"generation": {"colocated": {"enabled": False}}},
     "cluster": {"rollouts": 2, "max_rollouts": 3, "deadlines": {"leave_s": 3.0}},
 }
-OF_ROUNDING = {"sampling_importance_ratio", "token_mult_prob_error"}
-"""Metrics that compare engines' numbers with trainers': the last bits depend on what is generated together."""
 
 
 def engines() -> dict[str, LiveEngine]:
@@ -127,14 +124,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path,
 
 def test_engines_that_come_and_go_leave_weights_as_they_would_have_been(runs: tuple[Path, Path, str]) -> None:
     alone, elastic, _ = runs
-    assert last_weights(elastic) == last_weights(alone)
-    for ours, theirs in zip(steps_of(elastic), steps_of(alone), strict=True):
-        found, wanted = deterministic(ours.metrics), deterministic(theirs.metrics)
-        assert found.keys() == wanted.keys()
-        assert {name: value for name, value in found.items() if name not in OF_ROUNDING} == {
-            name: value for name, value in wanted.items() if name not in OF_ROUNDING
-        }
-        assert [found[name] for name in OF_ROUNDING] == pytest.approx([wanted[name] for name in OF_ROUNDING])
+    assert_same_results(elastic, alone, other_engines=True)
 
 
 def test_who_leaves_is_no_loss_and_is_not_replaced(runs: tuple[Path, Path, str]) -> None:

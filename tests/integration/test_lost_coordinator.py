@@ -123,12 +123,15 @@ def test_an_engine_that_was_added_is_taken_up_too_and_nobody_waits_for_one_that_
         with Command("rollout", *joins(address)) as added, Command("rollout", *joins(address)) as lost:
             for name in ("rollout-2", "rollout-3"):
                 run.wait_for(f"{name} joins the run")
+            process_of(run, "rollout").terminate()
+            gone = run.wait_for(r"(rollout-[01]) leaves the run: it was told to")[1]
             coordinator_of(run).kill()
             lost.process.kill()
             run.wait_for("the coordinator was killed by SIGKILL; it is started again")
             assert run.wait() == 0, run.output()
             assert added.wait() == 0, added.output()
         assert "taken up by another coordinator" in added.output()
+    assert Path(f"run/logs/{gone}.log").read_text().count(f"{gone} joined") == 1, "it has left for good"
     assert last_weights(Path("run")) == last_weights(undisturbed)
 
 

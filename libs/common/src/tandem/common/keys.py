@@ -73,6 +73,8 @@ class AdmittedMembers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Where it listens, and they look for the other one."""
     members: dict[str, Key]
     """Public keys by the names of their owners."""
+    departed: tuple[str, ...] = ()
+    """Those that have left, and in whose place there is none."""
 
 
 def encode(keys: MemberKeys | RunKeys | AdmittedMembers) -> bytes:

@@ -29,6 +29,8 @@ class Earlier(msgspec.Struct, frozen=True, kw_only=True):
     """Those that are taken up, by their names."""
     leaving: tuple[Key, ...] = ()
     """The keys of those that are told to go."""
+    departed: tuple[str, ...] = ()
+    """Engines that had left before it was lost: nobody waits for others in their places."""
 
     @property
     def keys(self) -> tuple[Key, ...]:
@@ -62,7 +64,7 @@ def find_earlier(config: Config, *, has_rewards: bool) -> Earlier | None:
         is_same = journal.config_json == config_to_json(config) and not has_rewards
     staying = {name: key for name, key in admitted.members.items() if is_same and name.rpartition("-")[0] != "trainer"}
     leaving = tuple(key for name, key in admitted.members.items() if name not in staying)
-    return Earlier(address=admitted.address, staying=staying, leaving=leaving)
+    return Earlier(address=admitted.address, staying=staying, leaving=leaving, departed=admitted.departed)
 
 
 class KnownMembers:
@@ -74,6 +76,7 @@ class KnownMembers:
         self._address = address
         self._is_kept = is_kept
         self._members: dict[str, Key] = {} if earlier is None else dict(earlier.staying)
+        self._departed: set[str] = set() if earlier is None else {*earlier.departed}
         if not is_kept:
             forget_admitted(run)
 
@@ -81,11 +84,14 @@ class KnownMembers:
         """Put a process on it, in the place of another of the name. Raises `ConfigError`."""
         if self._members.get(name) != key:
             self._members[name] = key
+            self._departed.discard(name)
             self._write()
 
-    def forget(self, name: str) -> None:
-        """Take a process off it, if it is there. Raises `ConfigError`."""
-        if self._members.pop(name, None) is not None:
+    def forget(self, name: str, *, has_left: bool = False) -> None:
+        """Take a process off it, if it is there, or note that it has left for good. Raises `ConfigError`."""
+        was_there = self._members.pop(name, None) is not None
+        if was_there or (has_left and name not in self._departed):
+            self._departed |= {name} if has_left else set()
             self._write()
 
     def end(self) -> None:
@@ -95,4 +101,5 @@ class KnownMembers:
 
     def _write(self) -> None:
         if self._is_kept:
-            write_admitted(self._run, AdmittedMembers(address=self._address, members=self._members))
+            departed = tuple(sorted(self._departed))
+            write_admitted(self._run, AdmittedMembers(address=self._address, members=self._members, departed=departed))

@@ -232,7 +232,7 @@ class Registry:
             del self._reserved[key]
             self._admitted.remove(key)
         if self._known is not None:
-            self._known.forget(name)
+            self._known.forget(name, has_left=is_over and not is_awaited)
 
     def begin_term(self) -> list[Joined]:
         """Expect no answer to what was ordered before; return who is there already, as if they had joined now."""

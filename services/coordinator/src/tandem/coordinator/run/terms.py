@@ -68,6 +68,7 @@ class Terms:
             said=Said(began_at=time.monotonic()),
             next_command_id=first_command_id(opened),
             has_started=opened.earlier is not None and opened.journal.last_step() is not None,
+            departed=() if opened.earlier is None else opened.earlier.departed,
         )
 
     def run(self) -> Finish:
@@ -133,7 +134,7 @@ class Terms:
         """Start what is launched here, and carry out one term after the other; return how the last one ended."""
         there = self._expect_back()
         for kind, count in launched_processes(self._config).items():
-            absent = [index for index in range(count) if f"{kind}-{index}" not in there]
+            absent = [index for index in range(count) if f"{kind}-{index}" not in {*there, *self._past.departed}]
             self._registry.reserve(*(self._members.processes.start(kind, index) for index in absent))
         while True:
             finish, lost = self._carry_out(start)
