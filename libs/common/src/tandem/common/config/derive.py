@@ -297,7 +297,7 @@ def _tokens(section: str, key: str, batch: str) -> Derived:
         algorithm = _algorithm_of(look)
         return tokens * algorithm.sequences_per_unit if tokens is not None and algorithm is not None else tokens
 
-    return Derived(key=key, text=f"`{length}` * `{batch}`, for DPO twice that", compute=compute)
+    return Derived(key=key, text=f"`{length}` * `{batch}`, for DPO and RM twice that", compute=compute)
 
 
 def _of_dataset(key: str, otherwise: str | None) -> Derived:

@@ -99,4 +99,4 @@ def make_schedule(config: Config, optimizer: ChainedOptimizer, num_steps: int) -
 
 def _num_optimizer_steps(config: Config) -> int:
     """Return how many optimizer steps the whole run makes."""
-    return (config.algorithm_section.max_num_steps or 1) * config.num_optimizer_steps
+    return max(1, config.algorithm_section.max_num_steps) * config.num_optimizer_steps
