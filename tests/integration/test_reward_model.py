@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +16,8 @@ import transformers
 from tandem.common.batch import TrainingBatch
 from tandem.common.config import Config
 from tandem.trainer.backends import make_backend
-from tests.integration.megatron_harness import make_checkpoint
+from tests.integration.megatron_harness import CP2, PP2, SP, TP2, make_checkpoint
+from tests.integration.megatron_harness import OPTIMIZER as MEGATRON_OPTIMIZER
 from tests.integration.trainer_harness import (
     ADAMW,
     digest_of,
@@ -33,6 +35,7 @@ PAD = 0
 # Megatron-Core does not decay vectors, torch does.
 OPTIMIZER = ADAMW | {"weight_decay": 0.0}
 PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 64, "logprob_mb_tokens": 64}}
+MEGATRON: dict[str, Any] = {"enabled": True, "optimizer": MEGATRON_OPTIMIZER | {"weight_decay": 0.0}}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {}),
     "one rank, one pair at a time": (1, {"train_micro_batch_size": 1, "activation_checkpointing_enabled": True}),
@@ -44,6 +47,11 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         {"dtensor_cfg": {"tensor_parallel_size": 2, "sequence_parallel": True}},
     ),
     "two context-parallel ranks": (2, {"dtensor_cfg": {"context_parallel_size": 2}}),
+    "Megatron-Core, one rank": (1, {"megatron_cfg": MEGATRON}),
+    "Megatron-Core, two ranks": (2, {"megatron_cfg": MEGATRON}),
+    "Megatron-Core, two stages": (2, {"megatron_cfg": MEGATRON | PP2}),
+    "Megatron-Core, two tensor-parallel ranks along sequences": (2, {"megatron_cfg": MEGATRON | TP2 | SP}),
+    "Megatron-Core, two context-parallel ranks": (2, {"megatron_cfg": MEGATRON | CP2}),
 }
 """Ranks, and keys of ``policy``."""
 
@@ -92,6 +100,7 @@ def train_rank(
     rank: int, config: Config, batches: Sequence[TrainingBatch], saved: Path, checkpoint: Path | None = None
 ) -> tuple[list[dict[str, float]], dict[str, float], int]:
     """Train, evaluate and save; return the metrics of each step, those held out, and the digest of the weights."""
+    os.environ["NRL_MEGATRON_CHECKPOINT_DIR"] = f"{config.policy.model_name}-converted"
     backend = make_backend(config, checkpoint=checkpoint)
     metrics = [train_on(backend, batch, config).metrics for batch in batches]
     held_out = evaluate_on(backend, HELD_OUT, config, {"easy": 4, "hard": 8})
@@ -186,8 +195,9 @@ def test_three_steps_are_those_of_a_plain_loop(case: str, folder: Path, plain: P
     assert float(scores.std()) > 1e-3, "they differ from one response to the next"
 
 
-def test_a_run_that_is_resumed_equals_one_that_was_not_to_the_bit(folder: Path, tmp_path: Path) -> None:
-    config = pairs_config(folder, trainers=2)
+@pytest.mark.parametrize("case", ["two ranks", "Megatron-Core, two stages"])
+def test_a_run_that_is_resumed_equals_one_that_was_not_to_the_bit(case: str, folder: Path, tmp_path: Path) -> None:
+    config = pairs_config(folder, trainers=2, **CASES[case][1])
     metrics, _, digest = run_ranks(2, train_rank, config, BATCHES, tmp_path / "step_3")[0]
     run_ranks(2, train_rank, config, BATCHES[:2], tmp_path / "step_2")
     resumed = run_ranks(2, train_rank, config, BATCHES[2:], tmp_path / "again" / "step_3", tmp_path / "step_2")[0]

@@ -20,12 +20,11 @@ from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from tandem.common.columns import Head
 from tandem.common.config.schema import Model
 from tandem.common.errors import ModelError
+from tandem.refit.adapters.geometry import SCALAR_HEAD
 from tandem.trainer.context import inputs_of_share, sum_shares
 from tandem.trainer.packing import MicroBatch
 from tandem.trainer.scoring import Scores, TokenScores, TokenValues, VocabularyShard, score_tokens
 
-_HEAD = "score"
-"""What Transformers' classifiers call their last layer."""
 _CLASSIFIERS: dict[Head, Any] = {
     "value": transformers.AutoModelForTokenClassification,
     "score": transformers.AutoModelForSequenceClassification,
@@ -65,7 +64,7 @@ def load_scalar_model(source: str, settings: Model, dtype: torch.dtype, head: He
     folder = Path(source)
     if folder.is_dir() and not _has_weights(folder):
         model = _new_scalar_model(folder, settings, dtype, head)
-        lacking = {f"{_HEAD}.{name}" for name, _ in scalar_head(model).named_parameters()}
+        lacking = {f"{SCALAR_HEAD}.{name}" for name, _ in scalar_head(model).named_parameters()}
     else:
         with _as_model_error(f"cannot load a {_SCALAR[head]} from {source!r}"):
             model, info = _CLASSIFIERS[head].from_pretrained(
@@ -76,10 +75,10 @@ def load_scalar_model(source: str, settings: Model, dtype: torch.dtype, head: He
                 trust_remote_code=False,
                 use_safetensors=True,  # the other format is unpickled
             )
-        lacking = {name for name in info["missing_keys"] if name.startswith(f"{_HEAD}.")}
+        lacking = {name for name in info["missing_keys"] if name.startswith(f"{SCALAR_HEAD}.")}
         _refuse_missing(source, set(info["missing_keys"]) - lacking)
     for name, parameter in scalar_head(model).named_parameters():
-        if f"{_HEAD}.{name}" in lacking:
+        if f"{SCALAR_HEAD}.{name}" in lacking:
             torch.nn.init.zeros_(parameter)
     if head == "score":
         model.forward = functools.partial(_scores_of_positions, model)
@@ -93,21 +92,23 @@ def _scores_of_positions(model: Any, **inputs: Any) -> SequenceClassifierOutputW
 
 def scalar_head(model: Any) -> torch.nn.Linear:
     """Return the layer that makes one number of a hidden state. Raises `ModelError`."""
-    head = getattr(model, _HEAD, None)
+    head = getattr(model, SCALAR_HEAD, None)
     if not isinstance(head, torch.nn.Linear) or head.out_features != 1:
-        raise ModelError(f"{type(model).__name__} has no layer {_HEAD!r} that makes one number of a hidden state")
+        raise ModelError(f"{type(model).__name__} has no layer {SCALAR_HEAD!r} that makes one number of a hidden state")
     return head
 
 
-def without_weights(source: str, dtype: torch.dtype) -> Any:
+def without_weights(source: str, dtype: torch.dtype, head: Head = "vocabulary") -> Any:
     """Return the model of a checkpoint as its configurations describe it, without memory for weights.
 
-    Raises `ModelError`.
+    `head` is what it is to have on top, whatever the checkpoint has. Raises `ModelError`.
     """
+    kind = _CLASSIFIERS.get(head, transformers.AutoModelForCausalLM)
     try:
-        settings = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
+        labels = {} if head == "vocabulary" else {"num_labels": 1}
+        settings = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False, **labels)
         with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(settings, dtype=dtype, trust_remote_code=False)
+            model = kind.from_config(settings, dtype=dtype, trust_remote_code=False)
     except Exception as error:  # the library raises whatever its readers raise
         raise ModelError(f"cannot read the configuration of {source!r}: {error}".split("\n")[0]) from error
     with suppress(OSError):  # many checkpoints have none

@@ -1,4 +1,4 @@
-"""What SFT, DPO and reward models have in common: conversations as training batches, and nothing generated."""
+"""What SFT, DPO and reward models have in common: conversations as training batches; nothing generated."""
 
 from __future__ import annotations
 
