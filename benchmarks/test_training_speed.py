@@ -159,7 +159,7 @@ class Backend(Way):
         self.micro_batches = [packing.pad(batch, rows, divisible_by=1, device=self.backend.device, columns=columns)]
         # The first thing that happens to whole gradients.
         if policy.get("megatron_cfg"):
-            self._watch(self.backend._optimizer, "prepare_grads")
+            self._watch(self.backend._models["policy"].optimizer, "prepare_grads")
         else:
             self._watch(self.backend._models["policy"], "_clip")
 

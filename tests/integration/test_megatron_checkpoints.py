@@ -66,17 +66,20 @@ def step_and_save(
     rank: int, config: Config, checkpoint: Path | None, steps: range, folder: Path | None
 ) -> dict[str, Any]:
     backend: Any = make_backend(config, checkpoint=checkpoint)
-    assert backend._num_steps == steps.start
+    assert backend._models["policy"].num_steps == steps.start
     for number in steps:
         take_step(backend, number)
     if folder is not None:
         backend.save(folder).num_bytes.result()
-    return {name: tensor.numpy() for batch in backend._weights.gathered() for name, tensor in batch.items()}
+    return {
+        name: tensor.numpy() for batch in backend._models["policy"].weights.gathered() for name, tensor in batch.items()
+    }
 
 
 def take_step(backend: Any, number: int) -> None:
     """Step with the gradients of step `number`, as they are once they have been reduced, and not clipped."""
-    held = backend._weights
+    policy = backend._models["policy"]
+    held = policy.weights
     for name, parameter in held.parameters.items():
         into, size = parameter.main_grad, parameter.element_size()
         into.zero_()
@@ -85,9 +88,9 @@ def take_step(backend: Any, number: int) -> None:
             strides = [stride // size for stride in piece.strides]
             there = into.as_strided(piece.box.shape, strides, into.storage_offset() + piece.offset // size)
             there.copy_(gradient_of(tensor.name, tensor.shape, number)[region])
-    backend._optimizer.prepare_grads()
-    backend._optimizer.step_with_ready_grads()
-    backend._num_steps += 1
+    policy.optimizer.prepare_grads()
+    policy.optimizer.step_with_ready_grads()
+    policy.num_steps += 1
 
 
 def gradient_of(name: str, shape: tuple[int, ...], number: int) -> torch.Tensor:
@@ -164,8 +167,9 @@ def save_and_load_without_pickle(rank: int, config: Config, folder: Path) -> Non
     with no_pickle():
         backend.save(folder).num_bytes.result()
         dist.barrier()
-        checkpoints.load_policy(folder, backend._weights)
-        assert checkpoints.load_optimizer(folder, backend._weights, backend._optimizer) == 1
+        policy = backend._models["policy"]
+        checkpoints.load_model(folder, policy.weights, "policy")
+        assert checkpoints.load_optimizer(folder, policy.weights, policy.optimizer, "policy") == 1
 
 
 def fail_to_load(rank: int, config: Config, folder: Path) -> str:

@@ -65,7 +65,8 @@ def test_what_is_loaded_is_read_by_engines_and_gathered_again(
 
 
 def load_and_gather(rank: int, checkpoint: Path, config: Config) -> dict[str, Any]:
-    held = make(config)._weights
+    backend: Any = make(config)
+    held = backend._models["policy"].weights
     for parameter in held.parameters.values():
         parameter.detach().fill_(float("nan"))
     held.load(SafetensorsFolder(checkpoint))
@@ -89,9 +90,10 @@ def test_parameters_that_the_checkpoint_does_not_imply_are_refused(tmp_path: Pat
 
 
 def hold_another(rank: int, config: Config, other: Path) -> str:
-    backend = make(config)
+    backend: Any = make(config)
+    policy = backend._models["policy"]
     with pytest.raises(ModelError) as refused:
-        RankWeights(backend._policy, backend._settings.sizes, from_checkpoint(other))
+        RankWeights(policy.chunks, policy.settings.sizes, from_checkpoint(other))
     return str(refused.value)
 
 

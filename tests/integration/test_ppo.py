@@ -1,7 +1,8 @@
-"""PPO under the DTensor backend: the numbers of Hugging Face models in one process, however work is shared."""
+"""PPO under both backends: the numbers of Hugging Face models in one process, however work is shared."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,30 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from tandem.common.batch import TrainingBatch
 from tandem.common.config import Config
 from tandem.common.config.schema import Ppo
 from tandem.trainer import step
+from tandem.trainer.backends import make_backend
 from tandem.trainer.backends.dtensor import DTensorBackend
 from tandem.trainer.backends.shards import local_of
 from tandem.trainer.offload import Offloaded
-from tests.integration.reference_ppo import CLIP, GAMMA, LAMBDA, SCALE, VALUE_CLIP, PlainPpo, plain_ppo
+from tests.integration.megatron_harness import CP2, PP2, SP, TP2
+from tests.integration.megatron_harness import OPTIMIZER as MEGATRON_OPTIMIZER
+from tests.integration.reference import sequences_of
+from tests.integration.reference_ppo import (
+    CLIP,
+    GAMMA,
+    LAMBDA,
+    OPTIMIZER,
+    SCALE,
+    VALUE_CLIP,
+    PlainPpo,
+    plain_ppo,
+    values_of,
+)
 from tests.integration.trainer_harness import make_config, make_groups, make_model, run_ranks, share_of
 
 pytestmark = pytest.mark.usefixtures("rank_server")
@@ -46,6 +62,9 @@ PPO = {
 PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 48, "logprob_mb_tokens": 48}}
 BY_TOKENS = {"dynamic_batching": {"enabled": True, "train_mb_tokens": 40, "logprob_mb_tokens": 80}}
 ONE_BY_ONE = {"train_micro_batch_size": 1, "share_prompts": False, "activation_checkpointing_enabled": True}
+TORCH = {"name": "torch.optim.AdamW", "kwargs": OPTIMIZER}
+LEARNS: dict[str, Any] = {"optimizer": MEGATRON_OPTIMIZER | {"weight_decay": 0.0}}
+MEGATRON: dict[str, Any] = {"enabled": True, **LEARNS}
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "one rank": (1, {}, {}),
     "one rank, values one by one": (1, {}, ONE_BY_ONE),
@@ -58,6 +77,18 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         {"dtensor_cfg": {"sequence_parallel": True}},
     ),
     "two context-parallel ranks": (2, {"dtensor_cfg": {"context_parallel_size": 2}}, {}),
+    "Megatron-Core, two ranks": (2, {"megatron_cfg": MEGATRON}, {"megatron_cfg": LEARNS}),
+    "Megatron-Core, two stages, packed values": (
+        2,
+        {"megatron_cfg": MEGATRON | PP2},
+        {"megatron_cfg": LEARNS, **PACKED},
+    ),
+    "Megatron-Core, two tensor-parallel ranks, values cut along sequences": (
+        2,
+        {"megatron_cfg": MEGATRON | TP2},
+        {"megatron_cfg": LEARNS | SP},
+    ),
+    "Megatron-Core, two context-parallel ranks": (2, {"megatron_cfg": MEGATRON | CP2}, {"megatron_cfg": LEARNS}),
 }
 """Ranks, and keys of ``policy`` and ``value``."""
 
@@ -68,10 +99,10 @@ def ppo_config(model: Path, policy: Mapping[str, Any], value: Mapping[str, Any],
         algorithm="ppo",
         loss=LOSS,
         ppo=PPO,
-        value=value,
+        value={"optimizer": TORCH, **value},
         value_loss={"scale": SCALE, "cliprange": VALUE_CLIP},
         trainers=trainers,
-        **{"train_global_batch_size": SIZE, **policy},
+        **{"train_global_batch_size": SIZE, "optimizer": TORCH, **policy},
     )
 
 
@@ -80,7 +111,8 @@ def train_steps(
 ) -> list[dict[str, float]]:
     """Train on batches as the steps from `first` on, and save; go on from the checkpoint before it if there is one."""
     checkpoint = folder / f"step_{first - 1}" if first > 1 else None
-    backend = DTensorBackend(config, checkpoint=checkpoint)
+    os.environ["NRL_MEGATRON_CHECKPOINT_DIR"] = f"{config.policy.model_name}-converted"
+    backend = make_backend(config, checkpoint=checkpoint)
     metrics = []
     for number, batch in enumerate(batches, start=first):
         trained = config.trained_in(number)
@@ -167,3 +199,47 @@ def test_a_value_model_that_was_in_host_memory_between_steps_is_the_same(model: 
     config = msgspec.structs.replace(ppo_config(model, {}, {}, 2), ppo=Ppo(ppo_epochs=1))
     moved, plainly = (run_ranks(2, train, config, BATCHES[:2]) for train in (train_and_move, train_plainly))
     assert moved == plainly
+
+
+def test_models_that_megatron_core_trains_are_resumed_to_the_bit(model: Path, tmp_path: Path) -> None:
+    config = ppo_config(model, *CASES["Megatron-Core, two stages, packed values"][1:], 2)
+    whole = run_ranks(2, train_steps, config, BATCHES, tmp_path)[0]
+    kept = tensors_of(tmp_path / "step_3")
+    assert {path.parts[0] for path, _ in kept} == {"policy", "optimizer", "value", "value_optimizer"}
+    run_ranks(2, train_steps, config, BATCHES[:2], tmp_path)
+    resumed = run_ranks(2, train_steps, config, BATCHES[2:], tmp_path, 3)[0]
+    assert resumed == whole[2:]
+    assert tensors_of(tmp_path / "step_3") == kept
+
+
+def tensors_of(checkpoint: Path) -> dict[tuple[Path, str], bytes]:
+    """Every tensor of a checkpoint, to the bit, by its file and its name."""
+    return {
+        (path.relative_to(checkpoint), name): tensor.numpy().tobytes()
+        for path in checkpoint.rglob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
+
+
+@pytest.mark.parametrize("backend", ["DTensor", "Megatron-Core, two tensor-parallel ranks"])
+def test_a_value_model_may_begin_as_a_reward_model(backend: str, model: Path, tmp_path: Path) -> None:
+    reward_model = transformers.AutoModelForSequenceClassification.from_pretrained(model, num_labels=1)
+    torch.nn.init.normal_(reward_model.score.weight)
+    reward_model.save_pretrained(tmp_path / "reward")
+    (num_ranks, policy, learns) = (1, {}, {}) if backend == "DTensor" else (2, {"megatron_cfg": MEGATRON | TP2}, LEARNS)
+    value = {"model_name": str(tmp_path / "reward"), "megatron_cfg": learns}
+    config = ppo_config(model, policy, value, num_ranks)
+    (batch, *_), tokens = BATCHES, BATCHES[0].counted()
+    plain = transformers.AutoModelForTokenClassification.from_pretrained(tmp_path / "reward", num_labels=1).eval()
+    torch.nn.init.zeros_(plain.score.bias)
+    with torch.no_grad():
+        expected_K = torch.cat([values_of(plain, each["token_ids"])[each["mask"]] for each in sequences_of(batch)])
+    assert float(expected_K.std()) > 0.1
+    for found_T in run_ranks(num_ranks, values_at_first, config, batch):
+        np.testing.assert_allclose(found_T[tokens], expected_K.numpy(), rtol=0, atol=TOLERANCE)
+
+
+def values_at_first(rank: int, config: Config, batch: TrainingBatch) -> Any:
+    os.environ["NRL_MEGATRON_CHECKPOINT_DIR"] = f"{config.policy.model_name}-converted"
+    backend = make_backend(config, checkpoint=None)
+    return step._Share(backend, *share_of(backend, batch, config), config).said("value")

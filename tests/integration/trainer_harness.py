@@ -94,6 +94,7 @@ def make_config(
     loss: Mapping[str, Any] | None = None,
     estimator: str = "grpo",
     dpo: Mapping[str, Any] | None = None,
+    rm: Mapping[str, Any] | None = None,
     ppo: Mapping[str, Any] | None = None,
     value: Mapping[str, Any] | None = None,
     value_loss: Mapping[str, Any] | None = None,
@@ -101,7 +102,7 @@ def make_config(
     trainers: int = 1,
     **policy: Any,
 ) -> Config:
-    """Return a configuration whose ``policy``, ``loss_fn``, ``dpo`` and ``ppo`` sections have the given keys.
+    """Return a configuration whose ``policy``, ``loss_fn``, ``dpo``, ``rm`` and ``ppo`` sections have the given keys.
 
     So have ``value`` and, from `value_loss`, ``value_loss_fn``.
 
@@ -116,6 +117,7 @@ def make_config(
         },
         "loss_fn": {"reference_policy_kl_penalty": 0.0, **(loss or {})},
         "dpo": {"val_micro_batch_size": 1, **(dpo or {})},
+        **({} if rm is None else {"rm": {"val_micro_batch_size": 1, **rm}}),
         **({} if ppo is None else {"ppo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 2, **ppo}}),
         **({} if value is None else {"value": {"optimizer": {"name": "torch.optim.AdamW", "kwargs": ADAMW}, **value}}),
         "value_loss_fn": value_loss or {},

@@ -22,10 +22,10 @@ ROOT = Path(__file__).parents[2]
 DECLARED = Path(algorithms.__file__)
 WRITERS = ("coordinator/starting/", "coordinator/evaluation/evaluate.py", "commands/init.py", "config/nemo_eval.py")
 """What writes configurations for users: these have an algorithm's name in them. What runs one asks for none."""
-SECTIONS = {"Grpo", "Ppo", "Sft", "Dpo"}
+SECTIONS = {"Grpo", "Ppo", "Sft", "Dpo", "Rm"}
 
 MINIMAL = {"policy": {"model_name": "model"}, "data": {"dataset_name": "reasoning_gym", "task": "chain_sum"}}
-DATA = {"dpo": {"rejected_template": "0"}}
+DATA = {"dpo": {"rejected_template": "0"}, "rm": {"rejected_template": "0"}}
 
 
 def config_of(name: str, **sections: object) -> Config:
@@ -135,7 +135,7 @@ def test_an_array_of_every_column_is_where_its_source_has_it() -> None:
 
 
 def test_a_step_has_so_many_optimizer_steps() -> None:
-    assert [config_of(name).num_optimizer_steps for name in ALGORITHMS] == [1, 4, 1, 1]
+    assert [config_of(name).num_optimizer_steps for name in ALGORITHMS] == [1, 4, 1, 1, 1]
     several = config_of(
         "grpo",
         grpo={"num_prompts_per_step": 8, "num_generations_per_prompt": 4},
@@ -146,14 +146,15 @@ def test_a_step_has_so_many_optimizer_steps() -> None:
 
 def test_logits_are_divided_by_the_temperature_that_samples_are_drawn_at() -> None:
     policy = {"model_name": "model", "generation": {"temperature": 0.5}}
-    assert [config_of(name, policy=policy).scoring_temperature for name in ALGORITHMS] == [0.5, 0.5, 1.0, 1.0]
+    assert [config_of(name, policy=policy).scoring_temperature for name in ALGORITHMS] == [0.5, 0.5, 1.0, 1.0, 1.0]
 
 
 def test_an_algorithm_that_is_not_declared() -> None:
     with pytest.raises(ConfigError) as caught:
         build_config(MINIMAL | {"algorithm": "grp"})
     assert (
-        str(caught.value) == "configuration: algorithm: 'grp' is not one of dpo, grpo, ppo, sft; did you mean 'grpo'?"
+        str(caught.value)
+        == "configuration: algorithm: 'grp' is not one of dpo, grpo, ppo, rm, sft; did you mean 'grpo'?"
     )
-    with pytest.raises(ConfigError, match=r"algorithm: \[\"grpo\"\] is not one of dpo, grpo, ppo, sft"):
+    with pytest.raises(ConfigError, match=r"algorithm: \[\"grpo\"\] is not one of dpo, grpo, ppo, rm, sft"):
         build_config(MINIMAL | {"algorithm": ["grpo"]})

@@ -58,6 +58,7 @@ NEW_KEYS = [
     "data.val_split",
     "data.prompt_key",
     "data.chosen_key",
+    "data.margin_key",
     "data.rejected_key",
     "data.rejected_template",
     "data.subset",

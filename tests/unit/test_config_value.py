@@ -100,13 +100,29 @@ def test_what_is_wrong_is_one_line(sections: dict[str, Any], expected: str) -> N
     assert caught.value.args == (f"configuration: {expected}",)
 
 
-def test_megatron_core_trains_no_value_model_yet() -> None:
-    with pytest.raises(ConfigError) as caught:
-        ppo({"megatron_cfg": {"enabled": True}})
-    assert (
-        "configuration: policy.megatron_cfg.enabled: true, but Megatron-Core does not train a value model here yet: "
-        "PPO needs policy.dtensor_cfg.enabled"
-    ) in caught.value.args
+MEGATRON: dict[str, Any] = {"enabled": True, "optimizer": {"lr": 1e-6, "min_lr": 0.0}}
+LEARNS = {"optimizer": {"lr": 1e-5, "min_lr": 0.0}}
+
+
+def test_megatron_core_trains_both_models_or_none() -> None:
+    sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2}
+    policy = {"megatron_cfg": MEGATRON | sizes}
+    config = ppo(policy, value={"megatron_cfg": LEARNS}, cluster={"trainers": 4})
+    value = config.settings_of("value").megatron_cfg
+    assert value.enabled
+    assert {key: getattr(value, key) for key in sizes} == sizes
+    assert value.optimizer["lr"] == 1e-5
+    for wrong, expected in (
+        ({"megatron_cfg": {"enabled": False}}, "value.megatron_cfg.enabled: false, but policy.megatron_cfg.enabled is"),
+        (
+            {"megatron_cfg": {**LEARNS, "pipeline_model_parallel_size": 1}},
+            "value.megatron_cfg.pipeline_model_parallel_size: 1, but policy.megatron_cfg.pipeline_model_parallel_size "
+            "is 2: they must be equal",
+        ),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            ppo(policy, value=wrong, cluster={"trainers": 4})
+        assert str(caught.value).startswith(f"configuration: {expected}")
 
 
 def test_columns_of_values_are_for_algorithms_that_have_them() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,67 @@ def error_of(config: Config, kind: type[TandemError] = DataError) -> str:
         load_conversations(config)
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+# --- reward models ---------------------------------------------------------------------------------------------------
+
+
+def test_of_a_reward_models_sequence_the_padding_behind_it_counts() -> None:
+    """What a trainer reads there is said of the last token that is none: where Transformers' classifier reads it."""
+    dpo, rm = (data_config(name, rejected_template=WRONG) for name in ("dpo", "rm"))
+    given = ["".join(each) for each in sequences(dpo)]
+    shutil.rmtree("model")
+    assert sequences(rm) == [(text, "<pad>") for text in given]
+
+
+def test_where_padding_is_what_ends_a_response_the_score_is_that_of_what_comes_before() -> None:
+    config = data_config("rm", rejected_template=WRONG)
+    tokenizer = character_tokenizer(config)
+    tokenizer._hugging_face.pad_token = None
+    assert tokenizer.pad_id == tokenizer.eos_id
+    batch = make_algorithm(config, tokenizer).batch(1, "train")[0].tokens
+    assert batch is not None
+    found = [parts(tokenizer, batch, row) for row in range(len(batch.lengths_S))]
+    assert {counted for _, counted in found} == {"<eos>"}
+    assert not any("<eos>" in text for text, _ in found)
+
+
+def test_margins_are_those_of_the_rows() -> None:
+    rows = [{"prompt": f"{i}", "chosen": "1", "rejected": "2", "ahead": -i / 4} for i in range(1, 9)]
+    data = jsonl([*rows, {"prompt": "0", "chosen": "1", "rejected": "2", "ahead": 9}])
+    config = data_config("rm", **data, margin_key="ahead", shuffle=False)
+    running = make_algorithm(config, tokenizer := character_tokenizer(config))
+    (batch, metrics), (held_out, _) = running.batch(1, "train"), running.batch(1, "validate")
+    assert metrics == {}
+    margins = [*batch.table.rewards_S[::2].tolist(), *held_out.table.rewards_S[::2].tolist()]
+    assert sorted(margins) == [0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 9.0]
+    assert not batch.table.rewards_S[1::2].any(), "the worse response has none"
+    plain = data_config("rm", **jsonl(rows))
+    assert not make_algorithm(plain, tokenizer).batch(1, "train")[0].table.rewards_S.any()
+
+
+@pytest.mark.parametrize("ahead", ["much", None, True, [1.0]])
+def test_a_margin_is_a_number(ahead: object) -> None:
+    rows = [{"prompt": "1", "chosen": "1", "rejected": "2", "ahead": ahead}]
+    config = data_config("rm", **jsonl(rows), margin_key="ahead")
+    assert error_of(config) == "rows.jsonl:1: 'ahead' is no number (data.margin_key)"
+
+
+def test_only_reward_models_have_margins() -> None:
+    with pytest.raises(ConfigError) as caught:
+        data_config("dpo", rejected_template=WRONG, margin_key="ahead")
+    assert str(caught.value) == (
+        "configuration: data.margin_key: ahead, but only a reward model learns margins: algorithm is dpo"
+    )
+
+
+def test_epochs_alone_may_end_a_run() -> None:
+    config = data_config("rm", rejected_template=WRONG, num_train=64)
+    assert config.rm.max_num_steps == -1
+    config = msgspec.structs.replace(config, rm=msgspec.structs.replace(config.rm, max_num_epochs=3))
+    assert make_algorithm(config, tokenizer := character_tokenizer(config)).num_steps == 24
+    config = msgspec.structs.replace(config, rm=msgspec.structs.replace(config.rm, max_num_steps=5))
+    assert make_algorithm(config, tokenizer).num_steps == 5
 
 
 # --- DPO -------------------------------------------------------------------------------------------------------------
@@ -224,7 +286,7 @@ def test_conversations_that_all_begin_alike_are_split_by_what_follows() -> None:
         ),
         (
             {"context": chat("u1"), "completions": [{"rank": 1, "completion": chat("a2")}] * 2},
-            ": DPO takes two completions of different rank, got ranks 1, 1",
+            ": preferences are two completions of different rank, got ranks 1, 1",
         ),
         (
             {"context": chat("u1"), "completions": "2"},
@@ -528,7 +590,7 @@ FILES: dict[str, Any] = {"dataset_name": "jsonl", "train_data_path": "a", "val_d
     [
         ("dpo", {}, "rejected_template: required where dpo learns from data.dataset_name reasoning_gym"),
         ("grpo", {"dataset_name": "squad"}, "dataset_name: squad holds conversations, which are for sft"),
-        ("sft", {"dataset_name": "HelpSteer3"}, "dataset_name: HelpSteer3 holds preferences, which are for dpo"),
+        ("sft", {"dataset_name": "HelpSteer3"}, "dataset_name: HelpSteer3 holds preferences, which are for dpo and rm"),
         (
             "dpo",
             {"dataset_name": "DeepScaler"},

@@ -1,4 +1,4 @@
-"""DPO's loss against its closed form, computed here token by token with `math`, and against autograd."""
+"""The losses of pairs against their closed forms, computed here with `math`, and DPO's against autograd."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.common.config.schema import Dpo
+from tandem.common.config.schema import Dpo, Rm
 from tandem.trainer.losses.aggregate import Counts
-from tandem.trainer.losses.preference import PreferenceLoss
+from tandem.trainer.losses.preference import BradleyTerryLoss, PreferenceLoss
 from tandem.trainer.packing import MicroBatch
-from tandem.trainer.scoring import TokenScores
+from tandem.trainer.scoring import TokenScores, TokenValues
 
 CPU = torch.device("cpu")
 # Two pairs, chosen and rejected in turn; the responses have 2, 1, 3 and 2 tokens.
@@ -118,3 +118,32 @@ def test_at_the_reference_the_loss_is_log_two_and_no_pair_is_right() -> None:
     assert value == pytest.approx(math.log(2))
     means: dict[str, Any] = dict(zip(loss.report.names, (loss.report.sums / loss.report.count).tolist(), strict=True))
     assert (means["accuracy"], means["rewards_chosen_mean"], means["rewards_rejected_mean"]) == (0.0, 0.0, 0.0)
+
+
+def test_the_loss_of_a_reward_model_is_the_closed_form() -> None:
+    """Two pairs, one score a response; the second pair should be ahead by 0.5. An empty pair adds nothing."""
+    scores, margin = [1.5, 0.25, -0.5, -0.25], 0.5
+    mask_BT = torch.tensor([[0, 1, 0], [0, 0, 1], [0, 1, 0], [0, 0, 1], [0, 0, 0], [0, 0, 0]], dtype=torch.bool)
+    values_BT = torch.full(mask_BT.shape, 7.0).masked_scatter(mask_BT, torch.tensor(scores)).requires_grad_()
+    rewards_BT = torch.zeros(mask_BT.shape)
+    rewards_BT[2] = margin
+    batch = MicroBatch(
+        rows=tuple(range(6)),
+        lengths_B=torch.full((6,), 3),
+        token_ids_BT=torch.zeros(6, 3, dtype=torch.int64),
+        attention_mask_BT=torch.ones(6, 3, dtype=torch.bool),
+        loss_mask_BT=mask_BT,
+        columns={"rewards": rewards_BT},
+    )
+    loss = BradleyTerryLoss(Rm(), Counts(tokens=4, sequences=4), CPU)
+    value = loss(batch, TokenValues(values_BT))
+    ahead = [scores[0] - scores[1], scores[2] - scores[3] - margin]
+    assert float(value.detach()) == pytest.approx(sum(math.log(1 + math.exp(-each)) for each in ahead) / 2, rel=1e-6)
+    assert dict(zip(loss.report.names, (loss.report.sums / 2).tolist(), strict=True)) == pytest.approx(
+        {"accuracy": 0.5, "rewards_chosen_mean": 0.5, "rewards_rejected_mean": 0.0}
+    )
+    value.backward()  # type: ignore[no-untyped-call]
+    assert values_BT.grad is not None
+    pulls = [-1 / (1 + math.exp(each)) / 2 for each in ahead]
+    assert values_BT.grad[mask_BT].tolist() == pytest.approx([pulls[0], -pulls[0], pulls[1], -pulls[1]], rel=1e-6)
+    assert not values_BT.grad[~mask_BT].any()

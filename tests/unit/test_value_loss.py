@@ -14,7 +14,7 @@ from tandem.common.config.schema import ValueLossFn
 from tandem.common.errors import ModelError
 from tandem.trainer.losses.aggregate import Counts
 from tandem.trainer.losses.value import ValueLoss
-from tandem.trainer.models import load_value_model, value_head
+from tandem.trainer.models import load_scalar_model, scalar_head
 from tandem.trainer.scoring import TokenValues
 
 COUNTS = Counts(tokens=4, sequences=2)
@@ -77,18 +77,18 @@ def test_a_value_model_has_the_layers_of_a_language_model_and_a_head_of_zeros(tm
     settings = build_config(
         {"sft": {}, "policy": POLICY, "data": {"dataset_name": "jsonl", "train_data_path": "x"}}
     ).policy
-    model = load_value_model(str(tmp_path / "model"), settings, torch.float32)
-    assert not any(parameter.any() for parameter in value_head(model).parameters())
+    model = load_scalar_model(str(tmp_path / "model"), settings, torch.float32, "value")
+    assert not any(parameter.any() for parameter in scalar_head(model).parameters())
     for name, parameter in language_model.model.named_parameters():
         assert torch.equal(parameter, model.model.get_parameter(name))
 
     with torch.no_grad():
-        value_head(model).weight.fill_(0.5)
+        scalar_head(model).weight.fill_(0.5)
     model.save_pretrained(tmp_path / "trained")
-    again = load_value_model(str(tmp_path / "trained"), settings, torch.float32)
-    assert torch.equal(value_head(again).weight, torch.full((1, 16), 0.5))
+    again = load_scalar_model(str(tmp_path / "trained"), settings, torch.float32, "value")
+    assert torch.equal(scalar_head(again).weight, torch.full((1, 16), 0.5))
 
     config.num_labels = 3
     transformers.Qwen3ForTokenClassification(config).save_pretrained(tmp_path / "classifier")
     with pytest.raises(ModelError, match=r"cannot load a value model from .*classifier"):
-        load_value_model(str(tmp_path / "classifier"), settings, torch.float32)
+        load_scalar_model(str(tmp_path / "classifier"), settings, torch.float32, "value")

@@ -24,6 +24,7 @@ from tandem.common.columns import (
     REWARDS,
     VALUES,
     Column,
+    Head,
     Model,
     read_where,
 )
@@ -71,6 +72,8 @@ class Algorithm(msgspec.Struct, frozen=True, kw_only=True):
     """The metrics that a report draws: in training, and on what is held out."""
     columns: tuple[Column, ...]
     """What its loss reads of each token."""
+    head: Head = "vocabulary"
+    """What is on top of the policy's layers."""
     finisher: Callable[[Config], str] = lambda config: ""
     """What ends the making of advantages in the trainers, where they need scores, or all tokens of the batch: a
     function of `tandem.trainer.advantages`; empty where the coordinator's are final."""
@@ -105,6 +108,12 @@ class Algorithm(msgspec.Struct, frozen=True, kw_only=True):
     def trains(self) -> tuple[Model, ...]:
         """The models that are trained, the policy last."""
         return tuple(training.model for training in self.trainings)
+
+    def head_of(self, model: Model) -> Head:
+        """Return what is on top of a model's layers."""
+        if model == "value":
+            return "value"
+        return self.head if model == "policy" else "vocabulary"
 
     def columns_of(self, config: Config, num_steps: int, model: Model = "policy") -> tuple[Column, ...]:
         """Return what a model's loss reads of each token in a step of so many optimizer steps.
@@ -223,7 +232,26 @@ DPO = Algorithm(
 )
 """Direct preference optimisation: of each pair the chosen response is first."""
 
-ALGORITHMS = {algorithm.name: algorithm for algorithm in (GRPO, PPO, SFT, DPO)}
+RM = Algorithm(
+    name="rm",
+    rolls_out=False,
+    learns_from=("preferences",),
+    unit="pair",
+    sequences_per_unit=2,
+    train_global_batch_size=128,
+    shares_prompts=False,
+    metrics=("val_loss", "val_accuracy", "loss", "accuracy"),
+    curves=("loss", "val_accuracy"),
+    columns=(REWARDS,),
+    head="score",
+    running="tandem.coordinator.algorithms.data_set.RewardModelAlgorithm",
+    loss="tandem.trainer.losses.preference.BradleyTerryLoss",
+    loss_section="rm",
+    rules=("tandem.common.config.checks.reward_model.RULES",),
+)
+"""Training of a reward model: of each pair the chosen response is first."""
+
+ALGORITHMS = {algorithm.name: algorithm for algorithm in (GRPO, PPO, SFT, DPO, RM)}
 """By name, in the order in which errors and the documentation list them."""
 
 SECTIONS = {

@@ -197,7 +197,7 @@ class TrainingBatch(RaggedArrays, frozen=True, kw_only=True):
     generation_logprobs_T: Float32s
     advantages_S: Float32s
     rewards_S: Float32s
-    """What advantages were made of; zeros where there are no rewards."""
+    """What advantages were made of; in a data set, what that says of them; else zeros."""
     columns: Mapping[str, NDArray[Any]] = {}
     """What else its samples and their table have, by name and axis."""
 

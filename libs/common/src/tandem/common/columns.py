@@ -20,6 +20,10 @@ that says what each token's state is worth."""
 
 MODELS: tuple[Model, ...] = get_args(Model)
 
+Head = Literal["vocabulary", "value", "score"]
+"""What is on top of a model's layers. vocabulary: the output layer of a language model. value: one number of each
+token, as Transformers' token classifiers have it. score: one number of a sequence, as its sequence classifiers do."""
+
 Source = Literal["engine", "environment", "coordinator", "trainer", "policy", "reference", "value"]
 """engine: an array of `tandem.common.batch.SampleArrays`, of tokens. environment: what a score says of a sample, under
 that name in its `components`. coordinator: an array of `tandem.common.batch.BatchTable`, of sequences. trainer: what
@@ -50,7 +54,7 @@ VERSIONS = Column(name="versions", source="engine", dtype="int32", fill=-1)
 """The weight version that made each token; -1 where none did."""
 ADVANTAGES = Column(name="advantages", source="coordinator")
 REWARDS = Column(name="rewards", source="coordinator")
-"""What advantages were made of."""
+"""What advantages were made of; of preferences, by how much the chosen response should be ahead."""
 PREVIOUS_LOGPROBS = Column(name="previous_logprobs", source="policy")
 REFERENCE_LOGPROBS = Column(name="reference_logprobs", source="reference")
 VALUES = Column(name="values", source="value")

@@ -68,6 +68,15 @@ class Tokenizer:
         return None if bos_id is None else int(bos_id)
 
     @property
+    def pad_id(self) -> int:
+        """The token of padding, or what stands for it where there is none: the one that ends a response.
+
+        Raises `ModelError` if the tokenizer has neither.
+        """
+        pad_id = self._hugging_face.pad_token_id
+        return self.eos_id if pad_id is None else int(pad_id)
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether a conversation has a form of its own; without one it is the plain text of its messages."""
         return self._hugging_face.chat_template is not None

@@ -15,15 +15,22 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
+from tandem.common.columns import Head
 from tandem.common.config.schema import Model
 from tandem.common.errors import ModelError
+from tandem.refit.adapters.geometry import SCALAR_HEAD
 from tandem.trainer.context import inputs_of_share, sum_shares
 from tandem.trainer.packing import MicroBatch
 from tandem.trainer.scoring import Scores, TokenScores, TokenValues, VocabularyShard, score_tokens
 
-_HEAD = "score"
-"""What Transformers' classifiers call their last layer."""
+_CLASSIFIERS: dict[Head, Any] = {
+    "value": transformers.AutoModelForTokenClassification,
+    "score": transformers.AutoModelForSequenceClassification,
+}
+"""Of models whose head gives one number."""
+_SCALAR: dict[Head, str] = {"value": "value model", "score": "reward model"}
 _ENTROPY_ROWS = 1024
 """Positions whose entropy is computed at once, so that a large vocabulary needs little extra memory."""
 
@@ -45,21 +52,22 @@ def load_model(source: str, settings: Model, dtype: torch.dtype) -> Any:
     return model.eval()
 
 
-def load_value_model(source: str, settings: Model, dtype: torch.dtype) -> Any:
-    """Return the value model in folder `source` (or of that Hub name), on the CPU, in `dtype`.
+def load_scalar_model(source: str, settings: Model, dtype: torch.dtype, head: Head) -> Any:
+    """Return the value or reward model in folder `source` (or of that Hub name), on the CPU, in `dtype`.
 
-    It is Transformers' token classifier with one label. Of a language model it takes all but the output layer; the head
-    of what had none begins with zeros, and so do all values (Huang et al. 2024, arXiv:2403.17031). `settings` says how
-    to make a model that has no weights yet. Raises `ModelError`.
+    It is Transformers' token or sequence classifier with one label; either can begin as the other. Of a language model
+    it takes all but the output layer; what a head lacks begins with zeros, and so do all values (Huang et al. 2024,
+    arXiv:2403.17031). `settings` says how to make a model that has no weights yet. Raises `ModelError`.
     """
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # it warns of a head that has to be trained, which it will be
     folder = Path(source)
     if folder.is_dir() and not _has_weights(folder):
-        model, has_head = _new_value_model(folder, settings, dtype), False
+        model = _new_scalar_model(folder, settings, dtype, head)
+        lacking = {f"{SCALAR_HEAD}.{name}" for name, _ in scalar_head(model).named_parameters()}
     else:
-        with _as_model_error(f"cannot load a value model from {source!r}"):
-            model, info = transformers.AutoModelForTokenClassification.from_pretrained(
+        with _as_model_error(f"cannot load a {_SCALAR[head]} from {source!r}"):
+            model, info = _CLASSIFIERS[head].from_pretrained(
                 source,
                 num_labels=1,
                 dtype=dtype,
@@ -67,33 +75,40 @@ def load_value_model(source: str, settings: Model, dtype: torch.dtype) -> Any:
                 trust_remote_code=False,
                 use_safetensors=True,  # the other format is unpickled
             )
-        of_head = {name for name in info["missing_keys"] if name.startswith(f"{_HEAD}.")}
-        _refuse_missing(source, set(info["missing_keys"]) - of_head)
-        has_head = not of_head
-    head = value_head(model)
-    if not has_head:
-        for parameter in head.parameters():
+        lacking = {name for name in info["missing_keys"] if name.startswith(f"{SCALAR_HEAD}.")}
+        _refuse_missing(source, set(info["missing_keys"]) - lacking)
+    for name, parameter in scalar_head(model).named_parameters():
+        if f"{SCALAR_HEAD}.{name}" in lacking:
             torch.nn.init.zeros_(parameter)
+    if head == "score":
+        model.forward = functools.partial(_scores_of_positions, model)
     return model.eval()
 
 
-def value_head(model: Any) -> torch.nn.Linear:
-    """Return the layer of a value model that makes one number of a hidden state. Raises `ModelError`."""
-    head = getattr(model, _HEAD, None)
+def _scores_of_positions(model: Any, **inputs: Any) -> SequenceClassifierOutputWithPast:
+    """Run a sequence classifier for the scores of all positions, of which it would itself take one a row."""
+    return SequenceClassifierOutputWithPast(logits=model.score(model.base_model(**inputs).last_hidden_state))
+
+
+def scalar_head(model: Any) -> torch.nn.Linear:
+    """Return the layer that makes one number of a hidden state. Raises `ModelError`."""
+    head = getattr(model, SCALAR_HEAD, None)
     if not isinstance(head, torch.nn.Linear) or head.out_features != 1:
-        raise ModelError(f"{type(model).__name__} has no layer {_HEAD!r} that makes one number of a hidden state")
+        raise ModelError(f"{type(model).__name__} has no layer {SCALAR_HEAD!r} that makes one number of a hidden state")
     return head
 
 
-def without_weights(source: str, dtype: torch.dtype) -> Any:
+def without_weights(source: str, dtype: torch.dtype, head: Head = "vocabulary") -> Any:
     """Return the model of a checkpoint as its configurations describe it, without memory for weights.
 
-    Raises `ModelError`.
+    `head` is what it is to have on top, whatever the checkpoint has. Raises `ModelError`.
     """
+    kind = _CLASSIFIERS.get(head, transformers.AutoModelForCausalLM)
     try:
-        settings = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
+        labels = {} if head == "vocabulary" else {"num_labels": 1}
+        settings = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False, **labels)
         with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(settings, dtype=dtype, trust_remote_code=False)
+            model = kind.from_config(settings, dtype=dtype, trust_remote_code=False)
     except Exception as error:  # the library raises whatever its readers raise
         raise ModelError(f"cannot read the configuration of {source!r}: {error}".split("\n")[0]) from error
     with suppress(OSError):  # many checkpoints have none
@@ -250,14 +265,14 @@ class TokenScorer(Scorer):
         return score_tokens(hidden, weight_VH, self._task[1], temperature=self._temperature, vocabulary=vocabulary)
 
 
-class ValueScorer(Scorer):
-    """The values of tokens: what `value_head` makes of the hidden state from which each was predicted."""
+class ScalarScorer(Scorer):
+    """The values of tokens: what `scalar_head` makes of the hidden state from which each was predicted."""
 
     SAYS = TokenValues
 
     def __init__(self, model: Any, *, context: dist.ProcessGroup | None = None) -> None:
         """Begin, as any scorer."""
-        super().__init__(model, value_head(model), context)
+        super().__init__(model, scalar_head(model), context)
 
     def _scores(self, inputs: dict[str, Any], target_K: torch.Tensor) -> Sequence[torch.Tensor]:
         return (self.model(**inputs, use_cache=False).logits[:, 0].float(),)
@@ -321,13 +336,11 @@ def _new_model(folder: Path, settings: Model, dtype: torch.dtype) -> Any:
             return transformers.AutoModelForCausalLM.from_config(described, dtype=dtype, trust_remote_code=False)
 
 
-def _new_value_model(folder: Path, settings: Model, dtype: torch.dtype) -> Any:
+def _new_scalar_model(folder: Path, settings: Model, dtype: torch.dtype, head: Head) -> Any:
     """Return one whose layers are those of the language model that is made of the same folder."""
     language_model = _new_model(folder, settings, dtype)
-    with _as_model_error(f"cannot make a value model of {str(folder)!r}"):
+    with _as_model_error(f"cannot make a {_SCALAR[head]} of {str(folder)!r}"):
         described = transformers.AutoConfig.from_pretrained(folder, num_labels=1, trust_remote_code=False)
-        model = transformers.AutoModelForTokenClassification.from_config(
-            described, dtype=dtype, trust_remote_code=False
-        )
+        model = _CLASSIFIERS[head].from_config(described, dtype=dtype, trust_remote_code=False)
         model.base_model.load_state_dict(language_model.base_model.state_dict())
     return model

@@ -80,6 +80,11 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return self.columns.get(REFERENCE_LOGPROBS.name)
 
     @property
+    def rewards_BT(self) -> torch.Tensor:
+        """Those of the tokens' sequences: of samples, or what a data set says."""
+        return self._read(REWARDS)
+
+    @property
     def is_positive_BT(self) -> torch.Tensor | None:
         """True where the sample's reward is above zero; None where the loss does not read rewards."""
         rewards_BT = self.columns.get(REWARDS.name)

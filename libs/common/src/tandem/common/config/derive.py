@@ -297,7 +297,7 @@ def _tokens(section: str, key: str, batch: str) -> Derived:
         algorithm = _algorithm_of(look)
         return tokens * algorithm.sequences_per_unit if tokens is not None and algorithm is not None else tokens
 
-    return Derived(key=key, text=f"`{length}` * `{batch}`, for DPO twice that", compute=compute)
+    return Derived(key=key, text=f"`{length}` * `{batch}`, for DPO and RM twice that", compute=compute)
 
 
 def _of_dataset(key: str, otherwise: str | None) -> Derived:
@@ -402,6 +402,9 @@ _AS_THE_POLICY = (
     "megatron_cfg.tensor_model_parallel_size",
     "megatron_cfg.pipeline_model_parallel_size",
     "megatron_cfg.context_parallel_size",
+    "megatron_cfg.virtual_pipeline_model_parallel_size",
+    "megatron_cfg.expert_model_parallel_size",
+    "megatron_cfg.expert_tensor_parallel_size",
 )
 """Keys of other models that follow the policy's."""
 

@@ -34,6 +34,10 @@ def _float8_engine(config: Config) -> bool:
     return _vllm(config) and config.policy.generation.vllm_cfg.precision == "fp8"
 
 
+def _is_language_model(config: Config) -> bool:
+    return config.declaration.head_of("policy") == "vocabulary"
+
+
 def _algorithm(name: str) -> Asks:
     return lambda config: config.algorithm == name
 
@@ -96,7 +100,7 @@ NOT_SUPPORTED_YET = (
     Row("grpo.seq_logprob_error_threshold", (None,), _algorithm("grpo")),
     Row("on_policy_distillation.enabled", (None, False)),
     *_of_a_model("policy"),
-    Row("policy.reward_model_cfg.enabled", (False,)),
+    Row("policy.reward_model_cfg.enabled", (False,), _is_language_model),
     *_of_a_model("value"),
     Row("policy.generation.backend", ("transformers", "vllm"), _rolls_out),
     Row("policy.generation.bad_words", (None, ()), _rolls_out),

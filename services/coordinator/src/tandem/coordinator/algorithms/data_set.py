@@ -1,10 +1,10 @@
-"""What SFT and DPO have in common: conversations as training batches, and nothing generated."""
+"""What SFT, DPO and reward models have in common: conversations as training batches; nothing generated."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Never
+from typing import NamedTuple, Never
 
 import numpy as np
 
@@ -22,12 +22,24 @@ from tandem.coordinator.data import (
     load_conversations,
     set_aside,
 )
+from tandem.coordinator.data.chat import EncodedSolution
 from tandem.coordinator.data.step_size import check_step_size
 from tandem.coordinator.run.step_batch import StepBatch
 from tandem.coordinator.scheduler.groups import SampleRecord
 
-Sequences = tuple[tuple[tuple[int, ...], tuple[bool, ...]], ...]
-"""One conversation: for each of its answers the tokens of prompt and answer, and which of them count in the loss."""
+
+class EncodedSequence(NamedTuple):
+    """A prompt with one answer."""
+
+    token_ids: tuple[int, ...]
+    loss_mask: tuple[bool, ...]
+    """Which of these count in the loss."""
+    reward: float = 0.0
+    """What the data set says that it is worth."""
+
+
+Sequences = tuple[EncodedSequence, ...]
+"""One conversation: a sequence for each of its answers."""
 
 
 class DataSetAlgorithm:
@@ -73,9 +85,10 @@ class DataSetAlgorithm:
 
     @property
     def num_steps(self) -> int:
-        """Steps that a whole run takes: the fewer of ``max_num_steps`` and ``max_num_epochs``."""
+        """Steps that a whole run takes: the fewer of ``max_num_steps``, unless that is -1, and ``max_num_epochs``."""
         per_epoch = max(1, len(self._train) // self._config.policy.train_global_batch_size)
-        return min(self._section.max_num_steps, self._section.max_num_epochs * per_epoch)
+        of_epochs, most = self._section.max_num_epochs * per_epoch, self._section.max_num_steps
+        return of_epochs if most < 0 else min(most, of_epochs)
 
     def sampling(self, purpose: Purpose) -> Never:
         """Fail: no samples are drawn."""
@@ -110,17 +123,37 @@ class DataSetAlgorithm:
         prompt_ids = self._chat.prompt(name, prompt)
         complaint = self._chat.complaint(prompt_ids)
         sequences = []
-        for answer in conversation.answers:
+        for place, answer in enumerate(conversation.answers):
             solution = self._chat.solution(name, prompt, answer)
-            mask = last_turn(solution.loss_mask) if self._only_last else solution.loss_mask
-            token_ids = prompt_ids + solution.token_ids
-            limit = self._config.policy.max_total_sequence_length
-            if complaint is None and len(token_ids) > limit:
-                complaint = (
-                    f"prompt and solution have {len(token_ids)} tokens, policy.max_total_sequence_length is {limit}"
-                )
-            sequences.append((token_ids, (False,) * len(prompt_ids) + mask))
+            sequence = self._sequence(prompt_ids, solution, conversation.margin if place == 0 else 0.0)
+            limit, length = self._config.policy.max_total_sequence_length, len(sequence.token_ids)
+            if complaint is None and length > limit:
+                complaint = f"prompt and solution have {length} tokens, policy.max_total_sequence_length is {limit}"
+            sequences.append(sequence)
         return None if self._chat.leaves_out(name, complaint) else tuple(sequences)
+
+    def _sequence(self, prompt_ids: tuple[int, ...], solution: EncodedSolution, margin: float) -> EncodedSequence:
+        """Return a prompt with one solution, of which the tokens of the assistant count."""
+        mask = last_turn(solution.loss_mask) if self._only_last else solution.loss_mask
+        return EncodedSequence(prompt_ids + solution.token_ids, (False,) * len(prompt_ids) + mask)
+
+
+class RewardModelAlgorithm(DataSetAlgorithm):
+    """The same for a model that gives a sequence one number, by which pairs are compared.
+
+    Transformers' sequence classifiers read it at the last token that is no padding. What a trainer reads at a token is
+    said before the token that counts: so one token of padding follows each sequence, and nothing else counts.
+    """
+
+    def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
+        self._pad_id = tokenizer.pad_id
+        super().__init__(config, tokenizer)
+
+    def _sequence(self, prompt_ids: tuple[int, ...], solution: EncodedSolution, margin: float) -> EncodedSequence:
+        token_ids = prompt_ids + solution.token_ids
+        while token_ids[-1:] == (self._pad_id,):  # as the token that ends a sequence is, where there is no other
+            token_ids = token_ids[:-1]
+        return EncodedSequence((*token_ids, self._pad_id), (False,) * len(token_ids) + (True,), margin)
 
 
 def last_turn(loss_mask: Sequence[bool]) -> tuple[bool, ...]:
@@ -135,12 +168,12 @@ def last_turn(loss_mask: Sequence[bool]) -> tuple[bool, ...]:
 def batch_of(conversations: Sequence[Sequences]) -> TrainingBatch:
     """Lay the sequences of conversations end to end, those of one side by side."""
     sequences = [sequence for conversation in conversations for sequence in conversation]
-    token_ids_T = np.concatenate([np.array(tokens, dtype=np.int32) for tokens, _ in sequences])
+    token_ids_T = np.concatenate([np.array(each.token_ids, dtype=np.int32) for each in sequences])
     return TrainingBatch(
-        lengths_S=np.array([len(tokens) for tokens, _ in sequences], dtype=np.int32),
+        lengths_S=np.array([len(each.token_ids) for each in sequences], dtype=np.int32),
         token_ids_T=token_ids_T,
-        loss_mask_T=np.concatenate([np.array(mask, dtype=np.bool_) for _, mask in sequences]),
+        loss_mask_T=np.concatenate([np.array(each.loss_mask, dtype=np.bool_) for each in sequences]),
         generation_logprobs_T=np.zeros(len(token_ids_T), dtype=np.float32),
         advantages_S=np.ones(len(sequences), dtype=np.float32),
-        rewards_S=np.zeros(len(sequences), dtype=np.float32),
+        rewards_S=np.array([each.reward for each in sequences], dtype=np.float32),
     )

@@ -57,7 +57,8 @@ class Run:
             return "running"
         with self._journal() as journal:
             last = journal.last_step() or 0
-        return "finished" if last >= (self.config.algorithm_section.max_num_steps or last + 1) else "ended"
+        wanted = self.config.algorithm_section.max_num_steps
+        return "finished" if 0 < wanted <= last else "ended"
 
     @property
     def error(self) -> TandemError | None:

@@ -1,8 +1,9 @@
-"""Conversations to learn from: prompts with one answer for SFT, with two for DPO."""
+"""Conversations to learn from: prompts with one answer for SFT, with two for DPO and reward models."""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
@@ -28,7 +29,9 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     """Where it comes from, as errors say it."""
     prompt: Messages
     answers: tuple[Messages, ...]
-    """The solution; for DPO the chosen response, then the rejected one."""
+    """The solution; of preferences the chosen response, then the rejected one."""
+    margin: float = 0.0
+    """By how much the score of the chosen response should be ahead."""
 
 
 class ConversationSets(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +58,7 @@ Read = Callable[[str, sources.Row, Data], Conversation | None]
 
 
 def load_conversations(config: Config) -> ConversationSets:
-    """Load or make the conversations of an SFT or DPO run. Raises `DataError` and `ConfigError` as `load_problems`."""
+    """Load or make what a run over a data set learns. Raises `DataError` and `ConfigError` as `load_problems`."""
     data = config.data
     if data.train:
         return _listed(config)
@@ -138,7 +141,8 @@ def _reader(config: Config) -> Read | None:
     """Return what reads the rows of a data set; None if it has problems."""
     name = config.data.dataset_name
     if config.declaration.learns_preferences:
-        return None if name in GENERATED else _help_steer if name == "HelpSteer3" else _preference
+        pair = _help_steer if name == "HelpSteer3" else _preference
+        return None if name in GENERATED else functools.partial(_with_margin, pair)
     if name == "squad":
         return _squad
     if name == "open_assistant":
@@ -186,7 +190,18 @@ def _squad(where: str, row: sources.Row, data: Data) -> Conversation:
     )
 
 
-# --- DPO -------------------------------------------------------------------------------------------------------------
+# --- preferences -----------------------------------------------------------------------------------------------------
+
+
+def _with_margin(read: Read, where: str, row: sources.Row, data: Data) -> Conversation | None:
+    """Read a pair, and by how much the better one should be ahead if the data set says that."""
+    pair, key = read(where, row, data), data.margin_key
+    if pair is None or key is None:
+        return pair
+    value = sources.field(where, row, "margin_key", key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise DataError(f"{where}: {key!r} is no number (data.margin_key)")
+    return msgspec.structs.replace(pair, margin=abs(float(value)))
 
 
 def _preference(where: str, row: sources.Row, data: Data) -> Conversation:
@@ -222,7 +237,7 @@ def _ranked(where: str, row: sources.Row) -> Conversation:
         raise DataError(f"{where}: 'completions' is no list of ranked completions: {error}") from error
     if len(completions) != 2 or completions[0].rank == completions[1].rank:
         ranks = ", ".join(str(completion.rank) for completion in completions)
-        raise DataError(f"{where}: DPO takes two completions of different rank, got ranks {ranks or 'of none'}")
+        raise DataError(f"{where}: preferences are two completions of different rank, got ranks {ranks or 'of none'}")
     return Conversation(
         name=where,
         prompt=_messages(where, "context", row["context"], role="user"),

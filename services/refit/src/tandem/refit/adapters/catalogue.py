@@ -21,7 +21,15 @@ from numpy.typing import NDArray
 
 from tandem.common.errors import ModelError
 from tandem.refit.adapters import headers
-from tandem.refit.adapters.geometry import BIAS, FAMILIES, Geometry, geometry_of, tensors_of
+from tandem.refit.adapters.geometry import (
+    BIAS,
+    FAMILIES,
+    OUTPUT_LAYER,
+    SCALAR_HEAD,
+    Geometry,
+    geometry_of,
+    tensors_of,
+)
 from tandem.refit.layout import Tensor
 
 _QUANTISED = re.compile(r"_proj(_with_mqa)?\.weight$")
@@ -104,6 +112,15 @@ class ModelShape(msgspec.Struct, frozen=True, eq=False, dict=True):
         )
         return ModelShape(tensors, self.geometry)
 
+    def with_scalar_head(self, *, has_bias: bool) -> ModelShape:
+        """Return the model with a layer that makes one number of a hidden state, in place of the output layer."""
+        norm = self.tensors[self.index["model.norm.weight"]]
+        tensors = [tensor for tensor in self.tensors if tensor.name != OUTPUT_LAYER]
+        tensors.append(Tensor(f"{SCALAR_HEAD}.weight", (1, *norm.shape), norm.dtype))
+        if has_bias:
+            tensors.append(Tensor(f"{SCALAR_HEAD}.bias", (1,), norm.dtype))
+        return ModelShape(tuple(tensors), msgspec.structs.replace(self.known, is_tied=False))
+
     def quantised(self, block: tuple[int, int] = (128, 128), dtype: str = "float8_e4m3fn") -> ModelShape:
         """Return the model with the weights of its linear layers quantised, a float32 scale for each block of one.
 
@@ -147,7 +164,8 @@ def from_config(config: Mapping[str, Any], dtype: str | None = None) -> ModelSha
 def from_checkpoint(folder: Path) -> ModelShape:
     """Return the shape of a checkpoint, from ``config.json`` and the headers of its safetensors files.
 
-    For a known architecture the tensors are the configuration's, which the headers must agree with: others, such as
+    For a known architecture, with the head of a language model or of a classifier with one label, the tensors are the
+    configuration's, which the headers must agree with: others, such as
     the multi-token prediction layers of DeepSeek-V3 or the scales of a quantised checkpoint, take no part in a refit.
     For any other architecture they are all of the headers'.
 
@@ -162,6 +180,8 @@ def from_checkpoint(folder: Path) -> ModelShape:
     if config.get("model_type") not in FAMILIES:
         return ModelShape(tuple(Tensor(name, shape, dtype) for name, (shape, dtype) in found.items()), None)
     model = from_config(config)
+    if f"{SCALAR_HEAD}.weight" in found and OUTPUT_LAYER not in found:
+        model = model.with_scalar_head(has_bias=f"{SCALAR_HEAD}.bias" in found)
     tensors = []
     for tensor in model.tensors:
         shape, dtype = found.get(tensor.name, (None, ""))

@@ -17,6 +17,10 @@ BIAS = "e_score_correction_bias"
 
 _QWEN3_HEAD = 128
 
+OUTPUT_LAYER = "lm_head.weight"
+SCALAR_HEAD = "score"
+"""What Transformers' classifiers call the layer that they have in place of the output layer."""
+
 LAYER = "model.layers.{layer}."
 """What the name of every tensor of a layer begins with; patterns keep the braces."""
 
@@ -154,7 +158,7 @@ def tensors_of(config: Mapping[str, Any], geometry: Geometry, dtype: str) -> Ite
             yield Tensor(LAYER.format(layer=layer) + name, shape, "float32" if name.endswith(BIAS) else dtype)
     yield Tensor("model.norm.weight", (hidden,), dtype)
     if not geometry.is_tied:
-        yield Tensor("lm_head.weight", (vocabulary, hidden), dtype)
+        yield Tensor(OUTPUT_LAYER, (vocabulary, hidden), dtype)
 
 
 _Parts = Iterator[tuple[str, tuple[int, ...]]]

@@ -17,7 +17,14 @@ from tandem.common.errors import RefitError
 from tandem.refit.adapters import stages
 from tandem.refit.adapters.catalogue import ModelShape
 from tandem.refit.adapters.deployment import Deployment
-from tandem.refit.adapters.geometry import LAYER, Attention, Experts, LatentAttention
+from tandem.refit.adapters.geometry import (
+    LAYER,
+    OUTPUT_LAYER,
+    SCALAR_HEAD,
+    Attention,
+    Experts,
+    LatentAttention,
+)
 from tandem.refit.adapters.parameters import Fill, RankBuilder, cut, stack
 from tandem.refit.layout import Box, Layout, whole
 
@@ -137,13 +144,15 @@ class _Rank:
         num_rows = -(-rows // multiple) * multiple // sizes.tp
         held = Box((at.tp * num_rows, 0), (num_rows, hidden)).intersect(whole((rows, hidden)))
         embedding = "model.embed_tokens.weight"
-        output = embedding if is_tied else "lm_head.weight"
+        output = embedding if is_tied else OUTPUT_LAYER
         if at.pp == 0:
             self._vocabulary(self._prefixes[0] + "embedding.word_embeddings.weight", num_rows, embedding, held)
         if at.pp == sizes.pp - 1:
             self._builder.whole(self._prefixes[-1] + "decoder.final_layernorm.weight", "model.norm.weight")
+            for kind in ("weight", "bias"):
+                self._builder.whole(f"{self._prefixes[-1]}{SCALAR_HEAD}.{kind}", f"{SCALAR_HEAD}.{kind}")
             # Without pipeline stages the output layer uses the embedding itself; the last of several has a copy.
-            if not (is_tied and sizes.pp == 1):
+            if self._model.shape_of(output) is not None and not (is_tied and sizes.pp == 1):
                 self._vocabulary(self._prefixes[-1] + "output_layer.weight", num_rows, output, held)
 
     def _vocabulary(self, name: str, num_rows: int, tensor: str, held: Box | None) -> None:

@@ -19,19 +19,20 @@ from torch.distributed.fsdp import FSDPModule
 from tandem.common import columns
 from tandem.common.config import Config
 from tandem.common.errors import CheckpointError, ConfigError, ModelError, TrainingError
+from tandem.common.tokenizer import load_tokenizer
 from tandem.trainer import checkpoints, context, policy_files
 from tandem.trainer.attention import prepare_to_pack, prepare_to_share
 from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep
 from tandem.trainer.backends import optimizer_state, shards
 from tandem.trainer.backends.sharding import Ranks
 from tandem.trainer.models import (
+    ScalarScorer,
     Scorer,
     TokenScorer,
-    ValueScorer,
     checkpoint_activations,
     has_linear_head,
     load_model,
-    load_value_model,
+    load_scalar_model,
 )
 from tandem.trainer.offload import Offloaded, state_of
 from tandem.trainer.optimizers import advance, make_optimizer, make_scheduler
@@ -52,13 +53,13 @@ class HeldModel:
         self._config, self._ranks = config, ranks
         self._settings = settings = config.settings_of(name)
         self.is_trained = name in config.declaration.trains
-        self._says_values = name == "value"
+        self._head = config.declaration.head_of(name)
         self.device = ranks.device
         from_checkpoint = self.is_trained and checkpoint is not None
         source = str(checkpoint / name) if from_checkpoint and checkpoint is not None else settings.model_name
         # What is trained has parameters in float32 whatever the precision of the passes.
         model = self._load(source, torch.float32 if self.is_trained else getattr(torch, settings.precision))
-        linear_head = not self._says_values and has_linear_head(model)
+        linear_head = self._head == "vocabulary" and has_linear_head(model)
         self.shares_prompts = self._prepare_attention(model)
         if not self.is_trained:
             model.requires_grad_(False)
@@ -69,9 +70,9 @@ class HeldModel:
         self.parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
         group = ranks.context.get_group() if ranks.context.size() > 1 else None
         self._scorer: Scorer = (
-            ValueScorer(model, context=group)
-            if self._says_values
-            else TokenScorer(model, config.scoring_temperature, linear_head=linear_head, context=group)
+            TokenScorer(model, config.scoring_temperature, linear_head=linear_head, context=group)
+            if self._head == "vocabulary"
+            else ScalarScorer(model, context=group)
         )
         self.optimizer: torch.optim.Optimizer
         """Of a model that is trained."""
@@ -163,7 +164,13 @@ class HeldModel:
             self._offloaded = None
 
     def _load(self, source: str, dtype: torch.dtype) -> Any:
-        return (load_value_model if self._says_values else load_model)(source, self._settings, dtype)
+        if self._head == "vocabulary":
+            return load_model(source, self._settings, dtype)
+        model = load_scalar_model(source, self._settings, dtype, self._head)
+        if self._head == "score":
+            # By which whoever loads it tells padding, and so which token has the score.
+            model.config.pad_token_id = load_tokenizer(self._config).pad_id
+        return model
 
     def _prepare_attention(self, model: Any) -> bool:
         """Make the model take packed rows, its share of each sequence, or shared prompts, as is wanted.
@@ -175,7 +182,7 @@ class HeldModel:
         by_tokens = settings.sequence_packing.enabled or settings.dynamic_batching.enabled
         wants_prompts = self._config.declaration.shares_prompts and settings.share_prompts and not by_tokens
         name, longest, reason = type(model).__name__, settings.max_total_sequence_length, None
-        section = "value" if self._says_values else "policy"
+        section = "value" if self.name == "value" else "policy"
         if is_shared or settings.sequence_packing.enabled:
             reason = prepare_to_pack(model, longest)
             if reason is not None:

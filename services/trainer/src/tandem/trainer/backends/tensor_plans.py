@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 
 from tandem.common.config.checks.dtensor import TENSOR_PLANS
 from tandem.common.errors import ConfigError, nearest
-from tandem.trainer.models import value_head
+from tandem.trainer.models import scalar_head
 
 Plan = Mapping[str, ParallelStyle]
 """A style for each module, by its path; ``*`` stands for any part between two dots."""
@@ -97,7 +97,7 @@ def cut(model: Any, mesh: DeviceMesh, *, sequence_parallel: bool, custom_plan: s
     else:
         plan = load_plan(custom_plan, model)
     layer, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    head = value_head(model) if layer is None else layer
+    head = scalar_head(model) if layer is None else layer
     is_tied = head.weight is embedding.weight
     head_name = next(name for name, module in model.named_modules() if module is head)
     # The output layer is cut by rows whatever a plan says; what it says is how the hidden states arrive.

@@ -17,7 +17,7 @@ from tandem.common.dotted import named
 from tandem.common.errors import ConfigError, TandemError, TrainingError
 from tandem.trainer.losses.aggregate import Counts, Report
 from tandem.trainer.packing import MicroBatch
-from tandem.trainer.scoring import TokenScores
+from tandem.trainer.scoring import Scores, TokenScores, TokenValues
 
 _KEY = "loss_fn.class"
 
@@ -43,7 +43,7 @@ class OwnLoss:
             raise ConfigError(f"{self._name}: its report is {type(report).__name__}, not tandem.trainer.losses.Report")
         self.report = report or Report((), counts.tokens, device)
 
-    def __call__(self, batch: MicroBatch, scores_BT: TokenScores) -> torch.Tensor:
+    def __call__(self, batch: MicroBatch, scores_BT: Scores) -> torch.Tensor:
         """Return the micro-batch's share of the loss. Raises `TrainingError` unless it is a scalar with gradient."""
         try:
             value = self._loss(batch, scores_BT)
@@ -51,7 +51,7 @@ class OwnLoss:
             raise
         except Exception as error:
             raise TrainingError(f"{self._name}: {_said(error)}") from error
-        found = _complaint(value, needs_gradient=scores_BT.logprobs.requires_grad)
+        found = _complaint(value, needs_gradient=scores_BT[0].requires_grad)
         if found is not None:
             raise TrainingError(f"{self._name} returned {found}: a loss is a scalar tensor, computed from the scores")
         loss: torch.Tensor = value
@@ -74,7 +74,7 @@ def try_out(config: Config) -> None:
         value.backward()  # type: ignore[no-untyped-call]
     except (TrainingError, RuntimeError) as error:
         raise ConfigError(f"{error} (tried out on {len(counted)} sequences)") from error
-    gradient = scores_BT.logprobs.grad
+    gradient = scores_BT[0].grad
     for what, found in (("loss", value), ("gradient", gradient)):
         if found is None or not found.isfinite().all():
             said = "no" if found is None else "no finite"
@@ -95,7 +95,7 @@ def blamed(config: Config) -> Iterator[None]:
         raise TrainingError(f"{error} ({_KEY} {path})") from error
 
 
-def _trial(config: Config) -> tuple[MicroBatch, TokenScores]:
+def _trial(config: Config) -> tuple[MicroBatch, Scores]:
     """Return a micro-batch with what the configured run gives a loss, and scores of it."""
     shape = (2 * config.sequences_per_sample, 4)
     mask_BT = torch.tensor([[False, False, True, True]]).expand(shape).clone()
@@ -111,6 +111,8 @@ def _trial(config: Config) -> tuple[MicroBatch, TokenScores]:
             for column in config.declaration.columns_of(config, config.num_optimizer_steps)
         },
     )
+    if config.declaration.head_of("policy") != "vocabulary":
+        return batch, TokenValues(logprobs_BT.requires_grad_())
     entropy_BT = torch.where(mask_BT, 1.0, 0.0)
     return batch, TokenScores(logprobs_BT.requires_grad_(), entropy_BT, mask_BT.float())
 

@@ -1,4 +1,4 @@
-"""The loss of direct preference optimisation.
+"""The losses of pairs: direct preference optimisation, and that of reward models.
 
 Shapes: ``B`` rows, ``T`` padded positions; ``P`` pairs: rows ``2 p`` and ``2 p + 1`` are the chosen and the rejected
 response to one prompt.
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from tandem.common.config.schema import Dpo
+from tandem.common.config.schema import Dpo, Rm
 from tandem.trainer.losses.aggregate import Counts, Report
 from tandem.trainer.packing import MicroBatch
-from tandem.trainer.scoring import TokenScores
+from tandem.trainer.scoring import TokenScores, TokenValues
 
 
 class PreferenceLoss:
@@ -48,6 +48,34 @@ class PreferenceLoss:
         self.report.add(is_pair_P, preference_P, sft_P, chosen_P > rejected_P, chosen_P, rejected_P)
         loss_P = settings.preference_loss_weight * preference_P + settings.sft_loss_weight * sft_P
         return torch.where(is_pair_P, loss_P, 0.0).sum() / self._num_pairs
+
+
+class BradleyTerryLoss:
+    """The negative log-likelihood of preferences under scores of responses (Bradley and Terry 1952).
+
+    With r the score of a response, the mean over the pairs of the global batch of
+    ``-log sigmoid(r(chosen) - r(rejected))`` (Ouyang et al. 2022, arXiv:2203.02155, equation 1); where the data say by
+    how much, of ``-log sigmoid(r(chosen) - r(rejected) - margin)`` (Touvron et al. 2023, arXiv:2307.09288, equation 2).
+    ``accuracy`` is the share of pairs whose chosen response has the higher score, margin or not.
+    """
+
+    NAMES = ("accuracy", "rewards_chosen_mean", "rewards_rejected_mean")
+
+    def __init__(self, settings: Rm, counts: Counts, device: torch.device) -> None:
+        self._num_pairs = max(1, counts.sequences // 2)
+        self.report = Report(self.NAMES, self._num_pairs, device)
+
+    def __call__(self, batch: MicroBatch, scores_BT: TokenValues) -> torch.Tensor:
+        """Return the micro-batch's share of the loss."""
+        mask_BT = batch.loss_mask_BT  # of one position a row
+        scores_B, margins_B = (
+            _of_responses(each_BT, mask_BT, average=False) for each_BT in (scores_BT.values, batch.rewards_BT)
+        )
+        chosen_P, rejected_P = scores_B[0::2], scores_B[1::2]
+        losses_P = -torch.nn.functional.logsigmoid(chosen_P - rejected_P - (margins_B[0::2] - margins_B[1::2]))
+        is_pair_P = mask_BT.any(dim=1)[0::2]
+        self.report.add(is_pair_P, chosen_P > rejected_P, chosen_P, rejected_P)
+        return torch.where(is_pair_P, losses_P, 0.0).sum() / self._num_pairs
 
 
 def _of_responses(values_BT: torch.Tensor, mask_BT: torch.Tensor, *, average: bool) -> torch.Tensor:

@@ -7,6 +7,7 @@ import string
 from typing import Literal
 
 from tandem.common.algorithms import ALGORITHMS
+from tandem.common.columns import REWARDS
 from tandem.common.config.checks.rule import Rule, check_dotted_path, where_it_rolls_out
 from tandem.common.config.derive import ELSEWHERE, GENERATED
 from tandem.common.config.named import NAMED, is_local
@@ -102,6 +103,16 @@ def worse_solutions_are_written(config: Config) -> None:
     if config.declaration.learns_preferences and data.dataset_name in GENERATED and data.rejected_template is None:
         what = f"{config.algorithm} learns from data.dataset_name {data.dataset_name}"
         raise Invalid("data.rejected_template", f"required where {what}")
+
+
+def margins_are_read(config: Config) -> None:
+    """What compares pairs by the policy's own probabilities has no use for them."""
+    reads = config.declaration.learns_preferences and REWARDS in config.declaration.columns
+    if config.data.margin_key is not None and not reads:
+        raise Invalid(
+            "data.margin_key",
+            f"{config.data.margin_key}, but only a reward model learns margins: algorithm is {config.algorithm}",
+        )
 
 
 def the_system_message_is_given_once(config: Config) -> None:
@@ -227,6 +238,7 @@ RULES: tuple[Rule, ...] = (
     listed_sets_are_read,
     the_dataset_fits_the_algorithm,
     worse_solutions_are_written,
+    margins_are_read,
     the_system_message_is_given_once,
     environments_are_known,
     *where_it_rolls_out(samples_are_scored, conversations_have_turns),

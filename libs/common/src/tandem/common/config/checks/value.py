@@ -6,16 +6,20 @@ import re
 
 import msgspec
 
-from tandem.common.config.checks import batches, dtensor, model
+from tandem.common.config.checks import batches, dtensor, megatron, model, parallelism
 from tandem.common.config.checks.rule import Rule
 from tandem.common.config.problem import Invalid, Problems, shown
 from tandem.common.config.schema import Config, Model
 
-_SHARED = (
-    "train_global_batch_size",
-    "max_total_sequence_length",
-    "dtensor_cfg.tensor_parallel_size",
-    "dtensor_cfg.context_parallel_size",
+_SHARED = ("train_global_batch_size", "max_total_sequence_length", "megatron_cfg.enabled")
+_DTENSOR = ("dtensor_cfg.tensor_parallel_size", "dtensor_cfg.context_parallel_size")
+_MEGATRON = (
+    "megatron_cfg.tensor_model_parallel_size",
+    "megatron_cfg.pipeline_model_parallel_size",
+    "megatron_cfg.virtual_pipeline_model_parallel_size",
+    "megatron_cfg.context_parallel_size",
+    "megatron_cfg.expert_model_parallel_size",
+    "megatron_cfg.expert_tensor_parallel_size",
 )
 """Keys of ``value`` that must be what they are of ``policy``: both see the same tokens, cut up in the same way."""
 
@@ -26,22 +30,9 @@ def there_is_a_value_model(config: Config) -> None:
         raise Invalid("value", "null, but PPO needs a value model: leave it out for one like the policy")
 
 
-def fsdp_trains_it(config: Config) -> None:
-    """Of the backends only FSDP2 trains several models."""
-    value = config.value
-    for name, settings in (("policy", config.policy), ("value", value)):
-        if settings is not None and settings.megatron_cfg.enabled:
-            raise Invalid(
-                f"{name}.megatron_cfg.enabled",
-                f"true, but Megatron-Core does not train a value model here yet: PPO needs {name}.dtensor_cfg.enabled",
-            )
-    if value is not None and not value.dtensor_cfg.enabled:
-        raise Invalid("value.dtensor_cfg.enabled", "false: nothing can train the value model")
-
-
 def it_sees_what_the_policy_sees(config: Config) -> None:
     """Each rank has the same sequences for both."""
-    for key in _SHARED:
+    for key in (*_SHARED, *(_MEGATRON if config.policy.megatron_cfg.enabled else _DTENSOR)):
         own, policys = (_at(getattr(config, name), key) for name in ("value", "policy"))
         if own != policys:
             raise Invalid(f"value.{key}", f"{shown(own)}, but policy.{key} is {shown(policys)}: they must be equal")
@@ -50,12 +41,12 @@ def it_sees_what_the_policy_sees(config: Config) -> None:
 def its_section_is_whole(config: Config) -> None:
     """What holds of a policy's section holds of its own: it is checked as though it were the policy's."""
     assert config.value is not None, "checked before"
-    if config.value.optimizer is None:
+    if config.value.optimizer is None and not config.value.megatron_cfg.enabled:
         raise Invalid("value.optimizer", "null, but the value model is trained")
     own = {name: getattr(config.value, name) for name in Model.__struct_fields__}
     as_policy = msgspec.structs.replace(config, policy=msgspec.structs.replace(config.policy, **own))
     problems = Problems()
-    for rule in (*model.RULES, *dtensor.RULES, *batches.RULES):
+    for rule in (*model.RULES, *megatron.RULES, *parallelism.RULES, *dtensor.RULES, *batches.RULES):
         with problems.collected():
             rule(as_policy)
     problems.found = [Invalid(_of_value(problem.key), _of_value(problem.text)) for problem in problems.found]
@@ -84,7 +75,6 @@ def _at(node: object, key: str) -> object:
 
 RULES: tuple[Rule, ...] = (
     there_is_a_value_model,
-    fsdp_trains_it,
     it_sees_what_the_policy_sees,
     its_section_is_whole,
     the_reference_is_read_or_skipped,

@@ -1,4 +1,4 @@
-"""The sections of SFT and DPO."""
+"""The sections of the algorithms over data sets: SFT, DPO and reward models."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ class Dpo(Section, frozen=True, kw_only=True):
 
 
 class Rm(Section, frozen=True, kw_only=True):
-    """Training of a reward model on pairs (Bradley and Terry 1952; Ouyang et al. 2022, arXiv:2203.02155). Not built."""
+    """Training of a reward model on pairs (Bradley and Terry 1952; Ouyang et al. 2022, arXiv:2203.02155). As
+    in NeMo-RL, its batch sizes, and those of `policy`, count pairs."""
 
     max_num_epochs: PositiveInt = 1
     """Passes over the preference pairs."""
@@ -96,4 +97,4 @@ class Rm(Section, frozen=True, kw_only=True):
     val_at_end: bool = False
     """Validate after the last step, whatever `val_period` says."""
     seed: Seed = 42
-    """Decides the order of the pairs."""
+    """Decides the pairs, where they are made, and their order."""

@@ -65,6 +65,8 @@ class DataSet(Section, frozen=True, kw_only=True):
     """As `data.chosen_key`."""
     rejected_key: NonEmptyStr | None = None
     """As `data.rejected_key`."""
+    margin_key: NonEmptyStr | None = None
+    """As `data.margin_key`."""
     text_key: NonEmptyStr | None = None
     """Field of raw text, for distillation."""
     characters_per_sample: PositiveInt | None = None
@@ -90,6 +92,7 @@ OF_EACH_SET = (
     "prompt_key",
     "chosen_key",
     "rejected_key",
+    "margin_key",
 )
 """Keys that a data set has by itself, and `data` for those that are not in a list."""
 
@@ -102,7 +105,7 @@ class Data(Section, frozen=True, kw_only=True):
     """``reasoning_gym`` (problems made by a task), ``sliding_puzzle`` (shuffled boards), ``jsonl`` (local files), the
     name of a dataset on the Hugging Face Hub, or one of NeMo-RL's: ``OpenMathInstruct-2`` and ``DeepScaler``
     (problems); for SFT ``squad``, ``openmathinstruct2``, ``prompt_response_dataset``, ``openai_format`` and
-    ``open_assistant`` (local files); for DPO ``HelpSteer3``, ``Tulu3Preference``, ``DPODataset`` and
+    ``open_assistant`` (local files); for DPO and RM ``HelpSteer3``, ``Tulu3Preference``, ``DPODataset`` and
     ``PreferenceDataset`` (local files)."""
     task: NonEmptyStr | None = None
     """New. The reasoning-gym task, such as ``chain_sum``."""
@@ -124,7 +127,7 @@ class Data(Section, frozen=True, kw_only=True):
     val_data_path: NonEmptyStr | None = None
     """JSONL file of validation problems; null holds `num_validation` out of the training file."""
     val_data_paths: dict[str, NonEmptyStr] | None = None
-    """SFT and DPO: several such files in the place of one, by names of their own. Each is also evaluated by itself
+    """SFT, DPO and RM: several such files in the place of one, by names of their own. Each is also evaluated by itself
     (`val_NAME/loss`), and `num_validation` and `val_batches` are of each."""
     input_key: NonEmptyStr
     """Field that holds the question."""
@@ -136,13 +139,16 @@ class Data(Section, frozen=True, kw_only=True):
     system_key: NonEmptyStr | None = None
     """SFT: field that holds the system message of a conversation, if it is not among its messages."""
     prompt_key: NonEmptyStr = "prompt"
-    """New. DPO: field that holds the prompt, a text or a list of messages. Rows that have `context` and `completions`,
-    as NeMo-RL's preference data, are read as such."""
+    """New. DPO and RM: field that holds the prompt, a text or a list of messages. Rows that have `context` and
+    `completions`, as NeMo-RL's preference data, are read as such."""
     chosen_key: NonEmptyStr
-    """New. DPO: field that holds the better response, a text or a list of messages; a list may repeat the prompt, and
-    where there is no prompt it must begin with it."""
+    """New. DPO and RM: field that holds the better response, a text or a list of messages; a list may repeat the
+    prompt, and where there is no prompt it must begin with it."""
     rejected_key: NonEmptyStr
-    """New. DPO: field that holds the worse response, like the better one."""
+    """New. DPO and RM: field that holds the worse response, like the better one."""
+    margin_key: NonEmptyStr | None = None
+    """New. Reward models: field that holds a number, by which the score of the better response should be ahead of the
+    worse one's; its sign, which in HelpSteer3's ``overall_preference`` says which is better, is not read. Null: 0."""
     split: NonEmptyStr
     """Split of the Hub dataset to train on."""
     val_split: NonEmptyStr | None
@@ -176,7 +182,8 @@ class Data(Section, frozen=True, kw_only=True):
     custom_dataloader: NonEmptyStr | None = None
     """Dotted path of a class of NeMo-RL's that chooses between data sets."""
     rejected_template: str | None = None
-    """New. DPO where problems are made: the worse solution, like `solution_template`, which writes the better one."""
+    """New. DPO and RM, where problems are made: the worse solution, like `solution_template`, which writes the better
+    one."""
     prompt_file: NonEmptyStr | None = None
     """Text file whose ``{}`` is replaced by the prompt; relative to the working directory."""
     system_prompt_file: NonEmptyStr | None = None
@@ -188,13 +195,13 @@ class Data(Section, frozen=True, kw_only=True):
     environment: NonEmptyStr | None
     """New. Which entry of `env` scores the samples."""
     add_bos: bool = True
-    """SFT and DPO: begin each sequence with the tokenizer's beginning-of-sequence token, if it has one."""
+    """SFT, DPO and RM: begin each sequence with the tokenizer's beginning-of-sequence token, if it has one."""
     add_eos: bool = True
-    """SFT and DPO: end each solution with the tokenizer's end-of-sequence token."""
+    """SFT, DPO and RM: end each solution with the tokenizer's end-of-sequence token."""
     add_generation_prompt: bool = False
-    """SFT and DPO: put the chat template's generation prompt before the solution."""
+    """SFT, DPO and RM: put the chat template's generation prompt before the solution."""
     add_system_prompt: bool = False
-    """SFT and DPO: let the chat template add its default system message."""
+    """SFT, DPO and RM: let the chat template add its default system message."""
 
     @property
     def train_sets(self) -> tuple[Data, ...]:

@@ -198,11 +198,12 @@ class Model(Section, frozen=True, kw_only=True):
     max_total_sequence_length: PositiveInt = 512
     """Longest sequence, prompt and response together, in tokens."""
     train_global_batch_size: PositiveInt
-    """Sequences (for DPO pairs of them) in one optimizer step, over all trainers."""
+    """Sequences (for DPO and RM pairs of them) in one optimizer step, over all trainers."""
     train_micro_batch_size: PositiveInt = 4
-    """Sequences (for DPO pairs of them) in one forward and backward pass of one trainer."""
+    """Sequences (for DPO and RM pairs of them) in one forward and backward pass of one trainer."""
     logprob_batch_size: PositiveInt = 4
-    """Sequences (for DPO pairs of them) in one forward pass of one trainer when only log-probabilities are wanted."""
+    """Sequences (for DPO and RM pairs of them) in one forward pass of one trainer when only log-probabilities are
+    wanted."""
     precision: Literal["float32", "bfloat16"] = "bfloat16"
     """Element type of forward and backward passes and of generation."""
     share_prompts: bool = True

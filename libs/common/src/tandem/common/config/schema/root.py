@@ -109,10 +109,10 @@ class Config(Section, frozen=True, kw_only=True):
         return self.value
 
     @property
-    def algorithm_section(self) -> Rollouts | Sft | Dpo:
+    def algorithm_section(self) -> Rollouts | Sft | Dpo | Rm:
         """The section of the algorithm in use; all of them have `seed`, `max_num_steps`, `val_period` and
         `val_at_start`."""
-        section: Rollouts | Sft | Dpo = getattr(self, self.algorithm)
+        section: Rollouts | Sft | Dpo | Rm = getattr(self, self.algorithm)
         return section
 
     @property
@@ -145,10 +145,10 @@ class Config(Section, frozen=True, kw_only=True):
         return self.max_trajectory_age_steps > 1 and not self.updates_in_flight and self.cluster.num_nodes == 1
 
     @property
-    def data_set_section(self) -> Sft | Dpo:
+    def data_set_section(self) -> Sft | Dpo | Rm:
         """The same, of an algorithm over a data set."""
         assert not self.declaration.rolls_out, f"{self.algorithm} rolls out"
-        section: Sft | Dpo = getattr(self, self.algorithm)
+        section: Sft | Dpo | Rm = getattr(self, self.algorithm)
         return section
 
     @property

@@ -249,7 +249,7 @@ class Cluster(Section, frozen=True, kw_only=True):
     trainers: PositiveInt
     """New. Trainer processes, or ranks."""
     rollouts: NonNegativeInt
-    """New. Rollout processes: generation engines. SFT and DPO have none, whatever this says."""
+    """New. Rollout processes: generation engines. SFT, DPO and RM have none, whatever this says."""
     max_rollouts: PositiveInt | None = None
     """New. How many rollouts the run may have at once. More than `cluster.rollouts` may be started by hand while it
     goes on, and join it. null: as many as come."""

@@ -14,62 +14,42 @@ the padding of the vocabulary may have changed in between. All files are safeten
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tandem.common.config import Config
+from tandem.common.columns import Model
 from tandem.common.errors import CheckpointError, ModelError
 from tandem.trainer import checkpoints
-from tandem.trainer.backend import Writing
 from tandem.trainer.backends.megatron import optimizer_state
 from tandem.trainer.backends.megatron.sources import SafetensorsFolder
 from tandem.trainer.backends.megatron.weights import RankWeights
 from tandem.trainer.box_files import BoxFiles
 
 
-def save(folder: Path, described: Any, weights: RankWeights, optimizer: Any, num_steps: int, config: Config) -> Writing:
-    """Copy policy and optimizer, and begin to write them to ``policy/`` and ``optimizer/`` under `folder`.
-
-    Collective. Raises `CheckpointError` for an optimizer whose state is unknown here.
-
-    Args:
-        folder: of the checkpoint.
-        described: the model without weights (`tandem.trainer.models.without_weights`).
-        weights: of this rank.
-        optimizer: of Megatron-Core.
-        num_steps: that the optimizer has taken.
-        config: of the run.
-    """
-    parts = partial(optimizer_state.parts_of, optimizer, weights)
-    state = checkpoints.State(described, weights.gathered(), weights.num_bytes, parts, num_steps)
-    return checkpoints.save(folder, {checkpoints.POLICY: state}, config)
-
-
-def load_policy(folder: Path, weights: RankWeights) -> None:
-    """Fill the parameters with the policy that `save` wrote, in the memory they lie in.
+def load_model(folder: Path, weights: RankWeights, model: Model) -> None:
+    """Fill the parameters of a model with what a checkpoint has of it, in the memory they lie in.
 
     Collective. Raises `CheckpointError`; every rank raises if one does.
     """
 
     def load() -> None:
         try:
-            weights.load(SafetensorsFolder(folder / checkpoints.POLICY))
+            weights.load(SafetensorsFolder(folder / model))
         except ModelError as error:
             raise CheckpointError(str(error)) from error
 
     checkpoints.agree(load)
 
 
-def load_optimizer(folder: Path, weights: RankWeights, optimizer: Any) -> int:
-    """Fill an optimizer of the same parameters with what `save` wrote; return the number of steps it has taken.
+def load_optimizer(folder: Path, weights: RankWeights, optimizer: Any, model: Model) -> int:
+    """Fill a model's optimizer with what a checkpoint has of it; return the number of steps it has taken.
 
     Collective. Raises `CheckpointError`; every rank raises if one does.
     """
-    num_steps = checkpoints.agree(lambda: checkpoints.read_num_steps(folder))
+    num_steps = checkpoints.agree(lambda: checkpoints.read_num_steps(folder, model))
 
     def read(files: BoxFiles) -> None:
         optimizer_state.read(optimizer, weights, files, num_steps)
 
-    checkpoints.agree(lambda: checkpoints.read_optimizer(folder, read))
+    checkpoints.agree(lambda: checkpoints.read_optimizer(folder, read, model))
     return num_steps

@@ -34,14 +34,16 @@ from safetensors.torch import save_file
 from transformers.core_model_loading import revert_weight_conversion
 
 from tandem.common import manifest
-from tandem.common.config import Config
+from tandem.common.columns import Model
+from tandem.common.config import Config, schema
 from tandem.common.errors import DamagedCheckpoint, ModelError
 from tandem.common.manifest import FileRecord
 from tandem.refit.adapters import headers
 from tandem.refit.adapters.catalogue import ModelShape, from_checkpoint
+from tandem.refit.adapters.geometry import SCALAR_HEAD
 from tandem.refit.adapters.megatron import Megatron
 from tandem.refit.layout import ITEM_SIZES, Box, Layout, Piece
-from tandem.trainer.backends.megatron.sources import SafetensorsFolder, TensorsInMemory, folder_of
+from tandem.trainer.backends.megatron.sources import SafetensorsFolder, TensorsInMemory, folder_of, require_shape
 from tandem.trainer.backends.megatron.weights import Tensors, view_of
 from tandem.trainer.box_files import digests_of
 from tandem.trainer.checkpoints import Proof, sync, sync_folder
@@ -56,22 +58,29 @@ _POLL_S = 0.2
 _ABOUT = "converted.json"
 
 
-def open_tensors(source: str, config: Config) -> Tensors:
-    """Return the weights of ``policy.model_name``: a folder, or a name that the Hub's cache or the Hub knows.
+def open_tensors(source: str, config: Config, name: Model = "policy") -> Tensors:
+    """Return the weights that a model starts from: a folder, or a name that the Hub's cache or the Hub knows.
 
     They are converted first, if they have not been before or ``megatron_cfg.force_reconvert_from_hf`` wants it. A
-    folder without weights is what ``policy.new_model`` leaves behind: they are drawn with that section's seed, the same
-    on every rank, as `tandem.trainer.models.load_model` does.
+    folder without weights is what the section's ``new_model`` leaves behind: they are drawn with its seed, the same
+    on every rank, as `tandem.trainer.models.load_model` does. What is to give one number begins with zeros where it
+    has no such head yet.
 
     Collective. Raises `ModelError`.
     """
+    section, head = config.settings_of(name), config.declaration.head_of(name)
+    tensors = _open(source, section, config.cluster.deadlines.build_s)
+    return tensors if head == "vocabulary" else WithZeroHead(tensors)
+
+
+def _open(source: str, section: schema.Model, deadline_s: float) -> ConvertedFolder | TensorsInMemory:
     folder = folder_of(source)
-    if config.policy.new_model is not None and not any(folder.glob("*.safetensors")):
-        model = load_model(str(folder), config.policy, torch.float32)
+    if section.new_model is not None and not any(folder.glob("*.safetensors")):
+        model = load_model(str(folder), section, torch.float32)
         return TensorsInMemory(revert_weight_conversion(model, model.state_dict()))
-    order = _order() if config.policy.megatron_cfg.force_reconvert_from_hf else ""
+    order = _order() if section.megatron_cfg.force_reconvert_from_hf else ""
     shape = from_checkpoint(folder)
-    target = convert_once(source, folder, shape, config.cluster.deadlines.build_s, order)
+    target = convert_once(source, folder, shape, deadline_s, order)
     try:
         Proof([(target, _files_of(target))]).conclude()
     except DamagedCheckpoint as error:
@@ -260,10 +269,24 @@ def _shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+class WithZeroHead:
+    """The tensors of a checkpoint, and zeros for what it lacks of a head that gives one number."""
+
+    def __init__(self, tensors: ConvertedFolder | TensorsInMemory) -> None:
+        self._tensors = tensors
+
+    def read(self, name: str, shape: Sequence[int], box: Box) -> torch.Tensor:
+        """Return a box of a tensor. Raises `ModelError`."""
+        if name.startswith(f"{SCALAR_HEAD}.") and name not in self._tensors:
+            return torch.zeros(box.shape)
+        return self._tensors.read(name, shape, box)
+
+
 class ConvertedFolder:
     """The tensors of a checkpoint, read from where they lie in a converted one. Raises `ModelError`."""
 
     def __init__(self, folder: Path, model: ModelShape) -> None:
+        self._folder, self._model = folder, model
         self._layout = _ONE_RANK.parameters(model, 0)
         self._pieces: dict[str, list[Piece]] = {}
         for row, index in enumerate(self._layout.pieces.tensor_P.tolist()):
@@ -276,8 +299,15 @@ class ConvertedFolder:
         if lost := self._shapes.keys() - self._file_of.keys():
             raise ModelError(f"the converted checkpoint {folder} lacks {sorted(lost)[0]}; delete it")
 
+    def __contains__(self, name: str) -> bool:
+        """Tell whether there is a tensor of this name."""
+        return name in self._pieces
+
     def read(self, name: str, shape: Sequence[int], box: Box) -> torch.Tensor:
-        """Return a box of a tensor, on the CPU."""
+        """Return a box of a tensor that should have this shape, on the CPU. Raises `ModelError`."""
+        if name not in self._pieces:
+            raise ModelError(f"the converted checkpoint {self._folder} has no {name}")
+        require_shape(name, shape, self._model.tensors[self._model.index[name]].shape)
         found: torch.Tensor | None = None
         for piece in self._pieces[name]:
             common = piece.box.intersect(box)

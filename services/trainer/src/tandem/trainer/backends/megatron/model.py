@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -12,8 +13,9 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.post_training.modelopt.layers import Linear
 
-from tandem.common.config import Config
-from tandem.refit.adapters.geometry import biased_projections
+from tandem.common.columns import Head
+from tandem.common.config.schema import Model
+from tandem.refit.adapters.geometry import SCALAR_HEAD, biased_projections
 from tandem.trainer.backends.megatron.architecture import embedding_arguments, geometry_in
 from tandem.trainer.backends.megatron.layers import layers_of
 from tandem.trainer.backends.megatron.settings import VOCABULARY_DIVISOR, Settings
@@ -40,6 +42,27 @@ class Chunk(GPTModel):  # type: ignore[misc]
         return weight
 
 
+class ScalarChunk(Chunk):
+    """The same with a layer that makes one number of a hidden state in place of the output layer.
+
+    Every tensor-parallel rank of the last stage has all of it.
+    """
+
+    def __init__(self, *args: Any, has_bias: bool, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs | {"share_embeddings_and_output_weights": False})
+        if self.post_process:
+            dtype = self.output_layer.weight.dtype
+            del self.output_layer
+            head = torch.nn.Linear(self.config.hidden_size, 1, bias=has_bias, dtype=dtype)
+            self.add_module(SCALAR_HEAD, head)
+
+    @property
+    def head(self) -> torch.nn.Module:
+        """The layer that makes one number of a hidden state. On the last stage only."""
+        head: torch.nn.Module = getattr(self, SCALAR_HEAD)
+        return head
+
+
 def make_groups(settings: Settings, timeout: datetime.timedelta) -> None:
     """Divide the default process group into Megatron-Core's groups, for this process. Collective."""
     sizes = settings.sizes
@@ -58,13 +81,16 @@ def make_groups(settings: Settings, timeout: datetime.timedelta) -> None:
         tensor_parallel.model_parallel_cuda_manual_seed(0)  # which modules ask for, though nothing random is left
 
 
-def build_chunks(config: Config, model: Mapping[str, Any], settings: Settings) -> list[Chunk]:
+def build_chunks(
+    section: Model, model: Mapping[str, Any], settings: Settings, head: Head = "vocabulary"
+) -> list[Chunk]:
     """Return this rank's chunks, with no values in their parameters yet. After `make_groups`.
 
     Args:
-        config: of the run.
+        section: of the configuration, that says how to hold the model.
         model: the Hugging Face configuration of the model.
-        settings: what the configuration comes to.
+        settings: what the section comes to.
+        head: what is on top of the last layers.
 
     Raises:
         ModelError: Megatron-Core does not have what the model is made of.
@@ -72,10 +98,11 @@ def build_chunks(config: Config, model: Mapping[str, Any], settings: Settings) -
     sizes = settings.sizes
     multiple = VOCABULARY_DIVISOR * sizes.tp
     num_rows = -(-geometry_in(model).vocabulary_size // multiple) * multiple
+    make = Chunk if head == "vocabulary" else functools.partial(ScalarChunk, has_bias=head == "value")
     chunks = []
     for number in range(sizes.vpp):
         stage = number if sizes.vpp > 1 else None
-        chunk = Chunk(
+        chunk = make(
             config=settings.transformer,
             transformer_layer_spec=layers_of(settings.transformer, biased_projections(model), stage),
             vocab_size=num_rows,
@@ -84,7 +111,7 @@ def build_chunks(config: Config, model: Mapping[str, Any], settings: Settings) -
             vp_stage=stage,
             **embedding_arguments(model),
         )
-        _mark(chunk, freezes_routers=config.policy.megatron_cfg.freeze_moe_router)
+        _mark(chunk, freezes_routers=section.megatron_cfg.freeze_moe_router)
         chunks.append(chunk)
     return chunks
 

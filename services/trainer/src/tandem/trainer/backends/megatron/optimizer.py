@@ -10,7 +10,7 @@ from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from tandem.common.config import Config
+from tandem.common.config import Config, schema
 from tandem.trainer.backends.megatron.settings import Settings
 
 
@@ -71,12 +71,14 @@ def state_of(optimizer: ChainedOptimizer, chunks: Sequence[torch.nn.Module]) -> 
     return [tensor for tensor in tensors if tensor.untyped_storage().data_ptr() not in trained]
 
 
-def make_schedule(config: Config, optimizer: ChainedOptimizer, num_steps: int) -> OptimizerParamScheduler:
-    """Return ``policy.megatron_cfg.scheduler`` as it stands after `num_steps` optimizer steps.
+def make_schedule(
+    config: Config, section: schema.Model, optimizer: ChainedOptimizer, num_steps: int
+) -> OptimizerParamScheduler:
+    """Return ``megatron_cfg.scheduler`` of a model's section as it stands after `num_steps` optimizer steps.
 
     Where it does not say for how long the learning rate decays, that is for the whole run.
     """
-    given, settings = config.policy.megatron_cfg.scheduler, optimizer.config
+    given, settings = section.megatron_cfg.scheduler, optimizer.config
     num_in_run, decay = _num_optimizer_steps(config), settings.weight_decay
     schedule = OptimizerParamScheduler(
         optimizer,
@@ -99,4 +101,4 @@ def make_schedule(config: Config, optimizer: ChainedOptimizer, num_steps: int) -
 
 def _num_optimizer_steps(config: Config) -> int:
     """Return how many optimizer steps the whole run makes."""
-    return (config.algorithm_section.max_num_steps or 1) * config.num_optimizer_steps
+    return max(1, config.algorithm_section.max_num_steps) * config.num_optimizer_steps

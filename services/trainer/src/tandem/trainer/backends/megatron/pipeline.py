@@ -12,12 +12,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
 
 from tandem.refit.adapters.megatron import Megatron
-from tandem.trainer.backends.megatron.model import Chunk
+from tandem.trainer.backends.megatron.model import Chunk, ScalarChunk
 from tandem.trainer.backends.megatron.rows import Row, rows_of
 from tandem.trainer.packing import MicroBatch
-from tandem.trainer.scoring import TokenScores, VocabularyShard, score_tokens
+from tandem.trainer.scoring import Scores, TokenScores, TokenValues, VocabularyShard, score_tokens
 
-Scored = Callable[[MicroBatch, TokenScores], torch.Tensor]
+Scored = Callable[[MicroBatch, Any], torch.Tensor]
 """From a micro-batch and the scores of its tokens to a scalar; called on the last stage, once a micro-batch."""
 
 
@@ -39,6 +39,8 @@ class Pipeline:
         self._num_tokens = num_tokens
         self._temperature = temperature
         self._is_sequence_parallel = self._last.config.sequence_parallel
+        self.says: type[Scores] = TokenValues if isinstance(self._last, ScalarChunk) else TokenScores
+        """What the model says of tokens."""
 
     def rows(self, batches: Sequence[MicroBatch]) -> list[Row]:
         """Return this rank's share of the micro-batches, as `run` takes them."""
@@ -83,18 +85,18 @@ class Pipeline:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         counted_BT = row.batch.loss_mask_BT
         target_K = row.batch.token_ids_BT[counted_BT]
-        weight_VE, vocabulary = self._output_layer()
-        scores = score_tokens(
-            hidden[:, 0].index_select(0, row.predictor_L),
-            weight_VE,
-            target_K[row.counted_L],
-            temperature=self._temperature,
-            vocabulary=vocabulary,
-        )
-        scores_K = (self._of_all_ranks(values_L, row, len(target_K)) for values_L in scores)
+        said = self._said(hidden[:, 0].index_select(0, row.predictor_L), target_K[row.counted_L])
+        scores_K = (self._of_all_ranks(values_L, row, len(target_K)) for values_L in said)
         zeros_BT = torch.zeros(counted_BT.shape, dtype=torch.float32, device=hidden.device)
-        scores_BT = TokenScores(*(zeros_BT.masked_scatter(counted_BT, values_K) for values_K in scores_K))
+        scores_BT = self.says(*(zeros_BT.masked_scatter(counted_BT, values_K) for values_K in scores_K))
         return scored(row.batch, scores_BT) * scale, num_tokens, {}
+
+    def _said(self, hidden_LE: torch.Tensor, target_L: torch.Tensor) -> Scores:
+        """Return what the head makes of hidden states, each of which predicts a target."""
+        if isinstance(self._last, ScalarChunk):
+            return TokenValues(self._last.head(hidden_LE)[:, 0].float())
+        weight_VE, vocabulary = self._output_layer()
+        return score_tokens(hidden_LE, weight_VE, target_L, temperature=self._temperature, vocabulary=vocabulary)
 
     def _output_layer(self) -> tuple[torch.Tensor, VocabularyShard | None]:
         """Return this rank's rows of the output layer, and which they are; None if they are all of them."""

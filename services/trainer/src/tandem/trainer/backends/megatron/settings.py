@@ -12,7 +12,8 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from tandem.common.config import Config
+from tandem.common.columns import Model
+from tandem.common.config import Config, schema
 from tandem.refit.adapters.megatron import Megatron
 from tandem.trainer.backends.megatron.architecture import transformer_arguments
 from tandem.trainer.backends.megatron.cpu import HAS_TRANSFORMER_ENGINE, has_kernels
@@ -53,21 +54,24 @@ class Settings(msgspec.Struct, frozen=True):
     """What was set otherwise than the configuration says, a line each."""
 
 
-def settings_of(config: Config, model: Mapping[str, Any], num_ranks: int) -> Settings:
+def settings_of(config: Config, model: Mapping[str, Any], num_ranks: int, name: Model = "policy") -> Settings:
     """Return Megatron-Core's configurations.
 
     Args:
         config: of the run.
         model: the Hugging Face configuration of the model.
         num_ranks: of the default process group.
+        name: of the model, whose section of the configuration says how to hold it.
 
     Raises:
         ModelError: Megatron-Core does not have what the model is made of.
     """
     notices: list[str] = []
-    transformer = _transformer(config, model, notices)
-    optimizer = _optimizer(config, transformer, notices)
-    data_parallel = _data_parallel(config, optimizer, notices)
+    section = config.settings_of(name)
+    transformer = _transformer(section, model, notices)
+    optimizer = _optimizer(section, transformer, notices)
+    data_parallel = _data_parallel(section, optimizer, notices)
+    place = f"{'value' if name == 'value' else 'policy'}.megatron_cfg."
     ranks_a_replica = (
         transformer.tensor_model_parallel_size
         * transformer.pipeline_model_parallel_size
@@ -87,11 +91,11 @@ def settings_of(config: Config, model: Mapping[str, Any], num_ranks: int) -> Set
         transformer_engine=HAS_TRANSFORMER_ENGINE,
         experts="grouped" if HAS_TRANSFORMER_ENGINE else "sequential",
     )
-    return Settings(transformer, data_parallel, optimizer, sizes, tuple(notices))
+    return Settings(transformer, data_parallel, optimizer, sizes, tuple(f"{place}{notice}" for notice in notices))
 
 
-def _transformer(config: Config, model: Mapping[str, Any], notices: list[str]) -> TransformerConfig:
-    megatron, dtype = config.policy.megatron_cfg, getattr(torch, config.policy.precision)
+def _transformer(section: schema.Model, model: Mapping[str, Any], notices: list[str]) -> TransformerConfig:
+    megatron, dtype = section.megatron_cfg, getattr(torch, section.precision)
     arguments = transformer_arguments(model)
     has_experts = "num_moe_experts" in arguments
     arguments |= {key: getattr(megatron, key) for key in _FORWARDED}
@@ -101,7 +105,7 @@ def _transformer(config: Config, model: Mapping[str, Any], notices: list[str]) -
         arguments |= {key: getattr(megatron, key) for key in _OF_EXPERTS}
         arguments["moe_grouped_gemm"] = HAS_TRANSFORMER_ENGINE
         arguments["moe_token_dispatcher_type"] = "alltoall"
-    recomputes = megatron.activation_checkpointing or config.policy.activation_checkpointing_enabled
+    recomputes = megatron.activation_checkpointing or section.activation_checkpointing_enabled
     if recomputes and megatron.forwarded.get("recompute_granularity") is None:
         arguments |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     has_rotation = HAS_TRANSFORMER_ENGINE or (has_kernels() and not arguments.get("multi_latent_attention"))
@@ -132,7 +136,7 @@ def _set_right(arguments: dict[str, Any], *, has_experts: bool, notices: list[st
 
     def set_(key: str, value: object, why: str) -> None:
         if key in arguments and arguments[key] != value:
-            notices.append(f"policy.megatron_cfg.{key} is {value}, not {arguments[key]}: {why}")
+            notices.append(f"{key} is {value}, not {arguments[key]}: {why}")
         arguments[key] = value
 
     has_tensor_ranks = arguments["tensor_model_parallel_size"] > 1
@@ -161,29 +165,29 @@ def _set_right(arguments: dict[str, Any], *, has_experts: bool, notices: list[st
                 set_(key, False, "it is a kernel of Transformer Engine, which is not installed")
 
 
-def _optimizer(config: Config, transformer: TransformerConfig, notices: list[str]) -> OptimizerConfig:
-    arguments = _with_types(config.policy.megatron_cfg.optimizer)
+def _optimizer(section: schema.Model, transformer: TransformerConfig, notices: list[str]) -> OptimizerConfig:
+    arguments = _with_types(section.megatron_cfg.optimizer)
     arguments |= {"bf16": transformer.bf16, "params_dtype": transformer.params_dtype}
-    arguments["clip_grad"] = arguments.get("clip_grad", config.policy.max_grad_norm) or 0.0
+    arguments["clip_grad"] = arguments.get("clip_grad", section.max_grad_norm) or 0.0
     if arguments.get("use_precision_aware_optimizer") and not HAS_TRANSFORMER_ENGINE:
         arguments["use_precision_aware_optimizer"] = False
         notices.append(
-            "policy.megatron_cfg.optimizer.use_precision_aware_optimizer is False: it is Transformer Engine's, which "
-            "is not installed"
+            "optimizer.use_precision_aware_optimizer is False: it is Transformer Engine's, which is not installed"
         )
     return OptimizerConfig(**arguments)
 
 
-def _data_parallel(config: Config, optimizer: OptimizerConfig, notices: list[str]) -> DistributedDataParallelConfig:
-    arguments = _with_types(config.policy.megatron_cfg.distributed_data_parallel_config)
-    prefix = "policy.megatron_cfg.distributed_data_parallel_config."
+def _data_parallel(
+    section: schema.Model, optimizer: OptimizerConfig, notices: list[str]
+) -> DistributedDataParallelConfig:
+    arguments = _with_types(section.megatron_cfg.distributed_data_parallel_config)
     for key, why in (
         ("average_in_collective", "gradients are summed, since the loss is a sum over the global batch"),
         ("overlap_param_gather", "engines read the parameters as soon as a step is over"),
     ):
         if arguments.get(key):
             arguments[key] = False
-            notices.append(f"{prefix}{key} is False: {why}")
+            notices.append(f"distributed_data_parallel_config.{key} is False: {why}")
     return DistributedDataParallelConfig(**arguments, use_distributed_optimizer=optimizer.use_distributed_optimizer)
 
 

@@ -45,7 +45,7 @@ class SafetensorsFolder:
                 f"{name} in {self._folder} is quantised ({found.get_dtype()}); Megatron-Core trains a checkpoint in "
                 "bfloat16, float16 or float32"
             )
-        _require_shape(name, shape, found.get_shape())
+        require_shape(name, shape, found.get_shape())
         tensor: torch.Tensor = found[box.region]
         return tensor
 
@@ -56,11 +56,15 @@ class TensorsInMemory:
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = tensors
 
+    def __contains__(self, name: str) -> bool:
+        """Tell whether there is a tensor of this name."""
+        return name in self._tensors
+
     def read(self, name: str, shape: Sequence[int], box: Box) -> torch.Tensor:
         """Return a box of a tensor that should have this shape. Raises `ModelError`."""
         if name not in self._tensors:
             raise ModelError(f"the model lacks {name}")
-        _require_shape(name, shape, self._tensors[name].shape)
+        require_shape(name, shape, self._tensors[name].shape)
         return self._tensors[name].detach()[box.region]
 
 
@@ -77,6 +81,7 @@ def folder_of(source: str) -> Path:
         raise ModelError(f"cannot find a model {source!r}: {error}".split("\n")[0]) from error
 
 
-def _require_shape(name: str, expected: Sequence[int], found: Sequence[int]) -> None:
+def require_shape(name: str, expected: Sequence[int], found: Sequence[int]) -> None:
+    """Raise `ModelError` unless a tensor of a checkpoint has the shape that it should."""
     if tuple(expected) != tuple(found):
         raise ModelError(f"{name} should have shape {tuple(expected)}, the checkpoint has {tuple(found)}")

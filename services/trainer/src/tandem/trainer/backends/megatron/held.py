@@ -1,0 +1,209 @@
+"""One model that a rank of the Megatron-Core backend holds: the policy, the reference, the value model.
+
+Each is built, filled, scored with, trained, saved and resumed by the same code. Its section of the configuration says
+how; the algorithm's declaration says which are trained, and what is on top of their layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
+
+from tandem.common.columns import Model
+from tandem.common.config import Config
+from tandem.common.errors import TrainingError
+from tandem.common.tokenizer import load_tokenizer
+from tandem.refit.adapters import catalogue
+from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep
+from tandem.trainer.backends.megatron import checkpoints, optimizer_state
+from tandem.trainer.backends.megatron.converted import open_tensors
+from tandem.trainer.backends.megatron.model import Chunk, build_chunks
+from tandem.trainer.backends.megatron.optimizer import clip, make_optimizer, make_schedule, state_of, with_gradients
+from tandem.trainer.backends.megatron.pipeline import Pipeline
+from tandem.trainer.backends.megatron.settings import settings_of
+from tandem.trainer.backends.megatron.sources import folder_of
+from tandem.trainer.backends.megatron.weights import RankWeights
+from tandem.trainer.checkpoints import State
+from tandem.trainer.models import without_weights
+from tandem.trainer.offload import Offloaded
+from tandem.trainer.packing import MicroBatch
+from tandem.trainer.scoring import Scores
+
+
+class Described:
+    """A model before any of it is built: its configuration, its tensors, and what Megatron-Core is told of it.
+
+    Raises `ModelError`.
+    """
+
+    def __init__(self, name: Model, config: Config) -> None:
+        self.name, self.section = name, config.settings_of(name)
+        self.head = config.declaration.head_of(name)
+        source, dtype = str(folder_of(self.section.model_name)), getattr(torch, self.section.precision)
+        self.hugging_face = without_weights(source, dtype, self.head)
+        if self.head == "score":
+            # By which whoever loads it tells padding, and so which token has the score.
+            self.hugging_face.config.pad_token_id = load_tokenizer(config).pad_id
+        self.model: dict[str, Any] = self.hugging_face.config.to_dict()
+        self.shape = catalogue.from_config(self.model)
+        if self.head != "vocabulary":
+            self.shape = self.shape.with_scalar_head(has_bias=self.head == "value")
+        self.settings = settings_of(config, self.model, dist.get_world_size(), name)
+
+
+class HeldModel:
+    """A rank's share of one model, what scores with it, and its optimizer if it is trained.
+
+    It starts from the ``model_name`` of its section or, if it is trained and there is one, from a checkpoint. After
+    `tandem.trainer.backends.megatron.model.make_groups`. Raises `ModelError` or `CheckpointError`.
+    """
+
+    def __init__(self, described: Described, config: Config, device: torch.device, *, checkpoint: Path | None) -> None:
+        """Build and fill it; a frozen one has no optimizer, one that is trained gets its own by `start`. Collective."""
+        self.name = name = described.name
+        self.device = device
+        self._described, self._config = described, config
+        self.settings = settings = described.settings
+        self.is_trained = name in config.declaration.trains
+        made = build_chunks(described.section, described.model, settings, described.head)
+        chunks: list[Chunk] = [chunk.to(device) for chunk in made]
+        self.weights = RankWeights(chunks, settings.sizes, described.shape)
+        if self.is_trained and checkpoint is not None:
+            checkpoints.load_model(checkpoint, self.weights, name)
+        else:
+            self.weights.load(open_tensors(described.section.model_name, config, name))
+        self.chunks: list[Any] = (
+            with_gradients(chunks, settings)
+            if self.is_trained
+            else [chunk.requires_grad_(False).eval() for chunk in chunks]
+        )
+        self._pipeline = Pipeline(
+            self.chunks, settings.sizes, described.shape.known.vocabulary_size, config.scoring_temperature
+        )
+        self.optimizer: Any
+        """Of a model that is trained."""
+        self.num_steps = 0
+        self._offloaded: Offloaded | None = None
+
+    def start(self, checkpoint: Path | None) -> None:
+        """Make the optimizer and its schedule, as a checkpoint has them. Collective. Raises `CheckpointError`."""
+        self.optimizer = make_optimizer(self.chunks, self.settings)
+        if checkpoint is not None:
+            self.num_steps = checkpoints.load_optimizer(checkpoint, self.weights, self.optimizer, self.name)
+        self._schedule = make_schedule(self._config, self._described.section, self.optimizer, self.num_steps)
+
+    def train_step(self, micro_batches: Sequence[MicroBatch], loss: LossOfMicroBatch) -> OptimizerStep:
+        """Take an optimizer step, as `tandem.trainer.backend.Backend.train_step` does. Raises `TrainingError`."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        biases = [(buffer, buffer.clone()) for buffer in self._balancing_biases()]
+        rows = self._pipeline.rows(micro_batches)
+        total = torch.zeros(1, dtype=torch.float64, device=self.device)
+
+        def scored(batch: MicroBatch, scores_BT: Scores) -> torch.Tensor:
+            value = loss(batch, scores_BT)
+            total.add_(value.detach())
+            return value
+
+        # Megatron-Core divides by the tokens of all rows, which is right for the losses that balance experts.
+        self._pipeline.run(rows, scored, scale=self._num_tokens(sum(row.token_ids_1M.numel() for row in rows)))
+        self.optimizer.prepare_grads()
+        total_loss = float(sum_over_replicas(total, self.device)[0])
+        norm = float(self.optimizer.get_grad_norm())
+        if not (math.isfinite(total_loss) and math.isfinite(norm)):
+            for buffer, before in biases:
+                buffer.copy_(before)
+            of_model = "" if self.name == "policy" else f" of the {self.name} model"
+            raise TrainingError(
+                f"optimizer step {self.num_steps + 1}{of_model} was not taken: loss {total_loss}, gradient norm {norm}"
+            )
+        clip(self.optimizer, norm)
+        learning_rate = float(get_canonical_lr_for_logging(self.optimizer.param_groups))
+        self.optimizer.step_with_ready_grads()
+        self._schedule.step(1)
+        self.num_steps += 1
+        return OptimizerStep(loss=total_loss, grad_norm=norm, learning_rate=learning_rate)
+
+    @torch.no_grad()
+    def scores(self, micro_batches: Sequence[MicroBatch]) -> list[Scores]:
+        """Return what the model says of each micro-batch without gradient, on every stage."""
+        found: list[Scores] = []
+
+        def scored(batch: MicroBatch, scores_BT: Scores) -> torch.Tensor:
+            found.append(scores_BT)
+            return scores_BT[0].sum()
+
+        self._pipeline.run(self._pipeline.rows(micro_batches), scored, forward_only=True)
+        if self.settings.sizes.pp == 1:
+            return found
+        says = self._pipeline.says
+        shapes = [batch.token_ids_BT.shape for batch in micro_batches]
+        numbers = len(says._fields)
+        flat = torch.empty(numbers * sum(shape.numel() for shape in shapes), dtype=torch.float32, device=self.device)
+        if found:
+            torch.cat([values_BT.flatten() for scores_BT in found for values_BT in scores_BT], out=flat)
+        last = parallel_state.get_pipeline_model_parallel_last_rank()
+        dist.broadcast(flat, src=last, group=parallel_state.get_pipeline_model_parallel_group())
+        parts = torch.split(flat, [numbers * shape.numel() for shape in shapes])
+        return [says(*part.view(numbers, *shape)) for part, shape in zip(parts, shapes, strict=True)]
+
+    def state(self) -> State:
+        """Return what a checkpoint is made of: weights in the precision of the parameters, and the optimizer's."""
+        parts = partial(optimizer_state.parts_of, self.optimizer, self.weights)
+        gathered, num_bytes = self.weights.gathered(), self.weights.num_bytes
+        return State(self._described.hugging_face, gathered, num_bytes, parts, self.num_steps)
+
+    def offload(self) -> None:
+        """Move gradients and the optimizer's state from the GPU to host memory; on a CPU that is where they are.
+
+        The parameters too, unless engines may be reading them.
+        """
+        if self.device.type == "cpu" or self._offloaded is not None:
+            return
+        for chunk in self.chunks:
+            chunk.offload_grad_buffers()
+        parameters = () if self.name == "policy" else self.weights.parameters.values()
+        self._offloaded = Offloaded([*state_of(self.optimizer, self.chunks), *(each.detach() for each in parameters)])
+
+    def reload(self) -> None:
+        """Take back what `offload` gave up, to tensors that are the same as before."""
+        if self._offloaded is None:
+            return
+        for chunk in self.chunks:
+            chunk.restore_grad_buffers()
+        self._offloaded.reload()
+        self._offloaded = None
+
+    def _num_tokens(self, here: int) -> int:
+        """Return the tokens of all rows of all replicas: each rank of context parallelism has its share."""
+        total = torch.tensor(here, dtype=torch.int64, device=self.device)
+        dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        return int(total)
+
+    def _balancing_biases(self) -> list[torch.Tensor]:
+        """Return what balances experts without a gradient, and changes before a step is known to be good."""
+        buffers = (item for chunk in self.chunks for item in chunk.named_buffers())
+        return [buffer for name, buffer in buffers if name.endswith("router.expert_bias")]
+
+
+def sum_over_replicas(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Add a float64 tensor over the replicas: of each, what its last stage has counts, once."""
+    is_heard = (
+        parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        and parallel_state.get_tensor_model_parallel_rank() == 0
+        and parallel_state.get_context_parallel_rank() == 0
+    )
+    total = values.detach().to(device, copy=True)
+    if not is_heard:
+        total.zero_()
+    dist.all_reduce(total)
+    return total
