@@ -108,7 +108,6 @@ NOT_SUPPORTED_YET = (
     Row(f"{_VLLM_CFG}.quantization_ignored_layer_kws", ((),), _float8_engine),
     Row(f"{_VLLM_CFG}.limit_mm_per_prompt", (None, {}), _vllm),
     Row("data.custom_dataloader", (None,)),
-    Row("data.use_multiple_dataloader", (False,)),
     Row("logger.swanlab_enabled", (False,)),
 )
 """Refused, in the order in which an error lists them."""
@@ -154,9 +153,10 @@ def refusal(config: Config) -> str | None:
 
 def _not_built_here(config: Config) -> Iterator[str]:
     """Yield environments, data sets and their processors of NeMo-RL's that the run needs and that are not built."""
-    chosen = config.data.environment if _rolls_out(config) else None
-    entry = config.env.get(chosen or "")
-    if entry is not None and not entry.is_own:
+    for chosen in config.environments:
+        entry = config.env.get(chosen)
+        if entry is None or entry.is_own:
+            continue
         if chosen in ELSEWHERE:
             yield f"env.{chosen}"
         if entry.verifier_type == "multilingual_multichoice":
@@ -170,8 +170,6 @@ def _not_built_here(config: Config) -> Iterator[str]:
                 yield f"{key}.processor ({each.processor})"
             if each.dataset_name in _DATA_SETS and each.dataset_name != config.data.dataset_name:
                 yield f"{key}.dataset_name ({each.dataset_name})"
-            if _rolls_out(config) and each.env_name not in (None, config.data.environment):
-                yield f"{key}.env_name ({each.env_name})"
 
 
 def without_effect_yet(config: Config) -> list[str]:

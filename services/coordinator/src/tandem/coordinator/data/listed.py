@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -75,14 +75,22 @@ def names(listed: Sequence[DataSet]) -> list[str]:
     return found
 
 
-def held_out(training: Sequence[Part[Sets]], validation: Sequence[Part[Sets]]) -> dict[str, list[Item]]:
+class HeldOut(NamedTuple, Generic[Item]):
+    """What is held out of one data set, or is one by itself."""
+
+    items: list[Item]
+    data: Data
+    """The section ``data`` as though it were alone."""
+
+
+def held_out(training: Sequence[Part[Sets]], validation: Sequence[Part[Sets]]) -> dict[str, HeldOut[Item]]:
     """Return everything held out, by name; what is alone has the name ``""``."""
-    found: dict[str, list[Item]] = {}
+    found: dict[str, HeldOut[Item]] = {}
     for part in training:
         for items in part.sets.held_out.values():
             if items:
-                found[part.name] = list(items)
+                found[part.name] = HeldOut(list(items), part.data)
     for part in validation:
         name = f"{part.name}_validation" if part.name in found else part.name
-        found[name] = taken(part)
+        found[name] = HeldOut(taken(part), part.data)
     return {"": next(iter(found.values()))} if len(found) == 1 else found

@@ -43,10 +43,13 @@ class DataSet(Section, frozen=True, kw_only=True):
     """The first so many of its problems; null means all."""
     repeat: PositiveInt = 1
     """How often each problem is there."""
+    weight: PositiveFloat | None = None
+    """New. This set's share of the prompts of the run, beside the weights of the others, of which those that say none
+    have 1; where no set says one, all are shuffled together, so that larger ones have a larger share."""
     env_name: NonEmptyStr | None = None
-    """Which entry of `env` scores the samples: the same for all sets."""
+    """Which entry of `env` scores its samples; null is that of `data.environment`."""
     processor: NonEmptyStr | None = None
-    """NeMo-RL's function that makes prompts of rows. Those for text are accepted: the keys below say what a row is."""
+    """As `data.processor`."""
     prompt_file: NonEmptyStr | None = None
     """As `data.prompt_file`."""
     system_prompt_file: NonEmptyStr | None = None
@@ -81,6 +84,7 @@ OF_EACH_SET = (
     "dataset_name",
     "subset",
     "split",
+    "processor",
     "prompt_file",
     "system_prompt_file",
     "input_key",
@@ -143,6 +147,9 @@ class Data(Section, frozen=True, kw_only=True):
     where there is no prompt it must begin with it."""
     rejected_key: NonEmptyStr
     """New. DPO: field that holds the worse response, like the better one."""
+    processor: NonEmptyStr | None = None
+    """NeMo-RL's function that makes prompts of rows. Those for text are accepted, since the keys here say what a row
+    is; with ``multichoice_qa_processor`` its field ``options``, texts by letter or in order, follows the question."""
     split: NonEmptyStr
     """Split of the Hub dataset to train on."""
     val_split: NonEmptyStr | None
@@ -170,9 +177,10 @@ class Data(Section, frozen=True, kw_only=True):
     num_workers: NonNegativeInt | None = None
     """Accepted: processes that read data. They are read once, before the run begins."""
     use_multiple_dataloader: bool = False
-    """Draw from each of several data sets so many prompts a step, as `num_prompts_per_dataloader` says."""
+    """Draw from the sets of `train` in turns, so many prompts of each as `num_prompts_per_dataloader` says, in the
+    place of weights."""
     num_prompts_per_dataloader: PositiveInt | None = None
-    """Prompts of each data set in a step."""
+    """Prompts of one data set before the next has its turn; a step's are a multiple of it."""
     custom_dataloader: NonEmptyStr | None = None
     """Dotted path of a class of NeMo-RL's that chooses between data sets."""
     rejected_template: str | None = None
@@ -186,7 +194,7 @@ class Data(Section, frozen=True, kw_only=True):
     max_input_seq_length: PositiveInt
     """Longest prompt, in tokens."""
     environment: NonEmptyStr | None
-    """New. Which entry of `env` scores the samples."""
+    """New. Which entry of `env` scores the samples of data sets that do not say so themselves (`env_name`)."""
     add_bos: bool = True
     """SFT and DPO: begin each sequence with the tokenizer's beginning-of-sequence token, if it has one."""
     add_eos: bool = True
@@ -213,6 +221,7 @@ class Data(Section, frozen=True, kw_only=True):
         return msgspec.structs.replace(
             self,
             **own,
+            environment=each.env_name or self.environment,
             train_data_path=each.data_path,
             val_data_path=None,
             val_split=None,

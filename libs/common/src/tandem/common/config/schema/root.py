@@ -80,6 +80,23 @@ class Config(Section, frozen=True, kw_only=True):
         return self.declaration.rolls_out and self.replay is None
 
     @property
+    def environments(self) -> tuple[str, ...]:
+        """Entries of `env` that score samples of the run; the first is that of `data.environment`."""
+        if not self.declaration.rolls_out:
+            return ()
+        of_sets = (each.env_name for each in (*self.data.train, *self.data.validation))
+        return tuple(dict.fromkeys(filter(None, (self.data.environment, *of_sets))))
+
+    @property
+    def environment_keys(self) -> str:
+        """Their keys, as a message to the user says where to look."""
+        return ", ".join(f"env.{name}" for name in self.environments)
+
+    def of_environment(self, name: str) -> Config:
+        """Return the configuration as though this entry of `env` scored all samples."""
+        return msgspec.structs.replace(self, data=msgspec.structs.replace(self.data, environment=name))
+
+    @property
     def agent(self) -> Environment | None:
         """The program outside that plays the episodes of the run, if one does."""
         environment = self.env.get(self.data.environment or "") if self.declaration.rolls_out else None
