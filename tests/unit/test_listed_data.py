@@ -19,6 +19,7 @@ from tandem.common.tokenizer import load_tokenizer
 from tandem.coordinator.algorithms.data_set import DataSetAlgorithm
 from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
 from tandem.coordinator.data import load_conversations, load_problems
+from tandem.coordinator.data.prompts import PromptWriter
 
 
 @pytest.fixture(autouse=True)
@@ -287,6 +288,34 @@ def test_conversations_are_drawn_by_weight() -> None:
     batch = DataSetAlgorithm(config, character_tokenizer(config)).batch(1, "train")[0].tokens
     assert batch is not None
     assert int((batch.lengths_S == batch.lengths_S.min()).sum()) == 6, "those of a, which are shorter"
+
+
+def test_questions_with_choices(here: Path) -> None:
+    rows = [
+        {"question": "How many?", "options": {"A": "one", "B": "two", "C": None}, "reply": "B"},
+        {"question": "Which?", "options": ["this", "that"], "reply": "A"},
+    ]
+    (here / "choices.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (here / "how.txt").write_text("Answer with a letter.")
+    sets = {"data_path": "choices.jsonl", "processor": "multichoice_qa_processor", "prompt_file": "how.txt"}
+    config = listed(train=sets, validation={**sets, "data_path": write_choices("held.jsonl")})
+    problems = load_problems(config)
+    assert [problem.question for problem in problems.train] == [
+        "Question: How many?\nOptions:\nA) one\nB) two",
+        "Question: Which?\nOptions:\nA) this\nB) that",
+    ]
+    assert [problem.answer for problem in problems.train] == ["B", "A"]
+    said = PromptWriter(config.data.train_sets[0]).messages(problems.train[1])
+    assert said[-1]["content"] == "Answer with a letter.\n\nQuestion: Which?\nOptions:\nA) this\nB) that"
+    (here / "bad.jsonl").write_text(json.dumps({"question": "Which?", "options": "this", "reply": "A"}) + "\n")
+    with pytest.raises(DataError, match=r"^bad.jsonl:1: 'options' holds neither texts by letter nor a list of texts"):
+        load_problems(listed(train={**sets, "data_path": "bad.jsonl"}, num_validation=1))
+
+
+def write_choices(name: str) -> str:
+    """Write one more question with choices."""
+    Path(name).write_text(json.dumps({"question": "Who?", "options": ["he", "she"], "reply": "A"}) + "\n")
+    return name
 
 
 def test_a_path_without_a_known_end_is_a_name_on_the_hub() -> None:

@@ -147,7 +147,12 @@ GRPO = Algorithm(
         ADVANTAGES,
         read_where(REWARDS, lambda config, num_steps: config.loss_fn.positive_example_nll_weight > 0),
         # In the first optimizer step on a rollout batch the policy before it is the one in training.
-        read_where(PREVIOUS_LOGPROBS, lambda config, num_steps: num_steps > 1 or config.loss_fn.use_kl_in_reward),
+        read_where(
+            PREVIOUS_LOGPROBS,
+            lambda config, num_steps: (
+                num_steps > 1 or config.loss_fn.use_kl_in_reward or config.largest_logprob_error is not None
+            ),
+        ),
         read_where(REFERENCE_LOGPROBS, lambda config, num_steps: config.loss_fn.reference_policy_kl_penalty > 0),
     ),
     finisher=lambda config: (

@@ -28,7 +28,6 @@ ELSEWHERE = (
     "reward_model",
     "nemo_gym",
     "dapo",
-    "math_multi_reward",
     "code",
     "code_jaccard",
     "llm_judge",

@@ -89,11 +89,8 @@ def _of_a_model(section: str) -> tuple[Row, ...]:
 
 NOT_SUPPORTED_YET = (
     Row("grpo.adv_estimator.name", ("grpo", "gdpo", "reinforce_plus_plus"), _algorithm("grpo")),
-    Row("grpo.advantage_clip_low", (None,), _algorithm("grpo")),
-    Row("grpo.advantage_clip_high", (None,), _algorithm("grpo")),
     Row("grpo.invalid_tool_call_advantage", (None,), _algorithm("grpo")),
     Row("grpo.malformed_thinking_advantage", (None,), _algorithm("grpo")),
-    Row("grpo.seq_logprob_error_threshold", (None,), _algorithm("grpo")),
     Row("on_policy_distillation.enabled", (None, False)),
     *_of_a_model("policy"),
     Row("policy.reward_model_cfg.enabled", (False,)),
@@ -123,7 +120,7 @@ _DATA_SETS = (
     "NemoGymDataset",
 )
 """Data sets of NeMo-RL's with pictures, films and sounds, or of an environment that is not built."""
-_PROCESSORS = ("vlm_hf_data_processor", "nemo_gym_data_processor", "kd_data_processor", "multichoice_qa_processor")
+_PROCESSORS = ("vlm_hf_data_processor", "nemo_gym_data_processor", "kd_data_processor")
 """Its functions that make of rows what is not built."""
 
 _ATTRIBUTES = {"_v2": "version_2"}
@@ -159,8 +156,6 @@ def _not_built_here(config: Config) -> Iterator[str]:
             continue
         if chosen in ELSEWHERE:
             yield f"env.{chosen}"
-        if entry.verifier_type == "multilingual_multichoice":
-            yield f"env.{chosen}.verifier_type ({entry.verifier_type})"
     if config.data.dataset_name in _DATA_SETS:
         yield f"data.dataset_name ({config.data.dataset_name})"
     for side in ("train", "validation"):

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from tandem.common.config import Config
+from tandem.common.config.named import MULTIPLE_CHOICE
 from tandem.common.config.schema import Data
 from tandem.common.errors import ConfigError, DataError
 from tandem.common.messages import Problem
@@ -50,6 +51,8 @@ class PromptWriter:
     def __init__(self, data: Data) -> None:
         self._data = data
         self._prompt_file = _read("data.prompt_file", data.prompt_file)
+        if self._prompt_file is not None and data.processor == MULTIPLE_CHOICE and "{}" not in self._prompt_file:
+            self._prompt_file += "\n\n{}"  # NeMo-RL's files of instructions for such questions
         if self._prompt_file is not None and "{}" not in self._prompt_file:
             raise ConfigError(f"data.prompt_file: {data.prompt_file!r} has no {{}} for the prompt to go to")
         self._system_prompt = data.system_prompt or _read("data.system_prompt_file", data.system_prompt_file)

@@ -17,7 +17,7 @@ from tandem.common.errors import listed, nearest
 CONVERSING_ENVIRONMENTS = ("calculator", "sliding_puzzle_game")
 """Those that answer a response, so that one turn is never enough."""
 
-BUILT_IN_ENVIRONMENTS = ("reasoning_gym", "math", "exact_match", *CONVERSING_ENVIRONMENTS)
+BUILT_IN_ENVIRONMENTS = ("reasoning_gym", "math", "math_multi_reward", "exact_match", *CONVERSING_ENVIRONMENTS)
 
 PYTHON_REWARDS = "python_rewards"
 """The environment that `tandem.train` sets: functions of the program that calls it."""

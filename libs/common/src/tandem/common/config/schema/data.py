@@ -292,10 +292,11 @@ _LONGEST_PAUSE_S = 60.0
 
 
 class Environment(Section, frozen=True, kw_only=True):
-    """One way to score samples. Built in are ``reasoning_gym``, ``math`` (math-verify) and ``exact_match``, and two
-    that answer the policy: ``calculator`` and ``sliding_puzzle_game``. Any other name needs a `class`, or is an agent:
-    a program outside that plays episodes, which `command` starts or `url` asks, or a `judge`. ``python_rewards`` are
-    the functions given to `tandem.train`; its `num_workers` are threads of that program."""
+    """One way to score samples. Built in are ``reasoning_gym``, ``math`` (math-verify), ``math_multi_reward`` (several
+    rewards a sample) and ``exact_match``, and two that answer the policy: ``calculator`` and ``sliding_puzzle_game``.
+    Any other name needs a `class`, or is an agent: a program outside that plays episodes, which `command` starts or
+    `url` asks, or a `judge`. ``python_rewards`` are the functions given to `tandem.train`; its `num_workers` are
+    threads of that program."""
 
     num_workers: PositiveInt = 1
     """Worker processes of each rollout process, or threads where the class says `runs_in = "threads"`: so many samples
@@ -324,7 +325,8 @@ class Environment(Section, frozen=True, kw_only=True):
     math-verify. dapo_math_verify: what follows the last ``Answer:`` of a response, as text, as DAPO's data want it
     (arXiv:2503.14476, section 4.1)."""
     verifier_type: Literal["math", "english_multichoice", "multilingual_multichoice"] = "math"
-    """Of math: what an answer is. english_multichoice: the letter after the last ``Answer:``."""
+    """Of math: what an answer is. english_multichoice: the letter after the last ``Answer:``. multilingual_multichoice:
+    the same in the languages of MMLU's translations."""
     reward_functions: tuple[dict[str, Any], ...] = ()
     """Of NeMo-RL's environments for pictures and sounds: functions, with a `name` and a `weight` each."""
     command: tuple[NonEmptyStr, ...] | None = None

@@ -140,6 +140,11 @@ class Config(Section, frozen=True, kw_only=True):
         return section
 
     @property
+    def largest_logprob_error(self) -> float | None:
+        """The multiplicative error of probabilities above which a sequence is left out of the loss, if any is."""
+        return self.rollout_section.largest_logprob_error if self.declaration.rolls_out else None
+
+    @property
     def max_trajectory_age_steps(self) -> int:
         """Training steps that the weights a sample is begun with may be behind; 0 is synchronous training."""
         asynchronous = self.rollout_section.asynchronous if self.declaration.rolls_out else None
