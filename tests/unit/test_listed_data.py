@@ -14,6 +14,7 @@ from data_harness import character_tokenizer, data_config
 from samples_harness import scored
 
 from tandem.common.config import Config, build_config
+from tandem.common.config.dump import to_plain
 from tandem.common.errors import ConfigError, DataError
 from tandem.common.tokenizer import load_tokenizer
 from tandem.coordinator.algorithms.data_set import DataSetAlgorithm
@@ -49,9 +50,10 @@ def write(name: str, numbers: Iterable[int]) -> str:
 KEYS = {"input_key": "question", "output_key": "reply"}
 
 
-def listed(algorithm: str = "grpo", **data: Any) -> Config:
+def listed(algorithm: str = "grpo", checkpointing: dict[str, Any] | None = None, **data: Any) -> Config:
     """Return a configuration with such a section ``data``."""
     settings: dict[str, Any] = {
+        "checkpointing": checkpointing or {},
         "algorithm": algorithm,
         algorithm: {"seed": 1},
         "policy": {"model_name": "model", "train_global_batch_size": 8, "max_total_sequence_length": 64},
@@ -140,6 +142,57 @@ def test_some_are_held_out_where_nothing_is_given_to_validate_on() -> None:
     config = listed(train=[{"data_path": path}, {"data_path": write("more.jsonl", range(50, 53))}], num_validation=3)
     problems = load_problems(config)
     assert (len(problems.train), len(problems.validation)) == (10, 3)
+
+
+def test_null_means_that_nothing_is_validated() -> None:
+    train = [{"data_path": write("a.jsonl", range(10))}, {"data_path": write("b.jsonl", range(20, 25))}]
+    config = listed(train=train, validation=None)
+    assert (config.data.num_validation, config.has_validation) == (0, False)
+    assert config.checkpointing.metric_name == "reward", "the default is a metric that is measured"
+    problems = load_problems(config)
+    assert (len(problems.train), problems.validation) == (15, [])
+    assert GrpoAlgorithm(config, character_tokenizer(config)).num_validation == 0
+    again = build_config(to_plain(config))
+    assert to_plain(again) == to_plain(config)
+    assert listed(train=train).data.num_validation == 256, "what is not said is not null"
+    split = [{**each, "split_validation_size": 0.2} for each in train]
+    assert len(load_problems(listed(train=split, validation=None)).validation) == 3
+    assert listed(train=train, validation=None, num_validation=4).data.num_validation == 4
+    flat = data_config(dataset_name="jsonl", train_data_path="a.jsonl", input_key="question", output_key="reply")
+    assert flat.data.num_validation == 256
+    keys = {"input_key": "question", "output_key": "reply", "validation": None}
+    flat = data_config(dataset_name="jsonl", train_data_path="a.jsonl", **keys)
+    assert len(load_problems(flat).train) == 10
+    learning = listed("sft", train=train, validation=None)
+    assert learning.checkpointing.metric_name == "loss"
+    assert DataSetAlgorithm(learning, load_tokenizer(learning)).validation_parts == {}
+
+
+def test_one_of_several_validation_sets_ranks_checkpoints() -> None:
+    sets = {
+        "train": [{"data_path": "a.jsonl", "split_validation_size": 4}, {"data_path": "b.jsonl"}],
+        "validation": [{"data_path": "a.jsonl"}, {"data_path": "hard.jsonl"}],
+    }
+    assert listed(**sets).data.validation_names == ("a", "a_validation", "hard")
+    for given, metric in (
+        ("val_hard/accuracy", "val_hard/accuracy"),
+        ("val:hard/accuracy", "val_hard/accuracy"),
+        ("validation-hard_accuracy", "val_hard/accuracy"),
+        ("train:reward", "reward"),
+    ):
+        config = listed(**sets, checkpointing={"metric_name": given})
+        assert config.checkpointing.metric_name == metric
+        assert config.checkpointing.higher_is_better
+    config = listed("sft", **sets, checkpointing={"metric_name": "val:validation-hard_loss"})
+    assert (config.checkpointing.metric_name, config.checkpointing.higher_is_better) == ("val_hard/loss", False)
+    with pytest.raises(ConfigError, match=r"grpo has no val_hrd/accuracy, only .*; did you mean 'val_hard/accuracy'"):
+        listed(**sets, checkpointing={"metric_name": "val_hrd/accuracy"})
+    with pytest.raises(ConfigError, match="grpo has no val_hard/accuracy, only val_reward"):
+        listed(train={"data_path": "a.jsonl"}, checkpointing={"metric_name": "val_hard/accuracy"})
+    with pytest.raises(ConfigError, match="val_reward is never measured: there is nothing to validate on"):
+        listed(train={"data_path": "a.jsonl"}, validation=None, checkpointing={"metric_name": "val:reward"})
+    with pytest.raises(ConfigError, match=r"data.num_validation: 0, but data.validation is given"):
+        listed(**sets, num_validation=0)
 
 
 @pytest.mark.parametrize(

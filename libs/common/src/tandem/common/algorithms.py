@@ -245,12 +245,7 @@ but not built."""
 NOT_BUILT = tuple(name for name in SECTIONS if name not in ALGORITHMS)
 """Algorithms whose sections are known, and which are refused."""
 
-METRICS = tuple(dict.fromkeys(metric for algorithm in ALGORITHMS.values() for metric in algorithm.metrics))
-"""Metrics that can rank checkpoints, of any algorithm."""
-
 if TYPE_CHECKING:
     AlgorithmName = str
-    MetricName = str
 else:  # so that the schema, its errors and its page list what is declared
     AlgorithmName = Literal[tuple(ALGORITHMS)]
-    MetricName = Literal[METRICS]

@@ -65,8 +65,8 @@ def reinforce_plus_plus(config: Config, scored: Scored) -> Finished:
     if settings.use_kl_in_reward:
         advantages_T = minus_kl(advantages_T, scored.scores["policy"], scored.scores["reference"], settings)
     advantages_T = whitened(advantages_T, scored.batch.counted(), scored.sum_over_ranks)
-    if config.grpo.clips_advantages:
-        advantages_T = np.clip(advantages_T, config.grpo.advantage_clip_low, config.grpo.advantage_clip_high)
+    if (bounds := config.grpo.advantage_bounds) is not None:
+        advantages_T = np.clip(advantages_T, *bounds)
     return Finished({ADVANTAGES: advantages_T}, {})
 
 

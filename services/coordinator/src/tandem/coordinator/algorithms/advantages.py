@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.common.config.schema import AdvEstimator, Grpo
+from tandem.common.config.schema import AdvEstimator
 
 _EPSILON = 1e-6
 """Keeps a spread that is nothing but rounding from being blown up."""
@@ -72,15 +72,19 @@ def decoupled_advantages(
     return advantages_GN
 
 
-def clipped(advantages_GN: NDArray[np.float32], counts_GN: NDArray[np.bool_], settings: Grpo) -> NDArray[np.float32]:
-    """Return advantages within the configured bounds; of samples that do not count they stay zero.
+def clipped(
+    advantages_GN: NDArray[np.float32],
+    counts_GN: NDArray[np.bool_],
+    settings: AdvEstimator,
+    bounds: tuple[float | None, float | None] | None,
+) -> NDArray[np.float32]:
+    """Return advantages within bounds; of samples that do not count they stay zero.
 
     Those of Reinforce++ are normalised, and then clipped, where all tokens are.
     """
-    if settings.adv_estimator.name == "reinforce_plus_plus" or not settings.clips_advantages:
+    if bounds is None or settings.name == "reinforce_plus_plus":
         return advantages_GN
-    bounded_GN = np.clip(advantages_GN, settings.advantage_clip_low, settings.advantage_clip_high)
-    return np.where(counts_GN, bounded_GN, advantages_GN)
+    return np.where(counts_GN, np.clip(advantages_GN, *bounds), advantages_GN)
 
 
 def counted_advantages(

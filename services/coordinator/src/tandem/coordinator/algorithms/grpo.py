@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tandem.common.assignment import NO_PROMPT
 from tandem.common.batch import BatchTable
 from tandem.common.config import Config
-from tandem.common.config.schema import Grpo, Rollouts
+from tandem.common.config.schema import Rollouts
 from tandem.common.errors import RewardError, nearest
 from tandem.common.messages import PromptGroup, Purpose, SampleScored, SamplingParameters
 from tandem.common.tokenizer import Tokenizer
@@ -242,8 +242,8 @@ def training_batch(
         advantages_GN = decoupled_advantages(components_GNC, estimator, counts_GN)
     else:
         advantages_GN = advantages(rewards_GN, estimator, counts_GN)
-    if isinstance(grpo, Grpo):
-        advantages_GN = clipped(advantages_GN, counts_GN, grpo)
+    if estimator is not None:
+        advantages_GN = clipped(advantages_GN, counts_GN, estimator, grpo.advantage_bounds)
     batch = batch_of(
         records,
         prompts,

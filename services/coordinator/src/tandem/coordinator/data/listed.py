@@ -9,7 +9,7 @@ import msgspec
 
 from tandem.common.config import Config
 from tandem.common.config.schema import Data
-from tandem.common.config.schema.data import DataSet
+from tandem.common.config.schema.data import DataSet, name_apart, set_names
 
 Item = TypeVar("Item")
 
@@ -55,7 +55,7 @@ def load_parts(
     def parts(listed: Sequence[DataSet], views: Sequence[Data]) -> list[Part[Sets]]:
         return [
             Part(listed=each, name=name, data=view, sets=load(msgspec.structs.replace(config, data=view)))
-            for each, name, view in zip(listed, names(listed), views, strict=True)
+            for each, name, view in zip(listed, set_names(listed), views, strict=True)
         ]
 
     return parts(data.train, data.train_sets) if with_train else [], parts(data.validation, validation)
@@ -64,15 +64,6 @@ def load_parts(
 def taken(part: Part[Sets]) -> list[Item]:
     """Return what there is of a set to train on, or of one to validate on: as much and as often as it says."""
     return list(part.sets.train[: part.listed.max_samples]) * part.listed.repeat
-
-
-def names(listed: Sequence[DataSet]) -> list[str]:
-    """Return what metrics call the sets of a list, each by another name."""
-    found: list[str] = []
-    for each in listed:
-        same = sum(name == each.title or name.startswith(f"{each.title}_") for name in found)
-        found.append(f"{each.title}_{same + 1}" if same else each.title)
-    return found
 
 
 class HeldOut(NamedTuple, Generic[Item]):
@@ -91,6 +82,5 @@ def held_out(training: Sequence[Part[Sets]], validation: Sequence[Part[Sets]]) -
             if items:
                 found[part.name] = HeldOut(list(items), part.data)
     for part in validation:
-        name = f"{part.name}_validation" if part.name in found else part.name
-        found[name] = HeldOut(taken(part), part.data)
+        found[name_apart(part.name, found)] = HeldOut(taken(part), part.data)
     return {"": next(iter(found.values()))} if len(found) == 1 else found

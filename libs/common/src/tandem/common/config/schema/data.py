@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -80,6 +81,20 @@ class DataSet(Section, frozen=True, kw_only=True):
         return re.sub(r"[^\w.-]+", "_", name)
 
 
+def set_names(listed: Sequence[DataSet]) -> list[str]:
+    """Return what metrics call the sets of a list, each by another name."""
+    found: list[str] = []
+    for each in listed:
+        same = sum(name == each.title or name.startswith(f"{each.title}_") for name in found)
+        found.append(f"{each.title}_{same + 1}" if same else each.title)
+    return found
+
+
+def name_apart(name: str, held_out: Container[str]) -> str:
+    """Return what metrics call a set to validate on, beside what is held out of those to train on."""
+    return f"{name}_validation" if name in held_out else name
+
+
 OF_EACH_SET = (
     "dataset_name",
     "subset",
@@ -116,9 +131,9 @@ class Data(Section, frozen=True, kw_only=True):
     num_train: PositiveInt | None = None
     """New. Training problems to make or to use; null means every one of the file or split, and 10000 where they are
     made. Those that are made, validation and all, are a million at most."""
-    num_validation: PositiveInt | None = None
+    num_validation: NonNegativeInt | None = None
     """New. Validation problems to make, to use or to hold out; null means every one of `val_data_path` or
-    `val_split`, and 256 where there is neither."""
+    `val_split`, and 256 where there is neither. 0: none, and nothing is validated."""
     seed: int | None = None
     """Accepted, because NeMo-RL draws what it holds out with it; here the prompts decide that, and the algorithm's seed
     the order."""
@@ -166,8 +181,10 @@ class Data(Section, frozen=True, kw_only=True):
     train: tuple[DataSet, ...] = ()
     """Data sets to train on, one or a list, in the place of `dataset_name` and what belongs to it."""
     validation: tuple[DataSet, ...] = ()
-    """Data sets to validate on, one or a list; null holds some out of those to train on. Of several, each also has
-    metrics of its own (``val_NAME/accuracy``), and `grpo.max_val_samples` and the like are of each."""
+    """Data sets to validate on, one or a list. Where there is none, so many are held out of those to train on as
+    `split_validation_size` or `num_validation` says; null, where neither is given, means as in NeMo-RL that nothing is
+    validated. Of several, each also has metrics of its own (``val_NAME/accuracy``), and `grpo.max_val_samples` and the
+    like are of each."""
     default: DataSet | None = None
     """What each of these sets is like in what it does not say itself."""
     split_validation_size: NonNegativeFloat = 0.0
@@ -203,6 +220,22 @@ class Data(Section, frozen=True, kw_only=True):
     """SFT and DPO: put the chat template's generation prompt before the solution."""
     add_system_prompt: bool = False
     """SFT and DPO: let the chat template add its default system message."""
+
+    @property
+    def validation_names(self) -> tuple[str, ...]:
+        """What metrics call the sets that are validated on by themselves; none where there is one."""
+        if not self.train:
+            return tuple(self.val_data_paths or ())
+        own = set_names(self.train)
+        first_too = bool(self.num_validation) and not self.validation
+        held_out = [
+            name
+            for index, (name, each) in enumerate(zip(own, self.train, strict=True))
+            if each.split_validation_size or (first_too and not index)
+        ]
+        for name in set_names(self.validation):
+            held_out.append(name_apart(name, held_out))
+        return tuple(held_out) if len(held_out) > 1 else ()
 
     @property
     def train_sets(self) -> tuple[Data, ...]:

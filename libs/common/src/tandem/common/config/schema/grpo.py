@@ -132,6 +132,11 @@ class Rollouts(Section, frozen=True, kw_only=True):
         return None
 
     @property
+    def advantage_bounds(self) -> tuple[float | None, float | None] | None:
+        """What advantages are not below, and not above, where one of these is given."""
+        return None
+
+    @property
     def largest_logprob_error(self) -> float | None:
         """The multiplicative error above which a sequence is left out of the loss, if any is."""
         return None
@@ -188,9 +193,10 @@ class Grpo(Rollouts, frozen=True, kw_only=True):
         return self.async_grpo
 
     @property
-    def clips_advantages(self) -> bool:
-        """Whether advantages have a bound."""
-        return self.advantage_clip_low is not None or self.advantage_clip_high is not None
+    def advantage_bounds(self) -> tuple[float | None, float | None] | None:
+        """What advantages are not below, and not above."""
+        bounds = self.advantage_clip_low, self.advantage_clip_high
+        return None if bounds == (None, None) else bounds
 
     @property
     def largest_logprob_error(self) -> float | None:

@@ -75,6 +75,11 @@ class Config(Section, frozen=True, kw_only=True):
         return self.algorithm_section.max_num_steps == 0
 
     @property
+    def has_validation(self) -> bool:
+        """Whether there is anything to validate on."""
+        return self.data.num_validation != 0
+
+    @property
     def generates(self) -> bool:
         """Whether the run has engines, which make what it trains on, and not the recorded samples of another run."""
         return self.declaration.rolls_out and self.replay is None
