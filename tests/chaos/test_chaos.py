@@ -38,7 +38,7 @@ CONFIG: dict[str, Any] = {
         "rollouts": 2,
         "max_replacements": 100,
         "heartbeat_timeout_s": TIMEOUT_S,
-        "deadlines": {"refit_s": 15.0, "join_s": 30.0},
+        "deadlines": {"refit_s": 15.0},
     },
 }
 BY_HAND = "rollout by hand"

@@ -44,9 +44,14 @@ def test_a_run_that_is_given_so_long_saves_and_ends_before() -> None:
         "data": {"solution_template": "{answer}"},
         "checkpointing": {"checkpoint_must_save_by": "00:00:00:01", "save_period": 1000},
     }
-    done = coordinator("up", write_config(over))
+    config = write_config(over)
+    done = coordinator("up", config)
     assert "checkpointing.checkpoint_must_save_by is 00:00:00:01" in done.stdout, done.stderr
-    assert "continue with:" in done.stdout
+    assert f"saved in time; continue with: coordinator up {config} --resume" in done.stdout
+    assert done.returncode == 0, "it did what it was told"
     last = steps_of()[-1].step
     assert 1 <= last < 100
     assert (Path("run/checkpoints") / f"step_{last}").is_dir()
+    again = coordinator("up", config, "--resume", "--unfinished-code", "75", "--supervise")
+    assert again.returncode == 75, "a script that asks can tell it from a run that has finished"
+    assert steps_of()[-1].step > last

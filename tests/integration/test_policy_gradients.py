@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -144,3 +145,51 @@ def test_reinforce_plus_plus_against_a_plain_loop(tmp_path: Path) -> None:
     assert metrics[1]["loss"] == pytest.approx(float(loss.detach()), abs=TOLERANCE)
     assert metrics[1]["grad_norm"] == pytest.approx(float(norm), rel=1e-5)
     assert metrics[1]["kl"] != 0, "the example's policy has moved away from its reference"
+
+
+def without_sequences(batch: TrainingBatch, sequences: list[int]) -> TrainingBatch:
+    """Return the batch, where no token of these sequences counts."""
+    counts_S = ~np.isin(np.arange(len(batch.lengths_S)), sequences)
+    return msgspec.structs.replace(batch, loss_mask_T=batch.loss_mask_T & np.repeat(counts_S, batch.lengths_S))
+
+
+@pytest.mark.parametrize("backend", ["dtensor", "megatron"])
+def test_sequences_that_generation_saw_differently_are_left_out(tmp_path: Path, backend: str) -> None:
+    """The normalised advantages of the others too are those of a batch without them."""
+    folder = make_model(tmp_path / "model")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    batch = make_batch(seed=1)
+    seen_T, first = np.zeros(len(batch.token_ids_T), dtype=np.float32), 0
+    for length in batch.lengths_S:
+        token_ids = torch.from_numpy(batch.token_ids_T[first : first + length].astype(np.int64))
+        logprobs_TV = model(input_ids=token_ids[None]).logits[0, :-1].log_softmax(-1)
+        seen_T[first + 1 : first + length] = logprobs_TV.gather(1, token_ids[1:, None])[:, 0].detach()
+        first += length
+    wrong_S = np.isin(np.arange(8), [1, 4])
+    seen_T -= 1.5 * np.repeat(wrong_S, batch.lengths_S) - 0.5 * np.repeat(~wrong_S, batch.lengths_S)
+    batch = msgspec.structs.replace(
+        batch,
+        generation_logprobs_T=np.where(batch.loss_mask_T, seen_T, 0).astype(np.float32),
+        rewards_S=np.where(np.arange(8) == 4, 1.0, 0.0).astype(np.float32),
+    )
+    shapes = [(2, {"train_micro_batch_size": 1})] if backend == "dtensor" else [(2, MEGATRON | PACKED)]
+    found = []
+    undecayed = {"optimizer": {"name": "torch.optim.AdamW", "kwargs": {**ADAMW, "weight_decay": 0.0}}}
+    for number, (num_ranks, policy) in enumerate([(1, undecayed if backend == "megatron" else {}), *shapes]):
+        config = make_config(folder, estimator="reinforce_plus_plus", trainers=num_ranks, **policy)
+        options = {"advantage_clip_low": -0.5, "advantage_clip_high": 1.0}
+        if number:
+            options["seq_logprob_error_threshold"] = 2.0
+        config = msgspec.structs.replace(config, grpo=msgspec.structs.replace(config.grpo, **options))
+        given = batch if number else without_sequences(batch, [1, 4])
+        metrics = run_ranks(num_ranks, train_rank, config, [given], tmp_path / str(number))[0][0]
+        found.append((metrics, trained_weights(tmp_path / str(number))))
+    (expected, weights), (metrics, other_weights) = found
+    assert metrics.pop("max_seq_mult_prob_error") == pytest.approx(np.exp(1.5), rel=1e-3)
+    assert metrics.pop("num_masked_seqs_by_logprob_error") == 2
+    assert metrics.pop("masked_correct_pct") == 0.5
+    assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    assert metrics["num_valid_samples"] == 6
+    assert metrics["token_mult_prob_error"] == pytest.approx(np.exp(0.5), rel=1e-3)
+    tolerance = TOLERANCE if backend == "dtensor" else 1e-5
+    torch.testing.assert_close(other_weights, weights, rtol=0, atol=tolerance)

@@ -234,6 +234,21 @@ def test_reinforce_plus_plus_leaves_normalising_to_the_trainer(minus_baseline: b
     assert batch.advantages_S.tolist() == expected
 
 
+@pytest.mark.parametrize("estimator", ["grpo", "gdpo"])
+def test_advantages_are_clipped_once_they_are_normalised(estimator: str) -> None:
+    bounds = {"advantage_clip_low": -0.25, "advantage_clip_high": 0.5}
+    records = gdpo_records()
+    records[0] = msgspec.structs.replace(records[0], scored=msgspec.structs.replace(records[0].scored, dropped=True))
+    settings = AdvEstimator(name=estimator)  # type: ignore[arg-type]
+    free, _ = batch_with(with_grpo(adv_estimator=settings), records)
+    batch, _ = batch_with(with_grpo(adv_estimator=settings, **bounds), records)
+    assert free.advantages_S.min() < -0.25 < 0.5 < free.advantages_S.max()
+    np.testing.assert_array_equal(batch.advantages_S, np.clip(free.advantages_S, -0.25, 0.5))
+    batch, _ = batch_with(with_grpo(adv_estimator=settings, advantage_clip_low=0.1), records)
+    assert batch.advantages_S[0] == 0, "one that counts nowhere is left alone"
+    assert batch.advantages_S[1:].min() == np.float32(0.1)
+
+
 # --- GDPO ------------------------------------------------------------------------------------------------------------
 
 COMPONENTS = [[(1.0, 0.0), (0.0, 5.0), (0.0, 0.0)], [(1.0, 1.0), (1.0, 0.0), (0.0, 0.0)]]

@@ -25,7 +25,15 @@ from tandem.common.tokenizer import Tokenizer, load_tokenizer
 from tandem.coordinator.algorithms.data_set import DataSetAlgorithm
 from tandem.coordinator.algorithms.grpo import GrpoAlgorithm, turn_metrics
 from tandem.coordinator.algorithms.grpo import batch_of as batch_of_samples
-from tandem.coordinator.data import ChatEncoder, ConversationWriter, PromptEncoder, epoch_stream, sample_seed, worked
+from tandem.coordinator.data import (
+    Asked,
+    ChatEncoder,
+    ConversationWriter,
+    PromptEncoder,
+    epoch_stream,
+    sample_seed,
+    worked,
+)
 from tandem.coordinator.data.chat import EncodedSolution
 from tandem.coordinator.scheduler.groups import SampleRecord
 
@@ -100,7 +108,7 @@ def test_no_two_samples_have_the_same_seed() -> None:
 
 def test_a_prompt_ends_where_the_model_goes_on() -> None:
     config, tokenizer = marked(data_config())
-    encoded = PromptEncoder(config, tokenizer).encode(SUM)
+    encoded = PromptEncoder(config, tokenizer).encode(Asked(SUM, config.data))
     assert text(tokenizer, encoded.prompt_ids) == "u: 4 + 5\na: "
 
 
@@ -108,7 +116,7 @@ def test_prompt_files_are_read(tmp_path: Path) -> None:
     Path("prompt.txt").write_text("= {} =")
     Path("system.txt").write_text("0")
     config, tokenizer = marked(data_config(prompt_file="prompt.txt", system_prompt_file="system.txt"))
-    encoded = PromptEncoder(config, tokenizer).encode(SUM)
+    encoded = PromptEncoder(config, tokenizer).encode(Asked(SUM, config.data))
     assert text(tokenizer, encoded.prompt_ids) == "s: 0\nu: = 4 + 5 =\na: "
 
 
@@ -183,7 +191,8 @@ def test_the_new_models_template_begins_with_one_mark_and_ends_with_one() -> Non
         config = data_config(algorithm)
         Path("model").exists() or character_tokenizer(config)
         tokenizer = load_tokenizer(config)
-        assert text(tokenizer, PromptEncoder(config, tokenizer).encode(SUM).prompt_ids) == "<bos>4 + 5", algorithm
+        encoded = PromptEncoder(config, tokenizer).encode(Asked(SUM, config.data))
+        assert text(tokenizer, encoded.prompt_ids) == "<bos>4 + 5", algorithm
         prompt, solution = given(config, tokenizer)
         assert text(tokenizer, prompt) == "<bos>4 + 5", algorithm
         assert text(tokenizer, solution.token_ids) == " = 9<eos>", algorithm

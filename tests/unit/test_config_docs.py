@@ -65,6 +65,7 @@ NEW_KEYS = [
     "data.prompt_template",
     "data.solution_template",
     "data.environment",
+    "data.train[].weight",
     "env.NAME.timeout_s",
     "env.NAME.on_error",
     "env.NAME.max_failures",

@@ -267,8 +267,12 @@ SCHEDULE = "policy.scheduler: 2 schedules need 1 milestones between them, got 0"
         ([JSONL.replace("a.jsonl", "null")], "data.train_data_path: required where data.dataset_name is jsonl"),
         (
             ["env.maths.num_workers=1"],
-            "env.maths: not built in (reasoning_gym, math, exact_match, calculator, sliding_puzzle_game) "
-            "and without a class, a command or a judge; did you mean 'math'?",
+            "env.maths: not built in (reasoning_gym, math, math_multi_reward, exact_match, calculator, "
+            "sliding_puzzle_game) and without a class, a command or a judge; did you mean 'math'?",
+        ),
+        (
+            ["grpo.advantage_clip_low=1", "grpo.advantage_clip_high=0.5"],
+            "grpo.advantage_clip_high: 0.5 is not more than grpo.advantage_clip_low (1)",
         ),
         (["env.mine.class=Mine"], "env.mine.class: 'Mine' is not a dotted path, such as package.Class"),
         (
@@ -356,8 +360,8 @@ def test_keys_that_do_not_fit_together(overrides: list[str], expected: str) -> N
         (["data.dataset_name=squad"], "data.task: only reasoning_gym has tasks, and data.dataset_name is squad"),
         (
             [JSONL],
-            "env: required: GRPO needs an environment, such as reasoning_gym, math, exact_match, calculator, "
-            "sliding_puzzle_game",
+            "env: required: GRPO needs an environment, such as reasoning_gym, math, math_multi_reward, exact_match, "
+            "calculator, sliding_puzzle_game",
         ),
         (
             ["env.math.num_workers=1", "env.exact_match.num_workers=1"],

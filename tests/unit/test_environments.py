@@ -17,6 +17,8 @@ from tandem.common.config import Config
 from tandem.common.errors import ConfigError, RewardError
 from tandem.common.messages import Problem
 from tandem.rollout.environments import Score, make_environment
+from tandem.rollout.environments.answer_line import ChoiceLineOfAnyLanguage
+from tandem.rollout.environments.math_multi_reward import MathMultiReward
 from tandem.rollout.environments.scorer import Scorer
 
 WAIT_S = 10.0
@@ -347,3 +349,46 @@ def test_closing_does_not_wait_for_what_hangs(start: Callable[[Config], Scorer])
     scorer.close()
     assert time.monotonic() - started < 2
     assert all(thread.daemon for thread in threading.enumerate() if thread.name.startswith("reward-"))
+
+
+def test_several_rewards_of_one_response() -> None:
+    environment = make_environment(config("math_multi_reward", {"num_workers": 8}))
+    assert isinstance(environment, MathMultiReward)
+    problem = Problem(problem_id="p", question="6 * 7", answer="42", metadata={})
+
+    def components(response: str) -> tuple[float, ...]:
+        score = environment.score(problem, response)
+        assert score.reward == sum(score.components.values())
+        assert score.correct == bool(score.components["correctness"])
+        return tuple(score.components[name] for name in ("correctness", "integer", "format"))
+
+    assert components("<think>6 * 7\nis 42</think>\n<answer>42</answer>") == (1, 1, 1)
+    assert components("<think>so</think>\n<answer>41</answer>\n") == (0, 1, 1)
+    assert components("<think>so</think><answer>42</answer>") == (1, 1, 0), "the answer has a line of its own"
+    assert components("<think>so</think>\n<answer>41</answer>\n<answer>42</answer>") == (1, 1, 0)
+    assert components("42") == (1, 1, 0)
+    assert components("<answer>4.2</answer>") == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("response", "letter"),
+    [
+        ("thus **Answer: (C)**", "C"),
+        ("الإجابة: ب", "B"),
+        ("উত্তরঃ ঢ", "D"),
+        ("答案：Ａ", "A"),
+        ("Answer: A\n次に 答え: B", "B"),
+        ("Réponse : $\\boxed{D}$", "D"),
+        ("The best answer is E.", "E"),
+        ("there is an answer a child would give", None),
+        ("Respuesta: Barcelona", None),
+        ("no line", None),
+    ],
+)
+def test_choices_of_any_language(response: str, letter: str | None) -> None:
+    environment = make_environment(config("math", {"verifier_type": "multilingual_multichoice"}))
+    assert isinstance(environment, ChoiceLineOfAnyLanguage)
+    for wanted in "ABCDE":
+        problem = Problem(problem_id="p", question="", answer=wanted, metadata={})
+        score = environment.score(problem, response)
+        assert (score.reward, score.correct, score.answer) == (float(wanted == letter), wanted == letter, letter)

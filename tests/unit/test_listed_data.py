@@ -14,10 +14,13 @@ from data_harness import character_tokenizer, data_config
 from samples_harness import scored
 
 from tandem.common.config import Config, build_config
-from tandem.common.errors import ConfigError, DataError, NotSupportedYet
+from tandem.common.config.dump import to_plain
+from tandem.common.errors import ConfigError, DataError
+from tandem.common.tokenizer import load_tokenizer
 from tandem.coordinator.algorithms.data_set import DataSetAlgorithm
 from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
 from tandem.coordinator.data import load_conversations, load_problems
+from tandem.coordinator.data.prompts import PromptWriter
 
 
 @pytest.fixture(autouse=True)
@@ -47,9 +50,10 @@ def write(name: str, numbers: Iterable[int]) -> str:
 KEYS = {"input_key": "question", "output_key": "reply"}
 
 
-def listed(algorithm: str = "grpo", **data: Any) -> Config:
+def listed(algorithm: str = "grpo", checkpointing: dict[str, Any] | None = None, **data: Any) -> Config:
     """Return a configuration with such a section ``data``."""
     settings: dict[str, Any] = {
+        "checkpointing": checkpointing or {},
         "algorithm": algorithm,
         algorithm: {"seed": 1},
         "policy": {"model_name": "model", "train_global_batch_size": 8, "max_total_sequence_length": 64},
@@ -140,6 +144,57 @@ def test_some_are_held_out_where_nothing_is_given_to_validate_on() -> None:
     assert (len(problems.train), len(problems.validation)) == (10, 3)
 
 
+def test_null_means_that_nothing_is_validated() -> None:
+    train = [{"data_path": write("a.jsonl", range(10))}, {"data_path": write("b.jsonl", range(20, 25))}]
+    config = listed(train=train, validation=None)
+    assert (config.data.num_validation, config.has_validation) == (0, False)
+    assert config.checkpointing.metric_name == "reward", "the default is a metric that is measured"
+    problems = load_problems(config)
+    assert (len(problems.train), problems.validation) == (15, [])
+    assert GrpoAlgorithm(config, character_tokenizer(config)).num_validation == 0
+    again = build_config(to_plain(config))
+    assert to_plain(again) == to_plain(config)
+    assert listed(train=train).data.num_validation == 256, "what is not said is not null"
+    split = [{**each, "split_validation_size": 0.2} for each in train]
+    assert len(load_problems(listed(train=split, validation=None)).validation) == 3
+    assert listed(train=train, validation=None, num_validation=4).data.num_validation == 4
+    flat = data_config(dataset_name="jsonl", train_data_path="a.jsonl", input_key="question", output_key="reply")
+    assert flat.data.num_validation == 256
+    keys = {"input_key": "question", "output_key": "reply", "validation": None}
+    flat = data_config(dataset_name="jsonl", train_data_path="a.jsonl", **keys)
+    assert len(load_problems(flat).train) == 10
+    learning = listed("sft", train=train, validation=None)
+    assert learning.checkpointing.metric_name == "loss"
+    assert DataSetAlgorithm(learning, load_tokenizer(learning)).validation_parts == {}
+
+
+def test_one_of_several_validation_sets_ranks_checkpoints() -> None:
+    sets = {
+        "train": [{"data_path": "a.jsonl", "split_validation_size": 4}, {"data_path": "b.jsonl"}],
+        "validation": [{"data_path": "a.jsonl"}, {"data_path": "hard.jsonl"}],
+    }
+    assert listed(**sets).data.validation_names == ("a", "a_validation", "hard")
+    for given, metric in (
+        ("val_hard/accuracy", "val_hard/accuracy"),
+        ("val:hard/accuracy", "val_hard/accuracy"),
+        ("validation-hard_accuracy", "val_hard/accuracy"),
+        ("train:reward", "reward"),
+    ):
+        config = listed(**sets, checkpointing={"metric_name": given})
+        assert config.checkpointing.metric_name == metric
+        assert config.checkpointing.higher_is_better
+    config = listed("sft", **sets, checkpointing={"metric_name": "val:validation-hard_loss"})
+    assert (config.checkpointing.metric_name, config.checkpointing.higher_is_better) == ("val_hard/loss", False)
+    with pytest.raises(ConfigError, match=r"grpo has no val_hrd/accuracy, only .*; did you mean 'val_hard/accuracy'"):
+        listed(**sets, checkpointing={"metric_name": "val_hrd/accuracy"})
+    with pytest.raises(ConfigError, match="grpo has no val_hard/accuracy, only val_reward"):
+        listed(train={"data_path": "a.jsonl"}, checkpointing={"metric_name": "val_hard/accuracy"})
+    with pytest.raises(ConfigError, match="val_reward is never measured: there is nothing to validate on"):
+        listed(train={"data_path": "a.jsonl"}, validation=None, checkpointing={"metric_name": "val:reward"})
+    with pytest.raises(ConfigError, match=r"data.num_validation: 0, but data.validation is given"):
+        listed(**sets, num_validation=0)
+
+
 @pytest.mark.parametrize(
     ("data", "expected"),
     [
@@ -156,6 +211,38 @@ def test_some_are_held_out_where_nothing_is_given_to_validate_on() -> None:
             "data.train_data_path: 'b.jsonl', but data.train says 'a.jsonl'",
         ),
         ({"validation": {"data_path": "a.jsonl"}}, "data.validation: data.train is not given"),
+        (
+            {"train": [{"data_path": "a.jsonl"}, {"data_path": "b.jsonl", "env_name": "maths"}]},
+            "data.train[1].env_name: 'maths' is not an entry of env (exact_match, math)",
+        ),
+        (
+            {"train": {"data_path": "a.jsonl"}, "validation": {"data_path": "b.jsonl", "weight": 2}},
+            "data.validation[0].weight: only sets that are trained on are drawn from",
+        ),
+        (
+            {"train": {"data_path": "a.jsonl"}, "use_multiple_dataloader": True},
+            "data.use_multiple_dataloader: needs several data sets in data.train",
+        ),
+        (
+            {"train": [{"data_path": "a.jsonl"}, {"data_path": "b.jsonl"}], "use_multiple_dataloader": True},
+            "data.num_prompts_per_dataloader: required with data.use_multiple_dataloader",
+        ),
+        (
+            {
+                "train": [{"data_path": "a.jsonl"}, {"data_path": "b.jsonl"}],
+                "use_multiple_dataloader": True,
+                "num_prompts_per_dataloader": 3,
+            },
+            "data.num_prompts_per_dataloader: grpo.num_prompts_per_step (4) is no multiple of 3",
+        ),
+        (
+            {
+                "train": [{"data_path": "a.jsonl", "weight": 2}, {"data_path": "b.jsonl"}],
+                "use_multiple_dataloader": True,
+                "num_prompts_per_dataloader": 2,
+            },
+            "data.use_multiple_dataloader: each set has its turn, and a set of data.train has a weight",
+        ),
     ],
 )
 def test_mistakes_get_a_line(data: dict[str, Any], expected: str) -> None:
@@ -164,10 +251,124 @@ def test_mistakes_get_a_line(data: dict[str, Any], expected: str) -> None:
     assert str(caught.value).startswith(f"configuration: {expected}")
 
 
-def test_sets_of_several_environments_are_refused_by_name() -> None:
-    with pytest.raises(NotSupportedYet) as caught:
-        listed(train=[{"data_path": "a.jsonl"}, {"data_path": "b.jsonl", "env_name": "math"}])
-    assert str(caught.value) == "configuration: not supported yet: data.train[1].env_name (math)"
+def drawn_sets(config: Config, steps: Iterable[int]) -> list[list[str]]:
+    """Return, of each step, the files that its problems are of."""
+    has_model = Path(config.policy.model_name).exists()
+    running = GrpoAlgorithm(config, load_tokenizer(config) if has_model else character_tokenizer(config))
+    return [
+        [group.problem.problem_id.split(".")[0] for group in running.prompt_groups(step, "train", range(4))]
+        for step in steps
+    ]
+
+
+def test_sets_have_environments_of_their_own(here: Path) -> None:
+    (here / "sum.txt").write_text("= {}")
+    config = listed(
+        train=[
+            {"data_path": write("one.jsonl", range(10))},
+            # The same file, asked in another way and scored by another.
+            {"data_path": "one.jsonl", "env_name": "math", "prompt_file": "sum.txt"},
+        ],
+        validation=[
+            {"data_path": write("v.jsonl", [70, 71])},
+            {"data_path": write("w.jsonl", [80]), "env_name": "math"},
+        ],
+    )
+    assert config.environments == ("exact_match", "math")
+    assert config.of_environment("math").data.environment == "math"
+    tokenizer = character_tokenizer(config)
+    running = GrpoAlgorithm(config, tokenizer)
+    groups = [group for step in range(1, 6) for group in running.prompt_groups(step, "train", range(4))]
+    assert {(group.environment, tokenizer.decode(group.prompt_ids).count("=")) for group in groups} == {
+        ("exact_match", 0),
+        ("math", 1),
+    }
+    assert [group.environment for group in groups].count("math") == 10, "an epoch has each problem of each set once"
+    validated = running.prompt_groups(0, "validate", range(3))
+    assert [group.environment for group in validated] == ["exact_match", "exact_match", "math"]
+    metrics = running.validation_metrics([scored(group, 0, reward=float(group)) for group in range(3)])
+    assert metrics["val_v/reward"] == metrics["val_env_exact_match/reward"] == 0.5
+    assert metrics["val_w/reward"] == metrics["val_env_math/reward"] == 2.0
+    alone = listed(train=[{"data_path": "one.jsonl"}], num_validation=2)
+    assert alone.environments == ("exact_match",)
+    group = GrpoAlgorithm(alone, tokenizer).prompt_groups(1, "train", [0])[0]
+    assert group.environment == "", "said only where there are several"
+
+
+def test_steps_have_so_much_of_each_set_as_weights_say() -> None:
+    paths = [write("a.jsonl", range(3)), write("b.jsonl", range(100, 160)), write("c.jsonl", range(300, 310))]
+    weights = [0.5, None, 0.5]
+    sets = [{"data_path": path, "weight": weight} for path, weight in zip(paths, weights, strict=True)]
+    config = listed(train=sets, validation={"data_path": write("v.jsonl", [999])})
+    steps = drawn_sets(config, range(1, 20))
+    assert all(sorted(step) == ["a", "b", "b", "c"] for step in steps), "those that say none have 1"
+    assert drawn_sets(config, [7]) == [steps[6]], "whatever was drawn before"
+    running = GrpoAlgorithm(config, load_tokenizer(config))
+    drawn = [group.problem for step in range(1, 31) for group in running.prompt_groups(step, "train", range(4))]
+    of_b = [problem.question for problem in drawn if int(problem.question) in range(100, 160)]
+    assert len(of_b) == len(set(of_b)) == 60, "each set has epochs of its own"
+    of_a = [problem.question for problem in drawn if int(problem.question) < 3]
+    assert [sorted(of_a[first : first + 3]) for first in range(0, 30, 3)] == [["0", "1", "2"]] * 10
+    rare = listed(
+        train=[{"data_path": "a.jsonl", "weight": 1e-6}, {"data_path": "b.jsonl"}], validation={"data_path": "v.jsonl"}
+    )
+    assert sum(step.count("a") for step in drawn_sets(rare, range(1, 251))) == 1, "one place in a thousand is the least"
+
+
+def test_data_sets_have_their_turns() -> None:
+    sets = [{"data_path": write("a.jsonl", range(4))}, {"data_path": write("b.jsonl", range(100, 108))}]
+    held = {"data_path": write("v.jsonl", [999])}
+    turns = {"use_multiple_dataloader": True, "num_prompts_per_dataloader": 2, "shuffle": False}
+    config = listed(train=sets, validation=held, **turns)
+    running = GrpoAlgorithm(config, character_tokenizer(config))
+    steps = [[g.problem.question for g in running.prompt_groups(step, "train", range(4))] for step in (1, 2, 3)]
+    assert steps == [["0", "1", "100", "101"], ["2", "3", "102", "103"], ["0", "1", "104", "105"]], "as NeMo-RL's guide"
+    many = listed(train=[*sets, {"data_path": write("c.jsonl", [200])}], validation=held, **turns)
+    assert drawn_sets(many, (1, 2, 3)) == [["a", "a", "b", "b"], ["c", "c", "a", "a"], ["b", "b", "c", "c"]]
+
+
+def test_a_set_of_which_nothing_fits_is_named() -> None:
+    Path("long.jsonl").write_text(json.dumps({"question": "1" * 99, "reply": "1"}) + "\n")
+    sets = [{"data_path": write("a.jsonl", range(9)), "weight": 1}, {"data_path": "long.jsonl", "weight": 1}]
+    config = listed(train=sets, validation={"data_path": write("v.jsonl", [999])})
+    with pytest.raises(DataError, match=r"^data.train\[1\]: each of the first 1 is longer than policy"):
+        GrpoAlgorithm(config, character_tokenizer(config))
+
+
+def test_conversations_are_drawn_by_weight() -> None:
+    sets = [{"data_path": write("a.jsonl", range(4)), "weight": 3}, {"data_path": write("b.jsonl", range(10, 40))}]
+    config = listed("sft", train=sets, validation={"data_path": write("v.jsonl", [99])}, shuffle=False)
+    batch = DataSetAlgorithm(config, character_tokenizer(config)).batch(1, "train")[0].tokens
+    assert batch is not None
+    assert int((batch.lengths_S == batch.lengths_S.min()).sum()) == 6, "those of a, which are shorter"
+
+
+def test_questions_with_choices(here: Path) -> None:
+    rows = [
+        {"question": "How many?", "options": {"A": "one", "B": "two", "C": None}, "reply": "B"},
+        {"question": "Which?", "options": ["this", "that"], "reply": "A"},
+    ]
+    (here / "choices.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (here / "how.txt").write_text("Answer with a letter.")
+    sets = {"data_path": "choices.jsonl", "processor": "multichoice_qa_processor", "prompt_file": "how.txt"}
+    config = listed(train=sets, validation={**sets, "data_path": write_choices("held.jsonl")})
+    problems = load_problems(config)
+    assert [problem.question for problem in problems.train] == [
+        "Question: How many?\nOptions:\nA) one\nB) two",
+        "Question: Which?\nOptions:\nA) this\nB) that",
+    ]
+    assert [problem.answer for problem in problems.train] == ["B", "A"]
+    said = PromptWriter(config.data.train_sets[0]).messages(problems.train[1])
+    assert said[-1]["content"] == "Answer with a letter.\n\nQuestion: Which?\nOptions:\nA) this\nB) that"
+    (here / "bad.jsonl").write_text(json.dumps({"question": "Which?", "options": "this", "reply": "A"}) + "\n")
+    with pytest.raises(DataError, match=r"^bad.jsonl:1: 'options' holds neither texts by letter nor a list of texts"):
+        load_problems(listed(train={**sets, "data_path": "bad.jsonl"}, num_validation=1))
+
+
+def write_choices(name: str) -> str:
+    """Write one more question with choices."""
+    Path(name).write_text(json.dumps({"question": "Who?", "options": ["he", "she"], "reply": "A"}) + "\n")
+    return name
 
 
 def test_a_path_without_a_known_end_is_a_name_on_the_hub() -> None:

@@ -156,7 +156,12 @@ GRPO = Algorithm(
         ADVANTAGES,
         read_where(REWARDS, lambda config, num_steps: config.loss_fn.positive_example_nll_weight > 0),
         # In the first optimizer step on a rollout batch the policy before it is the one in training.
-        read_where(PREVIOUS_LOGPROBS, lambda config, num_steps: num_steps > 1 or config.loss_fn.use_kl_in_reward),
+        read_where(
+            PREVIOUS_LOGPROBS,
+            lambda config, num_steps: (
+                num_steps > 1 or config.loss_fn.use_kl_in_reward or config.largest_logprob_error is not None
+            ),
+        ),
         read_where(REFERENCE_LOGPROBS, lambda config, num_steps: config.loss_fn.reference_policy_kl_penalty > 0),
     ),
     finisher=lambda config: (
@@ -268,12 +273,7 @@ but not built."""
 NOT_BUILT = tuple(name for name in SECTIONS if name not in ALGORITHMS)
 """Algorithms whose sections are known, and which are refused."""
 
-METRICS = tuple(dict.fromkeys(metric for algorithm in ALGORITHMS.values() for metric in algorithm.metrics))
-"""Metrics that can rank checkpoints, of any algorithm."""
-
 if TYPE_CHECKING:
     AlgorithmName = str
-    MetricName = str
 else:  # so that the schema, its errors and its page list what is declared
     AlgorithmName = Literal[tuple(ALGORITHMS)]
-    MetricName = Literal[METRICS]

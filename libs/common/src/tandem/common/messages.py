@@ -418,6 +418,8 @@ class PromptGroup(Message, frozen=True, kw_only=True):
     prompt_ids: Annotated[tuple[TokenId, ...], Meta(min_length=1)]
     seeds: Annotated[tuple[Digest, ...], Meta(min_length=1)]
     """One 64-bit seed a sample: the same seed, weights and prompt give the same sample, whatever else runs."""
+    environment: str = ""
+    """Entry of ``env`` that scores the samples; empty where the run has one only."""
 
 
 class SamplingParameters(Message, frozen=True, kw_only=True):

@@ -63,7 +63,8 @@ from tandem.rollout.conversation import Conversation
 from tandem.rollout.engine import Completion, Engine
 from tandem.rollout.environments import Score, Turn
 from tandem.rollout.environments.program import Program
-from tandem.rollout.environments.scorer import Scorer, Unscored
+from tandem.rollout.environments.routing import Environments
+from tandem.rollout.environments.scorer import Unscored
 
 if TYPE_CHECKING:
     from tandem.rollout.agents.agents import Agents
@@ -108,7 +109,7 @@ class RolloutService:
         self._vocabulary = vocabulary_size(member.config.policy)
         self._engine: Engine | None = None
         self._endpoint: Endpoint | None = None
-        self._scorer: Scorer | None = None
+        self._scorers: Environments | None = None
         """None where agents play."""
         self._agents: Agents | None = None
         self._store: SampleStore | None = None
@@ -189,8 +190,8 @@ class RolloutService:
             self._recorder.close()
         if self._agents is not None:
             self._agents.close()
-        if self._scorer is not None:
-            self._scorer.close()
+        if self._scorers is not None:
+            self._scorers.close()
         if self._store is not None:
             self._store.close()
         if self._endpoint is not None:
@@ -206,13 +207,13 @@ class RolloutService:
         limit_threads(self._config, "rollouts")
         self._tokenizer = load_tokenizer(self._config)
         program = _program(order.reward_server, self._member.coordinator)
-        self._scorer = Scorer(self._config, program) if self._config.agent is None else None
+        self._scorers = Environments(self._config, program) if self._config.agent is None else None
         self._engine = _make_engine(self._config)
         self._endpoint = Endpoint(self._member, self._engine)
         if self._config.policy.generation.has_guests:
             self._guests = self._make_guests(self._engine, self._tokenizer)
-        if self._scorer is not None:  # it has begun beside the engine
-            self._scorer.await_ready(None if self._guests is None else self._guests.address)
+        if self._scorers is not None:  # it has begun beside the engine
+            self._scorers.await_ready(None if self._guests is None else self._guests.address)
         else:
             self._agents = self._make_agents(self._engine, self._tokenizer)
         self._gpus.begin(0, gpus_per_engine(self._config))
@@ -288,9 +289,9 @@ class RolloutService:
         assert self._endpoint is not None, "the coordinator orders BuildEngine first"
         return self._endpoint
 
-    def _environments(self) -> Scorer:
-        assert self._scorer is not None, "the coordinator orders BuildEngine first"
-        return self._scorer
+    def _environments(self) -> Environments:
+        assert self._scorers is not None, "the coordinator orders BuildEngine first"
+        return self._scorers
 
     def _samples(self) -> SampleStore:
         assert self._store is not None, "the coordinator orders BuildEngine first"
@@ -353,6 +354,8 @@ class RolloutService:
                 raise WireError(f"{field}: {highest}, must be from 0 to {self._vocabulary - 1}")
             if size >= longest:
                 raise WireError(f"{field}: {size} tokens, must be fewer than {longest}")
+            if self._scorers is not None and group.environment not in self._scorers:
+                raise WireError(f"Generate.groups[{index}].environment: the run has none {group.environment!r}")
         if len({group.group for group in order.groups}) < len(order.groups):
             raise WireError("Generate.groups: one is there twice")
 
@@ -460,9 +463,10 @@ class RolloutService:
         conversation = generation.conversations[number]
         conversation.add_response(completion, self._tokenizer.decode(completion.token_ids_T.tolist()))
         generation.num_tokens += len(completion.token_ids_T)
-        if environments.converses and conversation.num_turns < self._config.rollout_section.max_rollout_turns:
+        has_turns_left = conversation.num_turns < self._config.rollout_section.max_rollout_turns
+        if has_turns_left and environments.converses(conversation.group):
             self._awaited.add(number)
-        environments.submit(number, conversation.group.problem, tuple(conversation.messages))
+        environments.submit(number, conversation.group, tuple(conversation.messages))
 
     def _answer(self, results: list[tuple[int, Score | Turn | Unscored]]) -> None:
         """Say which samples have ended; let the others go on."""
@@ -529,7 +533,7 @@ class RolloutService:
         try:
             token_ids = self._tokenizer.encode_continuation(turn.messages, conversation.last_id)
         except DataError as error:
-            return self._environments().refuse(conversation.group.problem, conversation.messages, str(error))
+            return self._environments().refuse(conversation.group, conversation.messages, str(error))
         if conversation.num_tokens + len(token_ids) >= self._config.policy.max_total_sequence_length:
             return "length"
         conversation.add_answer(turn.messages, token_ids)

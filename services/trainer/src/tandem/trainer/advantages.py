@@ -64,7 +64,10 @@ def reinforce_plus_plus(config: Config, scored: Scored) -> Finished:
     advantages_T = np.asarray(scored.batch.of_tokens(ADVANTAGES.name), dtype=np.float32)
     if settings.use_kl_in_reward:
         advantages_T = minus_kl(advantages_T, scored.scores["policy"], scored.scores["reference"], settings)
-    return Finished({ADVANTAGES: whitened(advantages_T, scored.batch.counted(), scored.sum_over_ranks)}, {})
+    advantages_T = whitened(advantages_T, scored.batch.counted(), scored.sum_over_ranks)
+    if (bounds := config.grpo.advantage_bounds) is not None:
+        advantages_T = np.clip(advantages_T, *bounds)
+    return Finished({ADVANTAGES: advantages_T}, {})
 
 
 def generalised(config: Config, scored: Scored) -> Finished:

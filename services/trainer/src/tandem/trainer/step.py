@@ -27,6 +27,7 @@ from tandem.trainer import packing
 from tandem.trainer.advantages import Finisher, Scored
 from tandem.trainer.backend import Backend, LossOfMicroBatch
 from tandem.trainer.batching import Batching
+from tandem.trainer.logprob_errors import kept_sequences, mult_prob_errors
 from tandem.trainer.losses import Counts, Loss, make_loss
 from tandem.trainer.losses.own import blamed
 from tandem.trainer.packing import Columns, MicroBatch
@@ -190,7 +191,7 @@ class _Share:
         self.backend = backend
         self.config = config
         self._batch = batch
-        own = table.rows_of(backend.data_parallel_rank)
+        self._own = own = table.rows_of(backend.data_parallel_rank)
         assert table.lengths_S[own].tolist() == batch.lengths_S.tolist(), "the share is what the table says"
         self._place_of = {EMPTY_ROW: EMPTY_ROW} | {row: place for place, row in enumerate(own.tolist())}
         self._cuts = {model: _Cut.of(model, backend, table, config) for model in config.declaration.holds(config)}
@@ -234,6 +235,8 @@ class _Share:
             with _timed(seconds, _SCORING[model]):
                 scores[model] = self.said(model, size)
         self.policy_logprobs_T = scores.get("policy")
+        if (threshold := self.config.largest_logprob_error) is not None:
+            self._leave_out(scores["policy"], threshold)
         return self.columns_with(scores)
 
     def columns_with(self, scores: Mapping[Source, Float32s]) -> dict[Column, NDArray[Any]]:
@@ -243,13 +246,25 @@ class _Share:
         if path:
             finish: Finisher = named(path)
             known = Scored(batch=self._batch, scores=scores, sum_over_ranks=self.backend.sum_over_ranks)
-            made, self.metrics = finish(config, known)
+            made, metrics = finish(config, known)
+            self.metrics |= metrics
             columns |= made
         for column in config.declaration.all_columns(config, self._num_steps):
             if column not in columns:
                 own = scores[column.source] if column.model else self._batch.of_tokens(column.name)
                 columns[column] = own
         return columns
+
+    def _leave_out(self, policy_T: Float32s, threshold: float) -> None:
+        """Have no token count of sequences about which training and generation disagree by more. Collective."""
+        errors_S = torch.zeros(len(self._counted_S), dtype=torch.float64)
+        errors_S[torch.from_numpy(self._own)] = torch.from_numpy(mult_prob_errors(self._batch, policy_T))
+        errors = self.backend.sum_over_ranks(errors_S).cpu().numpy()
+        kept_S, metrics = kept_sequences(errors, self._counted_S, self._rewards_S, threshold)
+        self.metrics |= metrics
+        self._counted_S = np.where(kept_S, self._counted_S, 0)
+        loss_mask_T = self._batch.loss_mask_T & np.repeat(kept_S[self._own], self._batch.lengths_S)
+        self._batch = msgspec.structs.replace(self._batch, loss_mask_T=loss_mask_T)
 
     def said(self, model: Model, size: int | None = None) -> Float32s:
         """Return what a model says of the share's counted tokens, log-probabilities or values; zeros elsewhere."""

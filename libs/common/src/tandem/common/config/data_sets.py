@@ -48,9 +48,17 @@ def place_data_sets(tree: dict[str, Any]) -> None:
             raise Invalid(f"data.{side}", f"expected a mapping, or a list of mappings, got {shown(entries)}")
         keys = [f"data.{side}" if isinstance(given, dict) else f"data.{side}[{i}]" for i in range(len(entries))]
         sets[side] = [_complete(entry, shared, data, key) for entry, key in zip(entries, keys, strict=True)]
+    if "validation" in data and data["validation"] is None and not _holds_out(data, sets["train"]):
+        data["num_validation"] = 0
     data |= sets
     where, first = next(((f"data.{side}", sets[side][0]) for side in _SIDES if sets[side]), ("data.default", shared))
     _agree(data, first, where)
+
+
+def _holds_out(data: dict[str, Any], train: list[dict[str, Any]]) -> bool:
+    """Say whether anything tells what to validate on, where no data set does."""
+    keys = ("num_validation", "split_validation_size", "val_data_path", "val_data_paths", "val_split")
+    return any(data.get(key) for key in keys) or any(each.get("split_validation_size") for each in train)
 
 
 def _fitted(entry: Any, key: str) -> dict[str, Any]:

@@ -28,7 +28,6 @@ ELSEWHERE = (
     "reward_model",
     "nemo_gym",
     "dapo",
-    "math_multi_reward",
     "code",
     "code_jaccard",
     "llm_judge",
@@ -143,6 +142,7 @@ def _metric(name: str) -> str:
     """Return a metric by our name, of which NeMo-RL says whether it is of training or of validation."""
     where, colon, metric = name.rpartition(":")
     metric = re.sub(r"^validation-default_", "val_", metric)
+    metric = re.sub(r"^validation-(.+)_(?=[a-z]+$)", r"val_\1/", metric)
     if not colon:
         return metric
     return metric if where == "train" or metric.startswith("val_") else f"val_{metric}"
@@ -383,6 +383,13 @@ def _launch(look: Look) -> Any:
     return {"trainers": min(trainers, here), "rollouts": min(rollouts, each), "refit": True}
 
 
+def _metric_name(look: Look) -> Any:
+    of_training = look("data.num_validation") == 0
+    return _declared(
+        look, lambda algorithm: next(name for name in algorithm.metrics if not (of_training and name[:4] == "val_"))
+    )
+
+
 def _higher_is_better(look: Look) -> Any:
     return not str(look("checkpointing.metric_name")).endswith("loss")
 
@@ -482,8 +489,8 @@ DERIVED = (
     ),
     Derived(
         key="checkpointing.metric_name",
-        text=_by_algorithm(lambda algorithm: algorithm.metrics[0]),
-        compute=lambda look: _declared(look, lambda algorithm: algorithm.metrics[0]),
+        text=f"{_by_algorithm(lambda algorithm: algorithm.metrics[0])}; of training where nothing is validated",
+        compute=_metric_name,
     ),
     Derived(
         key="checkpointing.higher_is_better",

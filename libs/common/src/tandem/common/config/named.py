@@ -64,6 +64,9 @@ NAMED = {
 """By ``data.dataset_name``. NeMo-RL downloads Open Assistant's trees, which are in a file of one's own here. It
 validates DeepScaler on AIME 2024; here some of its own problems are held out."""
 
+MULTIPLE_CHOICE = "multichoice_qa_processor"
+"""NeMo-RL's ``processor`` of questions with choices."""
+
 FILES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
 """How the names of files of problems end."""
 

@@ -93,11 +93,8 @@ def _of_a_model(section: str) -> tuple[Row, ...]:
 
 NOT_SUPPORTED_YET = (
     Row("grpo.adv_estimator.name", ("grpo", "gdpo", "reinforce_plus_plus"), _algorithm("grpo")),
-    Row("grpo.advantage_clip_low", (None,), _algorithm("grpo")),
-    Row("grpo.advantage_clip_high", (None,), _algorithm("grpo")),
     Row("grpo.invalid_tool_call_advantage", (None,), _algorithm("grpo")),
     Row("grpo.malformed_thinking_advantage", (None,), _algorithm("grpo")),
-    Row("grpo.seq_logprob_error_threshold", (None,), _algorithm("grpo")),
     Row("on_policy_distillation.enabled", (None, False)),
     *_of_a_model("policy"),
     Row("policy.reward_model_cfg.enabled", (False,), _is_language_model),
@@ -112,7 +109,6 @@ NOT_SUPPORTED_YET = (
     Row(f"{_VLLM_CFG}.quantization_ignored_layer_kws", ((),), _float8_engine),
     Row(f"{_VLLM_CFG}.limit_mm_per_prompt", (None, {}), _vllm),
     Row("data.custom_dataloader", (None,)),
-    Row("data.use_multiple_dataloader", (False,)),
     Row("logger.swanlab_enabled", (False,)),
 )
 """Refused, in the order in which an error lists them."""
@@ -128,7 +124,7 @@ _DATA_SETS = (
     "NemoGymDataset",
 )
 """Data sets of NeMo-RL's with pictures, films and sounds, or of an environment that is not built."""
-_PROCESSORS = ("vlm_hf_data_processor", "nemo_gym_data_processor", "kd_data_processor", "multichoice_qa_processor")
+_PROCESSORS = ("vlm_hf_data_processor", "nemo_gym_data_processor", "kd_data_processor")
 """Its functions that make of rows what is not built."""
 
 _ATTRIBUTES = {"_v2": "version_2"}
@@ -158,13 +154,12 @@ def refusal(config: Config) -> str | None:
 
 def _not_built_here(config: Config) -> Iterator[str]:
     """Yield environments, data sets and their processors of NeMo-RL's that the run needs and that are not built."""
-    chosen = config.data.environment if _rolls_out(config) else None
-    entry = config.env.get(chosen or "")
-    if entry is not None and not entry.is_own:
+    for chosen in config.environments:
+        entry = config.env.get(chosen)
+        if entry is None or entry.is_own:
+            continue
         if chosen in ELSEWHERE:
             yield f"env.{chosen}"
-        if entry.verifier_type == "multilingual_multichoice":
-            yield f"env.{chosen}.verifier_type ({entry.verifier_type})"
     if config.data.dataset_name in _DATA_SETS:
         yield f"data.dataset_name ({config.data.dataset_name})"
     for side in ("train", "validation"):
@@ -174,8 +169,6 @@ def _not_built_here(config: Config) -> Iterator[str]:
                 yield f"{key}.processor ({each.processor})"
             if each.dataset_name in _DATA_SETS and each.dataset_name != config.data.dataset_name:
                 yield f"{key}.dataset_name ({each.dataset_name})"
-            if _rolls_out(config) and each.env_name not in (None, config.data.environment):
-                yield f"{key}.env_name ({each.env_name})"
 
 
 def without_effect_yet(config: Config) -> list[str]:

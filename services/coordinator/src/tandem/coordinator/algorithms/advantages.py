@@ -72,6 +72,21 @@ def decoupled_advantages(
     return advantages_GN
 
 
+def clipped(
+    advantages_GN: NDArray[np.float32],
+    counts_GN: NDArray[np.bool_],
+    settings: AdvEstimator,
+    bounds: tuple[float | None, float | None] | None,
+) -> NDArray[np.float32]:
+    """Return advantages within bounds; of samples that do not count they stay zero.
+
+    Those of Reinforce++ are normalised, and then clipped, where all tokens are.
+    """
+    if bounds is None or settings.name == "reinforce_plus_plus":
+        return advantages_GN
+    return np.where(counts_GN, np.clip(advantages_GN, *bounds), advantages_GN)
+
+
 def counted_advantages(
     rewards_GN: NDArray[np.float64], counts_GN: NDArray[np.bool_], *, leave_one_out: bool, normalize: bool
 ) -> NDArray[np.float32]:

@@ -63,7 +63,7 @@ class DataSetAlgorithm:
         self._chat.check_characters(
             ((c.name, (c.prompt, *c.answers)) for c in conversations), ConversationWriter.literals(config)
         )
-        self._train = LazyDataset(config, sets.train, self._encode)
+        self._train = LazyDataset(config, sets.train, self._encode, sets.sizes)
         self._validation = {name: encode_now(part, self._encode) for name, part in held_out.items()}
         num_held_out, num_kept = (sum(map(len, parts.values())) for parts in (held_out, self._validation))
         num_too_long = self._train.num_too_long + num_held_out - num_kept

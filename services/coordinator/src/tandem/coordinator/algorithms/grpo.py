@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from tandem.common.config.schema import Rollouts
 from tandem.common.errors import RewardError, nearest
 from tandem.common.messages import PromptGroup, Purpose, SampleScored, SamplingParameters
 from tandem.common.tokenizer import Tokenizer
-from tandem.coordinator.algorithms.advantages import advantages, decoupled_advantages
+from tandem.coordinator.algorithms.advantages import advantages, clipped, decoupled_advantages
 from tandem.coordinator.algorithms.rewards import (
     component_names,
     component_rewards,
@@ -27,6 +27,7 @@ from tandem.coordinator.algorithms.rewards import (
     training_rewards,
 )
 from tandem.coordinator.data import (
+    EncodedProblem,
     LazyDataset,
     PromptEncoder,
     encode_now,
@@ -58,18 +59,19 @@ class GrpoAlgorithm:
     def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
         self._config = config
         problems = load_problems(config)
-        encoder = PromptEncoder(config, tokenizer, problems.views)
+        encoder = PromptEncoder(config, tokenizer, problems.all_views)
         # A run that only validates reads no problem to train on, and wants none.
-        train = [] if config.evaluates else problems.train
-        parts = {name: part[: config.rollout_section.max_val_samples] for name, part in problems.held_out.items()}
+        train = [] if config.evaluates else problems.train_asked(config.data)
+        most = config.rollout_section.max_val_samples
+        parts = {name: part[:most] for name, part in problems.held_out_asked(config.data).items()}
         held_out = [problem for part in parts.values() for problem in part]
         check_step_size(config, len(train))
         encoder.check_characters([*train, *held_out])
-        self._train = LazyDataset(config, train, encoder.encode)
-        encoded = {name: encode_now(part, encoder.encode) for name, part in parts.items()}
-        self._validation = [problem for part in encoded.values() for problem in part]
-        self._set_of_group = [name for name, part in encoded.items() for _ in part]
-        """Of each validation problem the name of its set; a set that is alone has the name ``""``."""
+        sizes = () if config.evaluates else [source.num_problems for source in problems.sources]
+        self._train = LazyDataset(config, train, encoder.encode, sizes)
+        self._validation = [problem for part in parts.values() for problem in encode_now(part, encoder.encode)]
+        self._has_several = len(config.environments) > 1
+        """Whether prompts say which environment scores their samples."""
         num_too_long = self._train.num_too_long + len(held_out) - len(self._validation)
         num_checked, num_items = self._train.num_checked + len(held_out), len(self._train) + len(held_out)
         too_long = left_out(num_too_long, num_checked, num_items)
@@ -116,14 +118,11 @@ class GrpoAlgorithm:
         """Return these groups of `step`; each sample's seed depends on the step, its group and its place there."""
         grpo = self._config.rollout_section
         seed = grpo.seed
+        chosen = self._drawn(step, purpose, groups)
         if purpose == "validate":
-            chosen = {group: self._validation[group] for group in groups}
             num_samples = grpo.num_val_generations_per_prompt
             seed = grpo.seed if grpo.val_seed is None else grpo.val_seed
         else:
-            # A step that may draw more has so many places of the stream to itself: its problems depend on no other.
-            first = (step - 1) * grpo.max_prompts_per_step
-            chosen = {group: self._train.draw(first + group, 1)[0] for group in groups}
             num_samples = grpo.num_generations_per_prompt
         # The same draws at every validation, so that two of them differ by the weights alone.
         seed_step = step if purpose == "train" else 0
@@ -133,17 +132,28 @@ class GrpoAlgorithm:
                 problem=encoded.problem,
                 prompt_ids=encoded.prompt_ids,
                 seeds=tuple(sample_seed(seed, seed_step, purpose, group, i) for i in range(num_samples)),
+                environment=encoded.environment if self._has_several else "",
             )
             for group, encoded in chosen.items()
         )
+
+    def _drawn(self, step: int, purpose: Purpose, groups: Iterable[int]) -> dict[int, EncodedProblem]:
+        """Return the problems of these groups of `step`."""
+        if purpose == "validate":
+            return {group: self._validation[group] for group in groups}
+        # A step that may draw more has so many places of the stream to itself: its problems depend on no other.
+        first = (step - 1) * self._config.rollout_section.max_prompts_per_step
+        return {group: self._train.draw(first + group, 1)[0] for group in groups}
 
     def batch(
         self, step: int, purpose: Purpose, records: Sequence[SampleRecord] = ()
     ) -> tuple[StepBatch, dict[str, float]]:
         """Return the training batch of `step` and the metrics of its samples."""
         assert purpose == "train", "it validates by generating"
-        groups = self.prompt_groups(step, "train", sorted({record.scored.group for record in records}))
-        return batch_of_step(self._config, step, records, {group.group: group.prompt_ids for group in groups})
+        drawn = self._drawn(step, "train", sorted({record.scored.group for record in records}))
+        prompts = {group: encoded.prompt_ids for group, encoded in drawn.items()}
+        batch, metrics = batch_of_step(self._config, step, records, prompts)
+        return batch, metrics | self._by_origin("train", [record.scored for record in records], drawn)
 
     def describe(self, samples: Sequence[SampleScored]) -> list[str]:
         """Describe validation samples: what was asked, what came, what it was worth."""
@@ -163,17 +173,34 @@ class GrpoAlgorithm:
             "val_reward": float(np.mean([sample.reward for sample in counted])),
             "val_accuracy": float(np.mean([sample.correct for sample in counted])),
         }
-        for name in filter(None, dict.fromkeys(self._set_of_group)):
-            own = [sample for sample in counted if self._set_of_group[sample.group] == name]
-            if own:
-                scores[f"val_{name}/reward"] = float(np.mean([sample.reward for sample in own]))
-                scores[f"val_{name}/accuracy"] = float(np.mean([sample.correct for sample in own]))
+        scores |= self._by_origin("validate", samples, dict(enumerate(self._validation)))
         others = {**turn_metrics(self._config, samples), **failure_metrics(samples)}
         return {
             **(scores if counted else {}),
             "val_mean_generation_length": float(np.mean([sample.response_length for sample in samples])),
             **{f"val_{name}": value for name, value in others.items()},
         }
+
+    def _by_origin(
+        self, purpose: Purpose, samples: Sequence[SampleScored], drawn: Mapping[int, EncodedProblem]
+    ) -> dict[str, float]:
+        """Return the rewards and accuracies of each data set and of each environment, where there are several."""
+        of_set, of_environment = ("train", "env") if purpose == "train" else ("val", "val_env")
+        found: dict[str, list[SampleScored]] = {}
+        for sample in samples:
+            origin = drawn[sample.group]
+            if origin.set_name:
+                found.setdefault(f"{of_set}_{origin.set_name}", []).append(sample)
+            if self._has_several:
+                found.setdefault(f"{of_environment}_{origin.environment}", []).append(sample)
+        metrics: dict[str, float] = {}
+        for name, own in sorted(found.items()):
+            if counted := [sample for sample in own if not sample.dropped]:
+                metrics[f"{name}/reward"] = float(np.mean([sample.reward for sample in counted]))
+                metrics[f"{name}/accuracy"] = float(np.mean([sample.correct for sample in counted]))
+            if num_failed := sum(bool(sample.failure) for sample in own):
+                metrics[f"{name}/environment_failures"] = float(num_failed)
+        return metrics
 
 
 def batch_of_step(
@@ -215,6 +242,8 @@ def training_batch(
         advantages_GN = decoupled_advantages(components_GNC, estimator, counts_GN)
     else:
         advantages_GN = advantages(rewards_GN, estimator, counts_GN)
+    if estimator is not None:
+        advantages_GN = clipped(advantages_GN, counts_GN, estimator, grpo.advantage_bounds)
     batch = batch_of(
         records,
         prompts,
@@ -396,7 +425,7 @@ def _columns(config: Config, samples: Sequence[SampleScored]) -> dict[str, NDArr
         if not any(column.name in sample.components for sample in samples):
             names = component_names(samples)
             raise RewardError(
-                f"loss_fn.columns.{column.name}: environment {config.data.environment!r} gave no such component, but "
+                f"loss_fn.columns.{column.name}: environment {_environments(config)} gave no such component, but "
                 f"{', '.join(names) or 'none'}{nearest(column.name, names)}"
             )
         values = [sample.components.get(column.name, column.fill) for sample in samples]
@@ -408,12 +437,16 @@ def _components(config: Config, samples: Sequence[SampleScored]) -> NDArray[np.f
     """Return the components of the rewards, as many as GDPO and its weights need."""
     names, estimator = component_names(samples), config.rollout_section.group_estimator
     weights = None if estimator is None else estimator.reward_weights
-    given = f"environment {config.data.environment!r} gave {', '.join(names) or 'none'}"
+    given = f"environment {_environments(config)} gave {', '.join(names) or 'none'}"
     if len(names) < 2:
         raise RewardError(f"grpo.adv_estimator.name: gdpo needs rewards of at least two components, {given}")
     if weights is not None and len(weights) != len(names):
         raise RewardError(f"grpo.adv_estimator.reward_weights: {len(weights)} weights, but {given}")
     return component_rewards(samples, config.rollout_section, names)
+
+
+def _environments(config: Config) -> str:
+    return ", ".join(map(repr, config.environments))
 
 
 def turn_metrics(config: Config, samples: Sequence[SampleScored]) -> dict[str, float]:

@@ -153,7 +153,7 @@ def _run_it(config: Config) -> str:
     return (
         f"install -d -m 700 {keys} && install -m 600 {_SECRET}/*.json {keys}/ && "
         f"how= && if [ -e {journal} ]; then how=--resume; fi && "
-        f'exec coordinator up {_CONFIG} "cluster.address=tcp://$POD_IP:{PORT}" $how'
+        f'exec coordinator up {_CONFIG} "cluster.address=tcp://$POD_IP:{PORT}" --unfinished-code 75 $how'
     )
 
 

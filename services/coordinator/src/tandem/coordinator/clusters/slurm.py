@@ -106,7 +106,8 @@ export TANDEM_COORDINATOR="tcp://$host:$((20000 + SLURM_JOB_ID % 20000))"
 how=()
 if [ "${{SLURM_RESTART_COUNT:-0}}" -gt 0 ] && [ -e "$run/{journal}" ]; then how=(--resume); fi
 
-coordinator up {given} cluster.address="$TANDEM_COORDINATOR" "${{how[@]}}" &
+# 75: the time that the run gives itself is over (checkpointing.checkpoint_must_save_by), and not its steps.
+coordinator up {given} cluster.address="$TANDEM_COORDINATOR" --unfinished-code 75 "${{how[@]}}" &
 run_pid=$!
 {others}
 # USR1 comes before the time limit, TERM with a preemption: the run saves, ends, and waits in the queue. (What bash
@@ -122,6 +123,7 @@ while :; do
 done
 trap '' USR1 TERM
 for _ in {{1..50}}; do [ -n "$(jobs -r)" ] && sleep 0.2; done  # the other nodes hear that the run has ended
+if [ "$code" = 75 ] && [ "$stopped" != asked ]; then stopped=requeue code=130; fi
 if [ "$stopped" = requeue ] && [ "$code" = 130 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit "$code"
 """

@@ -29,8 +29,12 @@ def run_to_end(
     to_continue: Sequence[str],
     *,
     supervision: Supervision | None = None,
+    unfinished_code: int = OK,
 ) -> int:
-    """Run a configuration, which `source` holds, to its end; `to_continue` is what to type if it is interrupted."""
+    """Run a configuration, which `source` holds, to its end; `to_continue` is what to type if it is interrupted.
+
+    `unfinished_code` is what to return where the time that the run was given is over.
+    """
     finish = run_to_outcome(source, config, mode, from_step, supervision=supervision)
     match finish.outcome:
         case "finished":
@@ -41,8 +45,9 @@ def run_to_end(
             if config.prerequisite is None and not (Path(config.logger.log_dir) / JOURNAL_NAME).exists():
                 print("interrupted before the run had begun", flush=True)
                 return INTERRUPTED
-            print(f"interrupted; continue with: {shlex.join(to_continue)}", flush=True)
-            return INTERRUPTED
+            why = "saved in time" if finish.is_out_of_time else "interrupted"
+            print(f"{why}; continue with: {shlex.join(to_continue)}", flush=True)
+            return unfinished_code if finish.is_out_of_time else INTERRUPTED
         case "failed":
             print(f"error: {finish.error}", file=sys.stderr)
             return FAILED

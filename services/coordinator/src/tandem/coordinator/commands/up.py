@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from tandem.common.config import load_config
 from tandem.common.process_lifetime import die_with
-from tandem.coordinator.commands.arguments import Commands, add_config
+from tandem.coordinator.commands.arguments import OK, Commands, add_config
 from tandem.coordinator.commands.running import run_to_end
 from tandem.coordinator.commands.supervision import Supervisor
 
@@ -35,6 +35,13 @@ def add(commands: Commands) -> None:
         action="store_true",
         help="start the coordinator again when it is killed, as often as cluster.max_replacements says",
     )
+    up.add_argument(
+        "--unfinished-code",
+        type=int,
+        default=OK,
+        metavar="CODE",
+        help="exit code where checkpointing.checkpoint_must_save_by ends the run before its last step (default: 0)",
+    )
     up.add_argument("--supervised-by", type=int, default=0, help=argparse.SUPPRESS)
     up.add_argument("--supervision-fd", type=int, help=argparse.SUPPRESS)
     up.set_defaults(carry_out=_up)
@@ -45,7 +52,7 @@ def _up(arguments: argparse.Namespace) -> int:
         die_with(arguments.supervised_by)
     config = load_config(arguments.config, arguments.overrides)
     if arguments.supervise:
-        words = [arguments.config, *arguments.overrides]
+        words = [arguments.config, *arguments.overrides, f"--unfinished-code={arguments.unfinished_code}"]
         how = ["--resume"] * arguments.resume + ["--restart"] * arguments.restart
         how += [] if arguments.from_step is None else ["--from", str(arguments.from_step)]
         return Supervisor(words, Path(config.logger.log_dir), config.cluster.max_replacements).run(how)
@@ -56,4 +63,12 @@ def _up(arguments: argparse.Namespace) -> int:
         from tandem.coordinator.run.supervision import Supervision
 
         supervision = Supervision(arguments.supervision_fd, arguments.supervised_by)
-    return run_to_end(arguments.config, config, mode, arguments.from_step, words, supervision=supervision)
+    return run_to_end(
+        arguments.config,
+        config,
+        mode,
+        arguments.from_step,
+        words,
+        supervision=supervision,
+        unfinished_code=arguments.unfinished_code,
+    )

@@ -6,10 +6,11 @@ from tandem.coordinator.data.chat import ChatEncoder
 from tandem.coordinator.data.conversations import Conversation, ConversationWriter, load_conversations
 from tandem.coordinator.data.lazy import LazyDataset, encode_now, left_out, set_aside
 from tandem.coordinator.data.order import epoch_stream, sample_seed
-from tandem.coordinator.data.prompts import EncodedProblem, PromptEncoder
+from tandem.coordinator.data.prompts import Asked, EncodedProblem, PromptEncoder
 from tandem.coordinator.data.split import ProblemSets, load_problems
 
 __all__ = [
+    "Asked",
     "ChatEncoder",
     "Conversation",
     "ConversationWriter",

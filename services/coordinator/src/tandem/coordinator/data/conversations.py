@@ -16,7 +16,7 @@ from tandem.common.errors import DataError
 from tandem.common.messages import Problem
 from tandem.common.tokenizer import Messages
 from tandem.coordinator.data import sources
-from tandem.coordinator.data.listed import held_out, load_parts, taken
+from tandem.coordinator.data.listed import HeldOut, held_out, load_parts, taken
 from tandem.coordinator.data.prompts import PromptWriter, literal_text, solution_writer
 from tandem.coordinator.data.split import Identity, hold_out, load_problems, refuse_leakage
 from tandem.coordinator.data.trees import threads
@@ -39,6 +39,8 @@ class ConversationSets(msgspec.Struct, frozen=True, kw_only=True):
 
     train: list[Conversation]
     held_out: dict[str, list[Conversation]]
+    sizes: tuple[int, ...] = ()
+    """Of the sets that `train` is of, one behind the other; none where it is one."""
     """By the names that ``data.val_data_paths`` gives; a set that is alone has the name ``""``."""
     num_ties: int = 0
     """Pairs of which neither is the better one; they are left out."""
@@ -99,15 +101,16 @@ def load_conversations(config: Config) -> ConversationSets:
 def _listed(config: Config) -> ConversationSets:
     """Load the conversations of several data sets."""
     training, validation = load_parts(config, load_conversations, with_train=True)
-    train: list[Conversation] = []
-    for part in training:
-        train += taken(part)
-    held: dict[str, list[Conversation]] = held_out(training, validation)
+    own: list[list[Conversation]] = [taken(part) for part in training]
+    train = [conversation for conversations in own for conversation in conversations]
+    apart: dict[str, HeldOut[Conversation]] = held_out(training, validation)
+    held = {name: items for name, (items, _) in apart.items()}
     refuse_leakage(train, held, _IDENTITY)
     parts = (*training, *validation)
     return ConversationSets(
         train=train,
         held_out=held,
+        sizes=tuple(map(len, own)),
         num_ties=sum(part.sets.num_ties for part in parts),
         num_set_aside=sum(part.sets.num_set_aside for part in parts),
     )

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 from tandem.common.config import Config
 from tandem.common.config.derive import GENERATED
 from tandem.common.errors import DataError
-from tandem.coordinator.data.order import epoch_stream
+from tandem.coordinator.data.order import DataOrder
 
 Item = TypeVar("Item")
 Encoded = TypeVar("Encoded")
@@ -23,8 +23,8 @@ _NUM_KEPT = 4096
 class LazyDataset(Generic[Item, Encoded]):
     """The training items of a run, each encoded when a step first takes it.
 
-    An item that does not fit the context is left out: where it would be drawn, the next that fits is. So what is drawn
-    depends on the items and on nothing that happened before, and a resumed run draws the same.
+    An item that does not fit the context is left out: where it would be drawn, the next of its set that fits is. So
+    what is drawn depends on the items and on nothing that happened before, and a resumed run draws the same.
 
     What is wrong with a data set is mostly wrong with all of it: the first items drawn are encoded at once, and where
     items were made by a task, all of them.
@@ -33,25 +33,34 @@ class LazyDataset(Generic[Item, Encoded]):
         config: of the run.
         items: one at least, unless none will be drawn.
         encode: returns None for an item that does not fit, and raises `DataError` for one that cannot be encoded.
+        sizes: items of each of the sets that `items` are of, one behind the other; empty where they are one.
 
     Raises:
-        DataError: one of the first cannot be encoded, or none of them fits.
+        DataError: one of the first cannot be encoded, or none of them, or none of the first of a set, fits.
 
     """
 
-    def __init__(self, config: Config, items: Sequence[Item], encode: Callable[[Item], Encoded | None]) -> None:
-        self._seed, self._num_items = config.algorithm_section.seed, len(items)
+    def __init__(
+        self,
+        config: Config,
+        items: Sequence[Item],
+        encode: Callable[[Item], Encoded | None],
+        sizes: Sequence[int] = (),
+    ) -> None:
+        self._num_items = len(items)
         self._encoded = functools.lru_cache(_NUM_KEPT)(lambda index: encode(items[index]))
-        self._shuffle = config.data.shuffle
+        self._order = DataOrder(config.data, config.algorithm_section.seed, sizes or (len(items),))
         is_made = config.data.dataset_name in GENERATED
         self.num_checked = len(items) if is_made else min(NUM_CHECKED, len(items))
         """Items that were encoded at once ..."""
-        first = self._stream(0, self.num_checked)
+        first = self._order.indexes(0, self.num_checked)
         self.num_too_long = sum(self._encoded(index) is None for index in first)
         """... and those of them that do not fit."""
         if items and self.num_too_long == self.num_checked:
             which = "every one" if self.num_checked == len(items) else f"each of the first {self.num_checked}"
             raise DataError(f"data: {which} is longer than policy.max_total_sequence_length allows")
+        if self._order.num_sets > 1:
+            self._check_sets()
 
     def __len__(self) -> int:
         """Return the number of items, whether they fit or not."""
@@ -59,17 +68,24 @@ class LazyDataset(Generic[Item, Encoded]):
 
     def draw(self, first: int, count: int) -> list[Encoded]:
         """Return `count` items, from position `first` on, of the stream of epochs."""
-        return [self._fitting(index) for index in self._stream(first, count)]
+        return [self._fitting(index) for index in self._order.indexes(first, count)]
 
-    def _stream(self, first: int, count: int) -> list[int]:
-        return epoch_stream(self._seed, len(self), first, count, shuffle=self._shuffle)
+    def _check_sets(self) -> None:
+        """Raise `DataError` if nothing at the beginning of a set fits, which would stand for all of it."""
+        for number in range(self._order.num_sets):
+            first = self._order.first_of(number, NUM_CHECKED)
+            if all(self._encoded(index) is None for index in first):
+                raise DataError(
+                    f"data.train[{number}]: each of the first {len(first)} is longer than "
+                    "policy.max_total_sequence_length allows"
+                )
 
     def _fitting(self, index: int) -> Encoded:
-        for distance in range(len(self)):
-            found = self._encoded((index + distance) % len(self))
+        for candidate in self._order.following(index):
+            found = self._encoded(candidate)
             if found is not None:
                 return found
-        raise AssertionError("one of the first items fits")
+        raise AssertionError("one of the first items of each set fits")
 
 
 def encode_now(items: Sequence[Item], encode: Callable[[Item], Encoded | None]) -> list[Encoded]:

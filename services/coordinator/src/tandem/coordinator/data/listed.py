@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 from tandem.common.config import Config
 from tandem.common.config.schema import Data
-from tandem.common.config.schema.data import DataSet
+from tandem.common.config.schema.data import DataSet, name_apart, set_names
 
 Item = TypeVar("Item")
 
@@ -55,7 +55,7 @@ def load_parts(
     def parts(listed: Sequence[DataSet], views: Sequence[Data]) -> list[Part[Sets]]:
         return [
             Part(listed=each, name=name, data=view, sets=load(msgspec.structs.replace(config, data=view)))
-            for each, name, view in zip(listed, names(listed), views, strict=True)
+            for each, name, view in zip(listed, set_names(listed), views, strict=True)
         ]
 
     return parts(data.train, data.train_sets) if with_train else [], parts(data.validation, validation)
@@ -66,23 +66,21 @@ def taken(part: Part[Sets]) -> list[Item]:
     return list(part.sets.train[: part.listed.max_samples]) * part.listed.repeat
 
 
-def names(listed: Sequence[DataSet]) -> list[str]:
-    """Return what metrics call the sets of a list, each by another name."""
-    found: list[str] = []
-    for each in listed:
-        same = sum(name == each.title or name.startswith(f"{each.title}_") for name in found)
-        found.append(f"{each.title}_{same + 1}" if same else each.title)
-    return found
+class HeldOut(NamedTuple, Generic[Item]):
+    """What is held out of one data set, or is one by itself."""
+
+    items: list[Item]
+    data: Data
+    """The section ``data`` as though it were alone."""
 
 
-def held_out(training: Sequence[Part[Sets]], validation: Sequence[Part[Sets]]) -> dict[str, list[Item]]:
+def held_out(training: Sequence[Part[Sets]], validation: Sequence[Part[Sets]]) -> dict[str, HeldOut[Item]]:
     """Return everything held out, by name; what is alone has the name ``""``."""
-    found: dict[str, list[Item]] = {}
+    found: dict[str, HeldOut[Item]] = {}
     for part in training:
         for items in part.sets.held_out.values():
             if items:
-                found[part.name] = list(items)
+                found[part.name] = HeldOut(list(items), part.data)
     for part in validation:
-        name = f"{part.name}_validation" if part.name in found else part.name
-        found[name] = taken(part)
+        found[name_apart(part.name, found)] = HeldOut(taken(part), part.data)
     return {"": next(iter(found.values()))} if len(found) == 1 else found

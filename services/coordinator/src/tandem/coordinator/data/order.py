@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tandem.common.config.schema import Data
 
-@functools.lru_cache(maxsize=4)
+_FINEST = 1000
+"""Weights come out as whole places among so many."""
+
+
+@functools.lru_cache(maxsize=32)
 def _permutation(seed: int, epoch: int, size: int) -> NDArray[np.int64]:
     return np.random.default_rng([seed, epoch]).permutation(size)
 
@@ -23,6 +32,84 @@ def epoch_stream(seed: int, size: int, first: int, count: int, *, shuffle: bool 
     if not shuffle:
         return [position % size for position in positions]
     return [int(_permutation(seed, position // size, size)[position % size]) for position in positions]
+
+
+class DataOrder:
+    """The order in which the items of several data sets, which lie one behind the other, are drawn.
+
+    A pattern, again and again, says which set each place of the stream is drawn from; each set has a stream of epochs
+    of its own. So what is at a place depends on no other place, and a resumed run draws the same.
+    """
+
+    def __init__(self, data: Data, seed: int, sizes: Sequence[int]) -> None:
+        """`sizes`: items of each set; where nothing says how much of each to draw, they are drawn from as one."""
+        pattern = drawing_pattern(data, len(sizes))
+        self._seed, self._shuffle, self._pattern = seed, data.shuffle, pattern
+        self._sizes = [*sizes] if len(set(pattern)) > 1 else [sum(sizes)]
+        self._starts = [0, *accumulate(self._sizes)][:-1]
+        counts = [0] * len(self._sizes)
+        self._ranks: list[int] = []
+        """Of each place of the pattern, how many before it are drawn from the same set."""
+        for index in pattern:
+            self._ranks.append(counts[index])
+            counts[index] += 1
+        self._counts = counts
+
+    @property
+    def num_sets(self) -> int:
+        """Sets that are drawn from apart."""
+        return len(self._sizes)
+
+    def indexes(self, first: int, count: int) -> list[int]:
+        """Return `count` indexes, from position `first` on."""
+        return [self._index(position) for position in range(first, first + count)]
+
+    def first_of(self, number: int, count: int) -> list[int]:
+        """Return the first `count` indexes that are drawn from one set."""
+        size = self._sizes[number]
+        own = epoch_stream(self._seed, size, 0, min(count, size), shuffle=self._shuffle)
+        return [self._starts[number] + index for index in own]
+
+    def following(self, index: int) -> Iterator[int]:
+        """Yield an index, and then those that take its place, one after the other: all others of its set."""
+        number = bisect_right(self._starts, index) - 1
+        start, size = self._starts[number], self._sizes[number]
+        return (start + (index - start + distance) % size for distance in range(size))
+
+    def _index(self, position: int) -> int:
+        cycle, place = divmod(position, len(self._pattern))
+        number = self._pattern[place]
+        own = cycle * self._counts[number] + self._ranks[place]
+        (index,) = epoch_stream(self._seed, self._sizes[number], own, 1, shuffle=self._shuffle)
+        return self._starts[number] + index
+
+
+def drawing_pattern(data: Data, num_sets: int) -> tuple[int, ...]:
+    """Return which set each place of the stream is drawn from, again and again; zeros where they are drawn as one."""
+    if len(data.train) != num_sets or num_sets < 2:
+        return (0,)
+    if data.use_multiple_dataloader:
+        num_prompts = data.num_prompts_per_dataloader or 1
+        return tuple(number for number in range(num_sets) for _ in range(num_prompts))
+    if all(each.weight is None for each in data.train):
+        return (0,)
+    return _spread([1.0 if each.weight is None else each.weight for each in data.train])
+
+
+def _spread(weights: Sequence[float]) -> tuple[int, ...]:
+    """Return the shortest pattern with these shares, each spread evenly over it; none is left out."""
+    wanted = [weight / sum(weights) * _FINEST for weight in weights]
+    counts = [max(1, int(share)) for share in wanted]
+    by_rest = sorted(range(len(wanted)), key=lambda number: int(wanted[number]) - wanted[number])
+    for number in by_rest[: max(0, _FINEST - sum(counts))]:
+        counts[number] += 1
+    divisor = math.gcd(*counts)
+    places = [
+        ((place + 0.5) / (count // divisor), number)
+        for number, count in enumerate(counts)
+        for place in range(count // divisor)
+    ]
+    return tuple(number for _, number in sorted(places))
 
 
 def sample_seed(seed: int, step: int, purpose: str, group: int, sample: int) -> int:

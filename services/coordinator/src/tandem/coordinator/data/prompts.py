@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 import re
 import string
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from tandem.common.config import Config
+from tandem.common.config.named import MULTIPLE_CHOICE
 from tandem.common.config.schema import Data
 from tandem.common.errors import ConfigError, DataError
 from tandem.common.messages import Problem
@@ -22,11 +24,25 @@ from tandem.coordinator.data.chat import ChatEncoder
 _FUNCTION = re.compile(r"(?P<module>[A-Za-z_][\w.]*):(?P<name>[A-Za-z_]\w*)")
 
 
+class Asked(NamedTuple):
+    """A problem, and how it is asked."""
+
+    problem: Problem
+    data: Data
+    """The section ``data`` of its set: how its prompt is made, and what scores its samples."""
+    set_name: str = ""
+    """What metrics call that set, where there are several."""
+
+
 class EncodedProblem(msgspec.Struct, frozen=True, kw_only=True):
     """A problem and its prompt."""
 
     problem: Problem
     prompt_ids: tuple[int, ...]
+    environment: str = ""
+    """The entry of ``env`` that scores its samples."""
+    set_name: str = ""
+    """What metrics call its set, where there are several."""
 
 
 class PromptWriter:
@@ -35,6 +51,8 @@ class PromptWriter:
     def __init__(self, data: Data) -> None:
         self._data = data
         self._prompt_file = _read("data.prompt_file", data.prompt_file)
+        if self._prompt_file is not None and data.processor == MULTIPLE_CHOICE and "{}" not in self._prompt_file:
+            self._prompt_file += "\n\n{}"  # NeMo-RL's files of instructions for such questions
         if self._prompt_file is not None and "{}" not in self._prompt_file:
             raise ConfigError(f"data.prompt_file: {data.prompt_file!r} has no {{}} for the prompt to go to")
         self._system_prompt = data.system_prompt or _read("data.system_prompt_file", data.system_prompt_file)
@@ -64,34 +82,39 @@ class PromptWriter:
 
 
 class PromptEncoder:
-    """Renders problems by the templates of ``data`` and the tokenizer's chat template."""
+    """Renders problems by the templates of their sets and the tokenizer's chat template."""
 
-    def __init__(self, config: Config, tokenizer: Tokenizer, views: Mapping[str, Data] | None = None) -> None:
-        """`views` has the section ``data`` of problems that have one of their own (`ProblemSets.views`)."""
+    def __init__(self, config: Config, tokenizer: Tokenizer, views: Iterable[Data] = ()) -> None:
+        """`views` are the sections ``data`` of problems that are not asked as that of the run says."""
         self._chat = ChatEncoder(config, tokenizer)
-        self._writer = PromptWriter(config.data)
-        self._views = views or {}
-        self._writers = {id(view): PromptWriter(view) for view in self._views.values()}
+        self._views = [config.data, *views]
+        """They are told apart by their identity, and must not go."""
+        self._writers = {id(view): PromptWriter(view) for view in self._views}
 
-    def check_characters(self, problems: Iterable[Problem]) -> None:
+    def check_characters(self, asked: Iterable[Asked]) -> None:
         """Raise `DataError` naming all characters of all prompts that the tokenizer does not know."""
-        items = ((problem.problem_id, (self._messages(problem),)) for problem in problems)
+        items = ((each.problem.problem_id, (self._messages(each),)) for each in asked)
         literals = {key: text for writer in self._writers.values() for key, text in writer.literals().items()}
-        self._chat.check_characters(items, literals | self._writer.literals())
+        self._chat.check_characters(items, literals)
 
-    def _messages(self, problem: Problem) -> Messages:
-        view = self._views.get(problem.problem_id)
-        return (self._writer if view is None else self._writers[id(view)]).messages(problem)
+    def _messages(self, asked: Asked) -> Messages:
+        return self._writers[id(asked.data)].messages(asked.problem)
 
-    def encode(self, problem: Problem) -> EncodedProblem | None:
+    def encode(self, asked: Asked) -> EncodedProblem | None:
         """Tokenise a problem's prompt; None if it does not fit the context and is left out.
 
         Raises `DataError` if it cannot be tokenised, or does not fit although it was made for this run.
         """
-        prompt_ids = self._chat.prompt(problem.problem_id, self._messages(problem))
+        problem = asked.problem
+        prompt_ids = self._chat.prompt(problem.problem_id, self._messages(asked))
         if self._chat.leaves_out(problem.problem_id, self._chat.complaint(prompt_ids)):
             return None
-        return EncodedProblem(problem=problem, prompt_ids=prompt_ids)
+        return EncodedProblem(
+            problem=problem,
+            prompt_ids=prompt_ids,
+            environment=asked.data.environment or "",
+            set_name=asked.set_name,
+        )
 
 
 def literal_text(template: str) -> str:

@@ -7,6 +7,7 @@ import csv
 import gzip
 import itertools
 import random
+import string
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import IO, Annotated, Any
 
 import msgspec
 
-from tandem.common.config.named import NAMED, is_local
+from tandem.common.config.named import MULTIPLE_CHOICE, NAMED, is_local
 from tandem.common.config.problem import MAX_SHOWN
 from tandem.common.config.schema import Data
 from tandem.common.errors import ConfigError, DataError, nearest
@@ -36,6 +37,7 @@ _MAX_LISTED = 20
 """Fields of a row that an error lists."""
 
 _ABSENT = object()
+_OPTIONS = "options"
 _CHUNK = 1000
 _SEED_STRIDE = 1_000_000_007
 """reasoning-gym makes problem i of seed s from s + i: neighbouring seeds would share nearly all problems."""
@@ -224,6 +226,8 @@ def problem(where: str, row: Row, data: Data) -> Problem:
     if question is None:
         raise DataError(f"{where} has null in the field {data.input_key!r} (data.input_key)")
     answer = str(field(where, row, "output_key", data.output_key))
+    if data.processor == MULTIPLE_CHOICE:
+        question = f"Question: {question}\nOptions:\n{_options(where, row)}"
     named = NAMED.get(data.dataset_name)
     if named is not None and named.answer_after:
         answer = answer.rpartition(named.answer_after)[2].strip()
@@ -233,6 +237,16 @@ def problem(where: str, row: Row, data: Data) -> Problem:
         answer=answer,
         metadata=_plain({k: v for k, v in row.items() if k not in (data.input_key, data.output_key)}),
     )
+
+
+def _options(where: str, row: Row) -> str:
+    """Return the choices of a question, a line each behind its letter. Raises `DataError`."""
+    options = field(where, row, "processor", _OPTIONS)
+    if isinstance(options, list | tuple):
+        options = dict(zip(string.ascii_uppercase, options, strict=False))
+    if not isinstance(options, Mapping) or not options:
+        raise DataError(f"{where}: {_OPTIONS!r} holds neither texts by letter nor a list of texts (data.processor)")
+    return "\n".join(f"{letter}) {text}" for letter, text in options.items() if text is not None)
 
 
 def field(where: str, row: Row, setting: str, key: str) -> Any:

@@ -25,7 +25,8 @@ from tandem.common.errors import DataError
 from tandem.common.messages import Problem
 from tandem.common.templates import fill_template
 from tandem.coordinator.data import sources
-from tandem.coordinator.data.listed import held_out, load_parts, taken
+from tandem.coordinator.data.listed import HeldOut, held_out, load_parts, taken
+from tandem.coordinator.data.prompts import Asked
 
 Item = TypeVar("Item")
 
@@ -38,16 +39,48 @@ _MOST_MADE = 1_000_000
 """Problems that a task makes at most: they are made before the run begins, and kept."""
 
 
+class Source(msgspec.Struct, frozen=True):
+    """One of several sets of problems to train on."""
+
+    name: str
+    """What metrics call it."""
+    data: Data
+    """The section ``data`` as though it were alone: how its prompts are made, and what scores its samples."""
+    num_problems: int
+
+
 class ProblemSets(msgspec.Struct, frozen=True, kw_only=True):
     """Problems to train on and problems held out."""
 
     train: list[Problem]
     held_out: dict[str, list[Problem]]
-    """By the names that ``data.val_data_paths`` gives; a set that is alone has the name ``""``."""
+    """By the names of the sets; one that is alone has the name ``""``."""
+    sources: tuple[Source, ...] = ()
+    """The sets that `train` is of, one behind the other; none where it is one, which the section ``data`` describes."""
     views: Mapping[str, Data] = {}
-    """By the place of a problem, the section ``data`` that makes its prompt, where it is not that of the run."""
+    """By the names of sets that are held out, the section ``data`` of those that are listed."""
     num_set_aside: int = 0
     """Problems of neither side: they are too much like those held out to be trained on."""
+
+    @property
+    def all_views(self) -> list[Data]:
+        """Every section ``data`` of sets that are listed."""
+        return [*(source.data for source in self.sources), *self.views.values()]
+
+    def train_asked(self, data: Data) -> list[Asked]:
+        """Return how each problem to train on is asked; `data` is the section of the run."""
+        if not self.sources:
+            return [Asked(problem, data) for problem in self.train]
+        ways = [(source.data, source.name if len(self.sources) > 1 else "") for source in self.sources]
+        repeated = [way for way, source in zip(ways, self.sources, strict=True) for _ in range(source.num_problems)]
+        return [Asked(problem, *way) for problem, way in zip(self.train, repeated, strict=True)]
+
+    def held_out_asked(self, data: Data) -> dict[str, list[Asked]]:
+        """Return how each problem that is held out is asked, by the names of the sets."""
+        return {
+            name: [Asked(problem, self.views.get(name, data), name) for problem in problems]
+            for name, problems in self.held_out.items()
+        }
 
     @property
     def validation(self) -> list[Problem]:
@@ -90,20 +123,18 @@ def _listed(config: Config) -> ProblemSets:
     """Load the problems of several data sets."""
     is_alone = config.evaluates and bool(config.data.validation)
     training, validation = load_parts(config, load_problems, with_train=not is_alone)
-    train: list[Problem] = []
-    for part in training:
-        train += taken(part)
-    held: dict[str, list[Problem]] = held_out(training, validation)
-    refuse_leakage(train, held, _identity(lambda problem: problem.question))
-    views = {
-        problem.problem_id: part.data
-        for part in (*training, *validation)
-        if not _same_prompts(part.data, config.data)
-        for problems in (part.sets.train, *part.sets.held_out.values())
-        for problem in problems
-    }
-    num_set_aside = sum(part.sets.num_set_aside for part in training)
-    return ProblemSets(train=train, held_out=held, views=views, num_set_aside=num_set_aside)
+    own: list[list[Problem]] = [taken(part) for part in training]
+    train = [problem for problems in own for problem in problems]
+    held: dict[str, HeldOut[Problem]] = held_out(training, validation)
+    held_problems = {name: items for name, (items, _) in held.items()}
+    refuse_leakage(train, held_problems, _identity(lambda problem: problem.question))
+    return ProblemSets(
+        train=train,
+        held_out=held_problems,
+        sources=tuple(Source(part.name, part.data, len(items)) for part, items in zip(training, own, strict=True)),
+        views={name: data for name, (_, data) in held.items()},
+        num_set_aside=sum(part.sets.num_set_aside for part in training),
+    )
 
 
 def _identity(prompt: Callable[[Problem], str]) -> Identity[Problem]:
@@ -114,11 +145,6 @@ def _identity(prompt: Callable[[Problem], str]) -> Identity[Problem]:
         return msgspec.json.encode(parts, order="sorted").decode()
 
     return Identity(place=lambda problem: problem.problem_id, prompt=prompt, content=content)
-
-
-def _same_prompts(one: Data, other: Data) -> bool:
-    keys = ("prompt_file", "system_prompt_file")
-    return all(getattr(one, key) == getattr(other, key) for key in keys)
 
 
 def _generated(data: Data, problems: Iterator[Problem]) -> ProblemSets:

@@ -159,7 +159,7 @@ def _described(ready: Ready, base: Config, rows: Sequence[Any]) -> Evaluation:
     return Evaluation(
         source=ready.source,
         dataset_name=config.data.dataset_name,
-        environment=str(config.data.environment),
+        environment=", ".join(config.environments),
         num_tests_per_prompt=config.rollout_section.num_val_generations_per_prompt,
         temperature=sampling["temperature"],
         top_p=sampling["top_p"],

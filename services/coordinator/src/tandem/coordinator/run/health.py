@@ -108,7 +108,7 @@ def _of_samples(config: Config) -> Iterator[Condition]:
             metric="reward_max",
             holds=lambda metrics: metrics["reward_min"] == metrics["reward_max"],
             evidence="all rewards of a step have been equal, at last {reward_max:g}: no sample is better than another",
-            look_at=f"env.{config.data.environment}, and data.prompt_template, which asks for the answer",
+            look_at=f"{config.environment_keys}, and data.prompt_template, which asks for the answer",
             explains=("groups_without_spread", "grad_norm"),
         )
         if estimator is not None and (

@@ -173,7 +173,8 @@ class Loop:
                 self._handle(event)
             self._replace_missing()
             self._recorder.show(self._scheduler, self._registry)
-        return self._finish
+        is_out_of_time = self._finish.outcome == "interrupted" and self._limit.has_ended_run
+        return msgspec.structs.replace(self._finish, is_out_of_time=is_out_of_time)
 
     def _replace_missing(self) -> None:
         """Replace who has not come back to this coordinator, now that all is heard which had arrived."""

@@ -36,7 +36,7 @@ def _all_named(config: Config, kind: str) -> Iterator[tuple[str, str]]:
     match kind:
         case "rollout":
             for name, environment in config.env.items():
-                if environment.class_path is not None and name == config.data.environment:
+                if environment.class_path is not None and name in config.environments:
                     yield f"env.{name}.class", environment.class_path
         case "trainer":
             if config.loss_fn.class_path is not None:

@@ -56,7 +56,7 @@ def _refuse_rewards_of_a_program(ready: Ready | None) -> None:
     """Raise `ConfigError` for a run that only the program which has its reward functions can go on with."""
     while ready is not None:
         config = ready.config
-        if config.generates and config.data.environment == PYTHON_REWARDS:
+        if config.generates and PYTHON_REWARDS in config.environments:
             names = ", ".join(config.env[PYTHON_REWARDS].kwargs.get("functions", ())) or "none here"
             raise ConfigError(
                 f"{ready.source}: data.environment: {PYTHON_REWARDS}: the reward functions ({names}) are those of a "
@@ -140,11 +140,9 @@ def _find_extras(config: Config) -> None:
         if setting is not None and package_folder(module) is None
     ]
     launched = launched_processes(config)
-    chosen = config.env.get(str(config.data.environment))
-    if launched.get("rollout") and chosen is not None and chosen.judge is not None and package_folder("openai") is None:
-        missing.append(
-            f"env.{config.data.environment}.judge: the package openai is not installed; pip install 'tandem[judge]'"
-        )
+    judges = [name for name in config.environments if config.env[name].judge is not None]
+    if launched.get("rollout") and judges and package_folder("openai") is None:
+        missing.append(f"env.{judges[0]}.judge: the package openai is not installed; pip install 'tandem[judge]'")
     if launched.get("rollout") and config.policy.generation.backend == "vllm" and package_folder("vllm") is None:
         missing.append("policy.generation.backend: vllm, but vLLM is not installed; pip install 'tandem[vllm]'")
     if missing:

@@ -56,7 +56,7 @@ def run_spec(
 ) -> RunSpec:
     """Describe the run to the scheduler."""
     section = config.algorithm_section
-    validates = config.replay is None  # else there is nobody to generate for it
+    validates = config.has_validation and config.replay is None  # else there is nobody to generate for it
     deadlines = config.cluster.deadlines
     return RunSpec(
         has_engines=config.generates,

@@ -31,6 +31,8 @@ class TimeLimit:
         self._saving_s = 0.0
         self._is_between = False
         self._is_over = False
+        self.has_ended_run = False
+        """Whether it has ended the run, and nobody else asked for that."""
 
     def copied(self, now: float) -> None:
         """Take note that a checkpoint is begun."""
@@ -52,6 +54,7 @@ class TimeLimit:
     def give_up(self) -> None:
         """Somebody else has asked the run to end: a second request would end it at once."""
         self._is_over = True
+        self.has_ended_run = False
 
     def why_over(self, now: float) -> str | None:
         """Return why the run is to save and end now; None if it may go on. Said once."""
@@ -59,7 +62,7 @@ class TimeLimit:
         needed = self._saving_s + (max(self._steps_s) if is_between else 0.0)
         if self._is_over or not self._steps_s or now + needed < self._ends_at:
             return None  # before the first step is done there is nothing to save
-        self._is_over = True
+        self._is_over = self.has_ended_run = True
         what = (
             f"{self._ends_at - now:.0f} s are left, a step and a checkpoint have taken {needed:.0f} s"
             if is_between

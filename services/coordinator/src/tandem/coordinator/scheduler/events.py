@@ -287,6 +287,8 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
 
     outcome: Outcome
     error: ServiceError | None = None
+    is_out_of_time: bool = False
+    """Whether it was interrupted by ``checkpointing.checkpoint_must_save_by``, and by nothing else."""
 
 
 Action = (

@@ -12,6 +12,35 @@ _TAIL = 300
 """Characters at the end of a response in which an answer is looked for: an answer comes last."""
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _CHOICE = re.compile(r"answer\s*:[\s*$(]*([A-Z])(?![A-Za-z])", re.IGNORECASE)
+_WORDS = (
+    *("answer", "antwort", "respuesta", "risposta", "réponse", "resposta"),
+    *("jawaban", "jibu", "idahun", "ìdáhùn", "idáhùn", "àmọ̀nà", "àdáhùn", "ànúgọ", "àṣàyàn", "উত্তর", "उत्तर", "답변"),
+    *(
+        "정답",
+        "답",
+        "答案",
+        "答",
+        "答复",
+        "答曰",
+        "答え",
+        "回答",
+        "解答",
+        "الإجابة",
+        "الجواب",
+        "إجابة",
+        "الإجابة النهائية",
+    ),
+    *("الإجابة الصحيحة", "الإجابة الصحيحة هي", "الإجابة هي"),
+)
+"""What an answer follows in the languages of MMLU's translations."""
+_LETTERS = {letter: letter for letter in "ABCDEFGHIJ"}
+_LETTERS |= dict(zip("ＡＢＣＤＥＦＧＨＩＪ", "ABCDEFGHIJ", strict=True))
+_LETTERS |= dict(zip("أبجد", "ABCD", strict=True)) | dict(zip("অবডঢ", "ABCD", strict=True))
+"""How choices are named there: in Japanese, Arabic and Bengali."""
+_CHOICE_ANYWHERE = re.compile(
+    rf"(?:best answer is|(?:{'|'.join(_WORDS)})\s*[:：ঃ])[\s*$(（]*([{''.join(_LETTERS)}])(?![^\W\d_])", re.IGNORECASE
+)
+_MARKUP = re.compile(r"\\(?:boxed|text|textbf|mathrm|mathbf)?[({]|\*\*")
 _WRAPPED = re.compile(r"\\(?:boxed|fbox|text|textbf|mathrm|mbox|overline)\{([^{}]*)\}")
 _FRACTION = re.compile(r"\\[dt]frac")
 _NOISE = re.compile(r"\\[!,;:]|\\(?:left|right)|[\s$]")
@@ -42,6 +71,18 @@ class ChoiceLine:
         found = _CHOICE.findall(response)
         given = found[-1].upper() if found else None
         correct = given == reference(problem).strip().upper()
+        return Score(reward=float(correct), correct=correct, answer=given)
+
+
+class ChoiceLineOfAnyLanguage:
+    """The same where ``Answer:`` and the letters may be those of another language, as MMLU's translations have them."""
+
+    def score(self, problem: Problem, response: str) -> Score:
+        """Compare the letters; a response without such a line is wrong."""
+        found = _CHOICE_ANYWHERE.findall(_MARKUP.sub("", response))
+        given = _LETTERS[found[-1].upper()] if found else None
+        wanted = reference(problem).strip().upper()
+        correct = given == _LETTERS.get(wanted, wanted)
         return Score(reward=float(correct), correct=correct, answer=given)
 
 

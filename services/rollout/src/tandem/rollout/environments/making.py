@@ -73,6 +73,10 @@ def _factory(name: str, settings: Settings, config: Config) -> Callable[..., Env
             from tandem.rollout.environments.answer_line import ChoiceLine
 
             return ChoiceLine
+        case "math" if settings.verifier_type == "multilingual_multichoice":
+            from tandem.rollout.environments.answer_line import ChoiceLineOfAnyLanguage
+
+            return ChoiceLineOfAnyLanguage
         case "math" if settings.math_verify_impl == "dapo_math_verify":
             from tandem.rollout.environments.answer_line import AnswerLine
 
@@ -81,6 +85,10 @@ def _factory(name: str, settings: Settings, config: Config) -> Callable[..., Env
             from tandem.rollout.environments.math import MathVerify
 
             return MathVerify
+        case "math_multi_reward":
+            from tandem.rollout.environments.math_multi_reward import MathMultiReward
+
+            return MathMultiReward
         case "exact_match":
             from tandem.rollout.environments.exact_match import ExactMatch
 

@@ -18,7 +18,7 @@ from tandem.common.errors import listed, nearest
 CONVERSING_ENVIRONMENTS = ("calculator", "sliding_puzzle_game")
 """Those that answer a response, so that one turn is never enough."""
 
-BUILT_IN_ENVIRONMENTS = ("reasoning_gym", "math", "exact_match", *CONVERSING_ENVIRONMENTS)
+BUILT_IN_ENVIRONMENTS = ("reasoning_gym", "math", "math_multi_reward", "exact_match", *CONVERSING_ENVIRONMENTS)
 
 PYTHON_REWARDS = "python_rewards"
 """The environment that `tandem.train` sets: functions of the program that calls it."""
@@ -79,6 +79,8 @@ def listed_sets_are_read(config: Config) -> None:
                 raise Invalid(f"{key}.dataset_name", f"{name} makes its problems: set data.dataset_name alone")
             if is_local(name) and each.data_path is None:
                 raise Invalid(f"{key}.data_path", f"required where dataset_name is {name}")
+            if side == "validation" and each.weight is not None:
+                raise Invalid(f"{key}.weight", "only sets that are trained on are drawn from")
     if data.validation and not data.train:
         raise Invalid("data.validation", "data.train is not given: what is trained on is listed, too")
     for key in ("val_data_path", "val_data_paths", "val_split"):
@@ -203,31 +205,64 @@ def _check_judge(name: str, entry: Environment, judge: Judge, config: Config) ->
 
 
 def samples_are_scored(config: Config) -> None:
-    """There is one environment, and one that can score the dataset."""
+    """Each data set has an environment, and one that can score it."""
     chosen, names, title = config.data.environment, list(config.env), config.declaration.title
     if not names:
         raise Invalid("env", f"required: {title} needs an environment, such as {', '.join(BUILT_IN_ENVIRONMENTS)}")
     if chosen is None:
         raise Invalid("data.environment", f"required where env has several entries ({', '.join(names)})")
-    if chosen not in names:
-        raise Invalid("data.environment", f"{shown(chosen)} is not an entry of env ({', '.join(names)})")
-    dataset = config.data.dataset_name
+    _check_scores(config, "data.environment", chosen, "data.dataset_name", config.data.dataset_name)
+    for side in ("train", "validation"):
+        for index, each in enumerate(getattr(config.data, side)):
+            if each.env_name not in (None, chosen):
+                _check_scores(config, f"data.{side}[{index}].env_name", each.env_name, "dataset_name", each.title)
+    agents = [name for name in config.environments if config.env[name].is_agent]
+    if agents and len(config.environments) > 1:
+        raise Invalid(
+            f"env.{agents[0]}",
+            f"an agent plays whole episodes: there can be no other environment ({', '.join(config.environments)})",
+        )
+
+
+def _check_scores(config: Config, key: str, chosen: str, what: str, dataset: str) -> None:
+    if chosen not in config.env:
+        raise Invalid(key, f"{shown(chosen)} is not an entry of env ({', '.join(config.env)})")
     built_in = not config.env[chosen].is_own
     if built_in and chosen == "reasoning_gym" and dataset != "reasoning_gym":
-        raise Invalid("data.environment", f"reasoning_gym cannot score data.dataset_name {dataset}")
+        raise Invalid(key, f"reasoning_gym cannot score {what} {dataset}")
     if built_in and chosen == "sliding_puzzle_game" and dataset != "sliding_puzzle":
-        raise Invalid("data.environment", f"sliding_puzzle_game plays data.dataset_name sliding_puzzle, not {dataset}")
+        raise Invalid(key, f"sliding_puzzle_game plays {what} sliding_puzzle, not {dataset}")
+
+
+def sets_are_drawn_from(config: Config) -> None:
+    """What says how much of each data set there is in a step comes out even."""
+    data, key = config.data, "data.num_prompts_per_dataloader"
+    num_prompts = data.num_prompts_per_dataloader
+    if not data.use_multiple_dataloader:
+        return
+    if not config.declaration.rolls_out:
+        raise Invalid("data.use_multiple_dataloader", f"{config.declaration.title} has none: give the sets a weight")
+    if len(data.train) < 2:
+        raise Invalid("data.use_multiple_dataloader", "needs several data sets in data.train")
+    if any(each.weight is not None for each in data.train):
+        raise Invalid("data.use_multiple_dataloader", "each set has its turn, and a set of data.train has a weight")
+    if num_prompts is None:
+        raise Invalid(key, "required with data.use_multiple_dataloader")
+    per_step = config.rollout_section.num_prompts_per_step
+    if per_step % num_prompts:
+        raise Invalid(key, f"{config.algorithm}.num_prompts_per_step ({per_step}) is no multiple of {num_prompts}")
 
 
 def conversations_have_turns(config: Config) -> None:
     """An environment that answers must be listened to."""
-    chosen = config.data.environment
-    if chosen not in CONVERSING_ENVIRONMENTS or config.env[chosen].is_own:
-        return
-    if config.rollout_section.max_rollout_turns == 1:
-        raise Invalid(
-            f"{config.algorithm}.max_rollout_turns", f"1, but {chosen} answers, and the policy needs a turn after that"
-        )
+    for chosen in config.environments:
+        if chosen not in CONVERSING_ENVIRONMENTS or config.env[chosen].is_own:
+            continue
+        if config.rollout_section.max_rollout_turns == 1:
+            raise Invalid(
+                f"{config.algorithm}.max_rollout_turns",
+                f"1, but {chosen} answers, and the policy needs a turn after that",
+            )
 
 
 RULES: tuple[Rule, ...] = (
@@ -241,5 +276,6 @@ RULES: tuple[Rule, ...] = (
     margins_are_read,
     the_system_message_is_given_once,
     environments_are_known,
+    sets_are_drawn_from,
     *where_it_rolls_out(samples_are_scored, conversations_have_turns),
 )

@@ -71,6 +71,13 @@ def rewards_can_be_scaled(config: Config) -> None:
         )
 
 
+def advantages_have_bounds(config: Config) -> None:
+    """One bound is not beyond the other."""
+    low, high = config.grpo.advantage_clip_low, config.grpo.advantage_clip_high
+    if low is not None and high is not None and low >= high:
+        raise Invalid("grpo.advantage_clip_high", f"{high:g} is not more than grpo.advantage_clip_low ({low:g})")
+
+
 ROLLOUT_RULES: tuple[Rule, ...] = (
     samples_differ,
     dynamic_sampling_can_tell_groups_apart,
@@ -78,4 +85,9 @@ ROLLOUT_RULES: tuple[Rule, ...] = (
     rewards_can_be_shaped,
 )
 
-RULES: tuple[Rule, ...] = (leaving_one_out_leaves_one, components_have_no_length, *ROLLOUT_RULES)
+RULES: tuple[Rule, ...] = (
+    leaving_one_out_leaves_one,
+    components_have_no_length,
+    advantages_have_bounds,
+    *ROLLOUT_RULES,
+)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -43,10 +44,13 @@ class DataSet(Section, frozen=True, kw_only=True):
     """The first so many of its problems; null means all."""
     repeat: PositiveInt = 1
     """How often each problem is there."""
+    weight: PositiveFloat | None = None
+    """New. This set's share of the prompts of the run, beside the weights of the others, of which those that say none
+    have 1; where no set says one, all are shuffled together, so that larger ones have a larger share."""
     env_name: NonEmptyStr | None = None
-    """Which entry of `env` scores the samples: the same for all sets."""
+    """Which entry of `env` scores its samples; null is that of `data.environment`."""
     processor: NonEmptyStr | None = None
-    """NeMo-RL's function that makes prompts of rows. Those for text are accepted: the keys below say what a row is."""
+    """As `data.processor`."""
     prompt_file: NonEmptyStr | None = None
     """As `data.prompt_file`."""
     system_prompt_file: NonEmptyStr | None = None
@@ -79,10 +83,25 @@ class DataSet(Section, frozen=True, kw_only=True):
         return re.sub(r"[^\w.-]+", "_", name)
 
 
+def set_names(listed: Sequence[DataSet]) -> list[str]:
+    """Return what metrics call the sets of a list, each by another name."""
+    found: list[str] = []
+    for each in listed:
+        same = sum(name == each.title or name.startswith(f"{each.title}_") for name in found)
+        found.append(f"{each.title}_{same + 1}" if same else each.title)
+    return found
+
+
+def name_apart(name: str, held_out: Container[str]) -> str:
+    """Return what metrics call a set to validate on, beside what is held out of those to train on."""
+    return f"{name}_validation" if name in held_out else name
+
+
 OF_EACH_SET = (
     "dataset_name",
     "subset",
     "split",
+    "processor",
     "prompt_file",
     "system_prompt_file",
     "input_key",
@@ -115,9 +134,9 @@ class Data(Section, frozen=True, kw_only=True):
     num_train: PositiveInt | None = None
     """New. Training problems to make or to use; null means every one of the file or split, and 10000 where they are
     made. Those that are made, validation and all, are a million at most."""
-    num_validation: PositiveInt | None = None
+    num_validation: NonNegativeInt | None = None
     """New. Validation problems to make, to use or to hold out; null means every one of `val_data_path` or
-    `val_split`, and 256 where there is neither."""
+    `val_split`, and 256 where there is neither. 0: none, and nothing is validated."""
     seed: int | None = None
     """Accepted, because NeMo-RL draws what it holds out with it; here the prompts decide that, and the algorithm's seed
     the order."""
@@ -149,6 +168,9 @@ class Data(Section, frozen=True, kw_only=True):
     margin_key: NonEmptyStr | None = None
     """New. Reward models: field that holds a number, by which the score of the better response should be ahead of the
     worse one's; its sign, which in HelpSteer3's ``overall_preference`` says which is better, is not read. Null: 0."""
+    processor: NonEmptyStr | None = None
+    """NeMo-RL's function that makes prompts of rows. Those for text are accepted, since the keys here say what a row
+    is; with ``multichoice_qa_processor`` its field ``options``, texts by letter or in order, follows the question."""
     split: NonEmptyStr
     """Split of the Hub dataset to train on."""
     val_split: NonEmptyStr | None
@@ -165,8 +187,10 @@ class Data(Section, frozen=True, kw_only=True):
     train: tuple[DataSet, ...] = ()
     """Data sets to train on, one or a list, in the place of `dataset_name` and what belongs to it."""
     validation: tuple[DataSet, ...] = ()
-    """Data sets to validate on, one or a list; null holds some out of those to train on. Of several, each also has
-    metrics of its own (``val_NAME/accuracy``), and `grpo.max_val_samples` and the like are of each."""
+    """Data sets to validate on, one or a list. Where there is none, so many are held out of those to train on as
+    `split_validation_size` or `num_validation` says; null, where neither is given, means as in NeMo-RL that nothing is
+    validated. Of several, each also has metrics of its own (``val_NAME/accuracy``), and `grpo.max_val_samples` and the
+    like are of each."""
     default: DataSet | None = None
     """What each of these sets is like in what it does not say itself."""
     split_validation_size: NonNegativeFloat = 0.0
@@ -176,9 +200,10 @@ class Data(Section, frozen=True, kw_only=True):
     num_workers: NonNegativeInt | None = None
     """Accepted: processes that read data. They are read once, before the run begins."""
     use_multiple_dataloader: bool = False
-    """Draw from each of several data sets so many prompts a step, as `num_prompts_per_dataloader` says."""
+    """Draw from the sets of `train` in turns, so many prompts of each as `num_prompts_per_dataloader` says, in the
+    place of weights."""
     num_prompts_per_dataloader: PositiveInt | None = None
-    """Prompts of each data set in a step."""
+    """Prompts of one data set before the next has its turn; a step's are a multiple of it."""
     custom_dataloader: NonEmptyStr | None = None
     """Dotted path of a class of NeMo-RL's that chooses between data sets."""
     rejected_template: str | None = None
@@ -193,7 +218,7 @@ class Data(Section, frozen=True, kw_only=True):
     max_input_seq_length: PositiveInt
     """Longest prompt, in tokens."""
     environment: NonEmptyStr | None
-    """New. Which entry of `env` scores the samples."""
+    """New. Which entry of `env` scores the samples of data sets that do not say so themselves (`env_name`)."""
     add_bos: bool = True
     """SFT, DPO and RM: begin each sequence with the tokenizer's beginning-of-sequence token, if it has one."""
     add_eos: bool = True
@@ -202,6 +227,22 @@ class Data(Section, frozen=True, kw_only=True):
     """SFT, DPO and RM: put the chat template's generation prompt before the solution."""
     add_system_prompt: bool = False
     """SFT, DPO and RM: let the chat template add its default system message."""
+
+    @property
+    def validation_names(self) -> tuple[str, ...]:
+        """What metrics call the sets that are validated on by themselves; none where there is one."""
+        if not self.train:
+            return tuple(self.val_data_paths or ())
+        own = set_names(self.train)
+        first_too = bool(self.num_validation) and not self.validation
+        held_out = [
+            name
+            for index, (name, each) in enumerate(zip(own, self.train, strict=True))
+            if each.split_validation_size or (first_too and not index)
+        ]
+        for name in set_names(self.validation):
+            held_out.append(name_apart(name, held_out))
+        return tuple(held_out) if len(held_out) > 1 else ()
 
     @property
     def train_sets(self) -> tuple[Data, ...]:
@@ -220,6 +261,7 @@ class Data(Section, frozen=True, kw_only=True):
         return msgspec.structs.replace(
             self,
             **own,
+            environment=each.env_name or self.environment,
             train_data_path=each.data_path,
             val_data_path=None,
             val_split=None,
@@ -290,10 +332,11 @@ _LONGEST_PAUSE_S = 60.0
 
 
 class Environment(Section, frozen=True, kw_only=True):
-    """One way to score samples. Built in are ``reasoning_gym``, ``math`` (math-verify) and ``exact_match``, and two
-    that answer the policy: ``calculator`` and ``sliding_puzzle_game``. Any other name needs a `class`, or is an agent:
-    a program outside that plays episodes, which `command` starts or `url` asks, or a `judge`. ``python_rewards`` are
-    the functions given to `tandem.train`; its `num_workers` are threads of that program."""
+    """One way to score samples. Built in are ``reasoning_gym``, ``math`` (math-verify), ``math_multi_reward`` (several
+    rewards a sample) and ``exact_match``, and two that answer the policy: ``calculator`` and ``sliding_puzzle_game``.
+    Any other name needs a `class`, or is an agent: a program outside that plays episodes, which `command` starts or
+    `url` asks, or a `judge`. ``python_rewards`` are the functions given to `tandem.train`; its `num_workers` are
+    threads of that program."""
 
     num_workers: PositiveInt = 1
     """Worker processes of each rollout process, or threads where the class says `runs_in = "threads"`: so many samples
@@ -322,7 +365,8 @@ class Environment(Section, frozen=True, kw_only=True):
     math-verify. dapo_math_verify: what follows the last ``Answer:`` of a response, as text, as DAPO's data want it
     (arXiv:2503.14476, section 4.1)."""
     verifier_type: Literal["math", "english_multichoice", "multilingual_multichoice"] = "math"
-    """Of math: what an answer is. english_multichoice: the letter after the last ``Answer:``."""
+    """Of math: what an answer is. english_multichoice: the letter after the last ``Answer:``. multilingual_multichoice:
+    the same in the languages of MMLU's translations."""
     reward_functions: tuple[dict[str, Any], ...] = ()
     """Of NeMo-RL's environments for pictures and sounds: functions, with a `name` and a `weight` each."""
     command: tuple[NonEmptyStr, ...] | None = None

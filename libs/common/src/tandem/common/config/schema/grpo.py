@@ -132,6 +132,16 @@ class Rollouts(Section, frozen=True, kw_only=True):
         return None
 
     @property
+    def advantage_bounds(self) -> tuple[float | None, float | None] | None:
+        """What advantages are not below, and not above, where one of these is given."""
+        return None
+
+    @property
+    def largest_logprob_error(self) -> float | None:
+        """The multiplicative error above which a sequence is left out of the loss, if any is."""
+        return None
+
+    @property
     def num_passes(self) -> int:
         """Times that a step trains on its rollout batch."""
         return 1
@@ -162,22 +172,36 @@ class Grpo(Rollouts, frozen=True, kw_only=True):
     arXiv:2402.14740)."""
     adv_estimator: AdvEstimator = AdvEstimator()
     advantage_clip_low: float | None = None
-    """No advantage is below this; null means no bound."""
+    """What is below becomes this, once advantages are normalised; null means no bound."""
     advantage_clip_high: float | None = None
-    """No advantage is above this; null means no bound."""
+    """What is above becomes this, likewise."""
     invalid_tool_call_advantage: float | None = None
-    """The advantage of a sample that calls a tool wrongly; null means what its reward gives."""
+    """The advantage of an agent's response that calls a tool wrongly, as NeMo Gym tells; null means what its reward
+    gives."""
     malformed_thinking_advantage: float | None = None
-    """The advantage of a sample whose thinking does not end; null means what its reward gives."""
+    """The advantage of an agent's response whose thinking is out of shape, as NeMo Gym tells; null means what its
+    reward gives."""
     seq_logprob_error_threshold: PositiveFloat | None = None
-    """Leave samples out of the loss whose log-probabilities in training and in generation differ by more; null keeps
-    all. `token_mult_prob_error` says by how much they do."""
+    """Leave sequences out of the loss whose multiplicative error of probabilities is above this: the mean over their
+    tokens of exp |log-probability in training - in generation|, which `token_mult_prob_error` is of all tokens. They
+    count in their group's baseline. Null keeps all; else a pass of its own computes the log-probabilities."""
     async_grpo: AsyncGrpo = AsyncGrpo()
 
     @property
     def asynchronous(self) -> AsyncGrpo:
         """Whether it generates while it trains, and how far ahead."""
         return self.async_grpo
+
+    @property
+    def advantage_bounds(self) -> tuple[float | None, float | None] | None:
+        """What advantages are not below, and not above."""
+        bounds = self.advantage_clip_low, self.advantage_clip_high
+        return None if bounds == (None, None) else bounds
+
+    @property
+    def largest_logprob_error(self) -> float | None:
+        """The multiplicative error above which a sequence is left out of the loss."""
+        return self.seq_logprob_error_threshold
 
     @property
     def group_estimator(self) -> AdvEstimator:

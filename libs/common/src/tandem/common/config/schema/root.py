@@ -75,9 +75,31 @@ class Config(Section, frozen=True, kw_only=True):
         return self.algorithm_section.max_num_steps == 0
 
     @property
+    def has_validation(self) -> bool:
+        """Whether there is anything to validate on."""
+        return self.data.num_validation != 0
+
+    @property
     def generates(self) -> bool:
         """Whether the run has engines, which make what it trains on, and not the recorded samples of another run."""
         return self.declaration.rolls_out and self.replay is None
+
+    @property
+    def environments(self) -> tuple[str, ...]:
+        """Entries of `env` that score samples of the run; the first is that of `data.environment`."""
+        if not self.declaration.rolls_out:
+            return ()
+        of_sets = (each.env_name for each in (*self.data.train, *self.data.validation))
+        return tuple(dict.fromkeys(filter(None, (self.data.environment, *of_sets))))
+
+    @property
+    def environment_keys(self) -> str:
+        """Their keys, as a message to the user says where to look."""
+        return ", ".join(f"env.{name}" for name in self.environments)
+
+    def of_environment(self, name: str) -> Config:
+        """Return the configuration as though this entry of `env` scored all samples."""
+        return msgspec.structs.replace(self, data=msgspec.structs.replace(self.data, environment=name))
 
     @property
     def agent(self) -> Environment | None:
@@ -121,6 +143,11 @@ class Config(Section, frozen=True, kw_only=True):
         assert self.declaration.rolls_out, f"{self.algorithm} does not roll out"
         section: Rollouts = getattr(self, self.algorithm)
         return section
+
+    @property
+    def largest_logprob_error(self) -> float | None:
+        """The multiplicative error of probabilities above which a sequence is left out of the loss, if any is."""
+        return self.rollout_section.largest_logprob_error if self.declaration.rolls_out else None
 
     @property
     def max_trajectory_age_steps(self) -> int:

@@ -6,7 +6,6 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from tandem.common.algorithms import MetricName
 from tandem.common.config.schema.base import (
     NonEmptyStr,
     NonNegativeFloat,
@@ -29,8 +28,9 @@ class Checkpointing(Section, frozen=True, kw_only=True):
     """Save checkpoints."""
     checkpoint_dir: NonEmptyStr
     """Folder of the checkpoints; relative to the working directory."""
-    metric_name: MetricName
-    """The metric that ranks checkpoints; those that begin with val_ are the last validation's."""
+    metric_name: NonEmptyStr
+    """The metric that ranks checkpoints; those that begin with val_ are the last validation's. Of several validation
+    sets one may do so alone (``val_NAME/accuracy``). NeMo-RL's names, such as ``val:accuracy``, are taken."""
     higher_is_better: bool
     """Whether a higher metric is better."""
     keep_top_k: PositiveInt | None = 3

@@ -21,7 +21,7 @@ def failing_environment(evidence: Evidence) -> Finding | None:
         return None
     texts = Counter(_cause(row.failure) for row in evidence.samples if row.failure)
     lines = [f"{count} recorded samples: {text}" for text, count in texts.most_common(2)]
-    keys = f"env.{config.data.environment}: its class, timeout_s and on_error"
+    keys = f"{config.environment_keys}: its class, timeout_s and on_error"
     if ending is not None and ending.outcome == "failed" and _ENVIRONMENT.search(ending.why):
         return Finding(
             name="failing environment",

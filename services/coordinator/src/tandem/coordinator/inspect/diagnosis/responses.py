@@ -60,7 +60,7 @@ def growing_responses(evidence: Evidence) -> Finding | None:
             str(cut),
             *([str(reward)] if reward is not None else []),
         ),
-        look_at=f"env.{evidence.config.data.environment}, which may reward length; grpo.reward_shaping, "
+        look_at=f"{evidence.config.environment_keys}, which may reward length; grpo.reward_shaping, "
         "grpo.overlong_filtering and loss_fn.token_level_loss",
         certainty="likely",
         since=evidence.first_step,
@@ -77,7 +77,7 @@ def shrinking_responses(evidence: Evidence) -> Finding | None:
         name="responses shrink",
         what="Responses have become much shorter than they were: the policy says next to nothing any more.",
         evidence=(f"{length} tokens; {SHRINKAGE:.0%} of what it was is the threshold",),
-        look_at=f"env.{evidence.config.data.environment}, which may reward brevity, and grpo.reward_shaping",
+        look_at=f"{evidence.config.environment_keys}, which may reward brevity, and grpo.reward_shaping",
         certainty="possible",
         since=length.first_late,
     )

@@ -93,7 +93,7 @@ def one_answer(evidence: Evidence) -> Finding | None:
             f"{shortened(response, 80)!r} ({threshold:.0%} is the threshold)",
             f"it is worth {worth:.4g} in the mean; samples of step {before[0].step} were worth {was:.4g}",
         ),
-        look_at=f"env.{evidence.config.data.environment}, loss_fn.reference_policy_kl_penalty and "
+        look_at=f"{evidence.config.environment_keys}, loss_fn.reference_policy_kl_penalty and "
         "policy.generation.temperature",
         certainty="likely",
         since=last[0].step if last[0].step == before[0].step else before[0].step + 1,
@@ -120,7 +120,7 @@ def reward_without_accuracy(evidence: Evidence) -> Finding | None:
         what="Rewards rise in training while accuracy on held-out problems falls: the reward can be had without "
         "solving them, or the training problems are learned by heart.",
         evidence=(str(reward), f"val_accuracy was {best:.4g} in step {best_step}, and is {held[-1][1]:.4g} at last"),
-        look_at=f"env.{evidence.config.data.environment}, data.num_train, and coordinator samples for what is rewarded",
+        look_at=f"{evidence.config.environment_keys}, data.num_train, and coordinator samples for what is rewarded",
         certainty="likely",
         since=best_step + 1,
     )

@@ -1,0 +1,44 @@
+"""Sequences about whose log-probabilities training and generation disagree too much to train on them.
+
+Shapes: ``S`` sequences of a batch, ``T`` tokens of a rank's share of it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.common.batch import Float32s, TrainingBatch
+
+_LARGEST = 600.0
+"""Difference of log-probabilities; what is further apart is above any threshold as well, and has no finite error."""
+
+
+def mult_prob_errors(batch: TrainingBatch, policy_T: Float32s) -> NDArray[np.float64]:
+    """Return of each sequence the mean of exp |log p_training - log p_generation| over its counted tokens.
+
+    One that has none has 0. Of all tokens of a batch it is the metric ``token_mult_prob_error``.
+    """
+    counted_T = batch.counted()
+    differences_T = np.abs(policy_T.astype(np.float64) - batch.generation_logprobs_T)
+    errors_T = np.where(counted_T, np.exp(np.minimum(differences_T, _LARGEST)), 0.0)
+    rows_T = np.repeat(np.arange(len(batch.lengths_S)), batch.lengths_S)
+    sums_S = np.bincount(rows_T, weights=errors_T, minlength=len(batch.lengths_S))
+    return np.asarray(sums_S / np.maximum(1, batch.num_counted()), dtype=np.float64)
+
+
+def kept_sequences(
+    errors_S: NDArray[np.float64], counted_S: NDArray[np.int32], rewards_S: Float32s, threshold: float
+) -> tuple[NDArray[np.bool_], dict[str, float]]:
+    """Return which sequences are trained on, and metrics under NeMo-RL's names.
+
+    The largest error is that of all sequences that had a token to count; a reward of 1 is a correct answer.
+    """
+    kept_S = errors_S <= threshold
+    masked_S = ~kept_S & (counted_S > 0)
+    num_masked = int(masked_S.sum())
+    return kept_S, {
+        "max_seq_mult_prob_error": float(errors_S.max(initial=0.0)),
+        "num_masked_seqs_by_logprob_error": float(num_masked),
+        "masked_correct_pct": float((rewards_S[masked_S] == 1).sum() / max(1, num_masked)),
+    }
