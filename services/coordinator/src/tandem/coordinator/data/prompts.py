@@ -69,6 +69,8 @@ class PromptEncoder:
     def __init__(self, config: Config, tokenizer: Tokenizer, views: Mapping[str, Data] | None = None) -> None:
         """`views` has the section ``data`` of problems that have one of their own (`ProblemSets.views`)."""
         self._chat = ChatEncoder(config, tokenizer)
+        self._env = config.env
+        self._data = config.data
         self._writer = PromptWriter(config.data)
         self._views = views or {}
         self._writers = {id(view): PromptWriter(view) for view in self._views.values()}
@@ -88,9 +90,13 @@ class PromptEncoder:
 
         Raises `DataError` if it cannot be tokenised, or does not fit although it was made for this run.
         """
-        prompt_ids = self._chat.prompt(problem.problem_id, self._messages(problem))
+        messages = self._messages(problem)
+        prompt_ids = self._chat.prompt(problem.problem_id, messages)
         if self._chat.leaves_out(problem.problem_id, self._chat.complaint(prompt_ids)):
             return None
+        environment = self._env.get(self._views.get(problem.problem_id, self._data).environment or "")
+        if environment is not None and environment.is_reward_model:
+            problem = msgspec.structs.replace(problem, prompt=tuple(dict(message) for message in messages))
         return EncodedProblem(problem=problem, prompt_ids=prompt_ids)
 
 

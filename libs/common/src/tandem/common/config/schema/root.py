@@ -27,8 +27,8 @@ class Config(Section, frozen=True, kw_only=True):
     algorithm: AlgorithmName
     """New. What the run does."""
     prerequisite: NonEmptyStr | None = None
-    """New. Configuration of a run that makes `policy.model_name`; it runs first, unless that folder exists. Relative
-    to the file it is written in, absolute once loaded."""
+    """New. Configuration of a run that makes `policy.model_name`, or the reward model that scores samples; it runs
+    first, unless those folders exist. Relative to the file it is written in, absolute once loaded."""
     grpo: Grpo = Grpo()
     ppo: Ppo = Ppo()
     sft: Sft = Sft()
