@@ -1,4 +1,4 @@
-"""Keys of an environment that scores with a reward model: a Hugging Face sequence classifier with one label."""
+"""Keys of an environment that scores with a reward model: a sequence classifier with one label."""
 
 from __future__ import annotations
 
