@@ -1,6 +1,6 @@
-"""Check before anything starts that the folder of a reward model holds one: a sequence classifier with one label.
+"""Check before anything starts that a reward model's folder holds a classifier of one label.
 
-What it holds is read from ``config.json`` and from the headers of its safetensors files.
+What the folder holds is read from ``config.json`` and from the headers of its safetensors files.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A reward model in a worker process: the calls that have come are scored together, a batch in one pass.
+"""A reward model in a worker process: calls that have come are scored together, a batch in one pass.
 
 One thread takes calls off the socket, scores the oldest with those of its shape, and answers: so it goes on until the
 other end is closed. It waits for calls, and between two passes only looks whether more have come.
