@@ -16,6 +16,7 @@ from tests.integration.harness import (
     SUMS,
     Command,
     coordinator,
+    copy_examples,
     deterministic,
     merged,
     processes_of,
@@ -144,3 +145,22 @@ def refusal(config: Path, *overrides: str) -> str:
     assert ended.returncode in (1, 2), ended.stdout
     assert re.match("error: ", ended.stderr)
     return ended.stderr
+
+
+def test_the_example_trains_a_reward_model_and_uses_it() -> None:
+    copy_examples()
+    stage = Path("examples/arithmetic_rm.yaml")
+    text, count = re.subn(r"^  max_num_steps: \d+$", "  max_num_steps: 5", stage.read_text(), flags=re.MULTILINE)
+    assert count == 1
+    stage.write_text(text)
+    config, model = "examples/arithmetic_reward_model.yaml", Path("results/arithmetic_rm/checkpoints/latest/policy")
+    ended = coordinator("up", config, "grpo.max_num_steps=2", "grpo.num_prompts_per_step=16", "logger.samples=all")
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr
+    assert re.search(rf"^prerequisite \S*arithmetic_rm\.yaml: making .*{model}$", ended.stdout, re.MULTILINE)
+    run = "results/arithmetic_reward_model"
+    assert [step.step for step in steps_of(run)] == [0, 1, 2]
+    samples = [sample for samples in record_of(run).values() for sample in samples]
+    assert len(samples) == 2 * 256
+    for sample in samples[:: len(samples) // 16]:
+        conversation = ("user", sample.prompt.removeprefix("<bos>")), ("assistant", sample.scored.response)
+        assert sample.scored.reward == pytest.approx(plain_reward(model, *conversation), abs=1e-5)
