@@ -174,7 +174,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         r"env\.mine\.persistent: only programs of agents",
     ),
     "failures": ({"command": ["a"], "max_failures": 3}, r"env\.mine\.max_failures: the first failure ends the run"),
-    "neither": ({}, r"env\.mine: not built in .* and without a class, a command or a judge"),
+    "neither": ({}, r"env\.mine: not built in .* and without a class, a command, a judge or a model_name"),
 }
 
 

@@ -70,6 +70,7 @@ NEW_KEYS = [
     "env.NAME.on_error",
     "env.NAME.max_failures",
     "env.NAME.class",
+    "env.NAME.correct_from",
     "env.NAME.judge",
     "env.NAME.judge.api_key_env",
     "env.NAME.judge.base_url",

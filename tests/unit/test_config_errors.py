@@ -268,7 +268,7 @@ SCHEDULE = "policy.scheduler: 2 schedules need 1 milestones between them, got 0"
         (
             ["env.maths.num_workers=1"],
             "env.maths: not built in (reasoning_gym, math, math_multi_reward, exact_match, calculator, "
-            "sliding_puzzle_game) and without a class, a command or a judge; did you mean 'math'?",
+            "sliding_puzzle_game) and without a class, a command, a judge or a model_name; did you mean 'math'?",
         ),
         (
             ["grpo.advantage_clip_low=1", "grpo.advantage_clip_high=0.5"],

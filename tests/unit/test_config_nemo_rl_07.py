@@ -171,6 +171,22 @@ def test_metrics_have_our_names() -> None:
     assert load_config("dpo.yaml", ["checkpointing.metric_name=train:loss"]).checkpointing.metric_name == "loss"
 
 
+def test_a_reward_model_has_gpus_of_its_own_and_what_it_does_not_read_is_said() -> None:
+    config = load_config("grpo_rm_1B.yaml")
+    assert config.data.environment == "reward_model"
+    assert config.env["reward_model"].batch_size == config.policy.train_micro_batch_size
+    assert (config.cluster.gpus_per_node, config.cluster.trainers, config.cluster.rollouts) == (2, 1, 1)
+    keys = ("sequence_packing.enabled=true", "dynamic_batching.enabled=true", "max_grad_norm=1.0")
+    overrides = [*(f"env.reward_model.{key}" for key in keys), "cluster.num_nodes=2"]
+    said = [line for line in notices(load_config("grpo_rm_1B.yaml", overrides)) if line.startswith("env.reward_model")]
+    assert [line.split()[0].removeprefix("env.reward_model.") for line in said] == [
+        *(key.partition("=")[0] for key in keys),
+        "resources.gpus_per_node",
+    ]
+    other = load_config("grpo_rm_1B.yaml", ["data.default.env_name=math"])
+    assert other.cluster.trainers == 2, "one that scores nothing takes no GPU"
+
+
 def test_environment_variables_reach_the_trainers_of_either_backend() -> None:
     variables = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     assert load_config("sft.yaml").policy.environment == variables

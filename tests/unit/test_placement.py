@@ -8,7 +8,8 @@ import pytest
 
 from tandem.common.config import build_config
 from tandem.common.config.schema import Config
-from tandem.common.placement import VISIBLE, first_gpu_of_engines, visible_to_engine
+from tandem.common.errors import ConfigError
+from tandem.common.placement import VISIBLE, first_gpu_of_engines, visible_to_engine, visible_to_reward_model
 
 
 def config_of(cluster: dict[str, Any], *, backend: str = "vllm", **colocated: Any) -> Config:
@@ -50,6 +51,36 @@ def test_an_engine_sees_its_own_gpus_first_and_the_others_of_its_node_too() -> N
     assert visible_to_engine(disjoint, 1, {VISIBLE: ""}) == ""
     on_cpus = config_of({"trainers": 4, "rollouts": 4, "gpus_per_node": 0}, enabled=False)
     assert visible_to_engine(on_cpus, 1, {}) == ""
+
+
+def with_reward_model(gpus: int, cluster: dict[str, Any], **colocated: Any) -> Config:
+    entry = {"model_name": "rm", "resources": {"gpus_per_node": gpus}}
+    config = {
+        "grpo": {},
+        "policy": {"model_name": "model", "generation": {"backend": "vllm", "colocated": colocated}},
+        "data": {"dataset_name": "jsonl", "train_data_path": "train.jsonl"},
+        "env": {"reward_model": entry},
+        "cluster": {"gpus_per_node": 8, **cluster},
+    }
+    return build_config(config)
+
+
+def test_reward_models_have_the_last_gpus_that_are_set_aside_for_them_or_those_of_their_engines() -> None:
+    aside = with_reward_model(4, {}, enabled=True)
+    assert (aside.cluster.trainers, aside.cluster.rollouts) == (4, 4)
+    assert [visible_to_reward_model(aside, index, {}) for index in range(5)] == ["4", "5", "6", "7", "4"]
+    assert visible_to_reward_model(aside, 1, {VISIBLE: "a,b,c,d,e,f,g,h"}) == "f"
+    assert visible_to_engine(aside, 1, {}) == "1,2,3,4,5,6,7,0"
+    disjoint = with_reward_model(1, {}, enabled=False, resources={"gpus_per_node": 3})
+    assert (disjoint.cluster.trainers, disjoint.cluster.rollouts) == (4, 3)
+    assert first_gpu_of_engines(disjoint) == 4
+    assert visible_to_reward_model(disjoint, 2, {}) == "7"
+    shared = with_reward_model(0, {}, enabled=True)
+    assert shared.cluster.trainers == 8
+    assert [visible_to_reward_model(shared, index, {}) for index in (0, 5)] == ["0", "5"]
+    assert visible_to_reward_model(shared, 0, {VISIBLE: ""}) == ""
+    with pytest.raises(ConfigError, match=r"cluster\.trainers: needs 5 GPUs"):
+        with_reward_model(1, {"trainers": 5}, enabled=False, resources={"gpus_per_node": 3})
 
 
 def test_on_several_nodes_engines_count_on() -> None:

@@ -252,7 +252,7 @@ RM = Algorithm(
     running="tandem.coordinator.algorithms.data_set.RewardModelAlgorithm",
     loss="tandem.trainer.losses.preference.BradleyTerryLoss",
     loss_section="rm",
-    rules=("tandem.common.config.checks.reward_model.RULES",),
+    rules=("tandem.common.config.checks.reward_training.RULES",),
 )
 """Training of a reward model: of each pair the chosen response is first."""
 

@@ -34,11 +34,11 @@ class _TooSlow(Exception):
 
 
 class ChatTemplate:
-    """The chat template of a Hugging Face tokenizer, which is in the folder `where`."""
+    """The chat template of a Hugging Face tokenizer, which is in the folder `where` and configured at `key`."""
 
-    def __init__(self, hugging_face: Any, where: str) -> None:
+    def __init__(self, hugging_face: Any, where: str, key: str) -> None:
         self._hugging_face = hugging_face
-        self._name = f"policy.tokenizer.chat_template: the chat template of {where}"
+        self._name = f"{key}.chat_template: the chat template of {where}"
 
     @property
     def words(self) -> frozenset[str]:

@@ -407,6 +407,8 @@ class Problem(Message, frozen=True, kw_only=True):
     """The reference answer; empty where the environment does not need one."""
     metadata: dict[str, Any]
     """Whatever the scorer needs, as plain JSON values."""
+    prompt: tuple[dict[str, str], ...] = ()
+    """The messages that the first response answers, where the environment is a reward model; empty elsewhere."""
 
 
 class PromptGroup(Message, frozen=True, kw_only=True):

@@ -38,6 +38,14 @@ def config_file(policy: Policy) -> Path | None:
     return path if path.is_file() else _cached(policy.model_name)
 
 
+def local_folder(name: str) -> Path | None:
+    """Return the folder of that name, or that of a model in the cache of the Hub; None if it is neither."""
+    if Path(name).is_dir():
+        return Path(name)
+    cached = _cached(name)
+    return None if cached is None else cached.parent
+
+
 def model_config(policy: Policy) -> dict[str, Any] | None:
     """Return the content of `config_file`, or of the one that ``policy.new_model`` will write; None if neither."""
     path = config_file(policy)

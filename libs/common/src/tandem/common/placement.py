@@ -2,7 +2,8 @@
 
 GPUs are counted over all nodes, and every node has ``cluster.gpus_per_node`` of them: number 9 is the second of the
 second node where there are eight. Trainers take one each, from the first on. Engines take as many as each needs: the
-same ones where training and generation take turns, where they do not those that are set aside for generation.
+same ones where training and generation take turns, where they do not those that are set aside for generation. Reward
+models have the last ones of a single node, if any are set aside for them, and else share those of their engines.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ if TYPE_CHECKING:  # the configuration's own checks import this module, and its 
     from tandem.common.config.schema import Config
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+VISIBLE_TO_REWARD_MODEL = "TANDEM_REWARD_MODEL_DEVICES"
+"""What `VISIBLE` is to be in the reward models of a rollout process."""
 
 
 def first_gpu_of_engines(config: Config) -> int:
@@ -24,7 +27,7 @@ def first_gpu_of_engines(config: Config) -> int:
     if cluster.num_nodes > 1 and colocated.resources.num_nodes is not None:
         return (cluster.num_nodes - colocated.resources.num_nodes) * cluster.gpus_per_node
     if cluster.num_nodes == 1 and colocated.resources.gpus_per_node is not None:
-        return cluster.gpus_per_node - colocated.resources.gpus_per_node
+        return cluster.gpus_per_node - gpus_of_reward_models(config) - colocated.resources.gpus_per_node
     return cluster.trainers
 
 
@@ -34,6 +37,24 @@ def gpus_per_engine(config: Config) -> int:
     return generation.vllm_cfg.num_workers if generation.backend == "vllm" else 0
 
 
+def gpus_of_reward_models(config: Config) -> int:
+    """Return how many GPUs, the last of a single node, are set aside for reward models."""
+    if config.cluster.num_nodes > 1 or not config.cluster.gpus_per_node:
+        return 0
+    return sum(entry.resources.gpus_per_node for entry in config.reward_models.values())
+
+
+def visible_to_reward_model(config: Config, index: int, environment: Mapping[str, str]) -> str:
+    """Return the value of `VISIBLE` for the reward model beside engine `index`: one of those set aside, or its first.
+
+    What `environment` says is visible is what there is, before `visible_to_engine` turns it.
+    """
+    gpus, aside = _gpus(config, environment), gpus_of_reward_models(config)
+    if aside and len(gpus) > aside:
+        return gpus[len(gpus) - aside + index % aside]
+    return visible_to_engine(config, index, environment).partition(",")[0]
+
+
 def visible_to_engine(config: Config, index: int, environment: Mapping[str, str]) -> str:
     """Return the value of `VISIBLE` for engine `index`: its own GPUs first, in a circle.
 
@@ -41,7 +62,12 @@ def visible_to_engine(config: Config, index: int, environment: Mapping[str, str]
     visible is what there is.
     """
     number = first_gpu_of_engines(config) + index * gpus_per_engine(config)
-    said = environment.get(VISIBLE)
-    gpus = list(map(str, range(config.cluster.gpus_per_node))) if said is None else [g for g in said.split(",") if g]
+    gpus = _gpus(config, environment)
     first = number % max(1, len(gpus))
     return ",".join(gpus[first:] + gpus[:first])
+
+
+def _gpus(config: Config, environment: Mapping[str, str]) -> list[str]:
+    """Return the GPUs of the node, by the names that `VISIBLE` has for them."""
+    said = environment.get(VISIBLE)
+    return [*map(str, range(config.cluster.gpus_per_node))] if said is None else [gpu for gpu in said.split(",") if gpu]

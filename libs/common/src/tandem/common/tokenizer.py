@@ -17,9 +17,11 @@ from typing import Any
 
 from tandem.common.chat_templates import ChatTemplate, Messages
 from tandem.common.config import Config
-from tandem.common.config.schema import NewModel
+from tandem.common.config.schema import Environment, NewModel
+from tandem.common.config.schema import Tokenizer as Settings
 from tandem.common.errors import ConfigError, DataError, ModelError, TandemError, nearest
 from tandem.common.model_fields import model_types
+from tandem.common.model_sizes import local_folder
 from tandem.common.regular_files import first_irregular
 
 __all__ = ["Messages", "Tokenizer", "load_tokenizer", "write_new_model"]
@@ -32,6 +34,7 @@ _CHAT_TEMPLATE = (
 """What the user says follows the beginning-of-sequence token, and the answer follows that: there is nothing else to
 learn for a small model."""
 
+_KEY = "policy.tokenizer"
 _TURN = "what the assistant said"
 """Stands for a turn of the assistant, whose tokens are known and whose text does not matter."""
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
@@ -41,13 +44,15 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 class Tokenizer:
     """A Hugging Face tokenizer, reduced to what Tandem asks of it."""
 
-    def __init__(self, hugging_face: Any, where: str, variables: Mapping[str, Any] | None = None) -> None:
-        """`variables` are those of the chat template, unless who renders says otherwise."""
+    def __init__(
+        self, hugging_face: Any, where: str, variables: Mapping[str, Any] | None = None, key: str = _KEY
+    ) -> None:
+        """`variables` are those of the chat template, unless who renders says otherwise; `key` is where it is set."""
         self._hugging_face = hugging_face
         self._variables = dict(variables or {})
         self.where = where
         """The folder that it comes from."""
-        self._template = ChatTemplate(hugging_face, where)
+        self._template = ChatTemplate(hugging_face, where, key)
         self._alphabet = _alphabet(hugging_face)
         self._spells_bytes = '"ByteLevel"' in json.dumps(_decoder(hugging_face))
         added = hugging_face.added_tokens_decoder
@@ -229,22 +234,45 @@ def load_tokenizer(config: Config, folder: Path | None = None) -> Tokenizer:
 
     Raises `ModelError` if none is, and `ConfigError` if its chat template is given what it does not read.
     """
-    where = config.policy.tokenizer.name
+    return load_configured_tokenizer(_KEY, config.policy.tokenizer, folder)
+
+
+def load_configured_tokenizer(key: str, settings: Settings, folder: Path | None = None) -> Tokenizer:
+    """Load the tokenizer that a section, at `key`, describes, from another `folder` where it is not there yet.
+
+    Raises `ModelError` if none is, and `ConfigError` if its chat template is given what it does not read.
+    """
+    where = settings.name
     try:
         hugging_face = _read_tokenizer(folder or Path(where), where)
     except ModelError as error:
-        raise ModelError(f"policy.tokenizer.name: {error}") from error
-    template = config.policy.tokenizer.chat_template
-    if template not in (None, "default"):
-        hugging_face.chat_template = template
-    variables = config.policy.tokenizer.chat_template_kwargs or {}
-    tokenizer = Tokenizer(hugging_face, where, variables)
+        raise ModelError(f"{key}.name: {error}") from error
+    if settings.chat_template not in (None, "default"):
+        hugging_face.chat_template = settings.chat_template
+    variables = settings.chat_template_kwargs or {}
+    tokenizer = Tokenizer(hugging_face, where, variables, key)
     for name in variables:
         known = tokenizer.template_variables
         if name not in known:
             hint = nearest(name, sorted(known))
-            key = f"policy.tokenizer.chat_template_kwargs.{name}"
-            raise ConfigError(f"{key}: the chat template of {where} reads no such variable{hint}")
+            raise ConfigError(
+                f"{key}.chat_template_kwargs.{name}: the chat template of {where} reads no such variable{hint}"
+            )
+    return tokenizer
+
+
+def load_reward_model_tokenizer(key: str, settings: Environment) -> Tokenizer:
+    """Load the tokenizer of a reward model, configured at `key`. Raises `ModelError`, and `ConfigError` for a template.
+
+    Without a chat template, there would be nothing to tell the response from the prompt.
+    """
+    name = str(settings.model_name)
+    described = settings.tokenizer or Settings(name=name)
+    tokenizer = load_configured_tokenizer(f"{key}.tokenizer", described, local_folder(described.name))
+    if not tokenizer.has_chat_template:
+        raise ConfigError(
+            f"{key}.tokenizer: the tokenizer of {described.name!r} has no chat template; set chat_template"
+        )
     return tokenizer
 
 

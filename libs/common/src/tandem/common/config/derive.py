@@ -25,7 +25,6 @@ ELSEWHERE = (
     "mmau",
     "mmpr-tiny",
     "daily-omni",
-    "reward_model",
     "nemo_gym",
     "dapo",
     "code",
@@ -156,6 +155,10 @@ def _reshape_environments(env: dict[str, Any], tree: dict[str, Any]) -> None:
             free = {key: entry.pop(key) for key in list(entry) if key not in _ENVIRONMENT_KEYS}
             if free:
                 entry["cfg"] = {**(entry.get("cfg") or {}), **free}
+    for entry in env.values():
+        tokenizer = entry.get("tokenizer") if isinstance(entry, dict) else None
+        if isinstance(tokenizer, dict) and tokenizer.get("name") is None:
+            tokenizer["name"] = entry.get("model_name")
     if env.pop("should_use_nemo_gym", False):
         env.setdefault("nemo_gym", {})
         data = tree.get("data")
@@ -344,16 +347,35 @@ def _num_validation(look: Look) -> Any:
 
 
 def _gpus(look: Look) -> tuple[int, int] | None:
-    """Return how many GPUs the cluster has, and how many are set aside for generation; None if it is not said."""
+    """Return how many GPUs are for training and generation, and how many of them are set aside for generation.
+
+    None if it is not said.
+    """
     nodes, gpus = look("cluster.num_nodes"), look("cluster.gpus_per_node")
     if not isinstance(nodes, int) or not isinstance(gpus, int):
         return None
+    if nodes == 1:
+        gpus -= _gpus_of_reward_models(look)
     algorithm = _algorithm_of(look)
     if algorithm is None or not algorithm.rolls_out or look(f"{_COLOCATED}.enabled") is not False:
         return nodes * gpus, 0
     key, each = ("gpus_per_node", 1) if nodes == 1 else ("num_nodes", gpus)
     aside = look(f"{_COLOCATED}.resources.{key}")
     return (nodes * gpus, aside * each) if isinstance(aside, int) else None
+
+
+def _gpus_of_reward_models(look: Look) -> int:
+    """Return how many GPUs of a single node are set aside for reward models."""
+    env = look("env")
+    of_sets = (each for key in ("data.train", "data.validation") for each in look(key) or () if isinstance(each, dict))
+    names = {look("data.environment"), *(each.get("env_name") for each in of_sets)}
+    total = 0
+    for name in names if isinstance(env, dict) else ():
+        entry = env.get(name)
+        resources = entry.get("resources") if isinstance(entry, dict) and entry.get("model_name") else None
+        aside = resources.get("gpus_per_node") if isinstance(resources, dict) else None
+        total += aside if isinstance(aside, int) else 0
+    return total
 
 
 def _trainers(look: Look) -> Any:
@@ -468,7 +490,8 @@ DERIVED = (
     ),
     Derived(
         key="cluster.trainers",
-        text="one for each GPU of the cluster, but for those that `policy.generation.colocated.resources` sets aside",
+        text="one for each GPU of the cluster, but for those that `policy.generation.colocated.resources`, or the "
+        "`resources` of a reward model, set aside",
         compute=_trainers,
     ),
     Derived(

@@ -140,6 +140,22 @@ def _rewards(config: Config) -> Iterator[str]:
         yield _vain(f"{key}.reward_weights", estimator.reward_weights, f"{key}.name is {estimator.name}")
 
 
+def _reward_model(config: Config) -> Iterator[str]:
+    """NeMo-RL's reward models are held like models in training."""
+    for chosen, entry in config.reward_models.items():
+        key, scores = f"env.{chosen}", "it scores batches of one shape"
+        for name in ("sequence_packing", "dynamic_batching"):
+            if getattr(entry, name).enabled:
+                yield _vain(f"{key}.{name}.enabled", True, scores)
+        if entry.max_grad_norm is not None:
+            yield _vain(f"{key}.max_grad_norm", entry.max_grad_norm, "a reward model is not trained here")
+        gpus, nodes = entry.resources.gpus_per_node, config.cluster.num_nodes
+        if gpus and (nodes > 1 or not config.cluster.gpus_per_node):
+            why = f"cluster.num_nodes is {nodes}" if nodes > 1 else "cluster.gpus_per_node is 0"
+            where = "a reward model is where its rollout process is"
+            yield _vain(f"{key}.resources.gpus_per_node", gpus, f"{why}; {where}")
+
+
 def _asynchronous(config: Config) -> Iterator[str]:
     """What was generated with older weights needs a correction; what is not asynchronous needs no updates in flight."""
     if not config.declaration.rolls_out:
@@ -262,6 +278,7 @@ _NOTICES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _megatron,
     _data_parallel,
     _rewards,
+    _reward_model,
     _asynchronous,
     _seed,
     _left_to_others,

@@ -87,6 +87,7 @@ class PromptEncoder:
     def __init__(self, config: Config, tokenizer: Tokenizer, views: Iterable[Data] = ()) -> None:
         """`views` are the sections ``data`` of problems that are not asked as that of the run says."""
         self._chat = ChatEncoder(config, tokenizer)
+        self._reward_models = config.reward_models
         self._views = [config.data, *views]
         """They are told apart by their identity, and must not go."""
         self._writers = {id(view): PromptWriter(view) for view in self._views}
@@ -105,16 +106,14 @@ class PromptEncoder:
 
         Raises `DataError` if it cannot be tokenised, or does not fit although it was made for this run.
         """
-        problem = asked.problem
-        prompt_ids = self._chat.prompt(problem.problem_id, self._messages(asked))
+        problem, messages = asked.problem, self._messages(asked)
+        prompt_ids = self._chat.prompt(problem.problem_id, messages)
         if self._chat.leaves_out(problem.problem_id, self._chat.complaint(prompt_ids)):
             return None
-        return EncodedProblem(
-            problem=problem,
-            prompt_ids=prompt_ids,
-            environment=asked.data.environment or "",
-            set_name=asked.set_name,
-        )
+        environment = asked.data.environment or ""
+        if environment in self._reward_models:
+            problem = msgspec.structs.replace(problem, prompt=tuple(dict(message) for message in messages))
+        return EncodedProblem(problem=problem, prompt_ids=prompt_ids, environment=environment, set_name=asked.set_name)
 
 
 def literal_text(template: str) -> str:

@@ -33,6 +33,7 @@ from tandem.coordinator.run.launch import make_importable
 from tandem.coordinator.run.model_folder import check_model
 from tandem.coordinator.run.own_code import has_own_code
 from tandem.coordinator.run.prerequisite import Mode, Ready, differences, has_begun, model_differences, model_problem
+from tandem.coordinator.run.reward_model_folder import check_reward_models, missing_models
 from tandem.coordinator.run.spec import launched_processes
 
 
@@ -74,7 +75,7 @@ def _look_through(
         if path in wanted_by:
             raise ConfigError(f"prerequisite: {' needs '.join([*wanted_by, path])}: a circle")
         its_config = load_config(path)
-        if has_begun(its_config) or not Path(config.policy.model_name).exists():
+        if has_begun(its_config) or missing_models(config):
             (scratch / "earlier").mkdir()
             earlier = _look_through(path, its_config, mode, scratch / "earlier", (*wanted_by, path))
     problems: list[TandemError] = []
@@ -86,6 +87,8 @@ def _look_through(
         about_model: list[str] = []
         with _noted(problems):
             about_model = _check_model(config, mode, earlier)
+        with _noted(problems):
+            check_reward_models(config, Path(earlier[0].config.checkpointing.checkpoint_dir) if earlier else None)
         with _noted(problems):
             tokenizer = _tokenizer(config, mode, scratch, earlier)
             algorithm = make_algorithm(config, tokenizer)

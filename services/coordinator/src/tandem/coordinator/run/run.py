@@ -13,6 +13,7 @@ from tandem.coordinator.run.invocation import Invocation
 from tandem.coordinator.run.model_folder import check_model
 from tandem.coordinator.run.opening import open_run
 from tandem.coordinator.run.prerequisite import Ready, has_begun, how_to_begin, make_model
+from tandem.coordinator.run.reward_model_folder import check_reward_models, missing_models
 from tandem.coordinator.run.terms import Terms
 from tandem.coordinator.scheduler.events import Finish
 
@@ -43,7 +44,9 @@ def _run_prerequisite(invocation: Invocation, prerequisite: Ready) -> Finish | N
     how = how_to_begin(prerequisite, invocation.mode == "restart", invocation.say)
     if how is None:
         return None
-    invocation.say(f"prerequisite {prerequisite.source}: making {invocation.ready.config.policy.model_name}")
+    config = invocation.ready.config
+    models = ", ".join(missing_models(config)) or config.policy.model_name
+    invocation.say(f"prerequisite {prerequisite.source}: making {models}")
     try:
         return run(invocation.of_prerequisite(prerequisite, how))
     except DamagedCheckpoint as error:
@@ -59,6 +62,7 @@ def _with_model(invocation: Invocation, prerequisite: Ready) -> Invocation:
             f"policy.model_name: the prerequisite {prerequisite.source} has ended, but "
             f"{config.policy.model_name!r} does not exist"
         )
+    check_reward_models(config)
     for notice in check_model(config):  # it was not there before
         invocation.say(f"note: {notice}")
     if invocation.mode == "resume" and not has_begun(config):

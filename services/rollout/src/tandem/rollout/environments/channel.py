@@ -39,6 +39,8 @@ class Ready(msgspec.Struct, frozen=True):
 
     converses: bool = False
     is_async: bool = False
+    batch_size: int = 0
+    """How many calls it scores at once; 0: each by itself."""
     error: str = ""
     """Why it has none."""
 

@@ -7,7 +7,7 @@ and never stuck; without that it runs in worker processes, which can be killed.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Literal, Protocol
 
 import msgspec
@@ -69,6 +69,25 @@ class ConversingEnvironment(Protocol):
         `conversation` is what was said after the prompt: the policy's responses (role ``assistant``), with the
         environment's own messages between them.
         """
+        ...
+
+
+class BatchEnvironment(Protocol):
+    """Scores conversations that have come together at once: a reward model."""
+
+    batch_size: int
+    """How many at once, at most."""
+
+    def encode(self, problem: Problem, conversation: Messages) -> Sequence[int]:
+        """Return the tokens of prompt and conversation. Raises `DataError` if they cannot be scored."""
+        ...
+
+    def shape_of(self, num_tokens: int) -> int:
+        """Return what sequences must have in common to be scored at once."""
+        ...
+
+    def score_together(self, rows: Sequence[Sequence[int]]) -> Sequence[Score]:
+        """Score token sequences of one shape, in one pass."""
         ...
 
 

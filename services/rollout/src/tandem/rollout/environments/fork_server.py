@@ -27,9 +27,10 @@ from tandem.common.config import Config, config_from_json
 from tandem.common.errors import TandemError
 from tandem.common.process_lifetime import fork_guarded
 from tandem.common.returned import line
+from tandem.rollout.environments.batches import answer_in_batches
 from tandem.rollout.environments.channel import Answer, Begin, Imported, Reader, Ready, packed, receive
 from tandem.rollout.environments.environment import converses, is_async, step_of
-from tandem.rollout.environments.making import make_environment, runs_in
+from tandem.rollout.environments.making import make_environment, make_reward_model, runs_in
 from tandem.rollout.environments.outcomes import Call, Outcome, outcome_of
 
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
@@ -91,13 +92,16 @@ def _work(calls: socket.socket, config: Config) -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")
     if (told := receive(calls)) is None:
         return
+    settings = config.env[str(config.data.environment)]
+    if settings.is_reward_model:
+        _work_in_batches(calls, config)
+        return
     try:
         environment = make_environment(config, _begin.decode(told).engine)
     except TandemError as error:
         calls.sendall(packed(Ready(error=line(str(error)))))
         return
     calls.sendall(packed(Ready(converses=converses(environment), is_async=is_async(environment))))
-    settings = config.env[str(config.data.environment)]
     module = (settings.class_path or "").rpartition(".")[0]
     if is_async(environment):
         coroutines = importlib.import_module("tandem.rollout.environments.coroutines")  # asyncio takes a while
@@ -105,6 +109,17 @@ def _work(calls: socket.socket, config: Config) -> None:
     else:
         step, may_answer = step_of(environment), converses(environment)
         _answer_in_turn(calls, lambda call: outcome_of(call, step, converses=may_answer, module=module))
+
+
+def _work_in_batches(calls: socket.socket, config: Config) -> None:
+    """Load the reward model and score what comes, until the other end is closed."""
+    try:
+        reward_model = make_reward_model(config)
+    except TandemError as error:
+        calls.sendall(packed(Ready(error=line(str(error)))))
+        return
+    calls.sendall(packed(Ready(batch_size=reward_model.batch_size)))
+    answer_in_batches(calls, reward_model)
 
 
 def _answer_in_turn(calls: socket.socket, answer: Callable[[Call], Outcome]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import get_args
@@ -12,9 +13,15 @@ from tandem.common.config import Config
 from tandem.common.config.checks.data import BUILT_IN_ENVIRONMENTS
 from tandem.common.config.schema import Environment as Settings
 from tandem.common.dotted import named
-from tandem.common.errors import ConfigError
+from tandem.common.errors import ConfigError, TandemError
 from tandem.common.messages import GuestServer
-from tandem.rollout.environments.environment import ConversingEnvironment, Environment, RunsIn
+from tandem.common.threads import num_threads
+from tandem.rollout.environments.environment import (
+    BatchEnvironment,
+    ConversingEnvironment,
+    Environment,
+    RunsIn,
+)
 
 
 def runs_in(config: Config) -> RunsIn:
@@ -56,11 +63,28 @@ def make_environment(config: Config, engine: GuestServer | None = None) -> Envir
     return environment
 
 
+def make_reward_model(config: Config) -> BatchEnvironment:
+    """Load the reward model that ``data.environment`` names. Raises `TandemError` if it cannot be."""
+    from tandem.rollout.environments.reward_model import RewardModel
+
+    name = str(config.data.environment)
+    try:
+        return RewardModel(name, config.env[name], num_threads(config, "rollouts", len(os.sched_getaffinity(0))))
+    except TandemError:
+        raise
+    except Exception as error:  # no memory for it, for example
+        raise ConfigError(f"env.{name}: {type(error).__name__}: {error}") from error
+
+
 def _factory(name: str, settings: Settings, config: Config) -> Callable[..., Environment | ConversingEnvironment]:
     if settings.judge is not None:
         from tandem.rollout.environments.judge import Judge
 
         return Judge  # type: ignore[return-value]
+    if settings.is_reward_model:
+        from tandem.rollout.environments.reward_model import RewardModel
+
+        return RewardModel  # type: ignore[return-value]  # it has a worker process to itself
     if settings.class_path is not None:
         made: Callable[..., Environment | ConversingEnvironment] = named(settings.class_path, f"env.{name}.class")
         return made

@@ -51,6 +51,8 @@ class Job(msgspec.Struct, eq=False):
     """Whether somebody waits for what comes of it."""
     alone: bool = False
     """Whether nothing else may run beside it: something did that ended its worker."""
+    num_losses: int = 0
+    """Workers that ended, or were too slow, while they had it."""
     started: float | None = None
 
 

@@ -85,7 +85,7 @@ class Scorer:
         self._faults = FaultPolicy(config)
         self.converses = False
         """Whether a response may be answered; without that, each is scored."""
-        is_apart = settings.is_own or settings.judge is not None or self._name in HEAVY
+        is_apart = settings.is_own or settings.judge or settings.is_reward_model or self._name in HEAVY
         self._server = ForkServer(config) if is_apart else None
         self._pool: ThreadPool | WorkerPool | ProgramPool | None = None
         self._wanted: dict[int, Job] = {}

@@ -36,6 +36,8 @@ _AHEAD_S, _MOST_AHEAD = 0.02, 64
 """So much work, and so many calls, are sent ahead to a worker: cheap ones would wait for messages otherwise."""
 _SAY_SO_S = 1.0
 """How much longer than a call's deadline an asynchronous worker may take to say that it was exceeded."""
+_BATCHES = 3
+"""So many batches are with a worker that scores batches at once: one that it scores, others to choose the next from."""
 _PATIENCE_S = 1.0
 _CLOSE_S = 0.5
 _MOST_IDLE_DEATHS = 10
@@ -126,12 +128,19 @@ class _Worker:
         """Whether it does several calls at once."""
         return self.ready is not None and self.ready.is_async
 
+    @property
+    def batch_size(self) -> int:
+        """How many calls it does at once, if it scores batches; else 0."""
+        return 0 if self.ready is None else self.ready.batch_size
+
     def room(self, share: int) -> int:
         """Return how many jobs to send to it now; none before half of those that it has is done."""
         if self.ready is None or self.is_alone:
             return 0
         if self.is_async:
             return min(self._most_at_once - len(self.jobs), share)
+        if self.batch_size:
+            return min(_BATCHES * self.batch_size - len(self.jobs), share)
         ahead = min(_MOST_AHEAD, max(1, int(_AHEAD_S / self.mean_s)))
         return min(ahead, share) - len(self.jobs) if len(self.jobs) <= ahead // 2 else 0
 
@@ -349,15 +358,26 @@ class WorkerPool:
         self._idle_deaths += not jobs
         if self._idle_deaths > _MOST_IDLE_DEATHS:
             raise RewardError(f"environment {self._name!r}: its worker processes end while they have nothing to do")
-        if len(jobs) == 1 or (jobs and not worker.is_async):
+        for job in jobs:
+            job.num_losses += 1
+        if worker.batch_size and all(job.num_losses == 1 for job in jobs):
+            self._waiting.extendleft(
+                reversed(jobs)
+            )  # hardly the doing of any: a reward model computes the same for all
+        else:
+            self._blame(jobs, failure, are_beside=worker.is_async or bool(worker.batch_size))
+        self._hire()
+
+    def _blame(self, jobs: list[Job], failure: Failure, *, are_beside: bool) -> None:
+        """Take for guilty the first job of a worker that was lost, or of those beside each other the only one."""
+        if len(jobs) == 1 or (jobs and not are_beside):
             self.done.put((jobs.pop(0), failure))
-        if worker.is_async:
+        if are_beside:
             for job in jobs:
                 job.alone = True
             self._suspects.extend(jobs)
         else:
             self._waiting.extendleft(reversed(jobs))
-        self._hire()
 
     def _let_go(self) -> None:
         """Give workers that have nothing to do the time to end as they wish."""

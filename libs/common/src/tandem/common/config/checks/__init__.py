@@ -13,6 +13,7 @@ from tandem.common.config.checks import (
     model,
     parallelism,
     paths,
+    reward_model,
     run,
 )
 from tandem.common.config.checks.rule import Rule
@@ -29,6 +30,7 @@ RULES: tuple[Rule, ...] = (
     *batches.RULES,
     *loss.RULES,
     *data.RULES,
+    *reward_model.RULES,
     *run.RULES,
     *cluster.RULES,
     *generation.RULES,

@@ -7,7 +7,7 @@ import re
 from tandem.common.config.checks.rule import Rule, where_it_rolls_out
 from tandem.common.config.problem import Invalid, shown
 from tandem.common.config.schema import Config
-from tandem.common.placement import gpus_per_engine
+from tandem.common.placement import gpus_of_reward_models, gpus_per_engine
 
 
 def there_are_rollouts(config: Config) -> None:
@@ -24,7 +24,8 @@ def generation_fits_its_gpus(config: Config) -> None:
     gpus, nodes = generation.colocated.resources.gpus_per_node, generation.colocated.resources.num_nodes
     prefix = "policy.generation.colocated.resources."
     if cluster.num_nodes == 1:
-        key, set_aside, whole, gpus_each = "gpus_per_node", gpus, cluster.gpus_per_node, 1
+        key, set_aside, gpus_each = "gpus_per_node", gpus, 1
+        whole = cluster.gpus_per_node - gpus_of_reward_models(config)
         other_key, other, fitting = "num_nodes", nodes, 1
     else:
         key, set_aside, whole, gpus_each = "num_nodes", nodes, cluster.num_nodes, cluster.gpus_per_node

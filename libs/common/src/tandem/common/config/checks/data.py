@@ -8,11 +8,13 @@ from typing import Literal
 
 from tandem.common.algorithms import ALGORITHMS
 from tandem.common.columns import REWARDS
+from tandem.common.config.checks.reward_model import check_reward_model
 from tandem.common.config.checks.rule import Rule, check_dotted_path, where_it_rolls_out
 from tandem.common.config.derive import ELSEWHERE, GENERATED
 from tandem.common.config.named import NAMED, is_local
 from tandem.common.config.problem import Invalid, shown
 from tandem.common.config.schema import Config, Environment, Judge
+from tandem.common.config.schema.reward_model import REWARD_MODEL
 from tandem.common.errors import listed, nearest
 
 CONVERSING_ENVIRONMENTS = ("calculator", "sliding_puzzle_game")
@@ -124,20 +126,25 @@ def the_system_message_is_given_once(config: Config) -> None:
 
 
 def environments_are_known(config: Config) -> None:
-    """An environment is built in or names its class."""
+    """An environment is built in, or says what it is."""
     for name, entry in config.env.items():
         if entry.persistent and entry.command is None:
             raise Invalid(f"env.{name}.persistent", f"only programs of agents stay: set env.{name}.command")
+        if entry.model_name is not None and not entry.is_reward_model:
+            raise Invalid(f"env.{name}.model_name", "a class, an agent or a judge is given too, which scores by itself")
         if entry.is_agent:
             _check_agent(name, entry)
         elif entry.judge is not None:
             _check_judge(name, entry, entry.judge, config)
+        elif entry.is_reward_model or (name == REWARD_MODEL and not entry.is_own):
+            check_reward_model(name, entry)
         elif entry.class_path is None:
             if name not in (*BUILT_IN_ENVIRONMENTS, *ELSEWHERE, PYTHON_REWARDS):
                 built_in = ", ".join(BUILT_IN_ENVIRONMENTS)
                 guess = nearest(name, BUILT_IN_ENVIRONMENTS)
                 raise Invalid(
-                    f"env.{name}", f"not built in ({built_in}) and without a class, a command or a judge{guess}"
+                    f"env.{name}",
+                    f"not built in ({built_in}) and without a class, a command, a judge or a model_name{guess}",
                 )
         else:
             check_dotted_path(f"env.{name}.class", entry.class_path)
@@ -149,7 +156,7 @@ def environments_are_known(config: Config) -> None:
 
 def on_error(name: str, entry: Environment) -> Literal["zero", "drop", "fail"]:
     """Return what becomes of a sample that an environment fails on; code of the user's had better be mended."""
-    if entry.judge is not None:
+    if entry.judge is not None or entry.is_reward_model:
         return entry.on_error or "drop"  # it is not the response's doing
     return entry.on_error or ("fail" if entry.is_own or name == PYTHON_REWARDS else "zero")
 

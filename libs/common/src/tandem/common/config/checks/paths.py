@@ -35,6 +35,7 @@ def paths_are_paths(config: Config) -> None:
         "data.val_data_path": data.val_data_path,
         "data.prompt_file": data.prompt_file,
         "data.system_prompt_file": data.system_prompt_file,
+        **{f"env.{name}.model_name": entry.model_name for name, entry in config.env.items()},
     }
     for key, path in paths.items():
         if path is not None and (why := why_no_path(path)) is not None:

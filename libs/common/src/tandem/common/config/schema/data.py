@@ -18,6 +18,7 @@ from tandem.common.config.schema.base import (
     PositiveInt,
     Section,
 )
+from tandem.common.config.schema.reward_model import RewardModelKeys
 
 
 class DataSet(Section, frozen=True, kw_only=True):
@@ -331,12 +332,12 @@ _LONGEST_PAUSE_S = 60.0
 """That the client makes if the endpoint asks for one."""
 
 
-class Environment(Section, frozen=True, kw_only=True):
+class Environment(RewardModelKeys, frozen=True, kw_only=True):
     """One way to score samples. Built in are ``reasoning_gym``, ``math`` (math-verify), ``math_multi_reward`` (several
     rewards a sample) and ``exact_match``, and two that answer the policy: ``calculator`` and ``sliding_puzzle_game``.
     Any other name needs a `class`, or is an agent: a program outside that plays episodes, which `command` starts or
-    `url` asks, or a `judge`. ``python_rewards`` are the functions given to `tandem.train`; its `num_workers` are
-    threads of that program."""
+    `url` asks, or a `judge`, or a reward model (``reward_model``, or whatever has a `model_name`). ``python_rewards``
+    are the functions given to `tandem.train`; its `num_workers` are threads of that program."""
 
     num_workers: PositiveInt = 1
     """Worker processes of each rollout process, or threads where the class says `runs_in = "threads"`: so many samples
@@ -358,8 +359,8 @@ class Environment(Section, frozen=True, kw_only=True):
     """New. Arguments of the class."""
     cfg: dict[str, Any] = msgspec.field(default_factory=dict)
     """Settings in the shape NeMo-RL's environments have them, handed to the class as its argument `cfg` if there are
-    any. What NeMo-RL's files say of environments that are not built (``nemo_gym``, ``reward_model``, ``vlm`` and the
-    like) is gathered here."""
+    any. What NeMo-RL's files say of environments that are not built (``nemo_gym``, ``vlm`` and the like) is gathered
+    here."""
     math_verify_impl: Literal["hf_math_verify", "dapo_math_verify"] = "hf_math_verify"
     """Of math: how an answer is compared with the right one. hf_math_verify: as expressions, by the library
     math-verify. dapo_math_verify: what follows the last ``Answer:`` of a response, as text, as DAPO's data want it
@@ -393,6 +394,11 @@ class Environment(Section, frozen=True, kw_only=True):
     def is_agent(self) -> bool:
         """Whether it is a program outside that plays episodes."""
         return self.command is not None or self.url is not None
+
+    @property
+    def is_reward_model(self) -> bool:
+        """Whether a sequence classifier scores the responses."""
+        return self.model_name is not None and not self.is_own and self.judge is None
 
     @property
     def is_own(self) -> bool:

@@ -27,8 +27,8 @@ class Config(Section, frozen=True, kw_only=True):
     algorithm: AlgorithmName
     """New. What the run does."""
     prerequisite: NonEmptyStr | None = None
-    """New. Configuration of a run that makes `policy.model_name`; it runs first, unless that folder exists. Relative
-    to the file it is written in, absolute once loaded."""
+    """New. Configuration of a run that makes `policy.model_name`, or the reward model that scores samples; it runs
+    first, unless those folders exist. Relative to the file it is written in, absolute once loaded."""
     grpo: Grpo = Grpo()
     ppo: Ppo = Ppo()
     sft: Sft = Sft()
@@ -91,6 +91,12 @@ class Config(Section, frozen=True, kw_only=True):
             return ()
         of_sets = (each.env_name for each in (*self.data.train, *self.data.validation))
         return tuple(dict.fromkeys(filter(None, (self.data.environment, *of_sets))))
+
+    @property
+    def reward_models(self) -> dict[str, Environment]:
+        """Those of them that are reward models, if anything is generated that they score."""
+        entries = {name: self.env.get(name) for name in self.environments} if self.generates else {}
+        return {name: entry for name, entry in entries.items() if entry is not None and entry.is_reward_model}
 
     @property
     def environment_keys(self) -> str:
