@@ -327,6 +327,53 @@ def test_data_sets_have_their_turns() -> None:
     assert drawn_sets(many, (1, 2, 3)) == [["a", "a", "b", "b"], ["c", "c", "a", "a"], ["b", "b", "c", "c"]]
 
 
+CHOOSER = """
+def choose(step, sizes, num_prompts):
+    assert sizes == {"a": 4, "b": 8} and num_prompts == 4
+    return ["a"] * (step % 3) + ["b"] * (4 - step % 3)
+
+def wrong(step, sizes, num_prompts):
+    return ["c"] * num_prompts
+
+def broken(step, sizes, num_prompts):
+    raise KeyError("no such set")
+"""
+
+
+def test_a_function_chooses_between_data_sets(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / "chooser_of_sets.py").write_text(CHOOSER)
+    monkeypatch.syspath_prepend(here)
+    sets = [{"data_path": write("a.jsonl", range(4))}, {"data_path": write("b.jsonl", range(100, 108))}]
+    held = {"data_path": write("v.jsonl", [999])}
+
+    def drawn(name: str, steps: Iterable[int]) -> list[list[str]]:
+        own = {"use_multiple_dataloader": True, "custom_dataloader": f"chooser_of_sets.{name}", "shuffle": False}
+        config = listed(train=sets, validation=held, **own)
+        tokenizer = load_tokenizer(config) if Path("model").exists() else character_tokenizer(config)
+        running = GrpoAlgorithm(config, tokenizer)
+        return [[g.problem.question for g in running.prompt_groups(step, "train", range(4))] for step in steps]
+
+    steps = drawn("choose", range(1, 5))
+    assert steps == [
+        ["0", "100", "101", "102"],
+        ["1", "2", "103", "104"],
+        ["105", "106", "107", "100"],
+        ["3", "101", "102", "103"],
+    ]
+    assert drawn("choose", [4]) == [steps[3]], "a resumed run asks again"
+    with pytest.raises(DataError, match=r"chooser_of_sets.wrong returned .*, not 4 names of data sets \(a, b\)"):
+        drawn("wrong", [1])
+    with pytest.raises(DataError, match=r"chooser_of_sets.broken raised KeyError for step 1"):
+        drawn("broken", [1])
+    with pytest.raises(ConfigError, match=r"data.custom_dataloader"):
+        drawn("missing", [1])
+    theirs = "examples.custom_dataloader.custom_dataloader.example_custom_dataloader"
+    turns = {"use_multiple_dataloader": True, "num_prompts_per_dataloader": 2, "custom_dataloader": theirs}
+    assert drawn_sets(listed(train=sets, validation=held, **turns), [1]) == [["a", "a", "b", "b"]]
+    unused = listed(train=sets, validation=held, custom_dataloader=theirs, num_prompts_per_dataloader=16)
+    assert unused.data.chooser is None, "what is not switched on is not read"
+
+
 def test_a_set_of_which_nothing_fits_is_named() -> None:
     Path("long.jsonl").write_text(json.dumps({"question": "1" * 99, "reply": "1"}) + "\n")
     sets = [{"data_path": write("a.jsonl", range(9)), "weight": 1}, {"data_path": "long.jsonl", "weight": 1}]

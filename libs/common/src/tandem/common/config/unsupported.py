@@ -108,7 +108,6 @@ NOT_SUPPORTED_YET = (
     Row(f"{_VLLM_CFG}.num_last_layers_in_bf16", (0,), _float8_engine),
     Row(f"{_VLLM_CFG}.quantization_ignored_layer_kws", ((),), _float8_engine),
     Row(f"{_VLLM_CFG}.limit_mm_per_prompt", (None, {}), _vllm),
-    Row("data.custom_dataloader", (None,)),
     Row("logger.swanlab_enabled", (False,)),
 )
 """Refused, in the order in which an error lists them."""

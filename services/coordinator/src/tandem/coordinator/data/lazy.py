@@ -49,7 +49,7 @@ class LazyDataset(Generic[Item, Encoded]):
     ) -> None:
         self._num_items = len(items)
         self._encoded = functools.lru_cache(_NUM_KEPT)(lambda index: encode(items[index]))
-        self._order = DataOrder(config.data, config.algorithm_section.seed, sizes or (len(items),))
+        self._order = DataOrder(config, sizes or (len(items),))
         is_made = config.data.dataset_name in GENERATED
         self.num_checked = len(items) if is_made else min(NUM_CHECKED, len(items))
         """Items that were encoded at once ..."""

@@ -6,14 +6,20 @@ import functools
 import hashlib
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tandem.common.config import Config
 from tandem.common.config.schema import Data
+from tandem.common.config.schema.data import set_names
+from tandem.common.dotted import named
+from tandem.common.errors import DataError
+from tandem.common.returned import line, shown
 
+_KEY = "data.custom_dataloader"
 _FINEST = 1000
 """Weights come out as whole places among so many."""
 
@@ -41,19 +47,18 @@ class DataOrder:
     of its own. So what is at a place depends on no other place, and a resumed run draws the same.
     """
 
-    def __init__(self, data: Data, seed: int, sizes: Sequence[int]) -> None:
-        """`sizes`: items of each set; where nothing says how much of each to draw, they are drawn from as one."""
+    def __init__(self, config: Config, sizes: Sequence[int]) -> None:
+        """`sizes`: items of each set; where nothing says how much of each to draw, they are drawn from as one.
+
+        Raises `ConfigError` if the user's function that chooses between them cannot be imported.
+        """
+        data = config.data
+        self._seed, self._shuffle = config.algorithm_section.seed, data.shuffle
+        chosen = _Chosen(config, sizes) if data.chooser is not None and len(data.train) == len(sizes) else None
         pattern = drawing_pattern(data, len(sizes))
-        self._seed, self._shuffle, self._pattern = seed, data.shuffle, pattern
-        self._sizes = [*sizes] if len(set(pattern)) > 1 else [sum(sizes)]
+        self._sets: _Chosen | _Pattern = chosen or _Pattern(pattern)
+        self._sizes = [*sizes] if chosen is not None or len({*pattern}) > 1 else [sum(sizes)]
         self._starts = [0, *accumulate(self._sizes)][:-1]
-        counts = [0] * len(self._sizes)
-        self._ranks: list[int] = []
-        """Of each place of the pattern, how many before it are drawn from the same set."""
-        for index in pattern:
-            self._ranks.append(counts[index])
-            counts[index] += 1
-        self._counts = counts
 
     @property
     def num_sets(self) -> int:
@@ -77,18 +82,75 @@ class DataOrder:
         return (start + (index - start + distance) % size for distance in range(size))
 
     def _index(self, position: int) -> int:
-        cycle, place = divmod(position, len(self._pattern))
-        number = self._pattern[place]
-        own = cycle * self._counts[number] + self._ranks[place]
+        number, own = self._sets.at(position)
         (index,) = epoch_stream(self._seed, self._sizes[number], own, 1, shuffle=self._shuffle)
         return self._starts[number] + index
+
+
+class _Pattern:
+    """Sets that have their places in a pattern, again and again."""
+
+    def __init__(self, pattern: tuple[int, ...]) -> None:
+        self._pattern = pattern
+        self._counts = [0] * (max(pattern) + 1)
+        self._ranks: list[int] = []
+        """Of each place, how many before it are drawn from the same set."""
+        for number in pattern:
+            self._ranks.append(self._counts[number])
+            self._counts[number] += 1
+
+    def at(self, position: int) -> tuple[int, int]:
+        """Return the set of a place of the stream, and the place in that set's own."""
+        cycle, place = divmod(position, len(self._pattern))
+        number = self._pattern[place]
+        return number, cycle * self._counts[number] + self._ranks[place]
+
+
+class _Chosen:
+    """Sets that a function of the user's chooses (``data.custom_dataloader``), step by step."""
+
+    def __init__(self, config: Config, sizes: Sequence[int]) -> None:
+        """Import it. Raises `ConfigError`."""
+        self._path = str(config.data.chooser)
+        self._choose: Callable[..., object] = named(self._path, _KEY)
+        self._sizes = dict(zip(set_names(config.data.train), sizes, strict=True))
+        self._per_step = config.rollout_section.max_prompts_per_step
+        self._numbers = {name: number for number, name in enumerate(self._sizes)}
+        self._steps: list[list[int]] = []
+        """Of each step, the sets of its places."""
+        self._before = [[0] * len(sizes)]
+        """Of each step, how many were drawn of each set before it."""
+
+    def at(self, position: int) -> tuple[int, int]:
+        """Return the set of a place of the stream, and the place in that set's own. Raises `DataError`."""
+        step, place = divmod(position, self._per_step)
+        while len(self._steps) <= step:
+            chosen = self._asked(len(self._steps) + 1)
+            self._steps.append(chosen)
+            self._before.append([count + chosen.count(n) for n, count in enumerate(self._before[-1])])
+        chosen = self._steps[step]
+        return chosen[place], self._before[step][chosen[place]] + chosen[:place].count(chosen[place])
+
+    def _asked(self, step: int) -> list[int]:
+        where = f"{_KEY}: {self._path}"
+        try:
+            given = self._choose(step, dict(self._sizes), self._per_step)
+        except Exception as error:  # the function is the user's
+            raise DataError(f"{where} raised {type(error).__name__} for step {step}: {line(str(error))}") from error
+        names = [*given] if isinstance(given, list | tuple) else []
+        if len(names) != self._per_step or any(name not in self._numbers for name in names):
+            raise DataError(
+                f"{where} returned {shown(given)} for step {step}, not {self._per_step} names of data sets "
+                f"({', '.join(self._numbers)})"
+            )
+        return [self._numbers[name] for name in names]
 
 
 def drawing_pattern(data: Data, num_sets: int) -> tuple[int, ...]:
     """Return which set each place of the stream is drawn from, again and again; zeros where they are drawn as one."""
     if len(data.train) != num_sets or num_sets < 2:
         return (0,)
-    if data.use_multiple_dataloader:
+    if data.use_multiple_dataloader and data.chooser is None:
         num_prompts = data.num_prompts_per_dataloader or 1
         return tuple(number for number in range(num_sets) for _ in range(num_prompts))
     if all(each.weight is None for each in data.train):

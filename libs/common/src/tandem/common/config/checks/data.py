@@ -253,6 +253,9 @@ def sets_are_drawn_from(config: Config) -> None:
         raise Invalid("data.use_multiple_dataloader", "needs several data sets in data.train")
     if any(each.weight is not None for each in data.train):
         raise Invalid("data.use_multiple_dataloader", "each set has its turn, and a set of data.train has a weight")
+    if data.chooser is not None:
+        check_dotted_path("data.custom_dataloader", data.chooser)
+        return
     if num_prompts is None:
         raise Invalid(key, "required with data.use_multiple_dataloader")
     per_step = config.rollout_section.num_prompts_per_step

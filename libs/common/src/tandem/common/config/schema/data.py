@@ -206,7 +206,10 @@ class Data(Section, frozen=True, kw_only=True):
     num_prompts_per_dataloader: PositiveInt | None = None
     """Prompts of one data set before the next has its turn; a step's are a multiple of it."""
     custom_dataloader: NonEmptyStr | None = None
-    """Dotted path of a class of NeMo-RL's that chooses between data sets."""
+    """With `use_multiple_dataloader`: dotted path of a function that says which set each prompt of a step is drawn
+    from, such as ``mine.choose``: ``choose(step, sizes, num_prompts)`` returns so many names, where `sizes` has the
+    problems of each set by its name. It must depend on nothing else: a resumed run asks again. NeMo-RL's
+    ``example_custom_dataloader`` is the turns that there are without it."""
     rejected_template: str | None = None
     """New. DPO and RM, where problems are made: the worse solution, like `solution_template`, which writes the better
     one."""
@@ -228,6 +231,12 @@ class Data(Section, frozen=True, kw_only=True):
     """SFT, DPO and RM: put the chat template's generation prompt before the solution."""
     add_system_prompt: bool = False
     """SFT, DPO and RM: let the chat template add its default system message."""
+
+    @property
+    def chooser(self) -> str | None:
+        """The dotted path of the function that chooses between data sets, if one does."""
+        path = self.custom_dataloader if self.use_multiple_dataloader else None
+        return None if path is None or path.endswith(".example_custom_dataloader") else path
 
     @property
     def validation_names(self) -> tuple[str, ...]:
