@@ -34,6 +34,7 @@ from tandem.coordinator.run.model_folder import check_model
 from tandem.coordinator.run.own_code import has_own_code
 from tandem.coordinator.run.prerequisite import Mode, Ready, differences, has_begun, model_differences, model_problem
 from tandem.coordinator.run.spec import launched_processes
+from tandem.coordinator.run.teachers import check_teachers, models_of
 
 
 def preflight(source: str, config: Config, mode: Mode, *, has_rewards: bool = False) -> Ready:
@@ -74,7 +75,7 @@ def _look_through(
         if path in wanted_by:
             raise ConfigError(f"prerequisite: {' needs '.join([*wanted_by, path])}: a circle")
         its_config = load_config(path)
-        if has_begun(its_config) or not Path(config.policy.model_name).exists():
+        if has_begun(its_config) or not all(folder.exists() for folder in models_of(config).values()):
             (scratch / "earlier").mkdir()
             earlier = _look_through(path, its_config, mode, scratch / "earlier", (*wanted_by, path))
     problems: list[TandemError] = []
@@ -89,6 +90,7 @@ def _look_through(
         with _noted(problems):
             tokenizer = _tokenizer(config, mode, scratch, earlier)
             algorithm = make_algorithm(config, tokenizer)
+            about_model += check_teachers(config, tokenizer, may_be_made=earlier is not None)
         with _noted(problems):
             own_code()
     if len(problems) == 1:
