@@ -50,6 +50,14 @@ def logprobs_of(model: Any, token_ids: torch.Tensor, temperature: float = 1.0) -
     return logits_TV.log_softmax(dim=-1).gather(1, token_ids[1:, None])[:, 0]
 
 
+def adamw(model: Any, *, decays_vectors: bool = True) -> torch.optim.Optimizer:
+    """The optimizer of all parameters; `decays_vectors` as `plain_grpo` has it."""
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    groups = [{"params": matrices}, {"params": vectors} | ({} if decays_vectors else {"weight_decay": 0.0})]
+    return torch.optim.AdamW(groups, **ADAMW)
+
+
 def plain_grpo(
     model: Any,
     batches: Sequence[TrainingBatch],
@@ -64,10 +72,7 @@ def plain_grpo(
     `decays_vectors`: whether norms and biases have weight decay too, which Megatron-Core leaves out.
     """
     reference = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    groups = [{"params": matrices}, {"params": vectors} | ({} if decays_vectors else {"weight_decay": 0.0})]
-    optimizer = torch.optim.AdamW(groups, **ADAMW)
+    optimizer = adamw(model, decays_vectors=decays_vectors)
     history = []
     for batch in batches:
         samples = sequences_of(batch)

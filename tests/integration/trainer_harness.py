@@ -73,9 +73,14 @@ def start_server() -> None:
     multiprocessing.resource_tracker.ensure_running()
 
 
-def make_model(folder: Path, architecture: str = "qwen3", *, seed: int = 0, **sizes: int) -> Path:
+CHARACTERS = "0123456789+-= abcdefg"
+
+
+def make_model(
+    folder: Path, architecture: str = "qwen3", *, seed: int = 0, characters: str = CHARACTERS, **sizes: int
+) -> Path:
     """Write a random model with its tokenizer, 24 tokens, to `folder`; `sizes` replace some of the architecture's."""
-    new_model = NewModel(config=ARCHITECTURES[architecture] | sizes, characters="0123456789+-= abcdefg", seed=seed)
+    new_model = NewModel(config=ARCHITECTURES[architecture] | sizes, characters=characters, seed=seed)
     write_new_model(folder, new_model)
     torch.manual_seed(seed)
     settings = transformers.AutoConfig.from_pretrained(folder)
@@ -98,13 +103,15 @@ def make_config(
     ppo: Mapping[str, Any] | None = None,
     value: Mapping[str, Any] | None = None,
     value_loss: Mapping[str, Any] | None = None,
+    teacher: Mapping[str, Any] | None = None,
+    topk: int = 64,
     temperature: float = 1.0,
     trainers: int = 1,
     **policy: Any,
 ) -> Config:
     """Return a configuration whose ``policy``, ``loss_fn``, ``dpo``, ``rm`` and ``ppo`` sections have the given keys.
 
-    So have ``value`` and, from `value_loss`, ``value_loss_fn``.
+    So have ``value``, ``teacher`` (of whose likeliest tokens `topk` count) and, from `value_loss`, ``value_loss_fn``.
 
     `trainers` matters only where several share a copy of the model.
     """
@@ -121,6 +128,9 @@ def make_config(
         **({} if ppo is None else {"ppo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 2, **ppo}}),
         **({} if value is None else {"value": {"optimizer": {"name": "torch.optim.AdamW", "kwargs": ADAMW}, **value}}),
         "value_loss_fn": value_loss or {},
+        "distillation": {"num_prompts_per_step": 8, "topk_logits_k": topk},
+        "off_policy_distillation": {"topk_logits_k": topk, "val_micro_batch_size": 2},
+        "teacher": teacher,
         "policy": {
             "model_name": str(model),
             "precision": "float32",

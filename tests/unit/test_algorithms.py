@@ -22,15 +22,16 @@ ROOT = Path(__file__).parents[2]
 DECLARED = Path(algorithms.__file__)
 WRITERS = ("coordinator/starting/", "coordinator/evaluation/evaluate.py", "commands/init.py", "config/nemo_eval.py")
 """What writes configurations for users: these have an algorithm's name in them. What runs one asks for none."""
-SECTIONS = {"Grpo", "Ppo", "Sft", "Dpo", "Rm"}
+SECTIONS = {"Grpo", "Ppo", "Sft", "Dpo", "Rm", "Distillation", "OffPolicyDistillation"}
 
 MINIMAL = {"policy": {"model_name": "model"}, "data": {"dataset_name": "reasoning_gym", "task": "chain_sum"}}
 DATA = {"dpo": {"rejected_template": "0"}, "rm": {"rejected_template": "0"}}
+HELD: dict[str, dict[str, object]] = {name: {"teacher": {}} for name in ("distillation", "off_policy_distillation")}
 
 
 def config_of(name: str, **sections: object) -> Config:
     data = {**MINIMAL["data"], **DATA.get(name, {})}
-    return build_config(MINIMAL | {"algorithm": name, "data": data, **sections})
+    return build_config(MINIMAL | {"algorithm": name, "data": data, **HELD.get(name, {}), **sections})
 
 
 def questions_of(path: Path) -> Iterator[str]:
@@ -108,6 +109,17 @@ def test_the_models_that_score_a_batch() -> None:
     assert config_of("dpo").needs_reference
 
 
+def test_a_teacher_says_rows_of_numbers() -> None:
+    for name in HELD:
+        plain = config_of(name, **{name: {"topk_logits_k": 3}})
+        assert plain.declaration.holds(plain) == ("policy", "teacher")
+        assert plain.declaration.scored_by(plain, 1) == ("teacher",)
+        columns = plain.declaration.columns_of(plain, 1)
+        assert [(each.number, each.num_each and each.num_each(plain)) for each in columns] == [(0, 3), (1, 3)]
+    with pytest.raises(ConfigError, match="teacher: null, but distillation needs a model to learn from"):
+        build_config(MINIMAL | {"algorithm": "distillation"})
+
+
 def test_models_are_trained_in_order_and_the_policy_not_from_the_first_step_on() -> None:
     plain = config_of("grpo")
     assert plain.declaration.trains == plain.trained_in(1) == ("policy",)
@@ -135,7 +147,7 @@ def test_an_array_of_every_column_is_where_its_source_has_it() -> None:
 
 
 def test_a_step_has_so_many_optimizer_steps() -> None:
-    assert [config_of(name).num_optimizer_steps for name in ALGORITHMS] == [1, 4, 1, 1, 1]
+    assert [config_of(name).num_optimizer_steps for name in ALGORITHMS] == [1, 4, 1, 1, 1, 2, 1]
     several = config_of(
         "grpo",
         grpo={"num_prompts_per_step": 8, "num_generations_per_prompt": 4},
@@ -146,15 +158,17 @@ def test_a_step_has_so_many_optimizer_steps() -> None:
 
 def test_logits_are_divided_by_the_temperature_that_samples_are_drawn_at() -> None:
     policy = {"model_name": "model", "generation": {"temperature": 0.5}}
-    assert [config_of(name, policy=policy).scoring_temperature for name in ALGORITHMS] == [0.5, 0.5, 1.0, 1.0, 1.0]
+    found = {name: config_of(name, policy=policy).scoring_temperature for name in ALGORITHMS}
+    assert {name for name, temperature in found.items() if temperature == 0.5} == {"grpo", "ppo", "distillation"}
+    assert {found[name] for name in ("sft", "dpo", "rm", "off_policy_distillation")} == {1.0}
 
 
 def test_an_algorithm_that_is_not_declared() -> None:
     with pytest.raises(ConfigError) as caught:
         build_config(MINIMAL | {"algorithm": "grp"})
     assert (
-        str(caught.value)
-        == "configuration: algorithm: 'grp' is not one of dpo, grpo, ppo, rm, sft; did you mean 'grpo'?"
+        str(caught.value) == "configuration: algorithm: 'grp' is not one of distillation, dpo, grpo, "
+        "off_policy_distillation, ppo, rm, sft; did you mean 'grpo'?"
     )
-    with pytest.raises(ConfigError, match=r"algorithm: \[\"grpo\"\] is not one of dpo, grpo, ppo, rm, sft"):
+    with pytest.raises(ConfigError, match=r"algorithm: \[\"grpo\"\] is not one of distillation, dpo, "):
         build_config(MINIMAL | {"algorithm": ["grpo"]})

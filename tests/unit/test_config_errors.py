@@ -42,7 +42,11 @@ def error_of(path: str, *overrides: str) -> str:
         ("a: [1\nb: 2\n", "bad.yaml: line 2, column 2: not valid YAML: did not find expected ',' or ']'"),
         ("grpo: {}\ngrpo: {}\n", "bad.yaml: line 2, column 1: not valid YAML: found duplicate key grpo"),
         ("- 1\n", "bad.yaml: expected a mapping at the top, got a list"),
-        ("", "bad.yaml: algorithm: required, but not set: expected dpo, grpo, ppo, rm, sft"),
+        (
+            "",
+            "bad.yaml: algorithm: required, but not set: expected distillation, dpo, grpo, off_policy_distillation, "
+            "ppo, rm, sft",
+        ),
         ("hello\n", f"bad.yaml: hello: unknown key; the top level knows {TOP}"),
         ("grpo:\n", "bad.yaml: grpo: expected a mapping, got null"),
         ("grpo: {seed: '${'}\n", "bad.yaml: grpo.seed: cannot be resolved: no viable alternative at input '${'"),
@@ -153,7 +157,11 @@ def test_the_file_that_set_the_key_is_blamed(here: Path) -> None:
         ("grpo.seed=*", "grpo.seed: '*' is not a YAML value; quote it if it is text"),
         ("grpo.seed", "'grpo.seed': expected key=value, such as grpo.max_num_steps=10"),
         ("~grpo.seed=1", "'~grpo.seed=1': expected key=value, such as grpo.max_num_steps=10"),
-        ("algorithm=grpoo", "algorithm: 'grpoo' is not one of dpo, grpo, ppo, rm, sft; did you mean 'grpo'?"),
+        (
+            "algorithm=grpoo",
+            "algorithm: 'grpoo' is not one of distillation, dpo, grpo, off_policy_distillation, ppo, rm, sft; "
+            "did you mean 'grpo'?",
+        ),
     ],
 )
 def test_single_keys(override: str, expected: str) -> None:

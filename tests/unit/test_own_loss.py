@@ -217,7 +217,8 @@ def test_its_columns_are_read_beside_those_of_the_algorithm() -> None:
         ({"a b": {"source": "environment"}}, "grpo", "'a b' cannot be the name of a column"),
         ({"difficulty": {"source": "environment"}}, "sft", "difficulty.source: environment, but SFT rolls nothing out"),
         ({"versions": {"source": "engine"}}, "dpo", "versions.source: engine, but DPO rolls nothing out"),
-        ({"start": {"source": "teacher"}}, "grpo", "start.source: 'teacher' is not one of coordinator, engine"),
+        ({"start": {"source": "judge"}}, "grpo", "start.source: 'judge' is not one of coordinator, engine"),
+        ({"start": {"source": "teacher"}}, "grpo", "start.source: teacher, but GRPO has no teacher"),
     ],
 )
 def test_columns_without_a_source_are_refused(columns: dict[str, Any], algorithm: str, said: str) -> None:

@@ -7,7 +7,7 @@ import torch
 from scoring_harness import LargestTensor
 
 from tandem.trainer import scoring
-from tandem.trainer.scoring import TokenScores, score_tokens
+from tandem.trainer.scoring import StudentScores, TokenScores, score_tokens, top_tokens
 
 NUM_TOKENS, HIDDEN, VOCABULARY = 37, 16, 101
 
@@ -120,3 +120,46 @@ def test_all_logits_never_exist_at_once(chunk: int) -> None:
     with LargestTensor() as full:
         of_full_logits(hidden_KH, weight_VH, target_K, 0.5)[0].sum().backward()
     assert full.num_elements == NUM_TOKENS * VOCABULARY > allowed, "the measure sees all logits where they exist"
+
+
+def of_others(
+    logits_KV: torch.Tensor, target_K: torch.Tensor, others_KN: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-probabilities of the targets and of others, and the entropy, all with gradient."""
+    logprobs_KV = logits_KV.log_softmax(dim=-1)
+    entropy_K = -(logprobs_KV.exp() * logprobs_KV).sum(dim=-1)
+    return logprobs_KV.gather(1, target_K[:, None])[:, 0], entropy_K, logprobs_KV.gather(1, others_KN)
+
+
+@pytest.mark.parametrize("learns_entropy", [True, False])
+@pytest.mark.parametrize("chunk", [5, NUM_TOKENS])
+def test_other_tokens_and_the_entropy_have_the_gradients_of_all_logits(chunk: int, learns_entropy: bool) -> None:
+    """Also where the others have the target among them, or one token twice."""
+    found, expected = inputs(), inputs()
+    others_KN = torch.randint(VOCABULARY, (NUM_TOKENS, 6), generator=torch.Generator().manual_seed(1))
+    others_KN[:, 2], others_KN[3, :] = found[2], 7
+    scores = score_tokens(*found, temperature=0.7, chunk=chunk, others_KN=others_KN, learns_entropy=learns_entropy)
+    assert isinstance(scores, StudentScores)
+    logits_KV = (expected[0] @ expected[1].T) / 0.7
+    others = of_others(logits_KV, expected[2], others_KN)
+    totals = []
+    for logprobs_K, entropy_K, others_KN in ((scores.logprobs, scores.entropy, scores.others), others):
+        weights_KN = torch.linspace(-1, 2, others_KN.numel()).view(others_KN.shape)
+        total = (logprobs_K * torch.linspace(-1, 1, NUM_TOKENS)).sum() + (others_KN * weights_KN).sum()
+        totals.append(total + 3 * entropy_K.sum() if learns_entropy else total)
+        totals[-1].backward()
+    torch.testing.assert_close(totals[0], totals[1])
+    torch.testing.assert_close(scores.entropy, others[1], rtol=0, atol=1e-5)
+    assert scores.entropy.requires_grad == learns_entropy
+    for tensor, other in zip(found[:2], expected[:2], strict=True):
+        assert tensor.grad is not None
+        torch.testing.assert_close(tensor.grad, other.grad, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [5, NUM_TOKENS])
+def test_the_likeliest_tokens_are_those_of_all_logits(chunk: int) -> None:
+    hidden_KH, weight_VH, _ = inputs()
+    logits_KN, token_KN = top_tokens(hidden_KH, weight_VH, 4, temperature=0.7, chunk=chunk)
+    expected = ((hidden_KH @ weight_VH.T) / 0.7).topk(4, dim=-1)
+    torch.testing.assert_close(logits_KN, expected.values)
+    assert torch.equal(token_KN, expected.indices.int())

@@ -22,6 +22,9 @@ from tandem.common.columns import (
     REFERENCE_LOGPROBS,
     RETURNS,
     REWARDS,
+    TEACHER_LOGPROBS,
+    TEACHER_TOPK_INDICES,
+    TEACHER_TOPK_LOGITS,
     VALUES,
     Column,
     Head,
@@ -88,10 +91,13 @@ class Algorithm(msgspec.Struct, frozen=True, kw_only=True):
     rules: tuple[str, ...] = ()
     """Rules that the configuration must keep, beside those of all algorithms: tuples of them."""
 
+    called: str = ""
+    """What people call it, if that is not its name in capitals."""
+
     @property
     def title(self) -> str:
         """What people call it."""
-        return self.name.upper()
+        return self.called or self.name.upper()
 
     @property
     def learns_preferences(self) -> bool:
@@ -143,6 +149,30 @@ class Algorithm(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(dict.fromkeys(("policy", *self.scored_by(config, 1), *self.trains)))
 
 
+_POLICY_GRADIENT = (
+    GENERATION_LOGPROBS,
+    ADVANTAGES,
+    read_where(REWARDS, lambda config, num_steps: config.loss_fn.positive_example_nll_weight > 0),
+    # In the first optimizer step on a rollout batch the policy before it is the one in training.
+    read_where(
+        PREVIOUS_LOGPROBS,
+        lambda config, num_steps: (
+            num_steps > 1
+            or config.loss_fn.use_kl_in_reward
+            or config.learns_from_logprobs
+            or config.largest_logprob_error is not None
+        ),
+    ),
+    read_where(REFERENCE_LOGPROBS, lambda config, num_steps: config.loss_fn.reference_policy_kl_penalty > 0),
+)
+"""What the loss of policy gradients reads."""
+
+_FINISHERS = {
+    "reinforce_plus_plus": "tandem.trainer.advantages.reinforce_plus_plus",
+    "opd": "tandem.trainer.advantages.on_policy_distillation",
+}
+"""Of GRPO's estimators that have advantages of tokens."""
+
 GRPO = Algorithm(
     name="grpo",
     rolls_out=True,
@@ -152,27 +182,18 @@ GRPO = Algorithm(
     metrics=("val_reward", "val_accuracy", "reward", "accuracy", "loss"),
     curves=("reward", "val_accuracy"),
     columns=(
-        GENERATION_LOGPROBS,
-        ADVANTAGES,
-        read_where(REWARDS, lambda config, num_steps: config.loss_fn.positive_example_nll_weight > 0),
-        # In the first optimizer step on a rollout batch the policy before it is the one in training.
-        read_where(
-            PREVIOUS_LOGPROBS,
-            lambda config, num_steps: (
-                num_steps > 1 or config.loss_fn.use_kl_in_reward or config.largest_logprob_error is not None
-            ),
-        ),
-        read_where(REFERENCE_LOGPROBS, lambda config, num_steps: config.loss_fn.reference_policy_kl_penalty > 0),
+        *_POLICY_GRADIENT,
+        read_where(TEACHER_LOGPROBS, lambda config, num_steps: config.learns_from_logprobs),
     ),
-    finisher=lambda config: (
-        "tandem.trainer.advantages.reinforce_plus_plus"
-        if config.grpo.adv_estimator.name == "reinforce_plus_plus"
-        else ""
-    ),
+    finisher=lambda config: _FINISHERS.get(config.grpo.adv_estimator.name, ""),
     running="tandem.coordinator.algorithms.grpo.GrpoAlgorithm",
     loss="tandem.trainer.losses.policy_gradient.PolicyGradientLoss",
     loss_section="loss_fn",
-    rules=("tandem.common.config.checks.learning.RULES", "tandem.common.config.checks.loss.POLICY_GRADIENT_RULES"),
+    rules=(
+        "tandem.common.config.checks.learning.RULES",
+        "tandem.common.config.checks.loss.POLICY_GRADIENT_RULES",
+        "tandem.common.config.checks.teacher.GRPO_RULES",
+    ),
 )
 """Group relative policy optimisation and its kin: what differs between them are options."""
 
@@ -184,7 +205,7 @@ PPO = Algorithm(
     shares_prompts=True,
     metrics=GRPO.metrics,
     curves=GRPO.curves,
-    columns=GRPO.columns,
+    columns=_POLICY_GRADIENT,
     finisher=lambda config: "tandem.trainer.advantages.generalised",
     running="tandem.coordinator.algorithms.grpo.GrpoAlgorithm",
     loss="tandem.trainer.losses.policy_gradient.PolicyGradientLoss",
@@ -256,7 +277,43 @@ RM = Algorithm(
 )
 """Training of a reward model: of each pair the chosen response is first."""
 
-ALGORITHMS = {algorithm.name: algorithm for algorithm in (GRPO, PPO, SFT, DPO, RM)}
+DISTILLATION = Algorithm(
+    name="distillation",
+    called="distillation",
+    rolls_out=True,
+    learns_from=("problems",),
+    train_global_batch_size=64,
+    shares_prompts=True,
+    metrics=GRPO.metrics,
+    curves=("loss", "val_accuracy"),
+    columns=(TEACHER_TOPK_LOGITS, TEACHER_TOPK_INDICES),
+    running="tandem.coordinator.algorithms.grpo.GrpoAlgorithm",
+    loss="tandem.trainer.losses.distillation.DistillationLoss",
+    loss_section="loss_fn",
+    rules=("tandem.common.config.checks.teacher.RULES",),
+)
+"""On-policy distillation: a teacher says of the policy's own samples what it would rather have drawn."""
+
+OFF_POLICY_DISTILLATION = Algorithm(
+    name="off_policy_distillation",
+    called="off-policy distillation",
+    rolls_out=False,
+    learns_from=("problems", "conversations"),
+    train_global_batch_size=32,
+    shares_prompts=False,
+    metrics=SFT.metrics,
+    curves=SFT.curves,
+    columns=DISTILLATION.columns,
+    running="tandem.coordinator.algorithms.data_set.DataSetAlgorithm",
+    loss=DISTILLATION.loss,
+    loss_section="loss_fn",
+    rules=DISTILLATION.rules,
+)
+"""The same over recorded text."""
+
+ALGORITHMS = {
+    algorithm.name: algorithm for algorithm in (GRPO, PPO, SFT, DPO, RM, DISTILLATION, OFF_POLICY_DISTILLATION)
+}
 """By name, in the order in which errors and the documentation list them."""
 
 SECTIONS = {
@@ -266,12 +323,9 @@ SECTIONS = {
     "dpo": ("dpo",),
     "rm": ("rm",),
     "distillation": ("distillation", "teacher", "teachers"),
+    "off_policy_distillation": ("off_policy_distillation", "teacher", "teachers"),
 }
-"""Sections of the configuration that an algorithm reads and no other does, its own first; also of those that are known
-but not built."""
-
-NOT_BUILT = tuple(name for name in SECTIONS if name not in ALGORITHMS)
-"""Algorithms whose sections are known, and which are refused."""
+"""Sections of the configuration that an algorithm reads and no other does, its own first."""
 
 if TYPE_CHECKING:
     AlgorithmName = str

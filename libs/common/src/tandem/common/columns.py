@@ -14,9 +14,9 @@ import msgspec
 if TYPE_CHECKING:
     from tandem.common.config.schema import Config
 
-Model = Literal["policy", "reference", "value"]
-"""Models that a trainer can hold and score tokens with: the one in training, that from before any training, and one
-that says what each token's state is worth."""
+Model = Literal["policy", "reference", "value", "teacher"]
+"""Models that a trainer can hold and score tokens with: the one in training, that from before any training, one that
+says what each token's state is worth, and one that the policy learns from."""
 
 MODELS: tuple[Model, ...] = get_args(Model)
 
@@ -24,11 +24,12 @@ Head = Literal["vocabulary", "value", "score"]
 """What is on top of a model's layers. vocabulary: the output layer of a language model. value: one number of each
 token, as Transformers' token classifiers have it. score: one number of a sequence, as its sequence classifiers do."""
 
-Source = Literal["engine", "environment", "coordinator", "trainer", "policy", "reference", "value"]
+Source = Literal["engine", "environment", "coordinator", "trainer", "policy", "reference", "value", "teacher"]
 """engine: an array of `tandem.common.batch.SampleArrays`, of tokens. environment: what a score says of a sample, under
 that name in its `components`. coordinator: an array of `tandem.common.batch.BatchTable`, of sequences. trainer: what
 the ranks make of the others (`tandem.common.algorithms.Algorithm.finisher`). policy, reference: log-probabilities of
-tokens under that model, before the first optimizer step on the batch. value: what that model says of them, then."""
+tokens under that model, before the first optimizer step on the batch. value, teacher: what that model says of them,
+then."""
 
 
 class Column(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +40,10 @@ class Column(msgspec.Struct, frozen=True, kw_only=True):
     dtype: Literal["float32", "int32"] = "float32"
     fill: float = 0.0
     """In the padding, and where the source says nothing."""
+    number: int = 0
+    """Which of the numbers that its model says it is (`tandem.trainer.scoring.Scores`)."""
+    num_each: Callable[[Config], int] | None = None
+    """How many numbers each token has, where it is not one but a row of them."""
     is_read: Callable[[Config, int], bool] = lambda config, num_steps: True
     """Whether the loss reads it in a step of so many optimizer steps; by the configuration."""
 
@@ -61,6 +66,13 @@ VALUES = Column(name="values", source="value")
 """What was expected, before each token was made, of the rest of its response."""
 RETURNS = Column(name="returns", source="trainer")
 """What came of it: the value model's targets."""
+TEACHER_LOGPROBS = Column(name="teacher_logprobs", source="teacher")
+TEACHER_TOPK_LOGITS = Column(name="teacher_topk_logits", source="teacher", num_each=lambda config: config.topk_logits_k)
+"""Of the teacher's likeliest tokens in the place of each."""
+TEACHER_TOPK_INDICES = msgspec.structs.replace(
+    TEACHER_TOPK_LOGITS, name="teacher_topk_indices", dtype="int32", number=1
+)
+"""Which tokens these are."""
 
 BUILT_IN = {
     column.name: column
@@ -73,13 +85,31 @@ BUILT_IN = {
         REFERENCE_LOGPROBS,
         VALUES,
         RETURNS,
+        TEACHER_LOGPROBS,
+        TEACHER_TOPK_LOGITS,
+        TEACHER_TOPK_INDICES,
     )
 }
 """By name. ``loss_fn.columns`` may ask for these, and for others of environments and models."""
 
 
+TEACHER = "teacher"
+"""What the table of a batch calls the number of the teacher of each sequence, where there are several."""
+
 TAKEN = frozenset(
-    {"lengths", "num_counted", "prompt", "prompt_lengths", "rank", "source", "command", "group", "sample", "branch"}
+    {
+        TEACHER,
+        "lengths",
+        "num_counted",
+        "prompt",
+        "prompt_lengths",
+        "rank",
+        "source",
+        "command",
+        "group",
+        "sample",
+        "branch",
+    }
 )
 """What else a batch's table has of each sequence: no column can have such a name."""
 

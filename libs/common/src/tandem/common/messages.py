@@ -252,7 +252,7 @@ class Trained(Message, frozen=True, kw_only=True, tag=True):
     """Rank 0's metrics, already reduced over all ranks; empty from the others."""
     seconds: SecondsByPhase
     """Seconds by phase: ``policy_training``, ``logprobs``, ``reference_logprobs``, and of a value model ``values`` and
-    ``value_training``."""
+    ``value_training``, of a teacher ``teacher_logprobs``."""
     compute_s: Seconds
     """Of these, the rank's own work: what it spent outside of collective operations."""
     waited_s: Seconds

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from tandem.common.config.schema import Policy
+from tandem.common.config.schema import Model
 from tandem.common.model_fields import field_default
 
 _NAMES = {
@@ -32,7 +32,7 @@ class ModelSizes(msgspec.Struct, frozen=True, kw_only=True):
     num_experts: int | None = None
 
 
-def config_file(policy: Policy) -> Path | None:
+def config_file(policy: Model) -> Path | None:
     """Return the ``config.json`` in the folder ``policy.model_name`` or in the cache of the Hub; None if neither."""
     path = Path(policy.model_name) / "config.json"
     return path if path.is_file() else _cached(policy.model_name)
@@ -46,7 +46,7 @@ def local_folder(name: str) -> Path | None:
     return None if cached is None else cached.parent
 
 
-def model_config(policy: Policy) -> dict[str, Any] | None:
+def model_config(policy: Model) -> dict[str, Any] | None:
     """Return the content of `config_file`, or of the one that ``policy.new_model`` will write; None if neither."""
     path = config_file(policy)
     try:
@@ -55,14 +55,14 @@ def model_config(policy: Policy) -> dict[str, Any] | None:
         return None
 
 
-def model_sizes(policy: Policy) -> ModelSizes:
+def model_sizes(policy: Model) -> ModelSizes:
     """Return what is known of the model; of none on this machine that is nothing."""
     config = model_config(policy) or {}
     found = {size: next((config[name] for name in names if name in config), None) for size, names in _NAMES.items()}
     return ModelSizes(**{size: value for size, value in found.items() if isinstance(value, int)})
 
 
-def vocabulary_size(policy: Policy) -> int:
+def vocabulary_size(policy: Model) -> int:
     """Return how many tokens the model has an embedding for; as many as ids can name where that is not known here."""
     return vocabulary_in(model_config(policy) or {}) or 2**31
 
@@ -73,7 +73,7 @@ def vocabulary_in(config: Mapping[str, Any]) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def max_positions(policy: Policy) -> int | None:
+def max_positions(policy: Model) -> int | None:
     """Return how long the sequences may be that a model was made for; None if that is not known here."""
     config = model_config(policy)
     return None if config is None else max_positions_in(config)
@@ -94,7 +94,7 @@ def max_positions_in(config: Mapping[str, Any]) -> int | None:
     return int(positions * stretched)
 
 
-def _new(policy: Policy) -> dict[str, Any] | None:
+def _new(policy: Model) -> dict[str, Any] | None:
     return policy.new_model.config if policy.new_model is not None else None
 
 

@@ -72,6 +72,15 @@ class Tokenizer:
         bos_id = self._hugging_face.bos_token_id
         return None if bos_id is None else int(bos_id)
 
+    def difference(self, other: Tokenizer) -> str | None:
+        """Say which token is not the same in another tokenizer; None if all are."""
+        own, others = self._hugging_face.get_vocab(), other._hugging_face.get_vocab()
+        token = next((token for token in sorted({*own, *others}) if own.get(token) != others.get(token)), None)
+        if token is None:
+            return None
+        here, there = (vocabulary.get(token, "none") for vocabulary in (own, others))
+        return f"token {token!r} is {here} in {self.where} and {there} in {other.where}"
+
     @property
     def pad_id(self) -> int:
         """The token of padding, or what stands for it where there is none: the one that ends a response.

@@ -70,6 +70,20 @@ def reinforce_plus_plus(config: Config, scored: Scored) -> Finished:
     return Finished({ADVANTAGES: advantages_T}, {})
 
 
+def on_policy_distillation(config: Config, scored: Scored) -> Finished:
+    """Take each token's log-probability under its teacher minus that under the policy as its advantage.
+
+    Their mean over samples of the policy is minus the reverse divergence between the two, and so is the gradient's
+    (Lu et al. 2025, thinkingmachines.ai/blog/on-policy-distillation); no reward is read.
+    """
+    counted_T = scored.batch.counted()
+    apart_T = scored.scores["teacher"] - scored.scores["policy"]
+    advantages_T = np.where(counted_T, apart_T, np.float32(0.0)).astype(np.float32)
+    own = advantages_T.astype(np.float64)
+    count, total = scored.sum_over_ranks(torch.tensor([int(counted_T.sum()), own.sum()], dtype=torch.float64)).tolist()
+    return Finished({ADVANTAGES: advantages_T}, {"teacher_kl": -total / max(1.0, count)})
+
+
 def generalised(config: Config, scored: Scored) -> Finished:
     """Estimate advantages and returns from rewards and the values of tokens, by `tandem.trainer.gae`.
 

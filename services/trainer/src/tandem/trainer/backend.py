@@ -61,8 +61,10 @@ class Backend(Protocol):
         """
         ...
 
-    def scores(self, micro_batches: Sequence[MicroBatch], model: Model) -> Sequence[Scores]:
+    def scores(self, micro_batches: Sequence[MicroBatch], model: Model, number: int = 0) -> Sequence[Scores]:
         """Return what a model says of each micro-batch without gradient, aligned with its ``token_ids_BT``.
+
+        `number` is that of one of several teachers.
 
         Position ``t`` holds what it says of token ``t`` given the tokens before it, a language model at the sampling
         temperature; positions whose token does not count in the loss hold zero.

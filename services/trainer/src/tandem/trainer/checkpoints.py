@@ -235,7 +235,9 @@ def files_to_load(config: Config, checkpoint: Path | None) -> list[Files]:
     held, trained = config.declaration.holds(config), config.declaration.trains
     # A model that is trained comes from the checkpoint, if there is one.
     read = [model for model in held if checkpoint is None or model not in trained]
-    sources = dict.fromkeys(config.settings_of(model).model_name for model in read)
+    sources = dict.fromkeys(
+        config.settings_of(model, number).model_name for model in read for number in range(config.num_of(model))
+    )
     parts = [] if checkpoint is None else files_of(checkpoint)
     return [*parts, *(files for source in sources for files in files_of_model(source))]
 

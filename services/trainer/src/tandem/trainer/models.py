@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,17 @@ from tandem.common.errors import ModelError
 from tandem.refit.adapters.geometry import SCALAR_HEAD
 from tandem.trainer.context import inputs_of_share, sum_shares
 from tandem.trainer.packing import MicroBatch
-from tandem.trainer.scoring import Scores, TokenScores, TokenValues, VocabularyShard, score_tokens
+from tandem.trainer.scoring import (
+    Scores,
+    StudentScores,
+    TokenScores,
+    TokenValues,
+    VocabularyShard,
+    placed,
+    score_tokens,
+    top_of_logits,
+    top_tokens,
+)
 
 _CLASSIFIERS: dict[Head, Any] = {
     "value": transformers.AutoModelForTokenClassification,
@@ -148,44 +158,56 @@ def has_linear_head(model: Any) -> bool:
         hook.remove()
 
 
+class _Task(NamedTuple):
+    """What a head is asked."""
+
+    predictor_K: torch.Tensor
+    """The tokens whose hidden states it takes."""
+    target_K: torch.Tensor
+    """Those that they predict."""
+    others_KN: torch.Tensor | None
+    """Others that are scored in the place of each; None for none."""
+
+    def take(self, is_taken_K: torch.Tensor) -> _Task:
+        """Return the task for some of the tokens."""
+        others_KN = None if self.others_KN is None else self.others_KN[is_taken_K]
+        return _Task(self.predictor_K[is_taken_K], self.target_K[is_taken_K], others_KN)
+
+
 class Scorer:
     """What a model says of tokens, computed only where they count: its head sees only what comes before such a token.
 
-    What it says is a tuple of numbers of each of them, whose kind is `SAYS`.
+    What it says is a tuple of numbers, or rows of numbers, of each of them.
     """
-
-    SAYS: type[Scores]
 
     def __init__(self, model: Any, head: Any, context: dist.ProcessGroup | None) -> None:
         """Begin, with a model that is sharded already; `context`: the ranks that share each sequence with this one."""
         self.model = model
         self._context = context
-        self._task: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._task: _Task | None = None
         weight = head.weight
         self._is_cut = isinstance(weight, DTensor) and "tensor" in (weight.device_mesh.mesh_dim_names or ())
         head.register_forward_pre_hook(self._pick)
 
     def __call__(self, batch: MicroBatch) -> Any:
-        """Return what the model says of the tokens, ``[B, T]`` each, zero where nothing counts.
+        """Return what the model says of the tokens, ``[B, T]`` or ``[B, T, N]`` each, zero where nothing counts.
 
         Position ``t`` holds what it says of token ``t`` given the tokens before it.
         """
-        counted_BT = batch.loss_mask_BT
+        counted_BT, others_BTN = batch.loss_mask_BT, batch.others_BTN
         inputs, predictor_K = self._inputs(batch)
-        target_K = batch.token_ids_BT[counted_BT]
+        others_KN = None if others_BTN is None else others_BTN[counted_BT].long()
+        task = _Task(predictor_K, batch.token_ids_BT[counted_BT], others_KN)
         is_here_K = predictor_K >= 0
-        if self._context is not None:
-            predictor_K, target_K = predictor_K[is_here_K], target_K[is_here_K]
-        self._task = predictor_K, target_K
+        self._task = task if self._context is None else task.take(is_here_K)
         try:
-            scores_K: Sequence[torch.Tensor] = self._scores(inputs, target_K)
+            scores_K: Any = self._scores(inputs, self._task)
         finally:
             self._task = None
+        kind = type(scores_K)
         if self._context is not None:
-            zeros_K = torch.zeros(is_here_K.shape, dtype=torch.float32, device=is_here_K.device)
-            scores_K = [sum_shares(zeros_K.masked_scatter(is_here_K, scores), self._context) for scores in scores_K]
-        zeros_BT = torch.zeros(counted_BT.shape, dtype=torch.float32, device=counted_BT.device)
-        return self.SAYS(*(zeros_BT.masked_scatter(counted_BT, scores) for scores in scores_K))
+            scores_K = [sum_shares(placed(each_K, is_here_K), self._context) for each_K in scores_K]
+        return kind(*(placed(each_K, counted_BT) for each_K in scores_K))
 
     def _inputs(self, batch: MicroBatch) -> tuple[dict[str, Any], torch.Tensor]:
         """Return what the model takes, and its token that predicts each counted one, -1 where another rank has that.
@@ -207,12 +229,12 @@ class Scorer:
             inputs["position_ids"] = torch.arange(batch.token_ids_BT.shape[1], device=batch.token_ids_BT.device)[None]
         return inputs, batch.loss_mask_BT.flatten().nonzero()[:, 0] - 1
 
-    def _scores(self, inputs: dict[str, Any], target_K: torch.Tensor) -> Sequence[torch.Tensor]:
+    def _scores(self, inputs: dict[str, Any], task: _Task) -> Scores:
         """Return what the model says of the targets."""
         raise NotImplementedError
 
     def _pick(self, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
-        return None if self._task is None else (inputs[0].flatten(0, 1).index_select(0, self._task[0]),)
+        return None if self._task is None else (inputs[0].flatten(0, 1).index_select(0, self._task.predictor_K),)
 
 
 class TokenScorer(Scorer):
@@ -224,16 +246,21 @@ class TokenScorer(Scorer):
     rank works on its own rows.
     """
 
-    SAYS = TokenScores
-
     def __init__(
-        self, model: Any, temperature: float, *, linear_head: bool, context: dist.ProcessGroup | None = None
+        self,
+        model: Any,
+        temperature: float,
+        *,
+        linear_head: bool,
+        context: dist.ProcessGroup | None = None,
+        learns_entropy: bool = False,
     ) -> None:
         """Begin, as any scorer; raise `ModelError` where the model is cut so that it cannot be scored.
 
-        `linear_head`: what `has_linear_head` said of it before it was sharded.
+        `linear_head`: what `has_linear_head` said of it before it was sharded. `learns_entropy`: whether the entropy
+        has a gradient.
         """
-        self._temperature = temperature
+        self._temperature, self._learns_entropy = temperature, learns_entropy
         self._gives_logits = not linear_head
         head = model.get_output_embeddings()
         super().__init__(model, head, context)
@@ -242,16 +269,16 @@ class TokenScorer(Scorer):
         if not self._gives_logits:
             head.forward = functools.partial(self._score, head, head.forward)
 
-    def _scores(self, inputs: dict[str, Any], target_K: torch.Tensor) -> Sequence[torch.Tensor]:
+    def _scores(self, inputs: dict[str, Any], task: _Task) -> Scores:
         output: Any = self.model(**inputs, use_cache=False).logits
         if self._gives_logits:
-            return _scores_of_logits(output.float() / self._temperature, target_K)
-        scores: TokenScores = output
+            return self._of_logits(output.float() / self._temperature, task)
+        scores: Scores = output
         return scores
 
     def _score(
         self, head: Any, forward: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor
-    ) -> torch.Tensor | TokenScores:
+    ) -> torch.Tensor | Scores:
         if self._task is None:
             return forward(hidden)
         weight_VH, vocabulary = head.weight, None
@@ -262,31 +289,72 @@ class TokenScorer(Scorer):
             )
             vocabulary = VocabularyShard(group=group, first_row=first_row, num_rows=weight_VH.shape[0])
             weight_VH = weight_VH.to_local(grad_placements=weight_VH.placements)
-        return score_tokens(hidden, weight_VH, self._task[1], temperature=self._temperature, vocabulary=vocabulary)
+        return self._of_hidden(hidden, weight_VH, vocabulary, self._task)
+
+    def _of_hidden(
+        self, hidden_KH: torch.Tensor, weight_VH: torch.Tensor, vocabulary: VocabularyShard | None, task: _Task
+    ) -> Scores:
+        return score_tokens(
+            hidden_KH,
+            weight_VH,
+            task.target_K,
+            temperature=self._temperature,
+            vocabulary=vocabulary,
+            others_KN=task.others_KN,
+            learns_entropy=self._learns_entropy,
+        )
+
+    def _of_logits(self, logits_KV: torch.Tensor, task: _Task) -> Scores:
+        return _scores_of_logits(logits_KV, task, learns_entropy=self._learns_entropy)
+
+
+class TopScorer(TokenScorer):
+    """The likeliest tokens of a language model and their logits, in the same way."""
+
+    def __init__(
+        self,
+        model: Any,
+        temperature: float,
+        *,
+        num: int,
+        linear_head: bool,
+        context: dist.ProcessGroup | None = None,
+    ) -> None:
+        """Begin, as a scorer of tokens; `num`: of the likeliest."""
+        super().__init__(model, temperature, linear_head=linear_head, context=context)
+        self._num = num
+
+    def _of_hidden(
+        self, hidden_KH: torch.Tensor, weight_VH: torch.Tensor, vocabulary: VocabularyShard | None, task: _Task
+    ) -> Scores:
+        return top_tokens(hidden_KH, weight_VH, self._num, temperature=self._temperature, vocabulary=vocabulary)
+
+    def _of_logits(self, logits_KV: torch.Tensor, task: _Task) -> Scores:
+        return top_of_logits(logits_KV, self._num)
 
 
 class ScalarScorer(Scorer):
     """The values of tokens: what `scalar_head` makes of the hidden state from which each was predicted."""
 
-    SAYS = TokenValues
-
     def __init__(self, model: Any, *, context: dist.ProcessGroup | None = None) -> None:
         """Begin, as any scorer."""
         super().__init__(model, scalar_head(model), context)
 
-    def _scores(self, inputs: dict[str, Any], target_K: torch.Tensor) -> Sequence[torch.Tensor]:
-        return (self.model(**inputs, use_cache=False).logits[:, 0].float(),)
+    def _scores(self, inputs: dict[str, Any], task: _Task) -> Scores:
+        return TokenValues(self.model(**inputs, use_cache=False).logits[:, 0].float())
 
 
-def _scores_of_logits(logits_KV: torch.Tensor, target_K: torch.Tensor) -> TokenScores:
+def _scores_of_logits(logits_KV: torch.Tensor, task: _Task, *, learns_entropy: bool) -> TokenScores | StudentScores:
     logprobs_KV = logits_KV.log_softmax(dim=-1)
-    logprobs_K = logprobs_KV.gather(1, target_K[:, None])[:, 0]
+    logprobs_K = logprobs_KV.gather(1, task.target_K[:, None])[:, 0]
     detached_KV = logprobs_KV.detach()
     is_likeliest_K = (logprobs_K.detach() == detached_KV.amax(dim=-1)).float()
-    return TokenScores(logprobs_K, _entropy(detached_KV), is_likeliest_K)
+    scores = logprobs_K, _entropy(logprobs_KV if learns_entropy else detached_KV), is_likeliest_K
+    if task.others_KN is None:
+        return TokenScores(*scores)
+    return StudentScores(*scores, logprobs_KV.gather(1, task.others_KN))
 
 
-@torch.no_grad()
 def _entropy(logprobs_KV: torch.Tensor) -> torch.Tensor:
     parts = []
     for logprobs_RV in torch.split(logprobs_KV, _ENTROPY_ROWS):

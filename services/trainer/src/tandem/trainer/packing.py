@@ -15,7 +15,7 @@ import torch
 from numpy.typing import DTypeLike, NDArray
 
 from tandem.common.assignment import EMPTY_ROW, Ints, by_prompt
-from tandem.common.batch import Float32s, TrainingBatch
+from tandem.common.batch import TrainingBatch
 from tandem.common.columns import (
     ADVANTAGES,
     GENERATION_LOGPROBS,
@@ -23,6 +23,8 @@ from tandem.common.columns import (
     REFERENCE_LOGPROBS,
     RETURNS,
     REWARDS,
+    TEACHER_TOPK_INDICES,
+    TEACHER_TOPK_LOGITS,
     VALUES,
     Column,
 )
@@ -30,7 +32,7 @@ from tandem.trainer.packed import PackedRow, pack_row
 from tandem.trainer.sharing import Prompts, SharedPrompts, share_prompts
 
 Columns = Mapping[Column, NDArray[Any]]
-"""What a loss reads of each token of a ragged share, ``[T]``."""
+"""What a loss reads of each token of a ragged share, ``[T]`` or ``[T, N]``."""
 
 
 class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -50,7 +52,8 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     loss_mask_BT: torch.Tensor
     """True where the token counts in the loss; never at position 0, which nothing predicts."""
     columns: Mapping[str, torch.Tensor] = {}
-    """What the loss reads of each token, ``[B, T]``, by the name of its declaration (`tandem.common.columns`)."""
+    """What the loss reads of each token, by the name of its declaration (`tandem.common.columns`): ``[B, T]``, or
+    ``[B, T, N]`` where it is several numbers."""
     shared_prompts: SharedPrompts | None = None
     """The same samples as one row that holds each prompt once, for the model; None where no two share a prompt."""
     packed: PackedRow | None = None
@@ -100,6 +103,17 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         """What came of it."""
         return self._read(RETURNS)
 
+    @property
+    def teacher_topk_logits_BTN(self) -> torch.Tensor:
+        """Of the teacher's likeliest tokens in the place of each."""
+        return self._read(TEACHER_TOPK_LOGITS)
+
+    @property
+    def others_BTN(self) -> torch.Tensor | None:
+        """Tokens that the policy is to score, too, in the place of each: the teacher's likeliest; None where the loss
+        reads none."""
+        return self.columns.get(TEACHER_TOPK_INDICES.name)
+
     def _read(self, column: Column) -> torch.Tensor:
         if column.name not in self.columns:
             listed = ", ".join(self.columns) or "none"
@@ -147,7 +161,7 @@ def pad(
     sources = (firsts_B[:, None] + np.arange(width)[None, :])[valid_BT]
 
     def padded(values_T: NDArray[Any], dtype: DTypeLike, fill: float = 0) -> NDArray[Any]:
-        values_BT = np.full(valid_BT.shape, fill, dtype=dtype)
+        values_BT = np.full((*valid_BT.shape, *values_T.shape[1:]), fill, dtype=dtype)
         values_BT[valid_BT] = values_T[sources]
         return values_BT
 
@@ -200,10 +214,10 @@ def _shared(
     return share_prompts(token_ids_BT, counted_BT, prompt_B, lengths_B, divisible_by=divisible_by, device=device)
 
 
-def unpad_into(values_T: Float32s, values_BT: torch.Tensor, batch: TrainingBatch, rows: Sequence[int]) -> None:
+def unpad_into(values_T: NDArray[Any], values_BT: torch.Tensor, batch: TrainingBatch, rows: Sequence[int]) -> None:
     """Write a micro-batch's padded values back to where their tokens lie in the ragged batch."""
     ends_S = np.cumsum(batch.lengths_S, dtype=np.int64)
-    padded = values_BT.detach().float().cpu().numpy()
+    padded = values_BT.detach().cpu().numpy()
     for values, row in zip(padded, rows, strict=True):
         if row != EMPTY_ROW:
             length = int(batch.lengths_S[row])

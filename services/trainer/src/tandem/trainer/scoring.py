@@ -5,8 +5,8 @@ at a time, forward and, again, backward. Where the output layer is spread over t
 own rows of it, and only numbers of one a token travel (Megatron-LM's cross entropy; Shoeybi et al. 2019,
 arXiv:1909.08053, section 3).
 
-Shapes: ``K`` scored tokens, ``R`` of them at a time; ``H`` hidden dimensions; ``V`` rows of the output layer that this
-rank holds, ``C`` of them at a time.
+Shapes: ``K`` scored tokens, ``R`` of them at a time; ``N`` tokens scored in the place of each; ``H`` hidden dimensions;
+``V`` rows of the output layer that this rank holds, ``C`` of them at a time.
 """
 
 from __future__ import annotations
@@ -45,8 +45,30 @@ class TokenValues(NamedTuple):
     """What is expected, before the token is made, of the rest of its response; with gradient."""
 
 
-Scores = TokenScores | TokenValues
-"""What any model says of tokens; the first number is what a column of its scores has."""
+class StudentScores(NamedTuple):
+    """What a policy says of tokens, and of others that might stand in their places; float32."""
+
+    logprobs: torch.Tensor
+    """Of the token, with gradient."""
+    entropy: torch.Tensor
+    """Of the distribution it was drawn from, with gradient if that was asked for."""
+    is_likeliest: torch.Tensor
+    """One where no token had a larger logit, else zero."""
+    others: torch.Tensor
+    """Log-probabilities of the others, ``N`` of each token, with gradient."""
+
+
+class TopTokens(NamedTuple):
+    """The likeliest tokens in the place of each token, ``N`` of each, the likeliest first."""
+
+    logits: torch.Tensor
+    """float32, over the temperature."""
+    token_ids: torch.Tensor
+    """int32."""
+
+
+Scores = TokenScores | TokenValues | StudentScores | TopTokens
+"""What any model says of tokens; a column of its scores has one of these (`tandem.common.columns.Column.number`)."""
 
 
 class VocabularyShard(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,22 +89,91 @@ def score_tokens(
     temperature: float,
     vocabulary: VocabularyShard | None = None,
     chunk: int | None = None,
-) -> TokenScores:
-    """Return the scores of the targets.
+    others_KN: torch.Tensor | None = None,
+    learns_entropy: bool = False,
+) -> TokenScores | StudentScores:
+    """Return the scores of the targets: `StudentScores` where others are scored in their places, too.
 
     The distributions are ``softmax(hidden_KH @ weight_VH.T / temperature)``, computed in float32 from logits of the
     inputs' type. At most `chunk` times ``V`` logits exist at once; where that is fewer than all, backward computes them
     again, and where it is not, it uses up what forward kept, so that a second backward is an error. With `vocabulary`,
-    every rank of its group passes the same ``hidden_KH`` and ``target_K`` and gets the same scores; the gradient of
-    ``hidden_KH`` is already summed over the group.
+    every rank of its group passes the same ``hidden_KH`` and tokens and gets the same scores; the gradient of
+    ``hidden_KH`` is already summed over the group. That of the entropy (`learns_entropy`) costs another pass over the
+    probabilities.
     """
-    if chunk is None:
-        chunk = max(1, _LOGITS // weight_VH.shape[0])
+    chunk = _rows_at_once(weight_VH) if chunk is None else chunk
     keeps = torch.is_grad_enabled() and len(hidden_KH) <= chunk
-    scores_K: tuple[torch.Tensor, ...] = _Scores.apply(  # type: ignore[no-untyped-call]
-        hidden_KH, weight_VH, target_K, temperature, vocabulary, chunk, keeps
+    token_KN = target_K[:, None]
+    if others_KN is not None:
+        token_KN = torch.cat([token_KN, others_KN], dim=1)
+    scores: tuple[torch.Tensor, ...] = _Scores.apply(  # type: ignore[no-untyped-call]
+        hidden_KH, weight_VH, token_KN, temperature, vocabulary, chunk, keeps, learns_entropy
     )
-    return TokenScores(*scores_K)
+    logprobs_KN, entropy_K, is_likeliest_K = scores
+    if others_KN is None:
+        return TokenScores(logprobs_KN[:, 0], entropy_K, is_likeliest_K)
+    return StudentScores(logprobs_KN[:, 0], entropy_K, is_likeliest_K, logprobs_KN[:, 1:])
+
+
+@torch.no_grad()
+def top_tokens(
+    hidden_KH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    num: int,
+    *,
+    temperature: float,
+    vocabulary: VocabularyShard | None = None,
+    chunk: int | None = None,
+) -> TopTokens:
+    """Return the `num` likeliest tokens in each place, with arguments as `score_tokens` has them.
+
+    Each rank of a vocabulary's group finds those of its own rows, and the best of them all are the result.
+    """
+    chunk = _rows_at_once(weight_VH) if chunk is None else chunk
+    first, num_tokens = _own_tokens(weight_VH, vocabulary)
+    parts = []
+    for hidden_RH in torch.split(hidden_KH, chunk):
+        logits_RV = _logits(hidden_RH, weight_VH, temperature)
+        logits_RV[:, num_tokens:] = _NEVER
+        parts.append(logits_RV.topk(min(num, logits_RV.shape[1]), dim=1))
+    logits_KN, row_KN = (torch.cat(each) for each in zip(*parts, strict=True))
+    token_KN = row_KN + first
+    if vocabulary is not None:
+        logits_KN, token_KN = (_of_all_ranks(each, vocabulary.group) for each in (logits_KN, token_KN))
+        logits_KN, place_KN = logits_KN.topk(num, dim=1)
+        token_KN = token_KN.gather(1, place_KN)
+    return TopTokens(logits_KN, token_KN.int())
+
+
+def top_of_logits(logits_KV: torch.Tensor, num: int) -> TopTokens:
+    """Return the same from whole logits."""
+    logits_KN, token_KN = logits_KV.topk(num, dim=1)
+    return TopTokens(logits_KN, token_KN.int())
+
+
+def placed(values_K: torch.Tensor, is_there: torch.Tensor) -> torch.Tensor:
+    """Return numbers, or rows of them, where they belong, in order, and zeros elsewhere."""
+    rows = values_K.shape[1:]
+    zeros = torch.zeros((*is_there.shape, *rows), dtype=values_K.dtype, device=is_there.device)
+    return zeros.masked_scatter(is_there.view(*is_there.shape, *(1 for _ in rows)), values_K)
+
+
+def _rows_at_once(weight_VH: torch.Tensor) -> int:
+    return max(1, _LOGITS // weight_VH.shape[0])
+
+
+def _own_tokens(weight_VH: torch.Tensor, vocabulary: VocabularyShard | None) -> tuple[int, int]:
+    """Return the first token of this rank's rows, and how many of them are tokens: none where all are padding."""
+    num_rows = weight_VH.shape[0]
+    first, size = (0, num_rows) if vocabulary is None else (vocabulary.first_row, vocabulary.num_rows)
+    return first, max(0, min(num_rows, size - first))
+
+
+def _of_all_ranks(values_KN: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the columns of all ranks side by side; all have as many rows of the output layer, and so as many."""
+    parts = [torch.empty_like(values_KN) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, values_KN.contiguous(), group=group)
+    return torch.cat(parts, dim=1)
 
 
 class _Scores(torch.autograd.Function):
@@ -96,27 +187,26 @@ class _Scores(torch.autograd.Function):
         ctx: Any,
         hidden_KH: torch.Tensor,
         weight_VH: torch.Tensor,
-        target_K: torch.Tensor,
+        token_KN: torch.Tensor,
         temperature: float,
         vocabulary: VocabularyShard | None,
         chunk: int,
         keeps: bool,
+        learns_entropy: bool,
     ) -> tuple[torch.Tensor, ...]:
-        num_rows = weight_VH.shape[0]
-        first, size = (0, num_rows) if vocabulary is None else (vocabulary.first_row, vocabulary.num_rows)
-        num_tokens = max(0, min(num_rows, size - first))  # none where all rows are padding
-        row_K = target_K - first
-        is_here_K = (row_K >= 0) & (row_K < num_tokens)
-        row_K = row_K.clamp(0, num_rows - 1)
+        first, num_tokens = _own_tokens(weight_VH, vocabulary)
+        row_KN = token_KN - first
+        is_here_KN = (row_KN >= 0) & (row_KN < num_tokens)
+        row_KN = row_KN.clamp(0, weight_VH.shape[0] - 1)
 
         logits_RV = None
         parts = []
-        for hidden_RH, row_R in zip(torch.split(hidden_KH, chunk), torch.split(row_K, chunk), strict=True):
+        for hidden_RH, row_RN in zip(torch.split(hidden_KH, chunk), torch.split(row_KN, chunk), strict=True):
             logits_RV = None  # before the next are made
             logits_RV = _logits(hidden_RH, weight_VH, temperature)
-            parts.append(_sums(logits_RV, row_R, num_tokens))
-        max_K, sum_K, weighted_K, target_logit_K = torch.cat(parts, dim=1)
-        target_logit_K = target_logit_K.where(is_here_K, 0.0)
+            parts.append(_sums(logits_RV, row_RN, num_tokens))
+        max_K, sum_K, weighted_K, *logit_NK = torch.cat(parts, dim=1)
+        logit_KN = torch.stack(logit_NK, dim=1).where(is_here_KN, 0.0)
 
         scale_K = torch.ones_like(max_K)  # from this rank's largest logit to that of all ranks
         if vocabulary is not None:
@@ -124,28 +214,36 @@ class _Scores(torch.autograd.Function):
             dist.all_reduce(whole_max_K, dist.ReduceOp.MAX, vocabulary.group)
             lower_K = max_K - whole_max_K
             scale_K = lower_K.exp()
-            sums_3K = torch.stack(
-                [sum_K * scale_K, (weighted_K + lower_K * sum_K) * scale_K, target_logit_K + lower_K * is_here_K]
+            sums_MK = torch.stack(
+                [
+                    sum_K * scale_K,
+                    (weighted_K + lower_K * sum_K) * scale_K,
+                    *(logit_KN + lower_K[:, None] * is_here_KN).unbind(dim=1),
+                ]
             )
-            dist.all_reduce(sums_3K, group=vocabulary.group)
-            sum_K, weighted_K, target_logit_K = sums_3K
+            dist.all_reduce(sums_MK, group=vocabulary.group)
+            sum_K, weighted_K = sums_MK[:2]
+            logit_KN = sums_MK[2:].T
         log_sum_K = sum_K.log()
+        entropy_K = log_sum_K - weighted_K / sum_K
 
         exp_KV = logits_RV if keeps else None
-        ctx.save_for_backward(hidden_KH, weight_VH, row_K, is_here_K, max_K, scale_K / sum_K, exp_KV)
+        ctx.save_for_backward(
+            hidden_KH, weight_VH, row_KN, is_here_KN, max_K, scale_K / sum_K, exp_KV, entropy_K.detach().clone()
+        )
         ctx.temperature, ctx.vocabulary = temperature, vocabulary
-        ctx.num_tokens, ctx.chunk = num_tokens, chunk
-        entropy_K = log_sum_K - weighted_K / sum_K
-        is_likeliest_K = (target_logit_K == 0.0).float()  # relative to the largest, which it is then
-        ctx.mark_non_differentiable(entropy_K, is_likeliest_K)
-        return target_logit_K - log_sum_K, entropy_K, is_likeliest_K
+        ctx.num_tokens, ctx.chunk, ctx.learns_entropy = num_tokens, chunk, learns_entropy
+        is_likeliest_K = (logit_KN[:, 0] == 0.0).float()  # relative to the largest, which it is then
+        ctx.mark_non_differentiable(is_likeliest_K, *(() if learns_entropy else (entropy_K,)))
+        return logit_KN - log_sum_K[:, None], entropy_K, is_likeliest_K
 
     @staticmethod
-    def backward(ctx: Any, *grads_K: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden_KH, weight_VH, row_K, is_here_K, max_K, scale_K, exp_KV = ctx.saved_tensors
-        grad_K = grads_K[0] / ctx.temperature
-        spread_K1 = (-grad_K * scale_K)[:, None]
-        grad_K1 = (grad_K * is_here_K)[:, None]
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden_KH, weight_VH, row_KN, is_here_KN, max_K, scale_K, exp_KV, entropy_K = ctx.saved_tensors
+        grad_KN = grads[0] / ctx.temperature
+        of_entropy_K = grads[1] / ctx.temperature if ctx.learns_entropy else None
+        spread_K = -grad_KN.sum(dim=1)
+        grad_KN = grad_KN * is_here_KN
         grad_hidden_KH = torch.zeros(hidden_KH.shape, dtype=torch.float32, device=hidden_KH.device)
         grad_weight_VH = None
         if ctx.needs_input_grad[1]:
@@ -156,15 +254,18 @@ class _Scores(torch.autograd.Function):
         for first in range(0, ctx.num_tokens, num_columns):
             columns = slice(first, min(first + num_columns, ctx.num_tokens))
             weight_CH = weight_VH[columns]
-            # The gradient of log p[target] by the logits: one-hot(target) - p.
             if exp_KV is None:
-                logits_KC = _logits(hidden_KH, weight_CH, ctx.temperature)
-                grad_KC = logits_KC.sub_(max_K[:, None]).exp_().mul_(spread_K1)
+                exp_KC = _logits(hidden_KH, weight_CH, ctx.temperature).sub_(max_K[:, None]).exp_()
             else:
-                grad_KC = exp_KV[:, columns].mul_(spread_K1)  # in place: the largest tensor of a step exists once
-            column_K1 = row_K[:, None] - first
-            is_inside_K1 = (column_K1 >= 0) & (column_K1 < len(weight_CH))
-            grad_KC.scatter_add_(1, column_K1.clamp(0, len(weight_CH) - 1), grad_K1 * is_inside_K1)
+                exp_KC = exp_KV[:, columns]  # changed in place: the largest tensor of a step exists once
+            # The gradient of log p[token] by the logits: one-hot(token) - p.
+            if of_entropy_K is None:
+                grad_KC = exp_KC.mul_((spread_K * scale_K)[:, None])
+            else:
+                grad_KC = _with_entropy(exp_KC.mul_(scale_K[:, None]), spread_K, of_entropy_K, entropy_K)
+            column_KN = row_KN - first
+            is_inside_KN = (column_KN >= 0) & (column_KN < len(weight_CH))
+            grad_KC.scatter_add_(1, column_KN.clamp(0, len(weight_CH) - 1), grad_KN * is_inside_KN)
             rounded_KC = grad_KC.to(weight_VH.dtype)
             grad_hidden_KH += rounded_KC @ weight_CH
             if grad_weight_VH is not None:
@@ -172,24 +273,36 @@ class _Scores(torch.autograd.Function):
         grad_hidden_KH = grad_hidden_KH.to(hidden_KH.dtype)
         if ctx.vocabulary is not None:
             dist.all_reduce(grad_hidden_KH, group=ctx.vocabulary.group)
-        return grad_hidden_KH, grad_weight_VH, None, None, None, None, None
+        return grad_hidden_KH, grad_weight_VH, None, None, None, None, None, None
 
 
-def _sums(logits_RV: torch.Tensor, row_R: torch.Tensor, num_tokens: int) -> torch.Tensor:
+def _with_entropy(
+    p_KC: torch.Tensor, spread_K: torch.Tensor, of_entropy_K: torch.Tensor, entropy_K: torch.Tensor
+) -> torch.Tensor:
+    """Return what each logit's gradient is, but for the tokens' own: that of the entropy is ``-p (log p + entropy)``.
+
+    ``p log p`` is zero where ``p`` is.
+    """
+    log_KC = torch.special.xlogy(p_KC, p_KC).mul_(-of_entropy_K[:, None])
+    return p_KC.mul_((spread_K - of_entropy_K * entropy_K)[:, None]).add_(log_KC)
+
+
+def _sums(logits_RV: torch.Tensor, row_RN: torch.Tensor, num_tokens: int) -> torch.Tensor:
     """Return, by token, the largest logit and, relative to it, what the scores are made of.
 
-    With ``x`` the logits less their largest, ``[4, R]`` holds that largest, the sums of ``exp(x)`` and ``x exp(x)``,
-    and ``x`` of row ``row_R``. In the place of the logits are the exponentials then.
+    With ``x`` the logits less their largest, ``[3 + N, R]`` holds that largest, the sums of ``exp(x)`` and
+    ``x exp(x)``, and ``x`` of the rows ``row_RN``. In the place of the logits are the exponentials then.
     """
     logits_RV[:, num_tokens:] = _NEVER
     size = len(logits_RV) if logits_RV.is_cuda else _CACHED // logits_RV.shape[1]
     parts = []
-    for logits_BV, row_B in zip(*(torch.split(tensor, max(1, size)) for tensor in (logits_RV, row_R)), strict=True):
+    for logits_BV, row_BN in zip(*(torch.split(tensor, max(1, size)) for tensor in (logits_RV, row_RN)), strict=True):
         max_B = logits_BV.amax(dim=1)
         below_BV = logits_BV - max_B[:, None]
-        target_B = below_BV.gather(1, row_B[:, None])[:, 0]
+        of_rows_BN = below_BV.gather(1, row_BN)
         exp_BV = torch.exp(below_BV, out=logits_BV)
-        parts.append(torch.stack([max_B, exp_BV.sum(dim=1), below_BV.mul_(exp_BV).sum(dim=1), target_B]))
+        sums_B = max_B, exp_BV.sum(dim=1), below_BV.mul_(exp_BV).sum(dim=1)
+        parts.append(torch.stack([*sums_B, *of_rows_BN.unbind(dim=1)]))
     return torch.cat(parts, dim=1)
 
 

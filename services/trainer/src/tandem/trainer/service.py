@@ -151,7 +151,7 @@ class TrainerService:
             # What has a number for each sequence; the rest are the tokens of a data set.
             table = BatchTable.from_frames(
                 {name: array for name, array in arrays.items() if name.endswith("_S")},
-                self._config.loss_fn.environment_columns,
+                self._config.table_columns,
             )
             num_ranks, num_sources = self._config.data_parallel_size, len(order.sources)
             # Where what was cut off does not count, all of a step may be.

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from tandem.common.assignment import EMPTY_ROW, batches_of_samples
 from tandem.common.batch import BatchTable, Float32s, TrainingBatch
-from tandem.common.columns import Column, Model, Source
+from tandem.common.columns import TEACHER, Column, Model, Source
 from tandem.common.config import Config
 from tandem.common.dotted import named
 from tandem.trainer import packing
@@ -34,7 +34,12 @@ from tandem.trainer.packing import Columns, MicroBatch
 from tandem.trainer.scoring import Scores, TokenScores
 from tandem.trainer.sharing import Prompts
 
-_SCORING: dict[Model, str] = {"policy": "logprobs", "reference": "reference_logprobs", "value": "values"}
+_SCORING: dict[Model, str] = {
+    "policy": "logprobs",
+    "reference": "reference_logprobs",
+    "value": "values",
+    "teacher": "teacher_logprobs",
+}
 """What the time is called that a model takes to score a batch."""
 _NUMBERS = ("num_valid_tokens", "num_valid_samples")
 """Metrics that are no means."""
@@ -47,7 +52,7 @@ class TrainResult(msgspec.Struct, frozen=True, kw_only=True):
     """Means over the counted tokens of each global batch, then over the optimizer steps; equal on every rank."""
     seconds: dict[str, float]
     """Seconds on this rank by phase: ``policy_training``, ``logprobs``, ``reference_logprobs``, and of a value model
-    ``values`` and ``value_training``."""
+    ``values`` and ``value_training``, of a teacher ``teacher_logprobs``."""
     has_update: bool
     """Whether an optimizer step of the policy had a gradient and a learning rate that are not zero."""
     logprobs: Callable[[], Float32s] | None = None
@@ -201,6 +206,7 @@ class _Share:
         """What the making of advantages tells."""
         self._counted_S = table.num_counted_S
         self._rewards_S = table.rewards_S
+        self._teacher_S = table.columns.get(f"{TEACHER}_S", np.zeros(len(table), dtype=np.int32))
         size = config.policy.train_global_batch_size * config.sequences_per_sample
         self.global_batches = batches_of_samples(table.branch_S, size)
 
@@ -230,18 +236,23 @@ class _Share:
 
         The time that takes is added to `seconds`.
         """
-        scores: dict[Source, Float32s] = {}
+        scores: dict[Column, NDArray[Any]] = {}
         for model in self.config.declaration.scored_by(self.config, self._num_steps):
             with _timed(seconds, _SCORING[model]):
-                scores[model] = self.said(model, size)
-        self.policy_logprobs_T = scores.get("policy")
+                scores |= self.said(model, size)
+        first: dict[Source, Float32s] = {
+            column.source: values_T for column, values_T in scores.items() if not column.number
+        }
+        self.policy_logprobs_T = first.get("policy")
         if (threshold := self.config.largest_logprob_error) is not None:
-            self._leave_out(scores["policy"], threshold)
-        return self.columns_with(scores)
+            self._leave_out(first["policy"], threshold)
+        return self.columns_with(scores, first)
 
-    def columns_with(self, scores: Mapping[Source, Float32s]) -> dict[Column, NDArray[Any]]:
-        """Return the same from what models say of the share's tokens."""
-        config, columns = self.config, dict[Column, NDArray[Any]]()
+    def columns_with(
+        self, columns: dict[Column, NDArray[Any]], scores: Mapping[Source, Float32s]
+    ) -> dict[Column, NDArray[Any]]:
+        """Return the same from what models say of the share's tokens: columns, and the first number of each model."""
+        config = self.config
         path = config.declaration.finisher(config)
         if path:
             finish: Finisher = named(path)
@@ -251,8 +262,7 @@ class _Share:
             columns |= made
         for column in config.declaration.all_columns(config, self._num_steps):
             if column not in columns:
-                own = scores[column.source] if column.model else self._batch.of_tokens(column.name)
-                columns[column] = own
+                columns[column] = self._batch.of_tokens(column.name)
         return columns
 
     def _leave_out(self, policy_T: Float32s, threshold: float) -> None:
@@ -266,20 +276,35 @@ class _Share:
         loss_mask_T = self._batch.loss_mask_T & np.repeat(kept_S[self._own], self._batch.lengths_S)
         self._batch = msgspec.structs.replace(self._batch, loss_mask_T=loss_mask_T)
 
-    def said(self, model: Model, size: int | None = None) -> Float32s:
-        """Return what a model says of the share's counted tokens, log-probabilities or values; zeros elsewhere."""
-        values_T = np.zeros(len(self._batch.token_ids_T), dtype=np.float32)
-        for micro_batch, scores_BT in self.scored(model, size):
-            packing.unpad_into(values_T, scores_BT[0], self._batch, micro_batch.rows)
-        return values_T
+    def said(self, model: Model, size: int | None = None) -> dict[Column, NDArray[Any]]:
+        """Return the columns of what a model says of the share's counted tokens; zeros elsewhere."""
+        read = self.config.declaration.all_columns(self.config, self._num_steps)
+        found = {column: self._nothing(column) for column in read if column.model == model}
+        for number in range(self.config.num_of(model)):
+            for micro_batch, scores_BT in self.scored(model, size, number=number):
+                for column, values_T in found.items():
+                    packing.unpad_into(values_T, scores_BT[column.number], self._batch, micro_batch.rows)
+        return found
+
+    def _nothing(self, column: Column) -> NDArray[Any]:
+        rows = () if column.num_each is None else (column.num_each(self.config),)
+        return np.zeros((len(self._batch.token_ids_T), *rows), dtype=column.dtype)
 
     def scored(
-        self, model: Model, size: int | None = None, columns: Columns | None = None
+        self, model: Model, size: int | None = None, columns: Columns | None = None, number: int = 0
     ) -> list[tuple[MicroBatch, Scores]]:
-        """Return all micro-batches of this rank, each with what a model says of it."""
-        groups = self._cuts[model].batching.scoring(self.global_batches, size)
+        """Return all micro-batches of this rank, each with what a model says of it; of a teacher those it teaches."""
+        taught = self._of_teacher(number) if self.config.num_of(model) > 1 else self.global_batches
+        if not any(taught):
+            return []
+        groups = self._cuts[model].batching.scoring(taught, size)
         padded = [self._pad(group, model, columns) for group in groups]
-        return list(zip(padded, self.backend.scores(padded, model), strict=True))
+        return list(zip(padded, self.backend.scores(padded, model, number), strict=True))
+
+    def _of_teacher(self, number: int) -> list[list[int]]:
+        """Return the sequences of each global batch that one of several teachers teaches."""
+        is_taught_S = self._teacher_S == number
+        return [[row for row in rows if is_taught_S[row]] for rows in self.global_batches]
 
     @property
     def _num_steps(self) -> int:

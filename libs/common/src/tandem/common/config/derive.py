@@ -430,6 +430,7 @@ _AS_THE_POLICY = (
     "megatron_cfg.enabled",
     "megatron_cfg.tensor_model_parallel_size",
     "megatron_cfg.pipeline_model_parallel_size",
+    "megatron_cfg.virtual_pipeline_model_parallel_size",
     "megatron_cfg.context_parallel_size",
     "megatron_cfg.virtual_pipeline_model_parallel_size",
     "megatron_cfg.expert_model_parallel_size",

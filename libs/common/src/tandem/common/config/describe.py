@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from msgspec.inspect import DictType, Field, StructType, Type, VarTupleType
 
-from tandem.common.algorithms import ALGORITHMS, NOT_BUILT
+from tandem.common.algorithms import ALGORITHMS
 from tandem.common.config.conform import config_type, describe_type, struct_types
 from tandem.common.config.derive import DERIVED
 from tandem.common.config.dump import FREE_ON_RESUME
@@ -191,8 +191,7 @@ def _known_not_built() -> str:
         "These keys of NeMo-RL are accepted as long as they are switched off, and refused with `not supported yet`\n"
         "otherwise. Keys that only a section in use would read (`grpo`, `policy.generation` and the like) are refused\n"
         "only where it is in use. So are, by name, environments, data sets and processors of NeMo-RL's that are not\n"
-        "built (those for pictures and sounds, `nemo_gym` and the like), and the algorithms "
-        f"{listed(f'`{name}`' for name in NOT_BUILT)}.\n\n"
+        "built (those for pictures and sounds, `nemo_gym` and the like).\n\n"
         + _table(NOT_SUPPORTED_YET)
         + "\n\nThese are accepted with a notice and have no effect yet:\n\n"
         + _table(NO_EFFECT_YET)

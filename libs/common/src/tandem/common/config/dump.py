@@ -61,6 +61,24 @@ FREE_ON_RESUME = (
     "rm.val_batches",
     "rm.val_global_batch_size",
     "rm.val_micro_batch_size",
+    "distillation.max_num_steps",
+    "distillation.max_num_epochs",
+    "distillation.val_period",
+    "distillation.val_at_start",
+    "distillation.val_at_end",
+    "distillation.max_val_samples",
+    "distillation.val_batch_size",
+    "distillation.num_val_generations_per_prompt",
+    "distillation.val_temperature",
+    "distillation.val_seed",
+    "off_policy_distillation.max_num_steps",
+    "off_policy_distillation.max_num_epochs",
+    "off_policy_distillation.val_period",
+    "off_policy_distillation.val_at_start",
+    "off_policy_distillation.val_at_end",
+    "off_policy_distillation.val_batches",
+    "off_policy_distillation.val_global_batch_size",
+    "off_policy_distillation.val_micro_batch_size",
     "policy.activation_checkpointing_enabled",
     "policy.generation.expose_http_server",
     "policy.generation.vllm_cfg.expose_http_server",
@@ -97,9 +115,8 @@ def to_plain(config: Config) -> dict[str, Any]:
     The sections of other algorithms are left out.
     """
     plain: dict[str, Any] = msgspec.to_builtins(config)
-    for other in SECTIONS.keys() - {config.algorithm}:
-        for section in SECTIONS[other]:
-            del plain[section]
+    for section in {each for others in SECTIONS.values() for each in others} - {*SECTIONS[config.algorithm]}:
+        del plain[section]
     if config.declaration.loss_section != "loss_fn":
         own = {key: plain["loss_fn"][key] for key in OF_ANY_LOSS}
         del plain["loss_fn"]

@@ -13,7 +13,6 @@ import msgspec
 from msgspec import NODEFAULT
 from msgspec.inspect import StructType
 
-from tandem.common.algorithms import ALGORITHMS
 from tandem.common.config.checks import broken_rules
 from tandem.common.config.conform import config_type, conform
 from tandem.common.config.derive import DERIVED, fill, unfill
@@ -23,7 +22,7 @@ from tandem.common.config.megatron import fit_megatron, unfit_megatron
 from tandem.common.config.nemo_eval import is_nemo_eval, translated
 from tandem.common.config.problem import Invalid, shown
 from tandem.common.config.schema import Config
-from tandem.common.config.unsupported import algorithm_not_built, refusal
+from tandem.common.config.unsupported import refusal
 from tandem.common.errors import ConfigError, NotSupportedYet
 
 RESOLVERS: dict[str, Callable[[Any, Any], Any]] = {
@@ -134,10 +133,6 @@ def _unfilled(config: Config) -> dict[str, Any]:
 def _build(layers: Layers, *, to_run: bool) -> Config:
     try:
         tree = _interpolated(layers.merged)
-        not_built = algorithm_not_built(tree)
-        if not_built is not None:  # what is wrong elsewhere is said first, as though it were another's
-            conform(fill({**tree, "algorithm": next(iter(ALGORITHMS))}), config_type(), "")
-            raise NotSupportedYet(f"{layers.source_of('algorithm')}: {not_built}")
         config = msgspec.convert(conform(fill(tree), config_type(), ""), Config)
         unsupported = refusal(config)
         if unsupported and to_run:

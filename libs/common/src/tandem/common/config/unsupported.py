@@ -5,12 +5,11 @@ Building one of these means deleting its row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 
-from tandem.common.algorithms import ALGORITHMS, NOT_BUILT, SECTIONS
 from tandem.common.config.derive import ELSEWHERE
 from tandem.common.config.problem import shown
 from tandem.common.config.schema import Config
@@ -42,6 +41,10 @@ def _algorithm(name: str) -> Asks:
     return lambda config: config.algorithm == name
 
 
+def _distils(config: Config) -> bool:
+    return "teacher" in config.declaration.holds(config)
+
+
 def _has(section: str) -> Asks:
     return lambda config: getattr(config, section) is not None
 
@@ -49,6 +52,19 @@ def _has(section: str) -> Asks:
 def _trains_with(section: str, *, megatron: bool) -> Asks:
     """Whether a model is trained with Megatron-Core, or with DTensor."""
     return lambda config: (model := getattr(config, section)) is not None and model.megatron_cfg.enabled == megatron
+
+
+_PARALLEL = (
+    "dtensor_cfg.tensor_parallel_size",
+    "dtensor_cfg.context_parallel_size",
+    "megatron_cfg.tensor_model_parallel_size",
+    "megatron_cfg.pipeline_model_parallel_size",
+    "megatron_cfg.context_parallel_size",
+    "megatron_cfg.virtual_pipeline_model_parallel_size",
+    "megatron_cfg.expert_model_parallel_size",
+    "megatron_cfg.expert_tensor_parallel_size",
+)
+"""Keys of a teacher that must be what they are of the policy: the same ranks hold both."""
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -92,13 +108,15 @@ def _of_a_model(section: str) -> tuple[Row, ...]:
 
 
 NOT_SUPPORTED_YET = (
-    Row("grpo.adv_estimator.name", ("grpo", "gdpo", "reinforce_plus_plus"), _algorithm("grpo")),
     Row("grpo.invalid_tool_call_advantage", (None,), _algorithm("grpo")),
     Row("grpo.malformed_thinking_advantage", (None,), _algorithm("grpo")),
-    Row("on_policy_distillation.enabled", (None, False)),
     *_of_a_model("policy"),
     Row("policy.reward_model_cfg.enabled", (False,), _is_language_model),
     *_of_a_model("value"),
+    *_of_a_model("teacher"),
+    Row("teacher.projection_matrix_path", (None,), _distils),
+    Row("loss_fn.gold_loss", (False,), _distils),
+    Row("loss_fn.xtoken_loss", (False,), _distils),
     Row("policy.generation.backend", ("transformers", "vllm"), _rolls_out),
     Row("policy.generation.bad_words", (None, ()), _rolls_out),
     Row("policy.generation.quant_cfg", (None,), _rolls_out),
@@ -133,22 +151,29 @@ NO_EFFECT_YET = (Row("data.add_system_prompt", (False,)),)
 """Accepted with a notice: a run without it gives the same result. NeMo-RL's base files switch it on."""
 
 
-def algorithm_not_built(tree: Mapping[str, Any]) -> str | None:
-    """Return the line that refuses the algorithm of plain settings, if it is one that is known and not built."""
-    chosen = tree.get("algorithm") or next((name for name in SECTIONS if name in tree), None)
-    if chosen not in NOT_BUILT:
-        return None
-    return f"algorithm: {chosen} is not supported yet: expected {', '.join(sorted(ALGORITHMS))}"
-
-
 def refusal(config: Config) -> str | None:
     """Return the line that lists everything switched on but not built, or None."""
     found = [
         row.key if isinstance(value := value_at(config, row.key), msgspec.Struct) else f"{row.key} ({_plain(value)})"
         for row in _switched_on(config, NOT_SUPPORTED_YET)
     ]
-    found += _not_built_here(config)
+    found += [*_of_teachers(config), *_not_built_here(config)]
     return f"not supported yet: {', '.join(found)}" if found else None
+
+
+def _of_teachers(config: Config) -> Iterator[str]:
+    """Yield what is said of teachers that the run needs, and is not built."""
+    if not _distils(config):
+        return
+    for index, teacher in enumerate(config.teachers or ()):
+        path = teacher.projection_matrix_path
+        yield f"teachers[{index}]" if path is None else f"teachers[{index}].projection_matrix_path ({path})"
+    if config.teacher is None:
+        return
+    for key in _PARALLEL:
+        own, policys = (value_at(config, f"{section}.{key}") for section in ("teacher", "policy"))
+        if config.teacher.megatron_cfg.enabled == key.startswith("megatron") and own != policys:
+            yield f"teacher.{key} ({own})"
 
 
 def _not_built_here(config: Config) -> Iterator[str]:

@@ -89,6 +89,8 @@ def memory(config: Config, trainers: Side) -> str:
     kept = {"weights": weights, "gradients": gradients, "optimizer": state}
     if config.needs_reference:
         kept["reference model"] = weights
+    if "teacher" in config.declaration.holds(config):
+        kept["teacher"] = weights
     for model in config.declaration.trains[:-1]:  # of the policy's size, as far as is known
         kept[f"{model} model and its optimizer"] = weights + gradients + state
     listed = ", ".join(f"{name} {size / _GB:,.2f}" for name, size in kept.items())

@@ -16,6 +16,7 @@ _PHASES: dict[str, What] = {
     "generation": "generating",
     "get_logprobs": "log-probabilities",
     "value_inference": "log-probabilities",
+    "teacher_logprob_inference": "log-probabilities",
     "value_training": "training",
     "policy_training": "training",
     "refit": "refitting",

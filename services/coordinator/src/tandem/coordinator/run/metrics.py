@@ -10,8 +10,12 @@ from tandem.common.messages import Attested, Evaluated, Generated, MemoryUse, Re
 
 Number = TypeVar("Number", int, float)
 
-_OF_VALUES = {"values": "value_inference", "value_training": "value_training"}
-"""What a value model takes of a trainer's time, and its name beside those of NeMo-RL's table."""
+_OF_OTHERS = {
+    "values": "value_inference",
+    "value_training": "value_training",
+    "teacher_logprobs": "teacher_logprob_inference",
+}
+"""What a value model, or a teacher, takes of a trainer's time, and its name beside those of NeMo-RL's table."""
 
 
 class StepMetrics:
@@ -72,17 +76,17 @@ class StepMetrics:
         """Return the step's seconds by the names of NeMo-RL's published table.
 
         `phases` are wall seconds by phase as the scheduler saw them. ``training`` there holds all between the batch
-        and the new weights; log-probabilities that were computed apart, and all that a value model took, are taken out
-        of it, so that the parts add up.
+        and the new weights; log-probabilities that were computed apart, and all that a value model or a teacher took,
+        are taken out of it, so that the parts add up.
         """
         seconds = dict(phases)
         training = seconds.pop("training", None)
         if training is not None:
             spent = self._training_seconds
             logprobs = spent.get("logprobs", 0.0) + spent.get("reference_logprobs", 0.0)
-            of_values = {phase: spent[name] for name, phase in _OF_VALUES.items() if name in spent}
-            seconds |= {"get_logprobs": logprobs, **of_values}
-            seconds["policy_training"] = training - logprobs - sum(of_values.values())
+            of_others = {phase: spent[name] for name, phase in _OF_OTHERS.items() if name in spent}
+            seconds |= {"get_logprobs": logprobs, **of_others}
+            seconds["policy_training"] = training - logprobs - sum(of_others.values())
         if self._num_generated_tokens:
             self.metrics["tokens_per_s"] = self._num_generated_tokens / seconds["total"]
             if seconds.get("generation") and not self._is_asynchronous:  # else it is the time trainers waited for it

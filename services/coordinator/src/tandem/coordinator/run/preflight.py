@@ -31,10 +31,12 @@ from tandem.coordinator.algorithms import make_algorithm
 from tandem.coordinator.data.hub import only_the_cache, why_unreachable
 from tandem.coordinator.run.launch import make_importable
 from tandem.coordinator.run.model_folder import check_model
+from tandem.coordinator.run.needed_models import missing_models
 from tandem.coordinator.run.own_code import has_own_code
 from tandem.coordinator.run.prerequisite import Mode, Ready, differences, has_begun, model_differences, model_problem
-from tandem.coordinator.run.reward_model_folder import check_reward_models, missing_models
+from tandem.coordinator.run.reward_model_folder import check_reward_models
 from tandem.coordinator.run.spec import launched_processes
+from tandem.coordinator.run.teachers import check_teachers
 
 
 def preflight(source: str, config: Config, mode: Mode, *, has_rewards: bool = False) -> Ready:
@@ -92,6 +94,7 @@ def _look_through(
         with _noted(problems):
             tokenizer = _tokenizer(config, mode, scratch, earlier)
             algorithm = make_algorithm(config, tokenizer)
+            about_model += check_teachers(config, tokenizer, may_be_made=earlier is not None)
         with _noted(problems):
             own_code()
     if len(problems) == 1:

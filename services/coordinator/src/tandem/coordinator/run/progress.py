@@ -37,6 +37,7 @@ _PHASE_COLOURS = {
     "policy_training": "magenta",
     "value_training": "red",
     "value_inference": "blue",
+    "teacher_logprob_inference": "blue",
     "get_logprobs": "blue",
     "refit": "yellow",
     "validation": "green",

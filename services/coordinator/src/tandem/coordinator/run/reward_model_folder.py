@@ -26,13 +26,6 @@ _DEFAULT_LABELS = 2
 """Of transformers, where ``config.json`` says nothing."""
 
 
-def missing_models(config: Config) -> list[str]:
-    """Return the models that a run needs and that are not there, by their names: the policy, and reward models."""
-    missing = [] if Path(config.policy.model_name).exists() else [config.policy.model_name]
-    names = (str(entry.model_name) for entry in config.reward_models.values())
-    return missing + [name for name in names if local_folder(name) is None]
-
-
 def check_reward_models(config: Config, made_in: Path | None = None) -> None:
     """Look through the folders of the run's reward models; those that will be in `made_in` need not be there yet.
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
 
 import msgspec
 
 from tandem.common.errors import DamagedCheckpoint, ModelError
+from tandem.common.tokenizer import load_tokenizer
 from tandem.coordinator.run.ending import recorded
 from tandem.coordinator.run.invocation import Invocation
 from tandem.coordinator.run.model_folder import check_model
+from tandem.coordinator.run.needed_models import missing_models
 from tandem.coordinator.run.opening import open_run
 from tandem.coordinator.run.prerequisite import Ready, has_begun, how_to_begin, make_model
-from tandem.coordinator.run.reward_model_folder import check_reward_models, missing_models
+from tandem.coordinator.run.reward_model_folder import check_reward_models
+from tandem.coordinator.run.teachers import check_teachers
 from tandem.coordinator.run.terms import Terms
 from tandem.coordinator.scheduler.events import Finish
 
@@ -45,7 +47,7 @@ def _run_prerequisite(invocation: Invocation, prerequisite: Ready) -> Finish | N
     if how is None:
         return None
     config = invocation.ready.config
-    models = ", ".join(missing_models(config)) or config.policy.model_name
+    models = " and ".join(missing_models(config).values()) or config.policy.model_name
     invocation.say(f"prerequisite {prerequisite.source}: making {models}")
     try:
         return run(invocation.of_prerequisite(prerequisite, how))
@@ -57,13 +59,13 @@ def _run_prerequisite(invocation: Invocation, prerequisite: Ready) -> Finish | N
 def _with_model(invocation: Invocation, prerequisite: Ready) -> Invocation:
     """Check the model that the prerequisite has made; return what is asked for now that it is there."""
     config = invocation.ready.config
-    if not Path(config.policy.model_name).exists():
-        raise ModelError(
-            f"policy.model_name: the prerequisite {prerequisite.source} has ended, but "
-            f"{config.policy.model_name!r} does not exist"
-        )
+    for key, name in missing_models(config).items():
+        raise ModelError(f"{key}: the prerequisite {prerequisite.source} has ended, but {name!r} does not exist")
     check_reward_models(config)
-    for notice in check_model(config):  # it was not there before
+    about_teachers = (
+        check_teachers(config, load_tokenizer(config), may_be_made=False) if config.teacher_sections else []
+    )
+    for notice in [*check_model(config), *about_teachers]:  # they were not there before
         invocation.say(f"note: {notice}")
     if invocation.mode == "resume" and not has_begun(config):
         return msgspec.structs.replace(invocation, mode="new")  # what was interrupted was the prerequisite

@@ -43,11 +43,15 @@ class DTensorBackend:
         self.sequence_divisor = self._ranks.sequence_divisor
         proof = checkpoints.Proof(checkpoints.files_to_load(config, checkpoint))
         self._models: dict[Model, HeldModel] = {}
+        self._others: list[HeldModel] = []
+        """Teachers after the first."""
         for name in config.declaration.holds(config):
             self._models[name] = HeldModel(name, config, self._ranks, checkpoint=checkpoint)
             if name == "policy":
                 shards.share(self._models[name].parameters)
-        self.shares_prompts = all(model.shares_prompts for model in self._trained())
+            for number in range(1, config.num_of(name)):
+                self._others.append(HeldModel(name, config, self._ranks, checkpoint=checkpoint, number=number))
+        self.shares_prompts = all(model.shares_prompts for model in self._held())
         policy = self._models["policy"]
         self.num_parameters = sum(parameter.numel() for parameter in policy.parameters.values())
         for model in self._trained():
@@ -63,9 +67,10 @@ class DTensorBackend:
         """
         return self._models[model].train_step(micro_batches, loss)
 
-    def scores(self, micro_batches: Sequence[MicroBatch], model: Model) -> Sequence[Scores]:
+    def scores(self, micro_batches: Sequence[MicroBatch], model: Model, number: int = 0) -> Sequence[Scores]:
         """Return what a model says of each micro-batch without gradient, zero where no token counts."""
-        return self._models[model].scores(micro_batches)
+        held = self._others[number - 1] if number else self._models[model]
+        return held.scores(micro_batches)
 
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
         """Add a float64 tensor over the data-parallel ranks."""
@@ -92,17 +97,21 @@ class DTensorBackend:
 
     def offload(self) -> None:
         """Free what only training needs: gradients, optimizers' states, and parameters that no engine reads."""
-        for model in self._trained():
+        for model in self._held():
             model.offload()
 
     def reload(self) -> None:
         """Move it back, to tensors that are the same as before."""
-        for model in self._trained():
+        for model in self._held():
             model.reload()
 
     def close(self) -> None:
         """Release models and optimizers; the process group belongs to whoever made it."""
         self._models.clear()
+        self._others.clear()
+
+    def _held(self) -> list[HeldModel]:
+        return [*self._models.values(), *self._others]
 
     def _trained(self) -> list[HeldModel]:
         return [model for model in self._models.values() if model.is_trained]

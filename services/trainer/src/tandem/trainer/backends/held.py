@@ -1,4 +1,4 @@
-"""One model that a rank of the DTensor backend holds: the policy, the reference, the value model.
+"""One model that a rank of the DTensor backend holds: the policy, the reference, the value model, a teacher.
 
 Each is built, sharded, scored with, trained, saved and resumed by the same code. Its section of the configuration says
 how; the algorithm's declaration says which are trained.
@@ -29,6 +29,7 @@ from tandem.trainer.models import (
     ScalarScorer,
     Scorer,
     TokenScorer,
+    TopScorer,
     checkpoint_activations,
     has_linear_head,
     load_model,
@@ -47,11 +48,16 @@ class HeldModel:
     `ModelError`, `ConfigError` or `CheckpointError`.
     """
 
-    def __init__(self, name: columns.Model, config: Config, ranks: Ranks, *, checkpoint: Path | None) -> None:
-        """Load and shard it; a frozen one has no optimizer, one that is trained gets its own by `start`. Collective."""
+    def __init__(
+        self, name: columns.Model, config: Config, ranks: Ranks, *, checkpoint: Path | None, number: int = 0
+    ) -> None:
+        """Load and shard it; a frozen one has no optimizer, one that is trained gets its own by `start`. Collective.
+
+        `number`: which it is of several of the name.
+        """
         self.name = name
         self._config, self._ranks = config, ranks
-        self._settings = settings = config.settings_of(name)
+        self._settings = settings = config.settings_of(name, number)
         self.is_trained = name in config.declaration.trains
         self._head = config.declaration.head_of(name)
         self.device = ranks.device
@@ -69,15 +75,21 @@ class HeldModel:
         self.model = model
         self.parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
         group = ranks.context.get_group() if ranks.context.size() > 1 else None
-        self._scorer: Scorer = (
-            TokenScorer(model, config.scoring_temperature, linear_head=linear_head, context=group)
-            if self._head == "vocabulary"
-            else ScalarScorer(model, context=group)
-        )
+        self._scorer = self._make_scorer(model, group, linear_head=linear_head)
         self.optimizer: torch.optim.Optimizer
         """Of a model that is trained."""
         self._num_steps = 0
         self._offloaded: Offloaded | None = None
+
+    def _make_scorer(self, model: Any, group: dist.ProcessGroup | None, *, linear_head: bool) -> Scorer:
+        if self._head != "vocabulary":
+            return ScalarScorer(model, context=group)
+        config = self._config
+        temperature = config.scoring_temperature
+        if self.name == "teacher" and config.topk_logits_k:
+            return TopScorer(model, temperature, num=config.topk_logits_k, linear_head=linear_head, context=group)
+        learns = config.learns_entropy
+        return TokenScorer(model, temperature, linear_head=linear_head, context=group, learns_entropy=learns)
 
     def start(self, checkpoint: Path | None) -> None:
         """Make the optimizer and its schedule, as a checkpoint has them. Collective. Raises `CheckpointError`."""
@@ -147,7 +159,8 @@ class HeldModel:
         The parameters too, unless engines may be reading them. On a CPU that is where all of it already lies: there
         only the gradients go.
         """
-        self.optimizer.zero_grad(set_to_none=True)
+        if self.is_trained:
+            self.optimizer.zero_grad(set_to_none=True)
         if self.device.type != "cpu" and self._offloaded is None:
             self._offloaded = Offloaded(self.movable())
 
@@ -155,7 +168,7 @@ class HeldModel:
         """Return what of this rank's share on its device nobody needs who does not train, or score with, the model."""
         parameters = () if self.name == "policy" else self.parameters.values()
         here = [shards.local_of(each) for each in parameters if each.device.type == self.device.type]
-        return [*state_of(self.optimizer, self.device), *here]
+        return [*(state_of(self.optimizer, self.device) if self.is_trained else ()), *here]
 
     def reload(self) -> None:
         """Move back what was offloaded, to tensors that are the same as before."""
@@ -182,7 +195,7 @@ class HeldModel:
         by_tokens = settings.sequence_packing.enabled or settings.dynamic_batching.enabled
         wants_prompts = self._config.declaration.shares_prompts and settings.share_prompts and not by_tokens
         name, longest, reason = type(model).__name__, settings.max_total_sequence_length, None
-        section = "value" if self.name == "value" else "policy"
+        section = "policy" if self.name == "reference" else self.name
         if is_shared or settings.sequence_packing.enabled:
             reason = prepare_to_pack(model, longest)
             if reason is not None:

@@ -17,7 +17,7 @@ from tandem.common.dotted import named
 from tandem.common.errors import ConfigError, TandemError, TrainingError
 from tandem.trainer.losses.aggregate import Counts, Report
 from tandem.trainer.packing import MicroBatch
-from tandem.trainer.scoring import Scores, TokenScores, TokenValues
+from tandem.trainer.scoring import Scores, StudentScores, TokenScores, TokenValues
 
 _KEY = "loss_fn.class"
 
@@ -107,18 +107,24 @@ def _trial(config: Config) -> tuple[MicroBatch, Scores]:
         attention_mask_BT=torch.ones(shape, dtype=torch.bool),
         loss_mask_BT=mask_BT,
         columns={
-            column.name: _tried(column, mask_BT, logprobs_BT)
+            column.name: _tried(config, column, mask_BT, logprobs_BT)
             for column in config.declaration.columns_of(config, config.num_optimizer_steps)
         },
     )
     if config.declaration.head_of("policy") != "vocabulary":
         return batch, TokenValues(logprobs_BT.requires_grad_())
     entropy_BT = torch.where(mask_BT, 1.0, 0.0)
-    return batch, TokenScores(logprobs_BT.requires_grad_(), entropy_BT, mask_BT.float())
+    scores = logprobs_BT.requires_grad_(), entropy_BT, mask_BT.float()
+    if batch.others_BTN is None:
+        return batch, TokenScores(*scores)
+    return batch, StudentScores(*scores, logprobs_BT[..., None] - batch.others_BTN)
 
 
-def _tried(column: Column, mask_BT: torch.Tensor, logprobs_BT: torch.Tensor) -> torch.Tensor:
+def _tried(config: Config, column: Column, mask_BT: torch.Tensor, logprobs_BT: torch.Tensor) -> torch.Tensor:
     """Return a column as its source might have it: ones, or where it has log-probabilities other ones."""
+    if column.num_each is not None:
+        num = column.num_each(config)
+        return torch.arange(num, dtype=getattr(torch, column.dtype)).expand(*mask_BT.shape, num)
     if column.model or column == GENERATION_LOGPROBS:
         return logprobs_BT.clone()
     is_there_BT = mask_BT if column.source == "engine" else torch.ones_like(mask_BT)

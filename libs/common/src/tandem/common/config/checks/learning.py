@@ -10,7 +10,7 @@ from tandem.common.config.schema import Config
 def leaving_one_out_leaves_one(config: Config) -> None:
     """The leave-one-out baseline of a group of one is the mean of nothing."""
     estimator = config.grpo.adv_estimator
-    leaves_out = estimator.name != "reinforce_plus_plus" and estimator.use_leave_one_out_baseline
+    leaves_out = estimator.name not in ("reinforce_plus_plus", "opd") and estimator.use_leave_one_out_baseline
     if leaves_out and config.grpo.num_generations_per_prompt < 2:
         raise Invalid(
             "grpo.num_generations_per_prompt",

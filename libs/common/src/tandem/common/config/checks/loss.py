@@ -67,7 +67,9 @@ def columns_have_a_source(config: Config) -> None:
             raise Invalid(f"{key}.{name}.source", which)
         if known is None and (not name.isidentifier() or name in TAKEN):
             raise Invalid(key, f"{shown(name)} cannot be the name of a column")
-        missing = {"value": "no value model", "trainer": "nothing that trainers make"}.get(column.source)
+        missing = {"value": "no value model", "teacher": "no teacher", "trainer": "nothing that trainers make"}.get(
+            column.source
+        )
         if missing is not None and column.source not in {each.source for each in _declared(config)}:
             raise Invalid(f"{key}.{name}.source", f"{column.source}, but {config.declaration.title} has {missing}")
         if column.source not in ("policy", "reference") and not config.declaration.rolls_out:

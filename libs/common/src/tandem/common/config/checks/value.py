@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-
-import msgspec
+from collections.abc import Mapping
+from typing import Any
 
 from tandem.common.config.checks import batches, dtensor, megatron, model, parallelism
 from tandem.common.config.checks.rule import Rule
 from tandem.common.config.problem import Invalid, Problems, shown
-from tandem.common.config.schema import Config, Model
+from tandem.common.config.schema import Config
 
 _SHARED = ("train_global_batch_size", "max_total_sequence_length", "megatron_cfg.enabled")
 _DTENSOR = ("dtensor_cfg.tensor_parallel_size", "dtensor_cfg.context_parallel_size")
@@ -32,10 +32,16 @@ def there_is_a_value_model(config: Config) -> None:
 
 def it_sees_what_the_policy_sees(config: Config) -> None:
     """Each rank has the same sequences for both."""
-    for key in (*_SHARED, *(_MEGATRON if config.policy.megatron_cfg.enabled else _DTENSOR)):
-        own, policys = (_at(getattr(config, name), key) for name in ("value", "policy"))
+    cut = _MEGATRON if config.policy.megatron_cfg.enabled else _DTENSOR
+    check_same_tokens(config, "value", (*_SHARED, *cut))
+
+
+def check_same_tokens(config: Config, section: str, keys: tuple[str, ...]) -> None:
+    """Raise `Invalid` for the first of these keys that a model does not have as the policy has it."""
+    for key in keys:
+        own, policys = (_at(getattr(config, name), key) for name in (section, "policy"))
         if own != policys:
-            raise Invalid(f"value.{key}", f"{shown(own)}, but policy.{key} is {shown(policys)}: they must be equal")
+            raise Invalid(f"{section}.{key}", f"{shown(own)}, but policy.{key} is {shown(policys)}: they must be equal")
 
 
 def its_section_is_whole(config: Config) -> None:
@@ -43,13 +49,21 @@ def its_section_is_whole(config: Config) -> None:
     assert config.value is not None, "checked before"
     if config.value.optimizer is None and not config.value.megatron_cfg.enabled:
         raise Invalid("value.optimizer", "null, but the value model is trained")
-    own = {name: getattr(config.value, name) for name in Model.__struct_fields__}
-    as_policy = msgspec.structs.replace(config, policy=msgspec.structs.replace(config.policy, **own))
+    check_section(config, "value", {})
+
+
+def check_section(config: Config, section: str, others: Mapping[str, Any]) -> None:
+    """Raise what the rules of a policy's section say of another model's, with `others` in the place of some keys."""
+    as_policy = config.with_policy(getattr(config, section), **others)
     problems = Problems()
     for rule in (*model.RULES, *megatron.RULES, *parallelism.RULES, *dtensor.RULES, *batches.RULES):
         with problems.collected():
             rule(as_policy)
-    problems.found = [Invalid(_of_value(problem.key), _of_value(problem.text)) for problem in problems.found]
+
+    def renamed(text: str) -> str:
+        return re.sub(r"\bpolicy\.", f"{section}.", text)
+
+    problems.found = [Invalid(renamed(problem.key), renamed(problem.text)) for problem in problems.found]
     problems.complain()
 
 
@@ -61,10 +75,6 @@ def the_reference_is_read_or_skipped(config: Config) -> None:
             "ppo.skip_reference_policy_logprobs_calculation",
             f"true, but loss_fn.reference_policy_kl_penalty is {penalty:g}",
         )
-
-
-def _of_value(text: str) -> str:
-    return re.sub(r"\bpolicy\.", "value.", text)
 
 
 def _at(node: object, key: str) -> object:

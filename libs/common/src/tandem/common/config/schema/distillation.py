@@ -1,11 +1,13 @@
-"""Distillation of teachers into the policy: sections that are known, and not built."""
+"""Distillation of teachers into the policy."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
+from tandem.common.config.schema.algorithms import Sft
 from tandem.common.config.schema.base import (
     NonEmptyStr,
     NonNegativeFloat,
@@ -13,39 +15,40 @@ from tandem.common.config.schema.base import (
     PositiveFloat,
     PositiveInt,
     Section,
-    Seed,
 )
+from tandem.common.config.schema.grpo import Rollouts
 from tandem.common.config.schema.policy import Model
 
 
-class Distillation(Section, frozen=True, kw_only=True):
-    """Distillation of a teacher into the policy, over samples of the policy or recorded text (Agarwal et al. 2023,
-    arXiv:2306.13649). Not built."""
+class Distillation(Rollouts, frozen=True, kw_only=True):
+    """Distillation of a teacher, the section `teacher`, into the policy, over samples of the policy itself (Agarwal et
+    al. 2023, arXiv:2306.13649)."""
 
     num_prompts_per_step: PositiveInt = 128
     """Prompts of one step."""
     num_generations_per_prompt: PositiveInt = 1
     """Samples drawn for each prompt."""
-    max_rollout_turns: PositiveInt = 1
-    """Responses a rollout may give."""
-    max_num_epochs: PositiveInt = 10
-    """Passes over the training problems."""
+    max_num_epochs: PositiveInt | None = 10
+    """Passes over the training problems; the run ends at this or at `max_num_steps`, whichever comes first. Null means
+    any number."""
     max_num_steps: NonNegativeInt = 1000
-    """Steps before the run ends."""
+    """Rollout batches to train on before the run ends; 0 trains on none: the model is validated, and that is all."""
     topk_logits_k: PositiveInt = 64
-    """Likeliest tokens of the teacher that are compared."""
+    """Likeliest tokens of the teacher that are compared, in the place of each token."""
     val_period: NonNegativeInt = 20
     """Steps between validations; 0 means never."""
-    val_at_start: bool = False
-    """Validate before the first step."""
-    val_at_end: bool = False
-    """Validate after the last step, whatever `val_period` says."""
     max_val_samples: PositiveInt = 512
-    """Validation problems used each time."""
+    """Validation problems used each time, from the front of the validation set."""
     val_batch_size: PositiveInt = 64
     """Validation problems sent to the rollouts at once."""
-    seed: Seed = 42
-    """Decides the problems, their order and every sample."""
+
+
+class OffPolicyDistillation(Sft, frozen=True, kw_only=True):
+    """New. Distillation of a teacher into the policy over recorded text: a data set as SFT has it, and no engines. Its
+    loss is that of `distillation`."""
+
+    topk_logits_k: PositiveInt = 64
+    """New. Likeliest tokens of the teacher that are compared, in the place of each token."""
 
 
 class Teacher(Model, frozen=True, kw_only=True):
@@ -81,24 +84,27 @@ class TeacherCfg(Section, frozen=True, kw_only=True):
 
 
 class NonColocatedTeachers(Section, frozen=True, kw_only=True):
-    """Teachers on devices of their own."""
+    """Accepted: teachers on devices of their own. Here they live in the trainers, beside the policy."""
 
     enabled: bool = False
-    """Whether they have any."""
+    """Accepted: whether NeMo-RL's have any."""
     default_teacher_cfg: TeacherCfg = TeacherCfg()
 
 
 class OnPolicyDistillation(Section, frozen=True, kw_only=True):
-    """GRPO whose advantages are a teacher's log-probabilities minus the policy's; not built."""
+    """Several teachers, each for its own tasks. With ``grpo.adv_estimator.name: opd`` GRPO's advantages are the
+    teacher's log-probabilities minus the policy's; with ``algorithm: distillation`` the likeliest tokens are the
+    teacher's whose task it is."""
 
     enabled: bool = False
-    """Distil."""
+    """Whether there are such teachers."""
     teacher_model_by_agent_name: dict[str, NonEmptyStr] = msgspec.field(default_factory=dict)
-    """Folder or Hub name of each teacher."""
+    """Folder of each teacher, by the name of the environment (an entry of `env`, also of an agent), or else of the data
+    set, whose samples it teaches. All have the section `teacher`, or where that is null what the policy's says."""
     default_teacher_alias: NonEmptyStr | None = None
-    """The one of them that teaches where none is named."""
+    """The one of them that teaches where none has the name."""
     strict_agent_name_match: bool = False
-    """Refuse samples whose agent has no teacher."""
+    """true: refuse a run with samples that none has the name of, whatever the default is."""
     deduplicate_shared_teacher_checkpoints: bool = True
     """Load a teacher once that has several names."""
     non_colocated_teachers: NonColocatedTeachers = NonColocatedTeachers()
@@ -107,12 +113,17 @@ class OnPolicyDistillation(Section, frozen=True, kw_only=True):
 class DistillationLoss(Section, frozen=True, kw_only=True):
     """Keys of ``loss_fn`` that only distillation reads."""
 
-    kl_type: Literal["forward", "reverse", "mixed"] = "mixed"
-    """Distillation: the divergence between teacher and student."""
-    mixed_kl_weight: NonNegativeFloat = 0.5
-    """Distillation: the share of the forward divergence in the mixed one."""
+    kl_type: Literal["forward", "reverse", "mixed", "jsd"] = "mixed"
+    """Distillation: the divergence between teacher P and student Q. forward: KL(P|Q). reverse: KL(Q|P). mixed: both,
+    by `mixed_kl_weight`. jsd, which NeMo-RL does not have: the generalised one of Jensen and Shannon (Agarwal et al.
+    2023, arXiv:2306.13649, equation 1), with `mixed_kl_weight` as its beta."""
+    mixed_kl_weight: Annotated[float, Meta(ge=0, le=1)] = 0.5
+    """Distillation: the share of the forward divergence in the mixed one; with jsd that of the teacher in what both are
+    compared with."""
     zero_outside_topk: bool = False
-    """Distillation: take the teacher's other tokens as impossible."""
+    """Distillation: true takes the teacher's other tokens as impossible, and the student's distribution is that of all
+    tokens. false compares the two distributions over the teacher's `topk_logits_k` likeliest tokens, each
+    normalised."""
     kd_loss_mode: NonEmptyStr = "sum"
     """Distillation across tokenizers: how several losses become one."""
     kl_loss_weight: NonNegativeFloat = 1.0

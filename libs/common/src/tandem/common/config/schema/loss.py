@@ -29,7 +29,8 @@ class LossColumn(Section, frozen=True, kw_only=True):
     """New. Where it comes from. environment: the entry NAME of a score's `components`, of all tokens of the sample.
     engine: generation_logprobs, or versions, the weight version that made the token. coordinator: advantages or
     rewards. policy, reference: its log-probability under that model, before the first optimizer step on the batch.
-    value: its value then. trainer: returns."""
+    value: its value then. trainer: returns. teacher: teacher_topk_logits and teacher_topk_indices, rows of
+    ``topk_logits_k`` numbers."""
     fill: float = 0.0
     """New. What it is in the padding, and of a sample whose score has no such entry."""
 

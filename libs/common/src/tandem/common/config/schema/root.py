@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from tandem.common import columns
@@ -9,7 +11,12 @@ from tandem.common.algorithms import ALGORITHMS, Algorithm, AlgorithmName
 from tandem.common.config.schema.algorithms import Dpo, Rm, Sft
 from tandem.common.config.schema.base import NonEmptyStr, Section
 from tandem.common.config.schema.data import Data, Environment
-from tandem.common.config.schema.distillation import Distillation, OnPolicyDistillation, Teacher
+from tandem.common.config.schema.distillation import (
+    Distillation,
+    OffPolicyDistillation,
+    OnPolicyDistillation,
+    Teacher,
+)
 from tandem.common.config.schema.evaluation import Eval
 from tandem.common.config.schema.grpo import Grpo, Rollouts
 from tandem.common.config.schema.loss import LossFn
@@ -27,14 +34,15 @@ class Config(Section, frozen=True, kw_only=True):
     algorithm: AlgorithmName
     """New. What the run does."""
     prerequisite: NonEmptyStr | None = None
-    """New. Configuration of a run that makes `policy.model_name`, or the reward model that scores samples; it runs
-    first, unless those folders exist. Relative to the file it is written in, absolute once loaded."""
+    """New. Configuration of a run that makes `policy.model_name`, a teacher's, or that of the reward model that scores
+    samples; it runs first, unless those folders exist. Relative to the file it is written in, absolute once loaded."""
     grpo: Grpo = Grpo()
     ppo: Ppo = Ppo()
     sft: Sft = Sft()
     dpo: Dpo = Dpo()
     rm: Rm = Rm()
     distillation: Distillation = Distillation()
+    off_policy_distillation: OffPolicyDistillation = OffPolicyDistillation()
     on_policy_distillation: OnPolicyDistillation | None = None
     """GRPO with a teacher in the place of rewards; null is as `enabled: false`."""
     loss_fn: LossFn = LossFn()
@@ -129,12 +137,33 @@ class Config(Section, frozen=True, kw_only=True):
         """Whether the loss compares the policy with the model it started from."""
         return "reference" in self.declaration.holds(self)
 
-    def settings_of(self, model: columns.Model) -> Model:
-        """Return the section of a model that trainers hold; the reference is the policy before any training."""
-        if model != "value":
+    def settings_of(self, model: columns.Model, number: int = 0) -> Model:
+        """Return the section of a model that trainers hold, of teachers that with this number.
+
+        The reference is the policy before any training.
+        """
+        if model in ("policy", "reference"):
             return self.policy
-        assert self.value is not None, "the algorithm declares that it holds one"
-        return self.value
+        if model == "teacher":
+            return [*self.teacher_sections.values()][number]
+        section: Model | None = getattr(self, model)
+        assert section is not None, "the algorithm declares that it holds one"
+        return section
+
+    def num_of(self, model: columns.Model) -> int:
+        """Return how many models of a kind trainers hold: there may be several teachers."""
+        return len(self.teacher_sections) if model == "teacher" else 1
+
+    @property
+    def table_columns(self) -> dict[str, str]:
+        """The dtypes of what travels with the table of a batch beside what every table has, by name."""
+        several = {f"{columns.TEACHER}_S": "int32"} if self.num_of("teacher") > 1 else {}
+        return self.loss_fn.environment_columns | several
+
+    def with_policy(self, section: Model, **others: Any) -> Config:
+        """Return the configuration as though another model's section, with `others` in it, were the policy's."""
+        own = {name: getattr(section, name) for name in Model.__struct_fields__} | others
+        return msgspec.structs.replace(self, policy=msgspec.structs.replace(self.policy, **own))
 
     @property
     def algorithm_section(self) -> Rollouts | Sft | Dpo | Rm:
@@ -205,6 +234,71 @@ class Config(Section, frozen=True, kw_only=True):
         """Return the models that a step trains, in order: all, but in the first steps of some runs not the policy."""
         is_early = self.declaration.rolls_out and step <= self.rollout_section.num_steps_without_policy
         return tuple(model for model in self.declaration.trains if model != "policy" or not is_early)
+
+    @property
+    def routes(self) -> OnPolicyDistillation | None:
+        """Which samples which of several teachers teaches; None where there is one for all, or none."""
+        section = self.on_policy_distillation
+        return section if section is not None and section.enabled else None
+
+    @property
+    def teacher_sections(self) -> dict[str, Model]:
+        """The teachers that the policy learns from, by the key of each one's name, in order."""
+        if "teacher" not in self.declaration.holds(self):
+            return {}
+        return self._routed() or {"teacher.model_name": self._teacher_like("")}
+
+    def _routed(self) -> dict[str, Model]:
+        routes = self.routes
+        if routes is None:
+            return {}
+        key, found = "on_policy_distillation.teacher_model_by_agent_name", dict[str, Model]()
+        for alias, name in routes.teacher_model_by_agent_name.items():
+            known = [section.model_name for section in found.values()]
+            if name not in known or not routes.deduplicate_shared_teacher_checkpoints:
+                found[f"{key}.{alias}"] = self._teacher_like(name)
+        return found
+
+    def _teacher_like(self, name: str) -> Model:
+        """Return the section `teacher`, or where there is none one like the policy's; of this model if one is named."""
+        section: Model | None = self.teacher
+        if section is None:
+            section = Teacher(**{field: getattr(self.policy, field) for field in Model.__struct_fields__})
+        if not name or name == section.model_name:
+            return section
+        tokenizer = msgspec.structs.replace(section.tokenizer, name=name)
+        return msgspec.structs.replace(section, model_name=name, tokenizer=tokenizer, new_model=None)
+
+    def teacher_of(self, *names: str) -> int | None:
+        """Return which of several teachers teaches samples of these names (of their environment, of their data set):
+        that of the first name that has one, or the default; None if there is neither."""
+        routes = self.routes
+        if routes is None:
+            return 0
+        models = routes.teacher_model_by_agent_name
+        default = () if routes.strict_agent_name_match else (routes.default_teacher_alias or "",)
+        alias = next((name for name in (*names, *default) if name in models), None)
+        if alias is None:
+            return None
+        sections = list(self._routed().values())
+        return [section.model_name for section in sections].index(models[alias])
+
+    @property
+    def learns_from_logprobs(self) -> bool:
+        """Whether advantages are a teacher's log-probabilities minus the policy's."""
+        estimator = self.rollout_section.group_estimator
+        return estimator is not None and estimator.name == "opd"
+
+    @property
+    def topk_logits_k(self) -> int:
+        """Likeliest tokens that a teacher says of each token; 0 where it says none."""
+        return int(getattr(self.algorithm_section, "topk_logits_k", 0))
+
+    @property
+    def learns_entropy(self) -> bool:
+        """Whether the policy's loss has a gradient by its entropy."""
+        loss = self.loss_fn
+        return bool(self.topk_logits_k) and loss.zero_outside_topk and loss.kl_type in ("reverse", "mixed")
 
     @property
     def scoring_temperature(self) -> float:

@@ -43,7 +43,11 @@ class MegatronBackend:
         self._config = config
         self.device = device_of(dist.get_rank())
         proof = checkpoints.Proof(checkpoints.files_to_load(config, checkpoint))
-        described = [Described(name, config) for name in config.declaration.holds(config)]
+        described = [
+            Described(name, config, number)
+            for name in config.declaration.holds(config)
+            for number in range(config.num_of(name))
+        ]
         policy = next(each for each in described if each.name == "policy")
         self.num_parameters = policy.shape.num_parameters
         if dist.get_rank() == 0:
@@ -56,8 +60,8 @@ class MegatronBackend:
         self.sequence_divisor = 2 * sizes.cp if sizes.cp > 1 else 1
         if any(each.settings.transformer.sequence_parallel for each in described):
             self.sequence_divisor *= sizes.tp
-        self._models: dict[Model, HeldModel] = {
-            each.name: HeldModel(each, config, self.device, checkpoint=checkpoint) for each in described
+        self._models: dict[tuple[Model, int], HeldModel] = {
+            (each.name, each.number): HeldModel(each, config, self.device, checkpoint=checkpoint) for each in described
         }
         for model in self._trained():
             model.start(checkpoint)
@@ -70,11 +74,11 @@ class MegatronBackend:
 
         Raises `TrainingError`, before anything has changed, if the loss or the gradient is no finite number.
         """
-        return self._models[model].train_step(micro_batches, loss)
+        return self._models[model, 0].train_step(micro_batches, loss)
 
-    def scores(self, micro_batches: Sequence[MicroBatch], model: Model) -> Sequence[Scores]:
+    def scores(self, micro_batches: Sequence[MicroBatch], model: Model, number: int = 0) -> Sequence[Scores]:
         """Return what a model says of each micro-batch without gradient, zero where no token counts, on every stage."""
-        return self._models[model].scores(micro_batches)
+        return self._models[model, number].scores(micro_batches)
 
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
         """Add a float64 tensor over the replicas: of each, what its last stage has counts, once."""
@@ -82,7 +86,7 @@ class MegatronBackend:
 
     def weights(self) -> Weights:
         """Return the weights of the policy that this rank holds: the memory that it trains in."""
-        return self._models["policy"].weights.shared
+        return self._models["policy", 0].weights.shared
 
     def save(self, folder: Path) -> Writing:
         """Copy what is trained, in the precision of the parameters, and the optimizers' state; begin to write them.
@@ -93,12 +97,12 @@ class MegatronBackend:
 
     def offload(self) -> None:
         """Move what only training needs from the GPU to host memory; on a CPU that is where it is."""
-        for model in self._trained():
+        for model in self._models.values():
             model.offload()
 
     def reload(self) -> None:
         """Take back what `offload` gave up, to tensors that are the same as before."""
-        for model in self._trained():
+        for model in self._models.values():
             model.reload()
 
     def close(self) -> None:

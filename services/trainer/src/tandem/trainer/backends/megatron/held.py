@@ -44,8 +44,9 @@ class Described:
     Raises `ModelError`.
     """
 
-    def __init__(self, name: Model, config: Config) -> None:
-        self.name, self.section = name, config.settings_of(name)
+    def __init__(self, name: Model, config: Config, number: int = 0) -> None:
+        """`number`: which it is of several teachers."""
+        self.name, self.number, self.section = name, number, config.settings_of(name, number)
         self.head = config.declaration.head_of(name)
         source, dtype = str(folder_of(self.section.model_name)), getattr(torch, self.section.precision)
         self.hugging_face = without_weights(source, dtype, self.head)
@@ -86,7 +87,12 @@ class HeldModel:
             else [chunk.requires_grad_(False).eval() for chunk in chunks]
         )
         self._pipeline = Pipeline(
-            self.chunks, settings.sizes, described.shape.known.vocabulary_size, config.scoring_temperature
+            self.chunks,
+            settings.sizes,
+            described.shape.known.vocabulary_size,
+            config.scoring_temperature,
+            num_likeliest=config.topk_logits_k if name == "teacher" else 0,
+            learns_entropy=self.is_trained and config.learns_entropy,
         )
         self.optimizer: Any
         """Of a model that is trained."""
@@ -145,16 +151,15 @@ class HeldModel:
         self._pipeline.run(self._pipeline.rows(micro_batches), scored, forward_only=True)
         if self.settings.sizes.pp == 1:
             return found
-        says = self._pipeline.says
-        shapes = [batch.token_ids_BT.shape for batch in micro_batches]
-        numbers = len(says._fields)
-        flat = torch.empty(numbers * sum(shape.numel() for shape in shapes), dtype=torch.float32, device=self.device)
-        if found:
-            torch.cat([values_BT.flatten() for scores_BT in found for values_BT in scores_BT], out=flat)
+        blanks = [self._pipeline.blank(batch) for batch in micro_batches]
+        flat = _bits(found or blanks)
         last = parallel_state.get_pipeline_model_parallel_last_rank()
         dist.broadcast(flat, src=last, group=parallel_state.get_pipeline_model_parallel_group())
-        parts = torch.split(flat, [numbers * shape.numel() for shape in shapes])
-        return [says(*part.view(numbers, *shape)) for part, shape in zip(parts, shapes, strict=True)]
+        parts = iter(torch.split(flat, [values.numel() for scores_BT in blanks for values in scores_BT]))
+        return [
+            type(scores_BT)(*(next(parts).view(values.dtype).view(values.shape) for values in scores_BT))
+            for scores_BT in blanks
+        ]
 
     def state(self) -> State:
         """Return what a checkpoint is made of: weights in the precision of the parameters, and the optimizer's."""
@@ -169,17 +174,21 @@ class HeldModel:
         """
         if self.device.type == "cpu" or self._offloaded is not None:
             return
-        for chunk in self.chunks:
-            chunk.offload_grad_buffers()
         parameters = () if self.name == "policy" else self.weights.parameters.values()
-        self._offloaded = Offloaded([*state_of(self.optimizer, self.chunks), *(each.detach() for each in parameters)])
+        state: list[torch.Tensor] = []
+        if self.is_trained:
+            for chunk in self.chunks:
+                chunk.offload_grad_buffers()
+            state = list(state_of(self.optimizer, self.chunks))
+        self._offloaded = Offloaded([*state, *(each.detach() for each in parameters)])
 
     def reload(self) -> None:
         """Take back what `offload` gave up, to tensors that are the same as before."""
         if self._offloaded is None:
             return
-        for chunk in self.chunks:
-            chunk.restore_grad_buffers()
+        if self.is_trained:
+            for chunk in self.chunks:
+                chunk.restore_grad_buffers()
         self._offloaded.reload()
         self._offloaded = None
 
@@ -193,6 +202,11 @@ class HeldModel:
         """Return what balances experts without a gradient, and changes before a step is known to be good."""
         buffers = (item for chunk in self.chunks for item in chunk.named_buffers())
         return [buffer for name, buffer in buffers if name.endswith("router.expert_bias")]
+
+
+def _bits(scores: Sequence[Scores]) -> torch.Tensor:
+    """Return all numbers end to end, those of other types of four bytes as the floats that have the same bits."""
+    return torch.cat([values.flatten().view(torch.float32) for scores_BT in scores for values in scores_BT])
 
 
 def sum_over_replicas(values: torch.Tensor, device: torch.device) -> torch.Tensor:

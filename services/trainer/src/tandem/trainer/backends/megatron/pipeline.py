@@ -15,16 +15,34 @@ from tandem.refit.adapters.megatron import Megatron
 from tandem.trainer.backends.megatron.model import Chunk, ScalarChunk
 from tandem.trainer.backends.megatron.rows import Row, rows_of
 from tandem.trainer.packing import MicroBatch
-from tandem.trainer.scoring import Scores, TokenScores, TokenValues, VocabularyShard, score_tokens
+from tandem.trainer.scoring import (
+    Scores,
+    TokenScores,
+    TokenValues,
+    TopTokens,
+    VocabularyShard,
+    placed,
+    score_tokens,
+    top_tokens,
+)
 
 Scored = Callable[[MicroBatch, Any], torch.Tensor]
-"""From a micro-batch and the scores of its tokens to a scalar; called on the last stage, once a micro-batch."""
+"""From a micro-batch and what the model says of its tokens to a scalar: called on the last stage, once each."""
 
 
 class Pipeline:
     """One model's chunks on this rank. Everything here is collective over the ranks of a replica."""
 
-    def __init__(self, chunks: Sequence[torch.nn.Module], sizes: Megatron, num_tokens: int, temperature: float) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        sizes: Megatron,
+        num_tokens: int,
+        temperature: float,
+        *,
+        num_likeliest: int = 0,
+        learns_entropy: bool = False,
+    ) -> None:
         """Begin.
 
         Args:
@@ -32,15 +50,17 @@ class Pipeline:
             sizes: of the program.
             num_tokens: of the vocabulary, without padding.
             temperature: that tokens are sampled at.
+            num_likeliest: of the tokens that the model says are likeliest in the place of each, and nothing else; 0: it
+                says what it thinks of the tokens themselves.
+            learns_entropy: whether the entropy has a gradient.
         """
+        self._num_likeliest, self._learns_entropy = num_likeliest, learns_entropy
         self._chunks = list(chunks)
         self._last: Chunk = unwrap_model(self._chunks[-1])
         self._sizes = sizes
         self._num_tokens = num_tokens
         self._temperature = temperature
         self._is_sequence_parallel = self._last.config.sequence_parallel
-        self.says: type[Scores] = TokenValues if isinstance(self._last, ScalarChunk) else TokenScores
-        """What the model says of tokens."""
 
     def rows(self, batches: Sequence[MicroBatch]) -> list[Row]:
         """Return this rank's share of the micro-batches, as `run` takes them."""
@@ -84,19 +104,40 @@ class Pipeline:
         if self._is_sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         counted_BT = row.batch.loss_mask_BT
-        target_K = row.batch.token_ids_BT[counted_BT]
-        said = self._said(hidden[:, 0].index_select(0, row.predictor_L), target_K[row.counted_L])
-        scores_K = (self._of_all_ranks(values_L, row, len(target_K)) for values_L in said)
-        zeros_BT = torch.zeros(counted_BT.shape, dtype=torch.float32, device=hidden.device)
-        scores_BT = self.says(*(zeros_BT.masked_scatter(counted_BT, values_K) for values_K in scores_K))
+        scores = self._said(row, row.batch, hidden[:, 0].index_select(0, row.predictor_L))
+        scores_K = [self._of_all_ranks(values_L, row, int(counted_BT.sum())) for values_L in scores]
+        scores_BT = type(scores)(*(placed(values_K, counted_BT) for values_K in scores_K))
         return scored(row.batch, scores_BT) * scale, num_tokens, {}
 
-    def _said(self, hidden_LE: torch.Tensor, target_L: torch.Tensor) -> Scores:
-        """Return what the head makes of hidden states, each of which predicts a target."""
+    def blank(self, batch: MicroBatch) -> Scores:
+        """Return what a model says of a micro-batch that is only scored, without the values."""
+        shape = batch.token_ids_BT.shape
+        like = functools.partial(torch.empty, device=batch.token_ids_BT.device)
+        if self._num_likeliest:
+            rows = (*shape, self._num_likeliest)
+            return TopTokens(like(rows, dtype=torch.float32), like(rows, dtype=torch.int32))
+        says = TokenValues if isinstance(self._last, ScalarChunk) else TokenScores
+        return says(*(like(shape, dtype=torch.float32) for _ in says._fields))
+
+    def _said(self, row: Row, batch: MicroBatch, hidden_LE: torch.Tensor) -> Scores:
+        """Return what the head makes of hidden states, each of which predicts a token that is counted on this rank."""
         if isinstance(self._last, ScalarChunk):
             return TokenValues(self._last.head(hidden_LE)[:, 0].float())
         weight_VE, vocabulary = self._output_layer()
-        return score_tokens(hidden_LE, weight_VE, target_L, temperature=self._temperature, vocabulary=vocabulary)
+        if self._num_likeliest:
+            return top_tokens(
+                hidden_LE, weight_VE, self._num_likeliest, temperature=self._temperature, vocabulary=vocabulary
+            )
+        others_BTN = batch.others_BTN
+        return score_tokens(
+            hidden_LE,
+            weight_VE,
+            batch.token_ids_BT[batch.loss_mask_BT][row.counted_L],
+            temperature=self._temperature,
+            vocabulary=vocabulary,
+            others_KN=None if others_BTN is None else others_BTN[batch.loss_mask_BT][row.counted_L].long(),
+            learns_entropy=self._learns_entropy,
+        )
 
     def _output_layer(self) -> tuple[torch.Tensor, VocabularyShard | None]:
         """Return this rank's rows of the output layer, and which they are; None if they are all of them."""
@@ -115,7 +156,7 @@ class Pipeline:
         """
         if self._sizes.cp == 1:
             return values_L
-        zeros_K = torch.zeros(num_counted, dtype=values_L.dtype, device=values_L.device)
+        zeros_K = torch.zeros((num_counted, *values_L.shape[1:]), dtype=values_L.dtype, device=values_L.device)
         values_K = zeros_K.index_put((row.counted_L,), values_L)
         group = parallel_state.get_context_parallel_group()
         whole_K: torch.Tensor = tensor_parallel.reduce_from_tensor_model_parallel_region(values_K, group=group)

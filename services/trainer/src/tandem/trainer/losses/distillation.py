@@ -1,0 +1,89 @@
+"""The loss of distillation: how far the policy's distribution of each token is from a teacher's.
+
+Generalised knowledge distillation (Agarwal et al. 2023, arXiv:2306.13649, section 3), on the teacher's likeliest tokens
+alone, as NeMo-RL has it.
+
+Shapes: ``B`` rows, ``T`` padded positions; ``N`` likeliest tokens of the teacher.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from tandem.common.config.schema import LossFn
+from tandem.trainer.losses.aggregate import Counts, Report, aggregate
+from tandem.trainer.packing import MicroBatch
+from tandem.trainer.scoring import StudentScores
+
+LOG_NOTHING = -100.0
+"""The teacher's log-probability of a token that it takes as impossible."""
+
+
+def divergence(teacher_BTN: torch.Tensor, student_BTN: torch.Tensor, settings: LossFn) -> torch.Tensor:
+    """Return what tokens with these log-probabilities add to the divergence in each place.
+
+    With P the teacher's distribution, Q the student's and b ``mixed_kl_weight``: forward KL(P|Q), reverse KL(Q|P),
+    mixed ``b KL(P|Q) + (1 - b) KL(Q|P)``, jsd the generalised divergence of Jensen and Shannon,
+    ``b KL(P|M) + (1 - b) KL(Q|M)`` with ``M = b P + (1 - b) Q`` (arXiv:2306.13649, equation 1).
+    """
+    weight = settings.mixed_kl_weight
+    match settings.kl_type:
+        case "forward":
+            return _kl(teacher_BTN, student_BTN)
+        case "reverse":
+            return _kl(student_BTN, teacher_BTN)
+        case "mixed":
+            return weight * _kl(teacher_BTN, student_BTN) + (1 - weight) * _kl(student_BTN, teacher_BTN)
+        case "jsd":
+            middle_BTN = torch.logaddexp(teacher_BTN + math.log(weight), student_BTN + math.log(1 - weight))
+            return weight * _kl(teacher_BTN, middle_BTN) + (1 - weight) * _kl(student_BTN, middle_BTN)
+
+
+def of_the_rest(student_BTN: torch.Tensor, entropy_BT: torch.Tensor, settings: LossFn) -> torch.Tensor:
+    """Return what all other tokens add, which the teacher takes as impossible.
+
+    Its log-probability of them is `LOG_NOTHING` where the student's is compared with it; in the jsd it is only half of
+    what that is compared with.
+    """
+    probability_BTN = student_BTN.exp()
+    rest_BT = 1 - probability_BTN.sum(dim=-1)
+    if settings.kl_type == "jsd":
+        return -(1 - settings.mixed_kl_weight) * math.log(1 - settings.mixed_kl_weight) * rest_BT
+    if settings.kl_type == "forward":
+        return torch.zeros_like(rest_BT)
+    reverse_BT = -entropy_BT - (probability_BTN * student_BTN).sum(dim=-1) - LOG_NOTHING * rest_BT
+    return reverse_BT if settings.kl_type == "reverse" else (1 - settings.mixed_kl_weight) * reverse_BT
+
+
+class DistillationLoss:
+    """The mean divergence over the counted tokens of the global batch.
+
+    Teacher and student are distributions over the teacher's likeliest tokens, normalised; with ``zero_outside_topk``
+    the student's is over all tokens. ``topk_probability`` is the student's of these tokens.
+    """
+
+    NAMES = ("entropy", "teacher_entropy", "topk_probability")
+
+    def __init__(self, settings: LossFn, counts: Counts, device: torch.device) -> None:
+        self._settings = settings
+        self._counts = counts
+        self.report = Report(self.NAMES, counts.tokens, device)
+
+    def __call__(self, batch: MicroBatch, scores_BT: StudentScores) -> torch.Tensor:
+        """Return the micro-batch's share of the loss."""
+        teacher_BTN, student_BTN = batch.teacher_topk_logits_BTN.log_softmax(dim=-1), scores_BT.others
+        probability_BT = student_BTN.detach().exp().sum(dim=-1)
+        if self._settings.zero_outside_topk:
+            losses_BT = divergence(teacher_BTN, student_BTN, self._settings)
+            losses_BT = losses_BT + of_the_rest(student_BTN, scores_BT.entropy, self._settings)
+        else:
+            losses_BT = divergence(teacher_BTN, student_BTN.log_softmax(dim=-1), self._settings)
+        entropy_BT = -(teacher_BTN.exp() * teacher_BTN).sum(dim=-1)
+        self.report.add(batch.loss_mask_BT, scores_BT.entropy, entropy_BT, probability_BT)
+        return aggregate(losses_BT, batch.loss_mask_BT, self._counts, token_level=True)
+
+
+def _kl(logprobs_BTN: torch.Tensor, others_BTN: torch.Tensor) -> torch.Tensor:
+    return (logprobs_BTN.exp() * (logprobs_BTN - others_BTN)).sum(dim=-1)

@@ -1,0 +1,126 @@
+"""The configuration of distillation: what a teacher has from the policy, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.common.config import Config, build_config, dump_yaml, load_config, notices
+from tandem.common.errors import ConfigError, NotSupportedYet
+
+POLICY: dict[str, Any] = {"model_name": "model", "train_global_batch_size": 64}
+DATA = {"dataset_name": "reasoning_gym", "task": "chain_sum"}
+
+
+def config_of(teacher: dict[str, Any] | None, policy: dict[str, Any] | None = None, **sections: Any) -> Config:
+    settings: dict[str, Any] = {"algorithm": "distillation", "distillation": {}, "data": DATA}
+    return build_config({**settings, "policy": POLICY | (policy or {}), "teacher": teacher, **sections})
+
+
+def test_a_teacher_is_like_the_policy_unless_its_section_says_otherwise() -> None:
+    config = config_of({"model_name": "larger", "logprob_batch_size": 7}, {"precision": "float32"})
+    teacher = config.teacher
+    assert teacher is not None
+    assert config.teacher_sections == {"teacher.model_name": teacher}
+    assert config.settings_of("teacher") is teacher
+    assert (teacher.model_name, teacher.tokenizer.name, teacher.logprob_batch_size) == ("larger", "larger", 7)
+    assert teacher.precision == "float32"
+    assert teacher.max_total_sequence_length == config.policy.max_total_sequence_length
+    assert teacher.optimizer is not None, "which is not read: nothing is said of it"
+    assert config.declaration.trains == ("policy",)
+
+
+@pytest.mark.parametrize("name", ["distillation", "off_policy_distillation"])
+def test_it_is_written_and_read_back(name: str, tmp_path: Path) -> None:
+    sections = {"algorithm": name, name: {"topk_logits_k": 9}, "loss_fn": {"kl_type": "jsd", "mixed_kl_weight": 0.2}}
+    config = build_config({"policy": POLICY, "data": DATA, "teacher": {"model_name": "larger"}, **sections})
+    assert config.topk_logits_k == 9
+    (tmp_path / "resolved.yaml").write_text(dump_yaml(config))
+    assert load_config(tmp_path / "resolved.yaml") == config
+
+
+def test_a_teacher_of_another_algorithm_has_no_effect() -> None:
+    config = build_config({"grpo": {}, "policy": {"model_name": "model"}, "data": DATA, "teacher": {}})
+    assert config.declaration.holds(config) == ("policy", "reference")
+    assert config.teacher_sections == {}
+    assert "teacher has no effect: algorithm is grpo" in notices(config)
+
+
+@pytest.mark.parametrize(
+    ("teacher", "sections", "said"),
+    [
+        (None, {}, "teacher: null, but distillation needs a model to learn from"),
+        (
+            {"max_total_sequence_length": 100},
+            {},
+            "teacher.max_total_sequence_length: 100, but policy.max_total_sequence_length is 512: they must be equal",
+        ),
+        (
+            {},
+            {"loss_fn": {"kl_type": "jsd", "mixed_kl_weight": 1.0}},
+            "loss_fn.mixed_kl_weight: 1, but loss_fn.kl_type jsd needs 0 < it < 1",
+        ),
+        (
+            {"megatron_cfg": {"enabled": True}},
+            {},
+            "teacher.megatron_cfg.enabled: true, but policy.megatron_cfg.enabled",
+        ),
+        (
+            {"new_model": {"config": {"model_type": "qwen3", "hiden_size": 3}, "characters": "ab"}},
+            {},
+            "teacher.new_model.config.hiden_size",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(teacher: dict[str, Any] | None, sections: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_of(teacher, **sections)
+    assert any(problem.startswith(f"configuration: {said}") for problem in caught.value.problems), caught.value
+
+
+def test_a_teacher_with_another_vocabulary_or_fewer_tokens_than_are_asked_for_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, size in (("model", 50), ("larger", 50), ("stranger", 51)):
+        Path(name).mkdir()
+        (Path(name) / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": size}))
+    with pytest.raises(ConfigError, match=r"topk_logits_k: 64 is more than the teacher's 50 tokens"):
+        config_of({"model_name": "larger"})
+    with pytest.raises(
+        ConfigError, match=r"teacher.model_name: stranger has 51 tokens, but model has 50: distillation"
+    ):
+        config_of({"model_name": "stranger"}, distillation={"topk_logits_k": 5})
+    assert config_of({"model_name": "larger"}, distillation={"topk_logits_k": 5}).topk_logits_k == 5
+
+
+@pytest.mark.parametrize(
+    ("teacher", "sections", "said"),
+    [
+        (
+            {"dtensor_cfg": {"tensor_parallel_size": 2, "context_parallel_size": 4}},
+            {},
+            "teacher.dtensor_cfg.tensor_parallel_size (2), teacher.dtensor_cfg.context_parallel_size (4)",
+        ),
+        ({"projection_matrix_path": "map.pt"}, {}, "teacher.projection_matrix_path (map.pt)"),
+        (
+            {},
+            {"loss_fn": {"xtoken_loss": True, "gold_loss": True}},
+            "loss_fn.gold_loss (true), loss_fn.xtoken_loss (true)",
+        ),
+        (
+            None,
+            {"teachers": [{}, {"projection_matrix_path": "map.pt"}]},
+            "teachers[0], teachers[1].projection_matrix_path",
+        ),
+    ],
+)
+def test_what_is_not_built_is_refused_by_name(
+    teacher: dict[str, Any] | None, sections: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(NotSupportedYet) as caught:
+        config_of(teacher, **sections)
+    assert f"not supported yet: {said}" in str(caught.value)
