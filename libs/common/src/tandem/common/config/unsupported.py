@@ -51,6 +51,10 @@ def _trains_with(section: str, *, megatron: bool) -> Asks:
     return lambda config: (model := getattr(config, section)) is not None and model.megatron_cfg.enabled == megatron
 
 
+def _adapts(config: Config) -> bool:
+    return config.policy.adapters is not None
+
+
 class Row(msgspec.Struct, frozen=True):
     """One key that is known but not built."""
 
@@ -82,10 +86,8 @@ def _of_a_model(section: str) -> tuple[Row, ...]:
         Row(f"{section}.dequantize_base_checkpoint", (False,), there),
         Row(f"{section}.tokenizer.audio", (None, {}), there),
         Row(f"{section}.tokenizer.video", (None, {}), there),
-        Row(f"{section}.dtensor_cfg.lora_cfg.enabled", (False,), dtensor),
         Row(f"{section}.dtensor_cfg.expert_parallel_size", (1,), dtensor),
         Row(f"{section}.dtensor_cfg.dp_replicate_size", (1,), dtensor),
-        Row(f"{section}.megatron_cfg.peft.enabled", (False,), megatron),
         Row(f"{section}.megatron_cfg.fp8_cfg.enabled", (None, False), megatron),
         Row(f"{section}.megatron_cfg.mtp_num_layers", (None, 0), megatron),
     )
@@ -97,8 +99,12 @@ NOT_SUPPORTED_YET = (
     Row("grpo.malformed_thinking_advantage", (None,), _algorithm("grpo")),
     Row("on_policy_distillation.enabled", (None, False)),
     *_of_a_model("policy"),
+    Row("policy.dtensor_cfg.lora_cfg.dropout", (0.0,), _adapts),
+    Row("policy.megatron_cfg.peft.dropout", (0.0,), _adapts),
     Row("policy.reward_model_cfg.enabled", (False,), _is_language_model),
     *_of_a_model("value"),
+    Row("value.dtensor_cfg.lora_cfg.enabled", (False,), _trains_with("value", megatron=False)),
+    Row("value.megatron_cfg.peft.enabled", (False,), _trains_with("value", megatron=True)),
     Row("policy.generation.backend", ("transformers", "vllm"), _rolls_out),
     Row("policy.generation.bad_words", (None, ()), _rolls_out),
     Row("policy.generation.quant_cfg", (None,), _rolls_out),

@@ -32,7 +32,7 @@ class MegatronBackend:
 
     After `tandem.trainer.backends.megatron.cpu.prepare`. What is trained starts from the ``model_name`` of its section
     or, where given, from a checkpoint of Tandem. The reference, which exists only if the loss reads it, is always
-    ``policy.model_name``.
+    ``policy.model_name``. Where adapters are trained, that is the policy without them, and nothing else is held.
 
     Raises `ModelError` or `CheckpointError`.
     """
@@ -57,7 +57,9 @@ class MegatronBackend:
         if any(each.settings.transformer.sequence_parallel for each in described):
             self.sequence_divisor *= sizes.tp
         self._models: dict[Model, HeldModel] = {
-            each.name: HeldModel(each, config, self.device, checkpoint=checkpoint) for each in described
+            each.name: HeldModel(each, config, self.device, checkpoint=checkpoint)
+            for each in described
+            if each.name != "reference" or config.policy.adapters is None  # else it is the policy without them
         }
         for model in self._trained():
             model.start(checkpoint)
@@ -74,6 +76,8 @@ class MegatronBackend:
 
     def scores(self, micro_batches: Sequence[MicroBatch], model: Model) -> Sequence[Scores]:
         """Return what a model says of each micro-batch without gradient, zero where no token counts, on every stage."""
+        if model == "reference" and self._models["policy"].has_adapters:
+            return self._models["policy"].scores(micro_batches, as_reference=True)
         return self._models[model].scores(micro_batches)
 
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
