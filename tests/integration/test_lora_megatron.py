@@ -105,10 +105,11 @@ def config_of(folder: Path, megatron: dict[str, Any], peft: dict[str, Any], **ke
 def rank(rank: int, config: Config, folder: Path) -> Any:
     """Train on all batches; nothing but adapters may change."""
     backend: Any = make_backend(config, checkpoint=None)
-    base = {name: each.detach().clone() for name, each in backend._models["policy"].weights.parameters.items() if not is_adapter(name)}
+    weights = backend._models["policy"].weights
+    base = {name: each.detach().clone() for name, each in weights.parameters.items() if not is_adapter(name)}
     metrics = [train_on(backend, batch, config).metrics for batch in BATCHES]
     for name, before in base.items():
-        assert torch.equal(before, backend._models["policy"].weights.parameters[name]), name
+        assert torch.equal(before, weights.parameters[name]), name
     backend.save(folder).num_bytes.result()
     tensors = [each for each in backend.weights().layout.tensors if is_adapter(each.name) or each.is_frozen]
     assert len(tensors) == len(backend.weights().layout.tensors)

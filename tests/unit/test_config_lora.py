@@ -5,14 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from tandem.common.config import Config, build_config, notices
-from tandem.common.config.checks.adapters import adapters_are_of_a_language_model
-from tandem.common.config.problem import Invalid
 from tandem.common.config.schema.adapters import LoraCfg, Peft
-from tandem.common.config.schema.policy import RewardModelCfg
 from tandem.common.errors import ConfigError
 from tandem.common.lora import chosen
 from tandem.refit.adapters.catalogue import from_config
@@ -104,11 +100,13 @@ def test_what_cannot_be_is_one_line(
 
 
 def test_the_head_of_a_reward_model_is_not_left_as_it_is() -> None:
-    config = sft({})
-    adapters_are_of_a_language_model(config)
-    policy = msgspec.structs.replace(config.policy, reward_model_cfg=RewardModelCfg(enabled=True))
-    with pytest.raises(Invalid, match=r"true, but policy.reward_model_cfg.enabled is true"):
-        adapters_are_of_a_language_model(msgspec.structs.replace(config, policy=policy))
+    settings: dict[str, Any] = {
+        "algorithm": "rm",
+        "policy": {"model_name": "model", "dtensor_cfg": {"lora_cfg": {"enabled": True}}},
+        "data": {"dataset_name": "reasoning_gym", "task": "chain_sum", "rejected_template": "0"},
+    }
+    with pytest.raises(ConfigError, match=r"lora_cfg.enabled: true, but rm trains a head: adapters leave it as it is"):
+        build_config(settings)
 
 
 def test_what_is_taken_and_does_nothing_is_said() -> None:

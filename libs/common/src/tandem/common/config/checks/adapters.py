@@ -32,9 +32,9 @@ def adapters_have_the_type_of_the_weights(config: Config) -> None:
 def adapters_are_of_a_language_model(config: Config) -> None:
     """A head that gives a number is new, and has to be trained whole."""
     policy = config.policy
-    if policy.adapters and policy.reward_model_cfg.enabled:
+    if policy.adapters and config.declaration.head_of("policy") != "vocabulary":
         key = f"{MEGATRON if policy.megatron_cfg.enabled else DTENSOR}.enabled"
-        raise Invalid(key, "true, but policy.reward_model_cfg.enabled is true: adapters leave a head as it is")
+        raise Invalid(key, f"true, but {config.algorithm} trains a head: adapters leave it as it is")
 
 
 RULES: tuple[Rule, ...] = (
