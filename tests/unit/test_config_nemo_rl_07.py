@@ -37,7 +37,6 @@ REFUSED = {
         "on_policy_distillation.enabled (true)",
         "policy.router_replay.enabled (true)",
         "policy.draft.enabled (true)",
-        "policy.dtensor_cfg.lora_cfg.enabled (true)",
         "policy.dtensor_cfg.expert_parallel_size (8)",
         "policy.generation.backend (sglang)",
         "policy.generation.bad_words",
@@ -48,7 +47,6 @@ REFUSED = {
         "data.validation[0].processor (nemo_gym_data_processor)",
     ],
     "recipes/sft-llama3.1-8b-1n8g-megatron-lora.yaml": [
-        "policy.megatron_cfg.peft.enabled (true)",
         "policy.megatron_cfg.fp8_cfg.enabled (true)",
         "policy.megatron_cfg.mtp_num_layers (5)",
     ],

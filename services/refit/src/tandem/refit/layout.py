@@ -148,6 +148,10 @@ class Tensor(msgspec.Struct, frozen=True):
     """Elements that share a scale along each dimension, such as ``(128, 128)``; empty if it is not quantised."""
     scales: str = ""
     """Name of the tensor of scales, of shape ``ceil(shape / block)``: element = value × its block's scale."""
+    is_frozen: bool = False
+    """Of a trainer: its elements stay what they are for as long as the trainer runs."""
+    product_scale: float = 0.0
+    """Of a trainer's ``lora_B``: what its product with ``lora_A`` is multiplied by before it is added to the weight."""
 
 
 class SharedMemory(msgspec.Struct, frozen=True, tag=True):

@@ -30,7 +30,7 @@ from tandem.common.manifest import FileRecord
 from tandem.common.memory import available_bytes
 from tandem.common.tokenizer import load_tokenizer
 from tandem.refit.endpoint import host_name
-from tandem.trainer import box_files, policy_files
+from tandem.trainer import adapter_files, box_files, policy_files
 from tandem.trainer.backend import Writing
 from tandem.trainer.box_files import BoxFiles, Part
 
@@ -64,6 +64,8 @@ class State(NamedTuple):
     """What this rank writes of the optimizer's state."""
     num_steps: int
     """That the optimizer has taken."""
+    adapters: adapter_files.Described | None = None
+    """If not None, the tensors are adapters, and the model's own weights are not written."""
 
 
 def step_of(folder: Path) -> int:
@@ -79,7 +81,7 @@ class _Copy(NamedTuple):
     """What this rank writes of one model."""
 
     name: Model
-    writer: policy_files.Writer | None
+    writer: policy_files.Writer | adapter_files.Writer | None
     """None on other ranks than 0."""
     tensors: Iterable[Mapping[str, torch.Tensor]]
     optimizer: Iterable[Part]
@@ -102,8 +104,7 @@ def save(
     """
     is_first = dist.get_rank() == 0
     writers = {
-        name: policy_files.Writer(folder / name, state.model, max_file_bytes) if is_first else None
-        for name, state in states.items()
+        name: _writer(folder / name, state, max_file_bytes) if is_first else None for name, state in states.items()
     }
     needed = sum(
         sum(part.elements.nbytes for part in state.optimizer()) + (state.num_bytes if is_first else 0)
@@ -120,9 +121,19 @@ def save(
     return Writing(num_bytes, "")
 
 
-def _copy(name: Model, state: State, writer: policy_files.Writer | None, *, is_lazy: bool) -> _Copy:
+def _writer(folder: Path, state: State, max_file_bytes: int) -> policy_files.Writer | adapter_files.Writer:
+    if state.adapters is not None:
+        return adapter_files.Writer(folder, state.adapters)
+    return policy_files.Writer(folder, state.model, max_file_bytes)
+
+
+def _copy(
+    name: Model, state: State, writer: policy_files.Writer | adapter_files.Writer | None, *, is_lazy: bool
+) -> _Copy:
     """Copy a state; if it `is_lazy`, as it is written, a part at a time."""
-    tensors = (policy_files.by_checkpoint_names(state.model, batch) if batch else batch for batch in state.tensors)
+    tensors = state.tensors
+    if state.adapters is None:
+        tensors = (policy_files.by_checkpoint_names(state.model, batch) if batch else batch for batch in tensors)
     optimizer = box_files.snapshot(state.optimizer())
     if is_lazy:
         return _Copy(name, writer, tensors, optimizer, state.num_steps)
@@ -233,8 +244,9 @@ def files_of_model(source: str) -> list[Files]:
 def files_to_load(config: Config, checkpoint: Path | None) -> list[Files]:
     """Return what was written to all that a backend loads at its start. Raises `DamagedCheckpoint`."""
     held, trained = config.declaration.holds(config), config.declaration.trains
-    # A model that is trained comes from the checkpoint, if there is one.
-    read = [model for model in held if checkpoint is None or model not in trained]
+    # A model that is trained comes from the checkpoint, if there is one; what adapters belong to never does.
+    kept = [model for model in trained if config.settings_of(model).adapters is None]
+    read = [model for model in held if checkpoint is None or model not in kept]
     sources = dict.fromkeys(
         config.settings_of(model, number).model_name for model in read for number in range(config.num_of(model))
     )

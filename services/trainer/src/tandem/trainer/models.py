@@ -20,6 +20,7 @@ from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from tandem.common.columns import Head
 from tandem.common.config.schema import Model
 from tandem.common.errors import ModelError
+from tandem.common.lora import why_no_model
 from tandem.refit.adapters.geometry import SCALAR_HEAD
 from tandem.trainer.context import inputs_of_share, sum_shares
 from tandem.trainer.packing import MicroBatch
@@ -53,6 +54,8 @@ def load_model(source: str, settings: Model, dtype: torch.dtype) -> Any:
     """
     transformers.utils.logging.disable_progress_bar()
     folder = Path(source)
+    if (why := why_no_model(folder)) is not None:  # transformers would read them as a model of its own kind
+        raise ModelError(why)
     if folder.is_dir() and not _has_weights(folder):
         model = _new_model(folder, settings, dtype)
     else:

@@ -111,6 +111,22 @@ def _megatron(config: Config) -> Iterator[str]:
                 yield _vain(f"{_MEGATRON}.{key}", given[key], "Transformer Engine is not installed here")
 
 
+def _adapters(config: Config) -> Iterator[str]:
+    """What NeMo-RL computes adapters with, and names that all layers together win over."""
+    policy = config.policy
+    if policy.adapters is None:
+        return
+    if policy.megatron_cfg.enabled:
+        if policy.megatron_cfg.peft.a2a_experimental:
+            yield _vain(f"{_MEGATRON}.peft.a2a_experimental", True, "between ranks travels what is small already")
+        return
+    lora, key = policy.dtensor_cfg.lora_cfg, "policy.dtensor_cfg.lora_cfg"
+    if lora.use_triton:
+        yield _vain(f"{key}.use_triton", True, "torch multiplies")
+    if lora.match_all_linear and lora.target_modules:
+        yield _vain(f"{key}.target_modules", list(lora.target_modules), f"{key}.match_all_linear is true")
+
+
 def _data_parallel(config: Config) -> Iterator[str]:
     """NeMo-RL's files set keys of Megatron's FSDP, and an average where Tandem divides a sum once."""
     given = config.policy.megatron_cfg.distributed_data_parallel_config
@@ -276,6 +292,7 @@ _NOTICES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _sequences,
     _experts,
     _megatron,
+    _adapters,
     _data_parallel,
     _rewards,
     _reward_model,

@@ -67,6 +67,10 @@ _PARALLEL = (
 """Keys of a teacher that must be what they are of the policy: the same ranks hold both."""
 
 
+def _adapts(config: Config) -> bool:
+    return config.policy.adapters is not None
+
+
 class Row(msgspec.Struct, frozen=True):
     """One key that is known but not built."""
 
@@ -98,12 +102,18 @@ def _of_a_model(section: str) -> tuple[Row, ...]:
         Row(f"{section}.dequantize_base_checkpoint", (False,), there),
         Row(f"{section}.tokenizer.audio", (None, {}), there),
         Row(f"{section}.tokenizer.video", (None, {}), there),
-        Row(f"{section}.dtensor_cfg.lora_cfg.enabled", (False,), dtensor),
         Row(f"{section}.dtensor_cfg.expert_parallel_size", (1,), dtensor),
         Row(f"{section}.dtensor_cfg.dp_replicate_size", (1,), dtensor),
-        Row(f"{section}.megatron_cfg.peft.enabled", (False,), megatron),
         Row(f"{section}.megatron_cfg.fp8_cfg.enabled", (None, False), megatron),
         Row(f"{section}.megatron_cfg.mtp_num_layers", (None, 0), megatron),
+    )
+
+
+def _adapters_of(section: str) -> tuple[Row, ...]:
+    """Return the rows of adapters of a model beside the policy."""
+    return (
+        Row(f"{section}.dtensor_cfg.lora_cfg.enabled", (False,), _trains_with(section, megatron=False)),
+        Row(f"{section}.megatron_cfg.peft.enabled", (False,), _trains_with(section, megatron=True)),
     )
 
 
@@ -111,12 +121,16 @@ NOT_SUPPORTED_YET = (
     Row("grpo.invalid_tool_call_advantage", (None,), _algorithm("grpo")),
     Row("grpo.malformed_thinking_advantage", (None,), _algorithm("grpo")),
     *_of_a_model("policy"),
+    Row("policy.dtensor_cfg.lora_cfg.dropout", (0.0,), _adapts),
+    Row("policy.megatron_cfg.peft.dropout", (0.0,), _adapts),
     Row("policy.reward_model_cfg.enabled", (False,), _is_language_model),
     *_of_a_model("value"),
     *_of_a_model("teacher"),
     Row("teacher.projection_matrix_path", (None,), _distils),
     Row("loss_fn.gold_loss", (False,), _distils),
     Row("loss_fn.xtoken_loss", (False,), _distils),
+    *_adapters_of("value"),
+    *_adapters_of("teacher"),
     Row("policy.generation.backend", ("transformers", "vllm"), _rolls_out),
     Row("policy.generation.bad_words", (None, ()), _rolls_out),
     Row("policy.generation.quant_cfg", (None,), _rolls_out),

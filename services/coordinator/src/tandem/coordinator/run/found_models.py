@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from tandem.common import lora
 from tandem.common.config import Config, config_from_json
 from tandem.common.errors import CheckpointError, ModelError, RunFolderError, nearest
 from tandem.coordinator.run.checkpoints import CheckpointFolder
@@ -38,27 +39,39 @@ def models_in(folder: Path, which: Which = "newest") -> list[FoundModel]:
 
     Raises `TandemError` if there is none.
     """
-    if (folder / _CONFIG).is_file():
+    return _found(folder, which, _CONFIG)
+
+
+def adapters_in(folder: Path) -> list[FoundModel]:
+    """Return the adapters in a folder, of checkpoints the newest, as `models_in` does models."""
+    return _found(folder, "newest", lora.CONFIG)
+
+
+def _found(folder: Path, which: Which, mark: str) -> list[FoundModel]:
+    """Return what has a file of this name in a folder."""
+    if (folder / mark).is_file():
         path = folder.resolve()
         is_policy = path.name == _POLICY and path.parent.name.startswith("step_")
         return [FoundModel(folder, path.parent.name if is_policy else path.name, folder)]
-    if (folder / _POLICY / _CONFIG).is_file():
+    if (folder / _POLICY / mark).is_file():
         return [FoundModel(folder / _POLICY, folder.resolve().name, folder)]
     if (folder / JOURNAL_NAME).is_file():
-        return _of_run(folder, which)
+        return _of_run(folder, which, mark)
+    _refuse_other(folder, mark)
+    _refuse_other(folder / _POLICY, mark)
     if (checkpoints := CheckpointFolder(folder, keep_top_k=None, higher_is_better=True)).steps():
-        return _of_checkpoints(folder, checkpoints, which, None)
+        return _of_checkpoints(folder, checkpoints, which, None, mark)
     if folder.is_file():
         raise ModelError(f"{folder}: it is a file, and no folder with a model")
     if not folder.is_dir():
         raise ModelError(f"{folder}: there is no such folder{_hint(folder)}")
     raise ModelError(
-        f"{folder} holds no model: no {_CONFIG}, no checkpoint's {_POLICY}/, no checkpoint step_N and no "
-        f"{JOURNAL_NAME} of a run{_hint(folder)}"
+        f"{folder} holds no {'model' if mark == _CONFIG else 'adapters'}: no {mark}, no checkpoint's {_POLICY}/, no "
+        f"checkpoint step_N and no {JOURNAL_NAME} of a run{_hint(folder)}"
     )
 
 
-def _of_run(run: Path, which: Which) -> list[FoundModel]:
+def _of_run(run: Path, which: Which, mark: str) -> list[FoundModel]:
     with read_journal(run) as journal:
         config = config_of(journal)
     checkpoints = checkpoints_of(run, config)
@@ -68,19 +81,30 @@ def _of_run(run: Path, which: Which) -> list[FoundModel]:
             f"{run} has no checkpoint: the run saves {when} (checkpointing.enabled, checkpointing.save_period)"
         )
     name = run.resolve().name
-    found = _of_checkpoints(run, checkpoints, which, config)
+    found = _of_checkpoints(run, checkpoints, which, config, mark)
     return [msgspec.structs.replace(each, name=f"{name}-{each.name}") for each in found]
 
 
-def _of_checkpoints(path: Path, checkpoints: CheckpointFolder, which: Which, config: Config | None) -> list[FoundModel]:
+def _of_checkpoints(
+    path: Path, checkpoints: CheckpointFolder, which: Which, config: Config | None, mark: str
+) -> list[FoundModel]:
     steps, found = checkpoints.steps(), []
     chosen = {"newest": steps[-1:], "all": steps}.get(which) or [_best(checkpoints, steps, config)]
     for folder in map(checkpoints.folder_of, chosen):
-        if not (folder / _POLICY / _CONFIG).is_file():
-            raise CheckpointError(f"{folder} is not whole: it has no {_POLICY}/{_CONFIG}; name another checkpoint")
+        if not (folder / _POLICY / mark).is_file():
+            _refuse_other(folder / _POLICY, mark)
+            raise CheckpointError(f"{folder} is not whole: it has no {_POLICY}/{mark}; name another checkpoint")
         label = folder if folder.is_relative_to(path) else path / folder.name
         found.append(FoundModel(folder / _POLICY, folder.name, label))
     return found
+
+
+def _refuse_other(folder: Path, mark: str) -> None:
+    """Raise `ModelError` if a folder has adapters and should have a model, or the other way round."""
+    if mark == _CONFIG and (why := lora.why_no_model(folder)) is not None:
+        raise ModelError(why)
+    if mark == lora.CONFIG and (folder / _CONFIG).is_file():
+        raise ModelError(f"{folder} holds a model and no adapters")
 
 
 def _best(checkpoints: CheckpointFolder, steps: Sequence[int], config: Config | None) -> int:

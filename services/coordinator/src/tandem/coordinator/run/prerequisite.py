@@ -12,6 +12,7 @@ import msgspec
 
 from tandem.common.config import Config, config_from_json, resume_differences
 from tandem.common.errors import ConfigError, ModelError
+from tandem.common.lora import why_no_model
 from tandem.common.tokenizer import write_new_model
 from tandem.coordinator.algorithms.running import RunningAlgorithm
 from tandem.coordinator.run.journal import read_journal
@@ -83,6 +84,8 @@ def model_problem(config: Config) -> str | None:
     """Say what is wrong with the folder of the model, None if it is there or to be made from scratch."""
     folder = Path(config.policy.model_name)
     if folder.exists():
+        if (why := why_no_model(folder)) is not None:
+            return f"policy.model_name: {why}"
         if not (folder / "config.json").exists():
             return f"policy.model_name: {str(folder)!r} holds no config.json, so it is no model"
     elif config.policy.new_model is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from tandem.common import lora
 from tandem.common.errors import ModelError
 from tandem.refit.adapters import headers
 from tandem.refit.adapters.geometry import (
@@ -120,6 +121,19 @@ class ModelShape(msgspec.Struct, frozen=True, eq=False, dict=True):
         if has_bias:
             tensors.append(Tensor(f"{SCALAR_HEAD}.bias", (1,), norm.dtype))
         return ModelShape(tuple(tensors), msgspec.structs.replace(self.known, is_tied=False))
+
+    def with_adapters(self, layers: Iterable[str], rank: int, dtype: str | None = None) -> ModelShape:
+        """Return the model with low-rank adapters of these layers behind its own tensors (`tandem.common.lora`).
+
+        Their element type is that of the layers unless another is given.
+        """
+        added = []
+        for layer in layers:
+            weight = self.tensors[self.index[f"{layer}.weight"]]
+            num_out, num_in = weight.shape
+            added.append(Tensor(f"{layer}.{lora.A}", (rank, num_in), dtype or weight.dtype))
+            added.append(Tensor(f"{layer}.{lora.B}", (num_out, rank), dtype or weight.dtype))
+        return ModelShape((*self.tensors, *added), self.geometry)
 
     def quantised(self, block: tuple[int, int] = (128, 128), dtype: str = "float8_e4m3fn") -> ModelShape:
         """Return the model with the weights of its linear layers quantised, a float32 scale for each block of one.

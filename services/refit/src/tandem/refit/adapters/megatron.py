@@ -8,11 +8,12 @@ parallelism along its rows, ``linear_proj`` and ``linear_fc2`` along their colum
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Literal
 
 import msgspec
 
+from tandem.common import lora
 from tandem.common.errors import RefitError
 from tandem.refit.adapters import stages
 from tandem.refit.adapters.catalogue import ModelShape
@@ -29,7 +30,34 @@ from tandem.refit.adapters.parameters import Fill, RankBuilder, cut, stack
 from tandem.refit.layout import Box, Layout, whole
 
 _ATTENTION = LAYER + "self_attn."
+_PARTS = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}
+"""What a checkpoint has of each linear layer. An adapter of one that fuses several has one ``lora_A`` for all."""
 _HERE = "{layer}."
+
+
+def linear_layers(model: ModelShape) -> dict[str, tuple[str, ...]]:
+    """Return the linear layers that can have adapters, and the layers of a checkpoint that each of them is.
+
+    They have Megatron-Core's names, with layers counted through all stages. Routed experts are among them, and nothing
+    of a checkpoint for them: they can have none here.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    sparse = model.known.experts.layers if model.known.experts else ()
+    for number in range(model.known.num_layers):
+        here, there = f"decoder.layers.{number}.", LAYER.format(layer=number)
+        for module, part in ("self_attention.", "self_attn."), ("mlp.", "mlp."), ("mlp.shared_experts.",) * 2:
+            for name, parts in _PARTS.items():
+                layers = tuple(f"{there}{part}{each}" for each in parts)
+                if f"{layers[0]}.weight" in model.index:
+                    found[f"{here}{module}{name}"] = layers
+        if number in sparse:
+            found |= {f"{here}mlp.experts.{name}": () for name in ("linear_fc1", "linear_fc2")}
+    return found
 
 
 class Coordinates(msgspec.Struct, frozen=True):
@@ -170,7 +198,10 @@ class _Rank:
         parts = ("q", 0, num_queries), ("k", num_queries, head), ("v", num_queries + head, head)
         # With more ranks than groups, a rank has a part of a group.
         mine = cut((sizes.num_kv_heads * num_rows,), 0, self._at.tp, self._sizes.tp)
-        for kind, columns in (("weight", (hidden,)), ("bias", ())):
+        kinds: list[tuple[str, tuple[int, ...]]] = [("weight", (hidden,)), ("bias", ())]
+        adapter = self._model.shape_of(f"{_ATTENTION}q_proj.{lora.B}")
+        kinds += [(lora.B, adapter[1:])] if adapter is not None else []
+        for kind, columns in kinds:
             window = Box((*mine.start, *(0 for _ in columns)), (*mine.shape, *columns))
             fills = []
             for group, (part, first, n) in itertools.product(range(sizes.num_kv_heads), parts):
@@ -179,6 +210,7 @@ class _Rank:
                 fills += [] if fill is None else [fill]
             if self._model.shape_of(f"{_ATTENTION}q_proj.{kind}") is not None:
                 self._builder.parameter(f"{_HERE}self_attention.linear_qkv.{kind}", window.shape, fills)
+        self._repeated(f"{_HERE}self_attention.linear_qkv", [f"{_ATTENTION}{part}_proj" for part in "qkv"])
         for part in "qk":
             name = f"{_HERE}self_attention.{part}_layernorm.weight"
             self._builder.whole(name, f"{_ATTENTION}{part}_norm.weight")
@@ -197,7 +229,9 @@ class _Rank:
         self._output_projection()
 
     def _output_projection(self) -> None:
-        self._cut(_HERE + "self_attention.linear_proj.weight", _ATTENTION + "o_proj.weight", dim=1)
+        for kind in ("weight", lora.A):
+            self._cut(f"{_HERE}self_attention.linear_proj.{kind}", f"{_ATTENTION}o_proj.{kind}", dim=1)
+        self._builder.whole(f"{_HERE}self_attention.linear_proj.{lora.B}", f"{_ATTENTION}o_proj.{lora.B}")
         self._builder.whole(_HERE + "self_attention.linear_proj.bias", _ATTENTION + "o_proj.bias")
 
     def _norms(self) -> None:
@@ -211,13 +245,16 @@ class _Rank:
 
     def _feed_forward(self, here: str, there: str) -> None:
         """Add a dense network, or the shared experts, which are one."""
-        for kind in ("weight", "bias"):
+        for kind in ("weight", "bias", lora.B):
             shape = self._model.shape_of(f"{there}gate_proj.{kind}")
             if shape is not None:
                 box = cut(shape, 0, self._at.tp, self._sizes.tp)
                 fills = stack(*((f"{there}{part}_proj.{kind}", box) for part in ("gate", "up")))
                 self._builder.parameter(f"{here}linear_fc1.{kind}", (2 * box.shape[0], *box.shape[1:]), fills)
-        self._cut(f"{here}linear_fc2.weight", f"{there}down_proj.weight", dim=1)
+        self._repeated(f"{here}linear_fc1", [f"{there}{part}_proj" for part in ("gate", "up")])
+        for kind in ("weight", lora.A):
+            self._cut(f"{here}linear_fc2.{kind}", f"{there}down_proj.{kind}", dim=1)
+        self._builder.whole(f"{here}linear_fc2.{lora.B}", f"{there}down_proj.{lora.B}")
         self._builder.whole(f"{here}linear_fc2.bias", f"{there}down_proj.bias")
 
     def _experts(self, sizes: Experts) -> None:
@@ -245,6 +282,13 @@ class _Rank:
         )
         self._builder.parameter(here + name.format(fc="fc1"), (2 * n, hidden), first, experts)
         self._builder.parameter(here + name.format(fc="fc2"), (hidden, n), second, experts)
+
+    def _repeated(self, name: str, layers: Sequence[str]) -> None:
+        """Add the ``lora_A`` of an adapter, which each of these layers of a checkpoint has."""
+        shape = self._model.shape_of(f"{layers[0]}.{lora.A}")
+        if shape is not None:
+            fills = [Fill(f"{layer}.{lora.A}", whole(shape), (0, 0)) for layer in layers]
+            self._builder.parameter(f"{name}.{lora.A}", shape, fills)
 
     def _cut(self, name: str, tensor: str, dim: int = 0) -> None:
         self._builder.share(name, tensor, dim, self._at.tp, self._sizes.tp)

@@ -1,7 +1,8 @@
 """The DTensor backend: FSDP2, with tensor and context parallelism.
 
-Parameters are float32 whatever the precision of the passes; on the CPU those of the policy lie in shared memory for as
-long as the backend lives, at the same addresses, so that engines can copy straight out of them or read them in place.
+Parameters that are trained are float32 whatever the precision of the passes; on the CPU those of the policy lie in
+shared memory for as long as the backend lives, at the same addresses, so that engines can copy straight out of them or
+read them in place.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class DTensorBackend:
 
     What is trained starts from the ``model_name`` of its section or, where given, from a checkpoint of Tandem. The
     reference, which exists only if the loss reads it, is always ``policy.model_name``: the policy before any training.
+    Where adapters are trained, that is the policy with its adapters switched off, and nothing else is held.
 
     Raises `ModelError`, `ConfigError` (optimizer or schedule) or `CheckpointError`.
     """
@@ -45,7 +47,10 @@ class DTensorBackend:
         self._models: dict[Model, HeldModel] = {}
         self._others: list[HeldModel] = []
         """Teachers after the first."""
+        adapts = config.policy.adapters is not None
         for name in config.declaration.holds(config):
+            if name == "reference" and adapts:  # it is the policy without its adapters
+                continue
             self._models[name] = HeldModel(name, config, self._ranks, checkpoint=checkpoint)
             if name == "policy":
                 shards.share(self._models[name].parameters)
@@ -69,6 +74,8 @@ class DTensorBackend:
 
     def scores(self, micro_batches: Sequence[MicroBatch], model: Model, number: int = 0) -> Sequence[Scores]:
         """Return what a model says of each micro-batch without gradient, zero where no token counts."""
+        if model == "reference" and self._models["policy"].has_adapters:
+            return self._models["policy"].scores(micro_batches, as_reference=True)
         held = self._others[number - 1] if number else self._models[model]
         return held.scores(micro_batches)
 
@@ -78,7 +85,7 @@ class DTensorBackend:
 
     def weights(self) -> Weights:
         """Return the shards of the policy this rank holds: the memory that it trains in."""
-        return shards.weights_of(self._models["policy"].parameters)
+        return shards.weights_of(self._models["policy"].parameters, self._config.policy.adapters)
 
     def save(self, folder: Path) -> Writing:
         """Copy what is trained, in float32, and the optimizers' state, and begin to write them.

@@ -7,6 +7,7 @@ how; the algorithm's declaration says which are trained.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from tandem.common import columns
 from tandem.common.config import Config
+from tandem.common.config.schema.adapters import LoraCfg
 from tandem.common.errors import CheckpointError, ConfigError, ModelError, TrainingError
+from tandem.common.lora import is_adapter, tensor_name
 from tandem.common.tokenizer import load_tokenizer
-from tandem.trainer import checkpoints, context, policy_files
+from tandem.trainer import adapter_files, checkpoints, context, policy_files
 from tandem.trainer.attention import prepare_to_pack, prepare_to_share
 from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep
 from tandem.trainer.backends import optimizer_state, shards
@@ -61,19 +64,25 @@ class HeldModel:
         self.is_trained = name in config.declaration.trains
         self._head = config.declaration.head_of(name)
         self.device = ranks.device
-        from_checkpoint = self.is_trained and checkpoint is not None
-        source = str(checkpoint / name) if from_checkpoint and checkpoint is not None else settings.model_name
+        self._adapters = settings.dtensor_cfg.lora_cfg if name == "policy" and settings.adapters is not None else None
+        trains_all = self.is_trained and self._adapters is None
+        source = settings.model_name if checkpoint is None or not trains_all else str(checkpoint / name)
         # What is trained has parameters in float32 whatever the precision of the passes.
-        model = self._load(source, torch.float32 if self.is_trained else getattr(torch, settings.precision))
+        model = self._load(source, torch.float32 if trains_all else getattr(torch, settings.precision))
         linear_head = self._head == "vocabulary" and has_linear_head(model)
         self.shares_prompts = self._prepare_attention(model)
         if not self.is_trained:
             model.requires_grad_(False)
-        elif settings.activation_checkpointing_enabled or settings.dtensor_cfg.activation_checkpointing:
+        if self._adapters is not None:
+            self._described = self._adapt(model, self._adapters, checkpoint)
+        recomputes = settings.activation_checkpointing_enabled or settings.dtensor_cfg.activation_checkpointing
+        if self.is_trained and recomputes:
             checkpoint_activations(model)
         ranks.shard(model, settings)
         self.model = model
-        self.parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
+        self.parameters: dict[str, torch.nn.Parameter] = {
+            tensor_name(name): parameter for name, parameter in model.named_parameters()
+        }
         group = ranks.context.get_group() if ranks.context.size() > 1 else None
         self._scorer = self._make_scorer(model, group, linear_head=linear_head)
         self.optimizer: torch.optim.Optimizer
@@ -124,34 +133,59 @@ class HeldModel:
         return OptimizerStep(loss=total_loss, grad_norm=grad_norm, learning_rate=learning_rate)
 
     @torch.no_grad()
-    def scores(self, micro_batches: Sequence[MicroBatch]) -> list[Scores]:
-        """Return what the model says of each micro-batch without gradient, zero where no token counts."""
-        found = [self._scorer(batch) for batch in micro_batches]
+    def scores(self, micro_batches: Sequence[MicroBatch], *, as_reference: bool = False) -> list[Scores]:
+        """Return what the model says of each micro-batch without gradient, zero where no token counts.
+
+        Args:
+            micro_batches: to score.
+            as_reference: whether to do so as if its adapters had never been trained; it must have some.
+        """
+        with self._without_adapters() if as_reference else nullcontext():
+            found = [self._scorer(batch) for batch in micro_batches]
         for module in _fsdp_modules(self.model):
             module.reshard()  # only a backward pass would do it by itself
         return found
 
+    @property
+    def has_adapters(self) -> bool:
+        """Whether adapters are trained in the place of the weights: without them it is its own reference."""
+        return self._adapters is not None
+
     def state(self) -> checkpoints.State:
         """Return what a checkpoint is made of: the schedule needs only the number of steps."""
+        parts = partial(optimizer_state.parts_of, self._optimizer_tensors())
+        if self._adapters is not None:
+            trained = self._trained()
+            gathered, num_bytes = adapter_files.gathered(trained), sum(each.nbytes for each in trained.values())
+            return checkpoints.State(self.model, gathered, num_bytes, parts, self._num_steps, self._described)
         gathered = policy_files.gathered(self.model, self.parameters)
         num_bytes = sum(parameter.nbytes for parameter in self.parameters.values())
-        parts = partial(optimizer_state.parts_of, self._optimizer_tensors())
         return checkpoints.State(self.model, gathered, num_bytes, parts, self._num_steps)
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
         """Restore what a checkpoint has of it, bit for bit, in the memory the parameters lie in."""
+        trained = self._trained()
+        if self._adapters is not None:
+            shapes = {name: parameter.shape for name, parameter in trained.items()}
+            tensors = adapter_files.read(folder / self.name, self._adapters, shapes)
+        else:
+            tensors = self._whole_tensors(folder)
+        for name, parameter in trained.items():
+            shards.local_of(parameter).copy_(tensors[name][shards.box_of(parameter).region])
+        self._load_optimizer(folder)
+
+    def _whole_tensors(self, folder: Path) -> dict[str, torch.Tensor]:
+        """Return what a checkpoint has of a model that is trained whole. Raises `CheckpointError`."""
         try:
             loaded = self._load(str(folder / self.name), torch.float32)
         except ModelError as error:
             raise CheckpointError(str(error)) from error
-        tensors = dict(loaded.named_parameters())
+        tensors: dict[str, torch.Tensor] = dict(loaded.named_parameters())
         for name, parameter in self.parameters.items():
             if name not in tensors or tensors[name].shape != parameter.shape:
                 raise CheckpointError(f"{folder} is a checkpoint of another model: {name} differs")
-        for name, parameter in self.parameters.items():
-            shards.local_of(parameter).copy_(tensors[name][shards.box_of(parameter).region])
-        self._load_optimizer(folder)
+        return tensors
 
     def offload(self) -> None:
         """Free the gradients and move the optimizer's state from the GPU to pinned host memory.
@@ -184,6 +218,28 @@ class HeldModel:
             # By which whoever loads it tells padding, and so which token has the score.
             model.config.pad_token_id = load_tokenizer(self._config).pad_id
         return model
+
+    def _adapt(self, model: Any, adapters: LoraCfg, checkpoint: Path | None) -> adapter_files.Described:
+        """Give a whole model its adapters, as a checkpoint or ``restore_from`` has them or new; describe them."""
+        from tandem.trainer import lora  # PEFT takes seconds to import
+
+        linear = lora.linear_layers(model)
+        layers = lora.inject(model, adapters, self._config.algorithm_section.seed)
+        source = checkpoint / self.name if checkpoint is not None else adapters.restore_from
+        if source is not None:
+            found = {name: each for name, each in lora.parameters_of(model).items() if is_adapter(name)}
+            shapes = {name: parameter.shape for name, parameter in found.items()}
+            lora.fill(model, adapter_files.read(Path(source), adapters, shapes))
+        return adapter_files.Described(self._settings.model_name, adapters, layers, linear)
+
+    def _without_adapters(self) -> AbstractContextManager[None]:
+        from tandem.trainer import lora
+
+        return lora.switched_off(self.model)
+
+    def _trained(self) -> dict[str, torch.nn.Parameter]:
+        """Return the parameters that an optimizer changes."""
+        return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
 
     def _prepare_attention(self, model: Any) -> bool:
         """Make the model take packed rows, its share of each sequence, or shared prompts, as is wanted.
@@ -233,13 +289,14 @@ class HeldModel:
         """Return the optimizer's state, by reference."""
         if not self._num_steps:  # no step, no state
             return {}
-        return {"state": get_optimizer_state_dict(self.model, self.optimizer)["state"]}
+        state: Any = get_optimizer_state_dict(self.model, self.optimizer)["state"]
+        return {"state": {tensor_name(name): each for name, each in state.items()}}
 
     def _start_optimizer(self, num_steps: int) -> None:
         """Make a new optimizer, without state, and its schedule as it stands after `num_steps`."""
         settings = self._settings.optimizer
         assert settings is not None, "the configuration's checks require an optimizer"
-        self.optimizer = make_optimizer(settings, self.model.parameters(), self.name)
+        self.optimizer = make_optimizer(settings, self._trained().values(), self.name)
         self._scheduler = make_scheduler(self._settings.scheduler, self.optimizer, self.name)
         advance(self._scheduler, num_steps)
         self._num_steps = num_steps

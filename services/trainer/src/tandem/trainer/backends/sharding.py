@@ -67,6 +67,7 @@ class Ranks:
                 self._shards["tensor"],
                 sequence_parallel=settings.dtensor_cfg.sequence_parallel,
                 custom_plan=settings.dtensor_cfg.custom_parallel_plan,
+                adapts=settings.adapters is not None,
             )
         elif self.num_shards == 1 and not offloads and all(each.dtype == dtype for each in model.parameters()):
             model.to(device_type)

@@ -13,10 +13,12 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from tandem.common import lora
+from tandem.common.config.schema.adapters import Adapters
 from tandem.common.errors import ModelError
 from tandem.refit.adapters.huggingface import as_checkpoint
 from tandem.refit.endpoint import Weights, device_name, host_name
-from tandem.refit.layout import Address, Box, LayoutBuilder, Storage
+from tandem.refit.layout import Address, Box, Layout, LayoutBuilder, Storage
 from tandem.refit.transports import cuda_ipc, shm
 
 _SHARED_MEMORY = "/dev/shm"
@@ -117,8 +119,8 @@ def _check_shared_memory(what: str, num_bytes: int, otherwise: str = "") -> None
         raise ModelError(f"{what} {needed}{otherwise}")
 
 
-def weights_of(parameters: Mapping[str, torch.Tensor]) -> Weights:
-    """Describe this rank's shards, in the memory they lie in. After `share`."""
+def weights_of(parameters: Mapping[str, torch.Tensor], adapters: Adapters | None = None) -> Weights:
+    """Describe this rank's shards, in the memory they lie in, where only adapters may be trained. After `share`."""
     devices = {local_of(parameter).device for parameter in parameters.values()}
     builder = LayoutBuilder(host_name(), device_name(devices.pop()))
     storages: dict[str, torch.Tensor] = {}
@@ -132,7 +134,20 @@ def weights_of(parameters: Mapping[str, torch.Tensor]) -> Weights:
             storage = builder.storage(name, memory.nbytes(), address_of(local))
             builder.add(index, box, storage, int(local.storage_offset()) * size, strides)
             storages[name] = torch.empty(0, dtype=local.dtype, device=local.device).set_(memory)
-    return Weights(as_checkpoint(builder.build()), storages)
+    return Weights(with_adapters(as_checkpoint(builder.build()), adapters), storages)
+
+
+def with_adapters(layout: Layout, adapters: Adapters | None) -> Layout:
+    """Return a layout that says which of its tensors never change, where only adapters are trained."""
+    if adapters is None:
+        return layout
+    tensors = (
+        msgspec.structs.replace(tensor, product_scale=adapters.scale if tensor.name.endswith(lora.B) else 0.0)
+        if lora.is_adapter(tensor.name)
+        else msgspec.structs.replace(tensor, is_frozen=True)
+        for tensor in layout.tensors
+    )
+    return msgspec.structs.replace(layout, tensors=tuple(tensors))
 
 
 def address_of(local: torch.Tensor) -> Address:

@@ -86,8 +86,54 @@ class VocabularyRows(ParallelStyle):
         return module
 
 
-def cut(model: Any, mesh: DeviceMesh, *, sequence_parallel: bool, custom_plan: str | None) -> None:
+class Adapted(ParallelStyle):
+    """Applies a style to a layer or, where the layer has an adapter, to it and as fits to the adapter's two matrices.
+
+    The side of the adapter that the layer's ranks have whole is whole, the other is cut as the layer is.
+    """
+
+    def __init__(self, style: ParallelStyle) -> None:
+        """Begin, with the style of the layer."""
+        super().__init__()
+        self._style = style
+
+    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+        from tandem.trainer.lora import matrices_of  # PEFT takes seconds to import
+
+        style = self._style
+        matrices = matrices_of(module)
+        if matrices is None:
+            return self._on(style, module, device_mesh)
+        self._on(style, module.get_submodule("base_layer"), device_mesh)
+        if isinstance(style, ColwiseParallel):
+            _gather_inputs(matrices[0], device_mesh, style.input_layouts[0])
+            styles: tuple[ParallelStyle, ParallelStyle] = (
+                Whole(sums=False),
+                ColwiseParallel(output_layouts=style.output_layouts[0]),
+            )
+        elif isinstance(style, RowwiseParallel):
+            first = RowwiseParallel(input_layouts=style.input_layouts[0], output_layouts=style.output_layouts[0])
+            styles = first, Whole(sums=not style.output_layouts[0].is_replicate())
+        elif isinstance(style, Whole):
+            styles = style, style
+        else:
+            what = "a layer with an adapter can be ColwiseParallel or RowwiseParallel"
+            raise ConfigError(f"{_CUSTOM}: {what}, not {type(style).__name__}")
+        for matrix, style_of_matrix in zip(matrices, styles, strict=True):
+            self._on(style_of_matrix, matrix, device_mesh)
+        return module
+
+    def _on(self, style: ParallelStyle, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+        style.src_data_rank = self.src_data_rank
+        return style._apply(module, device_mesh)
+
+
+def cut(
+    model: Any, mesh: DeviceMesh, *, sequence_parallel: bool, custom_plan: str | None, adapts: bool = False
+) -> None:
     """Cut a whole model over the ranks of a mesh of one dimension, in place. It must be the same on all of them.
+
+    `adapts`: layers may have adapters.
 
     Raises `ConfigError` where there is no plan for the model, or the custom one does not exist or does not fit.
     """
@@ -103,6 +149,8 @@ def cut(model: Any, mesh: DeviceMesh, *, sequence_parallel: bool, custom_plan: s
     # The output layer is cut by rows whatever a plan says; what it says is how the hidden states arrive.
     of_head = [style for path, style in plan.items() if _matches(head_name, path)]
     inside = {path: style for path, style in plan.items() if not _matches(head_name, path)}
+    if adapts:
+        inside = {path: Adapted(style) for path, style in inside.items()}
     parallelize_module(model, mesh, inside, src_data_rank=None)
     if is_tied:
         _cut_rows(embedding, mesh)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tandem.common.config.checks import (
+    adapters,
     batches,
     cluster,
     data,
@@ -27,6 +28,7 @@ RULES: tuple[Rule, ...] = (
     *megatron.RULES,
     *parallelism.RULES,
     *dtensor.RULES,
+    *adapters.RULES,
     *batches.RULES,
     *loss.RULES,
     *data.RULES,

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from tandem.common.config.schema.adapters import LoraCfg
+from tandem.common.config.schema.adapters import LoraCfg, Peft
 from tandem.common.config.schema.base import (
     NonEmptyStr,
     NonNegativeFloat,
@@ -255,6 +255,12 @@ class Model(Section, frozen=True, kw_only=True):
     def environment(self) -> dict[str, str]:
         """Environment variables of the trainers, of whichever backend trains."""
         return (self.megatron_cfg if self.megatron_cfg.enabled else self.dtensor_cfg).environment
+
+    @property
+    def adapters(self) -> LoraCfg | Peft | None:
+        """The adapters that are trained in the place of the weights, of whichever backend trains; None: the weights."""
+        section = self.megatron_cfg.peft if self.megatron_cfg.enabled else self.dtensor_cfg.lora_cfg
+        return section if section.enabled else None
 
     @property
     def model_parallel_size(self) -> int:

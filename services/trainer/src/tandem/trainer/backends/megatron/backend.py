@@ -32,7 +32,7 @@ class MegatronBackend:
 
     After `tandem.trainer.backends.megatron.cpu.prepare`. What is trained starts from the ``model_name`` of its section
     or, where given, from a checkpoint of Tandem. The reference, which exists only if the loss reads it, is always
-    ``policy.model_name``.
+    ``policy.model_name``. Where adapters are trained, that is the policy without them, and nothing else is held.
 
     Raises `ModelError` or `CheckpointError`.
     """
@@ -61,7 +61,9 @@ class MegatronBackend:
         if any(each.settings.transformer.sequence_parallel for each in described):
             self.sequence_divisor *= sizes.tp
         self._models: dict[tuple[Model, int], HeldModel] = {
-            (each.name, each.number): HeldModel(each, config, self.device, checkpoint=checkpoint) for each in described
+            (each.name, each.number): HeldModel(each, config, self.device, checkpoint=checkpoint)
+            for each in described
+            if each.name != "reference" or config.policy.adapters is None  # else it is the policy without them
         }
         for model in self._trained():
             model.start(checkpoint)
@@ -78,6 +80,8 @@ class MegatronBackend:
 
     def scores(self, micro_batches: Sequence[MicroBatch], model: Model, number: int = 0) -> Sequence[Scores]:
         """Return what a model says of each micro-batch without gradient, zero where no token counts, on every stage."""
+        if model == "reference" and self._models["policy", 0].has_adapters:
+            return self._models["policy", 0].scores(micro_batches, as_reference=True)
         return self._models[model, number].scores(micro_batches)
 
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:

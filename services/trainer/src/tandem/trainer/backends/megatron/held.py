@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,19 +20,23 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from tandem.common.columns import Model
 from tandem.common.config import Config
+from tandem.common.config.schema.adapters import Peft
 from tandem.common.errors import TrainingError
 from tandem.common.tokenizer import load_tokenizer
 from tandem.refit.adapters import catalogue
+from tandem.refit.adapters.megatron import linear_layers
+from tandem.trainer import adapter_files
 from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep
 from tandem.trainer.backends.megatron import checkpoints, optimizer_state
+from tandem.trainer.backends.megatron.adapters import adapt, as_fused, layers_with_adapters, new_values, switched_off
 from tandem.trainer.backends.megatron.converted import open_tensors
 from tandem.trainer.backends.megatron.model import Chunk, build_chunks
 from tandem.trainer.backends.megatron.optimizer import clip, make_optimizer, make_schedule, state_of, with_gradients
 from tandem.trainer.backends.megatron.pipeline import Pipeline
 from tandem.trainer.backends.megatron.settings import settings_of
-from tandem.trainer.backends.megatron.sources import folder_of
+from tandem.trainer.backends.megatron.sources import Joined, folder_of
 from tandem.trainer.backends.megatron.weights import RankWeights
-from tandem.trainer.checkpoints import State
+from tandem.trainer.checkpoints import State, agree
 from tandem.trainer.models import without_weights
 from tandem.trainer.offload import Offloaded
 from tandem.trainer.packing import MicroBatch
@@ -58,6 +63,18 @@ class Described:
         if self.head != "vocabulary":
             self.shape = self.shape.with_scalar_head(has_bias=self.head == "value")
         self.settings = settings_of(config, self.model, dist.get_world_size(), name)
+        has_adapters = name == "policy" and self.section.adapters is not None
+        self.adapters = self.section.megatron_cfg.peft if has_adapters else None
+        self.linear = linear_layers(self.shape) if has_adapters else {}
+        self.layers = layers_with_adapters(self.shape, self.adapters) if self.adapters is not None else {}
+        """Of Megatron-Core, that have adapters, and the layers of a checkpoint that each of them is."""
+        if self.adapters is not None:
+            self.shape = self.shape.with_adapters(self.layers_in_checkpoint, self.adapters.dim)
+
+    @property
+    def layers_in_checkpoint(self) -> list[str]:
+        """The layers that have adapters, by their names in a checkpoint."""
+        return [layer for layers in self.layers.values() for layer in layers]
 
 
 class HeldModel:
@@ -76,8 +93,13 @@ class HeldModel:
         self.is_trained = name in config.declaration.trains
         made = build_chunks(described.section, described.model, settings, described.head)
         chunks: list[Chunk] = [chunk.to(device) for chunk in made]
-        self.weights = RankWeights(chunks, settings.sizes, described.shape)
-        if self.is_trained and checkpoint is not None:
+        for chunk in chunks:
+            if described.adapters is not None:
+                adapt(chunk, described.layers, described.adapters)
+        self.weights = RankWeights(chunks, settings.sizes, described.shape, described.adapters)
+        if described.adapters is not None:
+            self._load_adapters(described.adapters, checkpoint)
+        elif self.is_trained and checkpoint is not None:
             checkpoints.load_model(checkpoint, self.weights, name)
         else:
             self.weights.load(open_tensors(described.section.model_name, config, name))
@@ -139,16 +161,27 @@ class HeldModel:
         self.num_steps += 1
         return OptimizerStep(loss=total_loss, grad_norm=norm, learning_rate=learning_rate)
 
+    @property
+    def has_adapters(self) -> bool:
+        """Whether adapters are trained in the place of the weights: without them it is its own reference."""
+        return self._described.adapters is not None
+
     @torch.no_grad()
-    def scores(self, micro_batches: Sequence[MicroBatch]) -> list[Scores]:
-        """Return what the model says of each micro-batch without gradient, on every stage."""
+    def scores(self, micro_batches: Sequence[MicroBatch], *, as_reference: bool = False) -> list[Scores]:
+        """Return what the model says of each micro-batch without gradient, on every stage.
+
+        Args:
+            micro_batches: to score.
+            as_reference: whether to do so as if its adapters had never been trained; it must have some.
+        """
         found: list[Scores] = []
 
         def scored(batch: MicroBatch, scores_BT: Scores) -> torch.Tensor:
             found.append(scores_BT)
             return scores_BT[0].sum()
 
-        self._pipeline.run(self._pipeline.rows(micro_batches), scored, forward_only=True)
+        with switched_off(self.chunks) if as_reference else nullcontext():
+            self._pipeline.run(self._pipeline.rows(micro_batches), scored, forward_only=True)
         if self.settings.sizes.pp == 1:
             return found
         blanks = [self._pipeline.blank(batch) for batch in micro_batches]
@@ -165,7 +198,7 @@ class HeldModel:
         """Return what a checkpoint is made of: weights in the precision of the parameters, and the optimizer's."""
         parts = partial(optimizer_state.parts_of, self.optimizer, self.weights)
         gathered, num_bytes = self.weights.gathered(), self.weights.num_bytes
-        return State(self._described.hugging_face, gathered, num_bytes, parts, self.num_steps)
+        return State(self._described.hugging_face, gathered, num_bytes, parts, self.num_steps, self._written())
 
     def offload(self) -> None:
         """Move gradients and the optimizer's state from the GPU to host memory; on a CPU that is where they are.
@@ -191,6 +224,26 @@ class HeldModel:
                 chunk.restore_grad_buffers()
         self._offloaded.reload()
         self._offloaded = None
+
+    def _load_adapters(self, adapters: Peft, checkpoint: Path | None) -> None:
+        """Fill it with the model in ``model_name``, and with adapters of a checkpoint, of a folder, or new."""
+        shapes, parts = self.weights.adapter_shapes, self._described.layers
+        folder = checkpoint / self.name if checkpoint is not None else adapters.restore_from
+        if folder is not None:
+            values = agree(lambda: as_fused(adapter_files.read(Path(folder), adapters, shapes), parts))
+        else:
+            values = new_values(shapes, parts, adapters, self._config.algorithm_section.seed)
+        base = open_tensors(self._described.section.model_name, self._config, self.name)
+        self.weights.load(Joined(values, base))
+
+    def _written(self) -> adapter_files.Described | None:
+        """Describe what a checkpoint has in the place of the model, if that is adapters."""
+        described = self._described
+        if described.adapters is None:
+            return None
+        linear = [layer for layers in described.linear.values() for layer in layers]
+        source = described.section.model_name
+        return adapter_files.Described(source, described.adapters, described.layers_in_checkpoint, linear)
 
     def _num_tokens(self, here: int) -> int:
         """Return the tokens of all rows of all replicas: each rank of context parallelism has its share."""

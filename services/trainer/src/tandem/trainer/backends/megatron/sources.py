@@ -68,6 +68,20 @@ class TensorsInMemory:
         return self._tensors[name].detach()[box.region]
 
 
+class Joined:
+    """The tensors of adapters, whole and in memory, and those of the model that they belong to."""
+
+    def __init__(self, adapters: Mapping[str, torch.Tensor], base: Any) -> None:
+        """Begin, with a `base` that is read as this is."""
+        self._adapters, self._own = adapters, TensorsInMemory(adapters)
+        self._base = base
+
+    def read(self, name: str, shape: Sequence[int], box: Box) -> torch.Tensor:
+        """Return a box of a tensor that should have this shape. Raises `ModelError`."""
+        found: torch.Tensor = (self._own if name in self._adapters else self._base).read(name, shape, box)
+        return found
+
+
 def folder_of(source: str) -> Path:
     """Return the folder of a checkpoint, which is downloaded first if `source` is a name on the Hub.
 

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from tandem.common import lora
+from tandem.common.config.schema.adapters import Adapters
 from tandem.common.errors import ModelError
 from tandem.refit.adapters.catalogue import ModelShape
 from tandem.refit.adapters.megatron import Megatron
@@ -66,9 +68,19 @@ class RankWeights:
     Raises `ModelError` if its parameters are not those that the layout describes.
     """
 
-    def __init__(self, chunks: Sequence[torch.nn.Module], sizes: Megatron, model: ModelShape) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        sizes: Megatron,
+        model: ModelShape,
+        adapters: Adapters | None = None,
+    ) -> None:
+        """Begin, with a model that has `adapters`, which come last among its tensors, or is trained whole."""
         self._chunks = chunks
         self.sizes = sizes
+        self._adapters = adapters
+        of_adapters = (index for index, tensor in enumerate(model.tensors) if lora.is_adapter(tensor.name))
+        self._first = 0 if adapters is None else next(of_adapters)
         parameters = parameters_of(chunks)
         trained = [tensor for tensor in parameters.values() if isinstance(tensor, torch.nn.Parameter)]
         # The parameters may be of another type than the checkpoint's tensors.
@@ -88,8 +100,14 @@ class RankWeights:
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole model, in the precision of the parameters."""
-        return sum(Box((), each.shape).num_elements * ITEM_SIZES[each.dtype] for each in self._model.tensors)
+        """Of what `gathered` yields, in the precision of the parameters."""
+        gathered = self._model.tensors[self._first :]
+        return sum(Box((), each.shape).num_elements * ITEM_SIZES[each.dtype] for each in gathered)
+
+    @property
+    def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the tensors of all adapters of the model, by name; nothing if it has none."""
+        return {each.name: each.shape for each in self._model.tensors[self._first :]} if self._adapters else {}
 
     @functools.cached_property
     def pieces(self) -> dict[str, list[tuple[Tensor, Piece]]]:
@@ -139,11 +157,13 @@ class RankWeights:
         place_PX = np.array(place_S, np.int64).reshape(-1, 2)[at.storage_P]
         pieces = msgspec.structs.replace(at, storage_P=place_PX[:, 0], offset_P=at.offset_P + place_PX[:, 1])
         layout = msgspec.structs.replace(self._layout, storages=tuple(storages.values()), pieces=pieces)
-        return Weights(layout, memories)
+        return Weights(shards.with_adapters(layout, self._adapters), memories)
 
     @torch.no_grad()
     def gathered(self, batch_bytes: int = BATCH_BYTES) -> Iterator[dict[str, torch.Tensor]]:
         """Yield whole tensors by their names in a checkpoint, on the CPU: a batch at a time on rank 0, else nothing.
+
+        Of a model with adapters, only theirs.
 
         Collective: every rank must go through all of it. Each box goes straight to rank 0 from the first rank that has
         it. Raises `ModelError` on every rank if there is a tensor that no rank has.
@@ -169,7 +189,7 @@ class RankWeights:
 
     def _transfers(self, batch_bytes: int) -> Iterator[tuple[range, list[_Transfer]]]:
         """Yield the tensors of each batch, by index, and what is sent of them; the same on every rank."""
-        for batch in _batches(self._model, batch_bytes):
+        for batch in _batches(self._model, self._first, batch_bytes):
             by_sender: dict[int, list[tuple[str, Piece]]] = {}
             for index in batch:
                 for sender, piece in self._holders[index].values():
@@ -207,10 +227,10 @@ class _Transfer(NamedTuple):
     num_bytes: int
 
 
-def _batches(model: ModelShape, batch_bytes: int) -> Iterator[range]:
-    """Deal tensors out, in order."""
-    first, num_bytes = 0, 0
-    for index, tensor in enumerate(model.tensors):
+def _batches(model: ModelShape, first: int, batch_bytes: int) -> Iterator[range]:
+    """Deal tensors out, in order, from a first one on."""
+    num_bytes = 0
+    for index, tensor in list(enumerate(model.tensors))[first:]:
         size = Box((), tensor.shape).num_elements * ITEM_SIZES[tensor.dtype]
         if index > first and num_bytes + size > batch_bytes:
             yield range(first, index)

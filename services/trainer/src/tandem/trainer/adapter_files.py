@@ -1,0 +1,160 @@
+"""Adapters as PEFT's files: ``adapter_model.safetensors`` beside ``adapter_config.json``.
+
+``PeftModel.from_pretrained(base, folder)`` reads them. The tensors are those of `tandem.common.lora`, after a prefix.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from tandem.common.config.schema.adapters import Adapters, LoraCfg, Peft
+from tandem.common.errors import CheckpointError
+from tandem.common.lora import CONFIG, A, layer_of
+from tandem.trainer.backends.shards import whole_of
+from tandem.trainer.box_files import digests_of
+
+TENSORS = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+
+class Described(msgspec.Struct, frozen=True):
+    """What PEFT is told of adapters."""
+
+    base: str
+    """Folder or Hub name of the model that they belong to."""
+    adapters: Adapters
+    layers: Sequence[str]
+    """Names of the layers that have one."""
+    linear: Sequence[str]
+    """Names of all layers that could have one."""
+
+    @property
+    def target_modules(self) -> list[str]:
+        """The shortest names that fit these layers and no other: other programs expect the last parts."""
+        last = {name.rpartition(".")[2] for name in self.layers}
+        fitting = {name for name in self.linear if name.rpartition(".")[2] in last}
+        return sorted(last if fitting == set(self.layers) else self.layers)
+
+
+def first_values(name: str, shape: tuple[int, ...], adapters: LoraCfg | Peft, seed: int) -> torch.Tensor:
+    """Return the first values of a tensor of an adapter: the same wherever it is made."""
+    how = adapters.initial[0] if name.endswith(A) else adapters.initial[1]
+    told = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(told))
+    tensor = torch.zeros(shape, dtype=torch.float32)
+    match how:
+        case "xavier":
+            torch.nn.init.xavier_normal_(tensor, generator=generator)
+        case "kaiming":
+            torch.nn.init.kaiming_uniform_(tensor, a=math.sqrt(5), generator=generator)
+        case "normal":
+            torch.nn.init.normal_(tensor, std=0.2, generator=generator)
+        case "zero":
+            pass
+    return tensor
+
+
+def settings_of(adapters: Adapters, layers: Sequence[str], **about: Any) -> LoraConfig:
+    """Return what PEFT is told of adapters of these layers; `about`: its other arguments."""
+    from peft import LoraConfig  # takes seconds
+
+    alpha: Any = int(adapters.alpha) if adapters.alpha == int(adapters.alpha) else adapters.alpha
+    return LoraConfig(r=adapters.dim, lora_alpha=alpha, target_modules=list(layers), **about)
+
+
+def gathered(parameters: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the whole tensors at once: on rank 0, else nothing. Collective where parameters are sharded."""
+    wholes = {name: whole_of(parameter) for name, parameter in parameters.items()}
+    is_first = dist.get_rank() == 0
+    yield {name: whole.to("cpu", copy=True) for name, whole in wholes.items()} if is_first else {}
+
+
+class Writer:
+    """Writes adapters, which one file holds. The model's base is not read."""
+
+    def __init__(self, folder: Path, described: Described) -> None:
+        self._folder, self._described = folder, described
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def add(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take whole tensors by their names everywhere."""
+        self._tensors |= {f"{_PREFIX}{name}": tensor.contiguous() for name, tensor in tensors.items()}
+
+    def finish(self) -> dict[Path, dict[str, str]]:
+        """Write both files; return that of tensors with the digests of what is in it. Raises what the libraries do."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        save_file(self._tensors, self._folder / TENSORS, metadata={"format": "pt"})
+        described = self._described
+        settings_of(
+            described.adapters,
+            described.target_modules,
+            lora_dropout=described.adapters.dropout,
+            task_type="CAUSAL_LM",
+            base_model_name_or_path=described.base,
+            inference_mode=True,
+        ).save_pretrained(str(self._folder))
+        return {self._folder / TENSORS: digests_of(self._tensors)}
+
+
+def base_of(folder: Path) -> str:
+    """Return the model that a folder's adapters belong to. Raises `CheckpointError`."""
+    base = _settings_of(folder).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise CheckpointError(f"{folder / CONFIG} does not name the model that its adapters belong to")
+    return base
+
+
+def read(folder: Path, adapters: Adapters, shapes: Mapping[str, Iterable[int]]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a folder that was written for adapters like these, which have tensors of these shapes.
+
+    Raises `CheckpointError`.
+    """
+    settings = _settings_of(folder)
+    rank = settings.get("r")
+    if settings.get("use_dora") or settings.get("use_rslora") or settings.get("alpha_pattern"):
+        raise CheckpointError(
+            f"{folder / CONFIG}: these are no plain LoRA adapters (use_dora, use_rslora, alpha_pattern)"
+        )
+    if rank != adapters.dim or settings.get("lora_alpha") != adapters.alpha:
+        raise CheckpointError(
+            f"{folder / CONFIG} has r {rank} and lora_alpha {settings.get('lora_alpha')}, the configuration has dim "
+            f"{adapters.dim} and alpha {adapters.alpha:g}"
+        )
+    try:
+        with safe_open(folder / TENSORS, framework="pt") as file:
+            found = {name.removeprefix(_PREFIX): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{folder / TENSORS} cannot be read: {error}") from error
+    different = sorted(found.keys() ^ shapes.keys())
+    if different:
+        where = "the adapters here have none" if different[0] in found else "the folder has none"
+        raise CheckpointError(f"{folder}: adapters of other layers: of {layer_of(different[0])} {where}")
+    for name, tensor in found.items():
+        if tuple(tensor.shape) != tuple(shapes[name]):
+            raise CheckpointError(
+                f"{folder}: {name} has shape {tuple(tensor.shape)}, the model's {tuple(shapes[name])}"
+            )
+    return found
+
+
+def _settings_of(folder: Path) -> dict[str, Any]:
+    try:
+        settings = json.loads((folder / CONFIG).read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder / CONFIG} cannot be read: {error}") from error
+    return settings if isinstance(settings, dict) else {}

@@ -1,0 +1,169 @@
+"""Low-rank adapters of Megatron-Core's linear layers, over tensor-parallel ranks.
+
+A layer that is cut along its rows (``linear_qkv``, ``linear_fc1``) has a whole ``lora_A`` on every rank and its rows of
+``lora_B``; one that is cut along its columns (``linear_proj``, ``linear_fc2``) has its columns of ``lora_A`` and a
+whole ``lora_B``. Between ranks travels only what lies between the two matrices, which is small. Where activations are
+cut along the sequence, whole matrices get gradients of a rank's own tokens, which Megatron-Core then adds up as it does
+those of norms.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import mappings
+
+from tandem.common.config.schema.adapters import Peft
+from tandem.common.errors import CheckpointError, ModelError
+from tandem.common.lora import A, B, chosen
+from tandem.refit.adapters import megatron
+from tandem.refit.adapters.catalogue import ModelShape
+from tandem.refit.adapters.geometry import LatentAttention
+from tandem.trainer.adapter_files import first_values
+
+SECTION = "policy.megatron_cfg.peft"
+_BY_ROWS = ("linear_qkv", "linear_fc1")
+
+
+def layers_with_adapters(model: ModelShape, adapters: Peft) -> dict[str, tuple[str, ...]]:
+    """Return the layers that have adapters by Megatron-Core's names, and the layers of a checkpoint that each is.
+
+    Raises `ConfigError` if none is chosen, `ModelError` if one that is cannot have an adapter here.
+    """
+    if isinstance(model.known.attention, LatentAttention):
+        raise ModelError(f"{SECTION}: adapters of latent attention are not built")
+    linear = megatron.linear_layers(model)
+    found = {layer: linear[layer] for layer in chosen(list(linear), adapters, SECTION)}
+    for layer, parts in found.items():
+        if not parts:
+            raise ModelError(
+                f"{SECTION}: adapters of routed experts ({layer}) are not built: leave them out with exclude_modules: "
+                '["*.mlp.experts.*"]'
+            )
+    return found
+
+
+def new_values(
+    shapes: Mapping[str, tuple[int, ...]], layers: Mapping[str, Sequence[str]], adapters: Peft, seed: int
+) -> dict[str, torch.Tensor]:
+    """Return the first values of adapters by the names of a checkpoint; they follow from the seed and names alone."""
+    values = {}
+    for layer, parts in layers.items():
+        # What several layers of a checkpoint share is drawn once, by the name that it has here.
+        shared = first_values(f"{layer if len(parts) > 1 else parts[0]}.{A}", shapes[f"{parts[0]}.{A}"], adapters, seed)
+        for part in parts:
+            values[f"{part}.{A}"] = shared
+            values[f"{part}.{B}"] = first_values(f"{part}.{B}", shapes[f"{part}.{B}"], adapters, seed)
+    return values
+
+
+def as_fused(values: dict[str, torch.Tensor], layers: Mapping[str, Sequence[str]]) -> dict[str, torch.Tensor]:
+    """Return adapters of a checkpoint that can be had here.
+
+    Raises `CheckpointError` if the layers that one of Megatron-Core's fuses have different ``lora_A``.
+    """
+    for layer, (first, *others) in layers.items():
+        for other in others:
+            if not torch.equal(values[f"{first}.{A}"], values[f"{other}.{A}"]):
+                raise CheckpointError(
+                    f"{layer} has one lora_A for all that it fuses, and those of {first} and {other} differ: the "
+                    "adapters were not trained with Megatron-Core"
+                )
+    return values
+
+
+class Matrix(torch.nn.Module):
+    """One of the two matrices of an adapter, as this rank has it."""
+
+    def __init__(self, like: torch.Tensor, shape: Sequence[int], *, is_cut: bool, sums: bool) -> None:
+        """Begin with zeros.
+
+        Args:
+            like: a parameter of the same element type on the same device.
+            shape: on this rank.
+            is_cut: whether other tensor-parallel ranks have other parts of it.
+            sums: whether each of them has the gradient of some tokens only.
+        """
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(tuple(shape), dtype=like.dtype, device=like.device))
+        # What Megatron-Core goes by: for the norm of all gradients, and to add up those of whole parameters.
+        marks: Any = self.weight
+        marks.tensor_model_parallel, marks.sequence_parallel = is_cut, sums
+
+
+def adapt(chunk: Any, layers: Mapping[str, Sequence[str]], adapters: Peft) -> None:
+    """Freeze a chunk, and give those of its linear layers that are in `layers` adapters without values yet."""
+    chunk.requires_grad_(False)
+    for layer in chunk.decoder.layers:
+        prefix = f"decoder.layers.{layer.layer_number - 1}."
+        for name, module in list(layer.named_modules()):
+            if prefix + name in layers:
+                _attach(module, name.rpartition(".")[2] in _BY_ROWS, chunk.config, adapters)
+    if chunk.pre_process:
+        chunk.embedding.register_forward_hook(_require_gradient)
+
+
+def _attach(module: Any, by_rows: bool, config: Any, adapters: Peft) -> None:
+    num_out, num_in = module.weight.shape  # of this rank
+    is_split = bool(config.sequence_parallel)
+    matrix = functools.partial(Matrix, module.weight)
+    module.lora_A = matrix((adapters.dim, num_in), is_cut=not by_rows, sums=by_rows and is_split)
+    module.lora_B = matrix((num_out, adapters.dim), is_cut=by_rows, sums=not by_rows and is_split)
+    module.adapts = True
+    product = _by_rows if by_rows else _by_columns
+    module.forward = functools.partial(
+        _forward, module, module.forward, functools.partial(product, is_split=is_split), adapters.scale
+    )
+
+
+def _forward(module: Any, forward: Any, product: Any, scale: float, hidden: torch.Tensor, *args: Any, **kw: Any) -> Any:
+    """Return what a layer returns, its output and its bias, with what its adapter adds to the output."""
+    output, bias = forward(hidden, *args, **kw)
+    if not module.adapts:
+        return output, bias
+    norm = getattr(module, "layer_norm_weight", None)
+    if norm is not None:  # Transformer Engine's layer has the norm before it within
+        hidden = F.rms_norm(hidden, norm.shape, norm, module.eps)
+    return output + product(hidden, module.lora_A.weight, module.lora_B.weight) * scale, bias
+
+
+def _by_rows(hidden: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, is_split: bool) -> torch.Tensor:
+    """Multiply what is whole, or split along the sequence, into this rank's rows of all tokens."""
+    low = F.linear(hidden, a)
+    gather = (
+        mappings.gather_from_sequence_parallel_region if is_split else mappings.copy_to_tensor_model_parallel_region
+    )
+    return F.linear(gather(low), b)
+
+
+def _by_columns(hidden: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, is_split: bool) -> torch.Tensor:
+    """Multiply this rank's columns into what is whole, or split along the sequence."""
+    low = F.linear(hidden, a)
+    if is_split:
+        low = mappings.reduce_scatter_to_sequence_parallel_region(low)
+    else:
+        low = mappings.reduce_from_tensor_model_parallel_region(low)
+    return F.linear(low, b)
+
+
+def _require_gradient(_: torch.nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
+    """Have layers that are recomputed go backward, though nothing before the first of them is trained."""
+    return output.requires_grad_() if torch.is_grad_enabled() else output
+
+
+@contextmanager
+def switched_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Have chunks compute as though they had no adapters, for as long as the context lasts."""
+    layers: list[Any] = [module for chunk in chunks for module in chunk.modules() if hasattr(module, "adapts")]
+    for layer in layers:
+        layer.adapts = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.adapts = True

@@ -1,0 +1,90 @@
+"""Low-rank adapters within a model of Transformers, through PEFT.
+
+Its layers take the places of those they adapt; the tensors' names elsewhere are those of `tandem.common.lora`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from peft import inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+
+from tandem.common.config.schema.adapters import LoraCfg
+from tandem.common.errors import ModelError
+from tandem.common.lora import chosen, is_adapter, tensor_name
+from tandem.trainer.adapter_files import first_values, settings_of
+
+_ADAPTER = "default"
+"""PEFT's name of the only adapter."""
+SECTION = "policy.dtensor_cfg.lora_cfg"
+
+
+def inject(model: Any, adapters: LoraCfg, seed: int) -> list[str]:
+    """Give layers of a whole model adapters in float32, freeze all else, and return the layers' names.
+
+    The first values follow from the seed and the names alone. Raises `ConfigError` if no layer is chosen, `ModelError`
+    if PEFT cannot adapt one.
+    """
+    linear = linear_layers(model)
+    layers = chosen(linear, adapters, SECTION)
+    model.requires_grad_(False)
+    try:
+        inject_adapter_in_model(settings_of(adapters, layers), model)
+    except (ValueError, TypeError) as error:
+        raise ModelError(f"{type(model).__name__} takes no adapters: {error}".split("\n")[0]) from error
+    values = {}
+    for name, parameter in parameters_of(model).items():
+        if is_adapter(name):
+            parameter.data = parameter.data.float()
+            values[name] = first_values(name, tuple(parameter.shape), adapters, seed)
+    fill(model, values)
+    return layers
+
+
+def linear_layers(model: Any) -> list[str]:
+    """Return the names of a model's linear layers, without the output layer."""
+    head = model.get_output_embeddings()
+    return [
+        name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and module is not head
+    ]
+
+
+@torch.no_grad()
+def fill(model: Any, values: Mapping[str, torch.Tensor]) -> None:
+    """Copy whole tensors into the parameters of these names of a model that is not sharded."""
+    parameters = parameters_of(model)
+    for name, tensor in values.items():
+        parameters[name].copy_(tensor)
+
+
+def parameters_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return a model's parameters by the names that tensors have everywhere; of one without adapters, by its own."""
+    return {tensor_name(name): parameter for name, parameter in model.named_parameters()}
+
+
+def matrices_of(layer: torch.nn.Module) -> tuple[torch.nn.Linear, torch.nn.Linear] | None:
+    """Return the two matrices of a layer's adapter, as layers; None if it has none."""
+    if not isinstance(layer, LoraLayer):
+        return None
+    first, second = layer.lora_A[_ADAPTER], layer.lora_B[_ADAPTER]
+    assert isinstance(first, torch.nn.Linear)
+    assert isinstance(second, torch.nn.Linear)
+    return first, second
+
+
+@contextmanager
+def switched_off(model: torch.nn.Module) -> Iterator[None]:
+    """Have the model compute as though it had no adapters, for as long as the context lasts."""
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    # PEFT's own method would also freeze the parameters, and FSDP2 would keep that of the copies it makes of them.
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False

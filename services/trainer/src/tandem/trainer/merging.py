@@ -1,0 +1,77 @@
+"""Make a plain Hugging Face model of adapters and the model they belong to: what ``coordinator merge`` runs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from tandem.common import manifest
+from tandem.common.errors import CheckpointError, ModelError, TandemError
+from tandem.common.lora import CONFIG
+from tandem.trainer import adapter_files
+
+_NOT_COPIED = {adapter_files.TENSORS, CONFIG, "README.md"}
+
+
+def merge(adapters: Path, target: Path, base: str | None) -> None:
+    """Write to `target` the model whose layers compute what the base's and the adapters do together.
+
+    It has the base's element types, and the tokenizer that was saved with the adapters. Raises `TandemError`.
+
+    Args:
+        adapters: folder in PEFT's format.
+        target: folder that does not exist; it appears whole or not at all.
+        base: folder or Hub name of the model that they belong to; None: the one that they name.
+    """
+    if target.exists():
+        raise ModelError(f"{target} exists: name another folder")
+    if not (adapters / adapter_files.TENSORS).is_file():  # PEFT would look for a pickle
+        raise CheckpointError(f"{adapters} has no {adapter_files.TENSORS}")
+    written = manifest.of_model(adapters)
+    if written is not None:
+        manifest.check_files(written[0], written[1].files)
+        manifest.check_tensors(written[0], written[1].files)
+    _write(adapters, target, base or adapter_files.base_of(adapters))
+
+
+def _write(adapters: Path, target: Path, base: str) -> None:
+    import peft
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    temporary = target.with_name(f"{target.name}.tmp-{os.getpid()}")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # PEFT asks for names that transformers will drop
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                base, dtype="auto", trust_remote_code=False, use_safetensors=True
+            )
+            merged = peft.PeftModel.from_pretrained(model, str(adapters)).merge_and_unload()
+            merged.save_pretrained(temporary)
+        for path in sorted(adapters.iterdir()):
+            if path.name not in _NOT_COPIED:
+                shutil.copy2(path, temporary)
+        temporary.rename(target)
+    except Exception as error:  # the libraries raise whatever their readers raise
+        raise ModelError(f"{adapters} cannot be merged into {base}: {error}".split("\n")[0]) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Merge the adapters in a first folder into a second; a third word names the base. Return the exit code."""
+    adapters, target, *base = argv
+    try:
+        merge(Path(adapters), Path(target), base[0] if base else None)
+    except TandemError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

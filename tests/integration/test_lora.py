@@ -1,0 +1,257 @@
+"""Training of adapters on the DTensor backend against a plain loop with PEFT, and what it leaves on disk."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import peft
+import pytest
+import torch
+import transformers
+
+from tandem.common.batch import TrainingBatch
+from tandem.common.config import Config
+from tandem.common.errors import ModelError
+from tandem.common.lora import is_adapter
+from tandem.coordinator.cli import main
+from tandem.coordinator.run.found_models import models_in
+from tandem.trainer import step
+from tandem.trainer.backends.dtensor import DTensorBackend
+from tests.integration.reference import logprobs_of, sequences_of
+from tests.integration.trainer_harness import (
+    ADAMW,
+    digest_of,
+    evaluate_on,
+    make_batch,
+    make_config,
+    make_groups,
+    make_model,
+    run_ranks,
+    share_of,
+    train_on,
+)
+
+pytestmark = pytest.mark.usefixtures("rank_server")
+
+BATCHES = [make_groups(2, 2, 2, 2, seed=seed) for seed in range(3)]
+LORA = {"enabled": True, "dim": 4, "alpha": 16}
+CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "one rank, recomputed": (1, {"activation_checkpointing": True}, {"train_micro_batch_size": 8}),
+    "FSDP2": (2, {}, {}),
+    "TP2, packed": (2, {"tensor_parallel_size": 2}, {"sequence_packing": {"enabled": True}}),
+    "TP2 with sequence parallelism": (2, {"tensor_parallel_size": 2, "sequence_parallel": True}, {}),
+    "CP2": (2, {"context_parallel_size": 2}, {"sequence_packing": {"enabled": True}}),
+    "FSDP2 with TP2": (4, {"tensor_parallel_size": 2}, {}),
+}
+
+
+class Plain(NamedTuple):
+    """A plain loop's model before training, and what training came to."""
+
+    folder: Path
+    start: Path
+    """Adapters that both begin with: both matrices other than zero."""
+    steps: list[tuple[float, float]]
+    adapters: dict[str, torch.Tensor]
+    reference_T: list[torch.Tensor]
+    """Log-probabilities of each sequence of the first batch without adapters."""
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Plain:
+    """SFT of adapters, a conversation at a time."""
+    folder = make_model(tmp_path_factory.mktemp("model"), "qwen3")
+    start = tmp_path_factory.mktemp("adapters")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        reference_T = [logprobs_of(model, each["token_ids"]) for each in sequences_of(BATCHES[0])]
+    settings = peft.LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    with warnings.catch_warnings():  # PEFT asks for a name that transformers will drop
+        warnings.simplefilter("ignore", FutureWarning)
+        adapted = peft.get_peft_model(model, settings)
+    torch.manual_seed(5)
+    trained = {name: each for name, each in adapted.named_parameters() if each.requires_grad}
+    with torch.no_grad():
+        for parameter in trained.values():
+            parameter.normal_(std=0.1)
+    adapted.save_pretrained(start)
+    optimizer = torch.optim.AdamW(trained.values(), **ADAMW)
+    steps = []
+    for batch in BATCHES:
+        num_tokens = int(batch.loss_mask_T.sum())
+        loss = torch.zeros(())
+        for each in sequences_of(batch):
+            loss = loss - logprobs_of(adapted, each["token_ids"])[each["mask"]].sum() / num_tokens
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.append((loss.item(), norm.item()))
+    state = peft.get_peft_model_state_dict(adapted)
+    return Plain(folder, start, steps, {name: each.clone() for name, each in state.items()}, reference_T)
+
+
+def config_of(plain: Plain, dtensor: dict[str, Any], policy: dict[str, Any], **keys: Any) -> Config:
+    lora = {**LORA, "restore_from": str(plain.start)}
+    return make_config(
+        plain.folder, **{"algorithm": "sft", **keys}, dtensor_cfg={**dtensor, "lora_cfg": lora}, **policy
+    )
+
+
+def rank(rank: int, config: Config, folder: Path) -> tuple[list[tuple[float, float]], list[str]]:
+    """Train on all batches; nothing but adapters may change, and nothing but they may have a state."""
+    backend = DTensorBackend(config, checkpoint=None)
+    held = backend._models["policy"]
+    base = {name: each.detach().clone() for name, each in held.parameters.items() if not is_adapter(name)}
+    metrics = [train_on(backend, batch, config).metrics for batch in BATCHES]
+    for name, before in base.items():
+        assert not held.parameters[name].requires_grad
+        assert torch.equal(step_local(before), step_local(held.parameters[name])), name
+    assert len(held.optimizer.state) == len(held.parameters) - len(base)
+    backend.save(folder).num_bytes.result()
+    names = [tensor.name for tensor in backend.weights().layout.tensors]
+    return [(each["loss"], each["grad_norm"]) for each in metrics], names
+
+
+def step_local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor
+
+
+@pytest.mark.parametrize(("num_ranks", "dtensor", "policy"), CASES.values(), ids=CASES)
+def test_three_steps_are_those_of_plain_peft(
+    num_ranks: int, dtensor: dict[str, Any], policy: dict[str, Any], plain: Plain, tmp_path: Path
+) -> None:
+    config = config_of(plain, dtensor, policy, trainers=num_ranks)
+    for steps, names in run_ranks(num_ranks, rank, config, tmp_path):
+        for (loss, norm), (expected_loss, expected_norm) in zip(steps, plain.steps, strict=True):
+            assert loss == pytest.approx(expected_loss, abs=1e-5)
+            assert norm == pytest.approx(expected_norm, rel=1e-5)
+        assert "model.layers.1.mlp.down_proj.weight" in names
+        assert "model.layers.1.mlp.down_proj.lora_B.weight" in names
+        assert not [name for name in names if "base_" in name or "default" in name]
+    model = transformers.AutoModelForCausalLM.from_pretrained(plain.folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        loaded = peft.PeftModel.from_pretrained(model, tmp_path / "policy")
+    found = peft.get_peft_model_state_dict(loaded)
+    assert found.keys() == plain.adapters.keys()
+    for name, expected in plain.adapters.items():
+        torch.testing.assert_close(found[name], expected, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def smoke_rank(rank: int, config: Config, other: Config, batches: list[TrainingBatch]) -> Any:
+    """Train with adapters; then ask for a reference, of them and of a backend that holds one of its own."""
+    backend = DTensorBackend(config, checkpoint=None)
+    metrics = [train_on(backend, batch, config).metrics for batch in batches]
+    assert list(backend._models) == ["policy"], "no second copy"
+    mine = step._Share(backend, *share_of(backend, batches[0], config), config).said("reference")
+    policy = step._Share(backend, *share_of(backend, batches[0], config), config).said("policy")
+    separate = DTensorBackend(other, checkpoint=None)
+    theirs = step._Share(separate, *share_of(separate, batches[0], other), other).said("reference")
+    assert list(separate._models) == ["policy", "reference"]
+    return metrics, np.array_equal(mine, theirs), np.abs(mine - policy).max()
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "algorithm", "settings"),
+    [
+        (2, "dpo", {"train_global_batch_size": 4, "dtensor_cfg": {"tensor_parallel_size": 2}}),
+        (2, "grpo", {"precision": "bfloat16", "loss": {"reference_policy_kl_penalty": 0.1}}),
+    ],
+)
+def test_the_reference_is_the_base_and_no_second_copy(
+    num_ranks: int, algorithm: str, settings: dict[str, Any], plain: Plain
+) -> None:
+    keys: dict[str, Any] = {"algorithm": algorithm, "trainers": num_ranks, "train_micro_batch_size": 2, **settings}
+    dtensor = keys.pop("dtensor_cfg", {})
+    config = config_of(plain, dtensor, {}, **keys)
+    other = make_config(plain.folder, **keys, dtensor_cfg=dtensor)
+    for metrics, is_equal, moved in run_ranks(num_ranks, smoke_rank, config, other, BATCHES):
+        assert all(np.isfinite(each["loss"]) and each["grad_norm"] > 0 for each in metrics)
+        assert is_equal, "to the bit"
+        assert moved > 1e-3, "and the policy says something else"
+
+
+def resume_rank(rank: int, config: Config, num: int, checkpoint: Path | None, folder: Path | None) -> Any:
+    backend = DTensorBackend(config, checkpoint=checkpoint)
+    batches = BATCHES[-num:] if checkpoint is not None else BATCHES[:num]
+    metrics = [train_on(backend, batch, config).metrics for batch in batches]
+    if folder is not None:
+        backend.save(folder).num_bytes.result()
+    return metrics, digest_of(backend)
+
+
+def test_it_is_resumed_to_the_bit_and_merged(plain: Plain, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = config_of(plain, {}, {}, trainers=2)
+    # New adapters, which begin as the seed says: the same in another process.
+    lora = msgspec.structs.replace(config.policy.dtensor_cfg.lora_cfg, restore_from=None)
+    dtensor = msgspec.structs.replace(config.policy.dtensor_cfg, lora_cfg=lora)
+    config = msgspec.structs.replace(config, policy=msgspec.structs.replace(config.policy, dtensor_cfg=dtensor))
+    whole = run_ranks(2, resume_rank, config, 3, None, None)
+    run_ranks(2, resume_rank, config, 1, None, tmp_path / "step_1")
+    after = run_ranks(2, resume_rank, config, 2, tmp_path / "step_1", tmp_path / "step_3")
+    for (metrics, digest), (later, digest_after) in zip(whole, after, strict=True):
+        assert later == metrics[1:]
+        assert digest_after == digest
+
+    policy, target = tmp_path / "step_3" / "policy", tmp_path / "merged"
+    assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json"} <= {p.name for p in policy.iterdir()}
+    assert main(["merge", str(tmp_path / "step_3"), str(target)]) == 0, capfd.readouterr().err
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        base = transformers.AutoModelForCausalLM.from_pretrained(plain.folder)
+        expected = peft.PeftModel.from_pretrained(base, policy).merge_and_unload().state_dict()
+    merged = transformers.AutoModelForCausalLM.from_pretrained(target)
+    assert merged.state_dict().keys() == expected.keys()
+    for name, tensor in merged.state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+    # What is trained is what is merged.
+    trained = run_ranks(1, logits_rank, config, tmp_path / "step_3")[0]
+    with torch.no_grad():
+        logits_BTV = merged(input_ids=torch.arange(3, 19)[None]).logits
+    torch.testing.assert_close(torch.tensor(trained), logits_BTV, rtol=0, atol=1e-5)
+    assert transformers.AutoTokenizer.from_pretrained(target)("1+1=") is not None
+    capfd.readouterr()
+    assert main(["merge", str(tmp_path / "step_3"), str(target)]) == 1
+    assert capfd.readouterr().err == f"error: {target} exists: name another folder\n"
+    with pytest.raises(ModelError, match="holds adapters and no model: `coordinator merge"):
+        models_in(tmp_path / "step_3")
+
+
+def logits_rank(rank: int, config: Config, checkpoint: Path) -> Any:
+    backend = DTensorBackend(config, checkpoint=checkpoint)
+    with torch.no_grad():
+        return backend._models["policy"].model(input_ids=torch.arange(3, 19)[None], use_cache=False).logits.tolist()
+
+
+def experts_rank(rank: int, config: Config, folder: Path) -> Any:
+    backend = DTensorBackend(config, checkpoint=None)
+    metrics = [train_on(backend, batch, config).metrics for batch in BATCHES]
+    backend.save(folder).num_bytes.result()
+    adapted = {name for name in backend._models["policy"].parameters if is_adapter(name)}
+    reloaded = DTensorBackend(config, checkpoint=folder)
+    batch = make_batch(2, seed=3)
+    return [each["grad_norm"] for each in metrics], adapted, evaluate_on(reloaded, batch, config)["loss"]
+
+
+def test_a_mixture_of_experts_has_adapters_beside_its_experts(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", "qwen3_moe")
+    dtensor = {"tensor_parallel_size": 2, "sequence_parallel": True, "lora_cfg": LORA}
+    config = make_config(folder, algorithm="sft", dtensor_cfg=dtensor, trainers=2)
+    ranks = run_ranks(2, experts_rank, config, tmp_path)
+    for norms, adapted, _ in ranks:
+        assert all(norm > 0 for norm in norms)
+        assert adapted
+        assert not [name for name in adapted if ".experts." in name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        base = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        loaded = peft.PeftModel.from_pretrained(base, tmp_path / "policy")
+    batch = make_batch(2, seed=3)
+    with torch.no_grad():
+        parts = [-logprobs_of(loaded, each["token_ids"])[each["mask"]].sum() for each in sequences_of(batch)]
+    assert ranks[0][2] == pytest.approx(float(sum(parts)) / int(batch.loss_mask_T.sum()), abs=1e-5)

@@ -1,0 +1,234 @@
+"""Training of adapters on Megatron-Core against a plain loop with PEFT, in which fused layers share a matrix."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import peft
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from tandem.common.config import Config
+from tandem.common.errors import TandemError
+from tandem.common.lora import is_adapter
+from tandem.trainer import step
+from tandem.trainer.backends import make_backend
+from tests.integration.megatron_harness import CP2, OPTIMIZER, PP2, SP, TP2, VIRTUAL, make_checkpoint, tensors_in
+from tests.integration.reference import logprobs_of, sequences_of
+from tests.integration.trainer_harness import ADAMW, digest_of, make_config, make_groups, run_ranks, share_of, train_on
+
+pytestmark = pytest.mark.usefixtures("rank_server")
+
+BATCHES = [make_groups(2, 2, 2, 2, seed=seed) for seed in range(3)]
+FULL = {"activation_checkpointing": True}
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "recomputed": (1, FULL),
+    "TP2": (2, TP2),
+    "TP2+SP+DP2": (4, TP2 | SP),
+    "PP2 with virtual stages": (2, PP2 | VIRTUAL),
+    "CP2": (2, CP2),
+}
+
+
+class Plain(NamedTuple):
+    """What a plain loop comes to."""
+
+    folder: Path
+    start: Path
+    """Adapters that both begin with: both matrices other than zero."""
+    steps: list[tuple[float, float]]
+    adapters: dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Plain:
+    """SFT of adapters, a conversation at a time."""
+    folder, start = make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3 tied"), tmp_path_factory.mktemp("adapters")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    settings = peft.LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    with warnings.catch_warnings():  # PEFT asks for a name that transformers will drop
+        warnings.simplefilter("ignore", FutureWarning)
+        adapted = peft.get_peft_model(model, settings)
+    for layer in model.model.layers:
+        for fused in (("self_attn", "qkv"), ("mlp", ("gate", "up"))):
+            first, *others = (getattr(getattr(layer, fused[0]), f"{part}_proj").lora_A["default"] for part in fused[1])
+            for other in others:
+                other.weight = first.weight
+    torch.manual_seed(5)
+    trained = [each for each in adapted.parameters() if each.requires_grad]
+    with torch.no_grad():
+        for parameter in trained:
+            parameter.normal_(std=0.1)
+    save(adapted, start)
+    optimizer = torch.optim.AdamW(trained, **ADAMW)
+    steps = []
+    for batch in BATCHES:
+        num_tokens = int(batch.loss_mask_T.sum())
+        loss = torch.zeros(())
+        for each in sequences_of(batch):
+            loss = loss - logprobs_of(adapted, each["token_ids"])[each["mask"]].sum() / num_tokens
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.append((loss.item(), norm.item()))
+    return Plain(folder, start, steps, {name: each.clone() for name, each in state_of(adapted).items()})
+
+
+def state_of(adapted: Any) -> dict[str, torch.Tensor]:
+    state: dict[str, torch.Tensor] = peft.get_peft_model_state_dict(adapted)
+    return state
+
+
+def save(adapted: Any, folder: Path) -> None:
+    """PEFT leaves a tensor that has two names out under one of them."""
+    adapted.save_pretrained(folder)
+    save_file({name: each.clone() for name, each in state_of(adapted).items()}, folder / "adapter_model.safetensors")
+
+
+def config_of(folder: Path, megatron: dict[str, Any], peft: dict[str, Any], **keys: Any) -> Config:
+    settings = {
+        "enabled": True,
+        "optimizer": OPTIMIZER,
+        **megatron,
+        "peft": {"enabled": True, "dim": 4, "alpha": 16, **peft},
+    }
+    return make_config(folder, **{"algorithm": "sft", **keys}, megatron_cfg=settings)
+
+
+def rank(rank: int, config: Config, folder: Path) -> Any:
+    """Train on all batches; nothing but adapters may change."""
+    backend: Any = make_backend(config, checkpoint=None)
+    weights = backend._models["policy"].weights
+    base = {name: each.detach().clone() for name, each in weights.parameters.items() if not is_adapter(name)}
+    metrics = [train_on(backend, batch, config).metrics for batch in BATCHES]
+    for name, before in base.items():
+        assert torch.equal(before, weights.parameters[name]), name
+    backend.save(folder).num_bytes.result()
+    tensors = [each for each in backend.weights().layout.tensors if is_adapter(each.name) or each.is_frozen]
+    assert len(tensors) == len(backend.weights().layout.tensors)
+    assert {each.product_scale for each in tensors if each.name.endswith("lora_B.weight")} == {4.0}
+    return [(each["loss"], each["grad_norm"]) for each in metrics]
+
+
+@pytest.mark.parametrize(("num_ranks", "megatron"), CASES.values(), ids=CASES)
+def test_three_steps_are_those_of_plain_peft(
+    num_ranks: int, megatron: dict[str, Any], plain: Plain, tmp_path: Path
+) -> None:
+    config = config_of(plain.folder, megatron, {"restore_from": str(plain.start)}, trainers=num_ranks)
+    for steps in run_ranks(num_ranks, rank, config, tmp_path):
+        for (loss, norm), (expected_loss, expected_norm) in zip(steps, plain.steps, strict=True):
+            assert loss == pytest.approx(expected_loss, abs=1e-5)
+            assert norm == pytest.approx(expected_norm, rel=1e-5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        model = transformers.AutoModelForCausalLM.from_pretrained(plain.folder)
+        found = state_of(peft.PeftModel.from_pretrained(model, tmp_path / "policy"))
+    assert found.keys() == plain.adapters.keys()
+    for name, expected in plain.adapters.items():
+        torch.testing.assert_close(found[name], expected, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def resume_rank(rank: int, config: Config, num: int, checkpoint: Path | None, folder: Path | None) -> Any:
+    """Train on the first, or with a checkpoint the last, so many batches."""
+    backend = make_backend(config, checkpoint=checkpoint)
+    batches = BATCHES[-num:] if checkpoint is not None else BATCHES[:num]
+    metrics = [train_on(backend, batch, config).metrics for batch in batches]
+    if folder is not None:
+        backend.save(folder).num_bytes.result()
+    return metrics, digest_of(backend)
+
+
+def test_new_adapters_are_resumed_to_the_bit_and_on_other_ranks(plain: Plain, tmp_path: Path) -> None:
+    config = config_of(plain.folder, TP2, {"lora_A_init_method": "kaiming"}, precision="bfloat16", trainers=2)
+    whole = run_ranks(2, resume_rank, config, 3, None, None)
+    run_ranks(2, resume_rank, config, 1, None, tmp_path / "step_1")
+    for (metrics, digest), (later, digest_after) in zip(
+        whole, run_ranks(2, resume_rank, config, 2, tmp_path / "step_1", None), strict=True
+    ):
+        assert later == metrics[1:]
+        assert digest_after == digest
+    other = config_of(plain.folder, PP2, {"lora_A_init_method": "kaiming"}, precision="bfloat16", trainers=2)
+    for metrics, _ in run_ranks(2, resume_rank, other, 2, tmp_path / "step_1", None):
+        for found, expected in zip(metrics, whole[0][0][1:], strict=True):
+            assert found["loss"] == pytest.approx(expected["loss"], abs=0.02), "bfloat16 rounds otherwise"
+
+
+def reference_rank(rank: int, config: Config, other: Config) -> Any:
+    """Train with adapters; then ask for a reference, of them and of a backend that holds one of its own."""
+    said: list[Any] = []
+    for settings in (config, other):
+        backend: Any = make_backend(settings, checkpoint=None)
+        metrics = [train_on(backend, batch, settings).metrics for batch in BATCHES]
+        share = step._Share(backend, *share_of(backend, BATCHES[0], settings), settings)
+        said += [share.said("reference"), share.said("policy"), list(backend._models), metrics]
+        backend.close()
+    return said
+
+
+def test_the_reference_is_the_base_and_no_second_copy(plain: Plain) -> None:
+    keys: dict[str, Any] = {"algorithm": "dpo", "train_global_batch_size": 4, "train_micro_batch_size": 2}
+    config = config_of(plain.folder, TP2, {"restore_from": str(plain.start)}, **keys, trainers=2)
+    other = make_config(plain.folder, **keys, megatron_cfg={"enabled": True, "optimizer": OPTIMIZER, **TP2}, trainers=2)
+    for mine, policy, held, metrics, theirs, _, held_there, _ in run_ranks(2, reference_rank, config, other):
+        assert (held, held_there) == (["policy"], ["policy", "reference"])
+        assert np.array_equal(mine, theirs), "to the bit"
+        assert np.abs(mine - policy).max() > 1e-3
+        assert all(np.isfinite(each["loss"]) and each["grad_norm"] > 0 for each in metrics)
+
+
+def experts_rank(rank: int, config: Config, folder: Path) -> Any:
+    backend = make_backend(config, checkpoint=None)
+    metrics = [train_on(backend, batch, config).metrics for batch in BATCHES]
+    backend.save(folder).num_bytes.result()
+    return [each["grad_norm"] for each in metrics]
+
+
+def refused_rank(rank: int, config: Config) -> str:
+    with pytest.raises(TandemError) as raised:
+        make_backend(config, checkpoint=None)
+    return str(raised.value)
+
+
+def test_what_can_have_adapters_beside_experts(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model", "qwen3_moe")
+    sizes = TP2 | SP | {"expert_model_parallel_size": 2}
+    config = config_of(folder, sizes, {"exclude_modules": ["*.mlp.experts.*"]}, trainers=2)
+    assert all(norm > 0 for norms in run_ranks(2, experts_rank, config, tmp_path) for norm in norms)
+    names = tensors_in(tmp_path / "policy")
+    assert "base_model.model.model.layers.3.self_attn.q_proj.lora_B.weight" in names
+    assert not [name for name in names if "mlp" in name]
+
+
+def test_what_is_refused(plain: Plain, tmp_path: Path) -> None:
+    experts = make_checkpoint(tmp_path / "experts", "qwen3_moe")
+    latent = make_checkpoint(tmp_path / "latent", "deepseek_v3")
+    uneven = tmp_path / "uneven"
+    shutil.copytree(plain.start, uneven)
+    tensors = load_file(uneven / "adapter_model.safetensors")
+    tensors["base_model.model.model.layers.2.self_attn.k_proj.lora_A.weight"] += 1.0
+    save_file(tensors, uneven / "adapter_model.safetensors")
+    cases = [
+        (experts, {}, "adapters of routed experts (decoder.layers.0.mlp.experts.linear_fc1) are not built"),
+        (latent, {}, "adapters of latent attention are not built"),
+        (
+            plain.folder,
+            {"target_modules": ["linear_kqv"]},
+            "no layer is called 'linear_kqv'; did you mean 'linear_qkv'?",
+        ),
+        (plain.folder, {"restore_from": str(uneven)}, "model.layers.2.self_attn.k_proj differ"),
+        (
+            plain.folder,
+            {"restore_from": str(plain.start), "dim": 8},
+            "has r 4 and lora_alpha 16, the configuration has",
+        ),
+    ]
+    for folder, adapters, expected in cases:
+        (said,) = run_ranks(1, refused_rank, config_of(folder, {}, adapters))
+        assert expected in said

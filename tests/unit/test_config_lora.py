@@ -1,0 +1,118 @@
+"""The configuration of adapters: which layers have one, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.common.config import Config, build_config, notices
+from tandem.common.config.schema.adapters import LoraCfg, Peft
+from tandem.common.errors import ConfigError
+from tandem.common.lora import chosen
+from tandem.refit.adapters.catalogue import from_config
+from tandem.refit.adapters.megatron import linear_layers
+
+LAYERS = [
+    f"model.layers.{layer}.{name}"
+    for layer in range(2)
+    for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.gate")
+]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, LAYERS),
+        ({"target_modules": ("q_proj",)}, LAYERS),
+        ({"match_all_linear": False}, [layer for layer in LAYERS if layer.endswith("_proj")]),
+        ({"match_all_linear": False, "target_modules": ("q_proj", "o_proj")}, [LAYERS[i] for i in (0, 1, 4, 5)]),
+        ({"match_all_linear": False, "target_modules": ("*.layers.1.*_proj",)}, LAYERS[4:7]),
+        ({"match_all_linear": False, "exclude_modules": ("*.mlp.*", "o_proj")}, [LAYERS[0], LAYERS[4]]),
+        ({"exclude_modules": ("*out_proj*", "gate")}, [layer for layer in LAYERS if layer.endswith("_proj")]),
+    ],
+)
+def test_layers_are_chosen_by_name_or_wildcard(settings: dict[str, Any], expected: list[str]) -> None:
+    assert chosen(LAYERS, LoraCfg(enabled=True, **settings), "lora") == expected
+
+
+def test_a_name_that_fits_no_layer_is_refused() -> None:
+    wrong = LoraCfg(match_all_linear=False, target_modules=("q_porj",))
+    with pytest.raises(ConfigError, match=r"lora.target_modules: no layer is called 'q_porj'; did you mean 'q_proj'\?"):
+        chosen(LAYERS, wrong, "lora")
+    with pytest.raises(
+        ConfigError, match="lora: no layer is left to have an adapter, of gate, o_proj, q_proj, up_proj"
+    ):
+        chosen(LAYERS, LoraCfg(exclude_modules=("*",)), "lora")
+
+
+def test_megatrons_fused_layers_are_several_of_a_checkpoint() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": False}
+    model = from_config({"model_type": "llama", **sizes, **heads})
+    linear = linear_layers(model)
+    found = chosen(list(linear), Peft(exclude_modules=("*.layers.0.*",)), "peft")
+    assert {name: linear[name] for name in found} == {
+        "decoder.layers.1.self_attention.linear_qkv": tuple(f"model.layers.1.self_attn.{p}_proj" for p in "qkv"),
+        "decoder.layers.1.self_attention.linear_proj": ("model.layers.1.self_attn.o_proj",),
+        "decoder.layers.1.mlp.linear_fc1": ("model.layers.1.mlp.gate_proj", "model.layers.1.mlp.up_proj"),
+        "decoder.layers.1.mlp.linear_fc2": ("model.layers.1.mlp.down_proj",),
+    }
+    layers = [layer for name in found for layer in linear[name]]
+    adapted = model.with_adapters(layers, 4)
+    assert adapted.shape_of("model.layers.{layer}.self_attn.k_proj.lora_B.weight") == (16, 4)
+    assert adapted.tensors[: len(model.tensors)] == model.tensors
+    assert len(adapted.tensors) == len(model.tensors) + 2 * 7
+
+
+def sft(lora: dict[str, Any] | None = None, peft: dict[str, Any] | None = None, **policy: Any) -> Config:
+    backend: dict[str, Any] = {"dtensor_cfg": {"lora_cfg": {"enabled": True, **(lora or {})}}}
+    if peft is not None:
+        megatron = {"enabled": True, "optimizer": {"optimizer": "adam", "lr": 1e-3}, "peft": {"enabled": True, **peft}}
+        backend = {"megatron_cfg": megatron}
+    return build_config(
+        {
+            "algorithm": "sft",
+            "policy": {"model_name": "model", **backend, **policy},
+            "data": {"dataset_name": "reasoning_gym", "task": "chain_sum"},
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"lora": {"restore_from": "nowhere"}}, "'nowhere' is no folder of adapters: it has no adapter_config.json"),
+        ({"lora": {"dropout": 0.1}}, "not supported yet: policy.dtensor_cfg.lora_cfg.dropout (0.1)"),
+        ({"peft": {"dropout": 0.1}}, "not supported yet: policy.megatron_cfg.peft.dropout (0.1)"),
+        ({"lora": {"lora_A_init": "gauss"}}, "policy.dtensor_cfg.lora_cfg.lora_A_init"),
+        ({"peft": {"lora_dtype": "float32"}}, "peft.lora_dtype: 'float32' is not policy.precision (bfloat16)"),
+    ],
+)
+def test_what_cannot_be_is_one_line(
+    settings: dict[str, Any], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as raised:
+        sft(**settings)
+    assert expected in str(raised.value)
+
+
+def test_the_head_of_a_reward_model_is_not_left_as_it_is() -> None:
+    settings: dict[str, Any] = {
+        "algorithm": "rm",
+        "policy": {"model_name": "model", "dtensor_cfg": {"lora_cfg": {"enabled": True}}},
+        "data": {"dataset_name": "reasoning_gym", "task": "chain_sum", "rejected_template": "0"},
+    }
+    with pytest.raises(ConfigError, match=r"lora_cfg.enabled: true, but rm trains a head: adapters leave it as it is"):
+        build_config(settings)
+
+
+def test_what_is_taken_and_does_nothing_is_said() -> None:
+    said = notices(sft({"use_triton": True, "target_modules": ["q_proj"]}))
+    key = "policy.dtensor_cfg.lora_cfg"
+    assert f"{key}.use_triton (true) has no effect: torch multiplies" in said
+    assert f'{key}.target_modules (["q_proj"]) has no effect: {key}.match_all_linear is true' in said
+    assert sft(peft={"lora_dtype": "None"}).policy.adapters is not None
+    assert sft({"enabled": False}).policy.adapters is None
