@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tandem.common.config.schema import Policy
 from tandem.common.model_fields import field_default
+
+if TYPE_CHECKING:
+    from tandem.common.config.schema import Policy
 
 _NAMES = {
     "num_layers": ("num_hidden_layers",),

@@ -52,6 +52,7 @@ from tandem.common.messages import (
 from tandem.common.model_sizes import vocabulary_size
 from tandem.common.network import address_towards
 from tandem.common.placement import gpus_per_engine
+from tandem.common.routed_experts import RoutedExperts, replayed_experts
 from tandem.common.sample_store import SampleStore
 from tandem.common.service import Member
 from tandem.common.threads import limit_threads
@@ -86,12 +87,12 @@ _Finished = dict[int, list[tuple[PromptGroup, SampleScored, SampleArrays]]]
 class Generation:
     """One `Generate` in progress."""
 
-    def __init__(self, order: Generate, first_number: int) -> None:
+    def __init__(self, order: Generate, first_number: int, experts: RoutedExperts | None) -> None:
         self.order = order
         self.started_at = time.time()
         samples = [(group, sample) for group in order.groups for sample in range(len(group.seeds))]
         self.conversations = {
-            number: Conversation(group, sample) for number, (group, sample) in enumerate(samples, first_number)
+            number: Conversation(group, sample, experts) for number, (group, sample) in enumerate(samples, first_number)
         }
         """Unfinished samples by number, which is also the number of their request."""
         self.num_samples = len(samples)
@@ -105,6 +106,7 @@ class RolloutService:
     def __init__(self, member: Member) -> None:
         self._member = member
         self._config = member.config
+        self._experts = replayed_experts(member.config)
         self._vocabulary = vocabulary_size(member.config.policy)
         self._engine: Engine | None = None
         self._endpoint: Endpoint | None = None
@@ -333,7 +335,7 @@ class RolloutService:
         if not self._generations:
             self._memory.begin()
         engine.wake()
-        generation = Generation(order, self._num_samples)
+        generation = Generation(order, self._num_samples, self._experts)
         self._num_samples += generation.num_samples
         self._generations[order.command_id] = generation
         for number, conversation in generation.conversations.items():
@@ -585,4 +587,5 @@ def _make_engine(config: Config) -> Engine:
         num_slots=generation.transformers_cfg.num_slots,
         max_total_sequence_length=policy.max_total_sequence_length,
         dtype=policy.precision,
+        experts=replayed_experts(config),
     )

@@ -76,7 +76,6 @@ def _of_a_model(section: str) -> tuple[Row, ...]:
     )
     return (
         Row(f"{section}.hf_config_overrides", (None, {}), there),
-        Row(f"{section}.router_replay.enabled", (False,), there),
         Row(f"{section}.draft.enabled", (False,), there),
         Row(f"{section}.quant_cfg", (None,), there),
         Row(f"{section}.dequantize_base_checkpoint", (False,), there),
@@ -102,6 +101,7 @@ NOT_SUPPORTED_YET = (
     *_of_a_model("policy"),
     Row("policy.reward_model_cfg.enabled", (False,), _is_language_model),
     *_of_a_model("value"),
+    Row("value.router_replay.enabled", (False,), _has("value")),
     Row("policy.generation.backend", ("transformers", "vllm"), _rolls_out),
     Row("policy.generation.bad_words", (None, ()), _rolls_out),
     Row("policy.generation.quant_cfg", (None,), _rolls_out),

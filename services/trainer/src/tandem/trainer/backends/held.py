@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from tandem.common import columns
 from tandem.common.config import Config
 from tandem.common.errors import CheckpointError, ConfigError, ModelError, TrainingError
+from tandem.common.routed_experts import replayed_experts
 from tandem.common.tokenizer import load_tokenizer
 from tandem.trainer import checkpoints, context, policy_files
 from tandem.trainer.attention import prepare_to_pack, prepare_to_share
@@ -37,6 +38,7 @@ from tandem.trainer.models import (
 from tandem.trainer.offload import Offloaded, state_of
 from tandem.trainer.optimizers import advance, make_optimizer, make_scheduler
 from tandem.trainer.packing import MicroBatch
+from tandem.trainer.routing import RoutingReplay
 from tandem.trainer.scoring import Scores
 
 
@@ -70,7 +72,13 @@ class HeldModel:
         self.parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
         group = ranks.context.get_group() if ranks.context.size() > 1 else None
         self._scorer: Scorer = (
-            TokenScorer(model, config.scoring_temperature, linear_head=linear_head, context=group)
+            TokenScorer(
+                model,
+                config.scoring_temperature,
+                linear_head=linear_head,
+                context=group,
+                replay=self._replay(model),
+            )
             if self._head == "vocabulary"
             else ScalarScorer(model, context=group)
         )
@@ -199,6 +207,13 @@ class HeldModel:
         if wants_prompts and reason is not None and self.is_trained and dist.get_rank() == 0:
             print(f"{section}.share_prompts has no effect: {reason}", flush=True)
         return wants_prompts and reason is None
+
+    def _replay(self, model: Any) -> RoutingReplay | None:
+        """Have the model's tokens go where an engine sent them, if they are to. Raises `ModelError` if they cannot."""
+        if replayed_experts(self._config, self.name) is None:
+            return None
+        tensor, is_cut = self._ranks.tensor, self._settings.dtensor_cfg.sequence_parallel
+        return RoutingReplay(model, (tensor.get_local_rank(), tensor.size()) if is_cut else (0, 1))
 
     def _communicate(self, *, last: bool) -> None:
         """Reduce gradients once an optimizer step, where host memory can hold them whole until then."""

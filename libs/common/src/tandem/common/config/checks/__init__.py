@@ -13,6 +13,7 @@ from tandem.common.config.checks import (
     model,
     parallelism,
     paths,
+    router_replay,
     run,
 )
 from tandem.common.config.checks.rule import Rule
@@ -32,6 +33,7 @@ RULES: tuple[Rule, ...] = (
     *run.RULES,
     *cluster.RULES,
     *generation.RULES,
+    *router_replay.RULES,
 )
 """Of all algorithms. Checked in this order, and those that the algorithm's declaration lists last."""
 

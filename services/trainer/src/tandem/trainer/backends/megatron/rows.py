@@ -64,6 +64,7 @@ def _extended(row: PackedRow, num_tokens: int) -> PackedRow:
         position_ids_1N=F.pad(row.position_ids_1N, (0, missing)),
         lengths=(*row.lengths, missing),
         predictor_K=row.predictor_K,
+        source_N=F.pad(row.source_N, (0, missing), value=-1),
     )
 
 

@@ -1,0 +1,57 @@
+"""Rules for rollout routing replay: somebody says where tokens went, and somebody can send them there."""
+
+from __future__ import annotations
+
+from tandem.common.config.checks.rule import Rule
+from tandem.common.config.problem import Invalid
+from tandem.common.config.schema import Config
+from tandem.common.model_sizes import model_config
+from tandem.common.routed_experts import experts_in
+
+KEY = "policy.router_replay.enabled"
+ROUTERS = ("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "glm4_moe", "deepseek_v3", "gpt_oss")
+"""Architectures of transformers, by ``model_type``, whose routers choose as `tandem.common.routers` expects."""
+_MOST_BYTES = 2**28
+"""Of the experts of one sample: a trainer takes no larger array."""
+
+
+def routing_can_be_replayed(config: Config) -> None:
+    """The model has experts, an engine makes the samples, and both know the model's routers."""
+    policy = config.policy
+    if not policy.router_replay.enabled:
+        return
+    if not config.declaration.rolls_out:
+        raise Invalid(KEY, f"true, but no engine makes what {config.declaration.title} trains on")
+    model = model_config(policy)
+    if model is None:
+        raise Invalid(
+            KEY, f"true, but {policy.model_name} is not on this machine, where its config.json would say its experts"
+        )
+    model_type = model.get("model_type")
+    experts = experts_in(model)
+    if experts is None:
+        raise Invalid(KEY, f"true, but {model_type}, the model of policy.model_name, has no experts")
+    backend = policy.generation.backend
+    for what, knows_all in (
+        ("policy.dtensor_cfg", policy.megatron_cfg.enabled),
+        (f"policy.generation.backend {backend}", backend != "transformers"),
+    ):
+        if not knows_all and model_type not in ROUTERS:
+            raise Invalid(KEY, f"true, but {what} can do so with {', '.join(ROUTERS)}, not with {model_type}")
+    longest = policy.max_total_sequence_length
+    if longest * experts.num_bytes > _MOST_BYTES:
+        raise Invalid(
+            KEY,
+            f"true, but a sample of policy.max_total_sequence_length ({longest}) tokens would have "
+            f"{experts.num_bytes} bytes of experts a token, more than {_MOST_BYTES >> 20} MB in all",
+        )
+
+
+def megatron_chooses_experts_one_by_one(config: Config) -> None:
+    """What balances experts by an assignment of all tokens at once chooses nothing that could be given."""
+    kind = config.policy.megatron_cfg.moe_router_load_balancing_type
+    if config.policy.router_replay.enabled and config.policy.megatron_cfg.enabled and kind == "sinkhorn":
+        raise Invalid(KEY, "true, but policy.megatron_cfg.moe_router_load_balancing_type is sinkhorn")
+
+
+RULES: tuple[Rule, ...] = (routing_can_be_replayed, megatron_chooses_experts_one_by_one)
