@@ -70,28 +70,38 @@ def given_of(batches: Iterable[TrainingBatch], experts: RoutedExperts = EXPERTS)
 
 
 def plain_model(folder: Path, given: Given) -> Any:
-    """Return a Qwen3-MoE whose gates are a softmax over the scores of the experts given, and of no others (R3)."""
+    """Return the model in a folder, whose gates come of its scores of the experts given, and of no others (R3)."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    assert model.config.model_type == "qwen3_moe"
-    assert model.config.norm_topk_prob
     now: list[NDArray[np.int16]] = []
 
     def look_up(_module: Any, _args: Any, kwargs: dict[str, Any]) -> None:
         now[:] = [given[kwargs["input_ids"].numpy().tobytes()]]
 
-    def route(layer: int, router: Any, hidden_NE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        logits_NV = hidden_NE @ router.weight.T
+    def route(layer: int, router: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits_NV = hidden.flatten(0, -2) @ router.weight.T
         experts_NK = torch.from_numpy(now[0][:, layer].astype(np.int64))
         experts_NK = torch.where(experts_NK < 0, logits_NV.topk(router.top_k).indices, experts_NK)
-        is_given_NV = torch.zeros_like(logits_NV, dtype=torch.bool).scatter(1, experts_NK, value=True)
-        gates_NV = logits_NV.masked_fill(~is_given_NV, -torch.inf).softmax(dim=-1)
-        return logits_NV, gates_NV.gather(1, experts_NK), experts_NK
+        return logits_NV, _gates(model.config, logits_NV, experts_NK), experts_NK
 
     model.register_forward_pre_hook(look_up, with_kwargs=True)
     for layer, block in enumerate(model.model.layers):
-        router = block.mlp.gate
-        router.forward = lambda hidden_NE, layer=layer, router=router: route(layer, router, hidden_NE)
+        router = getattr(block.mlp, "gate", None)
+        if router is None:  # a dense layer
+            continue
+        router.forward = lambda hidden, layer=layer, router=router: route(layer, router, hidden)
     return model
+
+
+def _gates(config: Any, logits_NV: torch.Tensor, experts_NK: torch.Tensor) -> torch.Tensor:
+    """Return the gates of these experts; with a softmax it masks the others, as the paper's equation 8 does."""
+    if config.model_type == "deepseek_v3":
+        scores_NK = logits_NV.sigmoid().gather(1, experts_NK)
+        return scores_NK / scores_NK.sum(dim=1, keepdim=True) * config.routed_scaling_factor
+    assert config.model_type == "qwen3_moe"
+    if config.norm_topk_prob:
+        is_given_NV = torch.zeros_like(logits_NV, dtype=torch.bool).scatter(1, experts_NK, value=True)
+        logits_NV = logits_NV.masked_fill(~is_given_NV, -torch.inf)
+    return logits_NV.softmax(dim=-1).gather(1, experts_NK)
 
 
 def generated(

@@ -190,7 +190,9 @@ def pad(
         ),
         routed_experts_BTLK=None
         if routed_BTX is None or experts is None
-        else moved(experts.decode(routed_BTX.reshape(-1, experts.num_bytes))).unflatten(0, valid_BT.shape),
+        else moved(
+            experts.decode(routed_BTX.reshape(-1, experts.num_bytes)).reshape(*valid_BT.shape, -1, experts.top_k)
+        ),
     )
 
 

@@ -47,11 +47,19 @@ def routing_can_be_replayed(config: Config) -> None:
         )
 
 
-def megatron_chooses_experts_one_by_one(config: Config) -> None:
-    """What balances experts by an assignment of all tokens at once chooses nothing that could be given."""
-    kind = config.policy.megatron_cfg.moe_router_load_balancing_type
-    if config.policy.router_replay.enabled and config.policy.megatron_cfg.enabled and kind == "sinkhorn":
+def megatron_can_be_given_experts(config: Config) -> None:
+    """Sinkhorn's assignment of all tokens at once cannot, and a layer's experts by themselves know no micro-batch."""
+    megatron = config.policy.megatron_cfg
+    if not (config.policy.router_replay.enabled and megatron.enabled):
+        return
+    if megatron.moe_router_load_balancing_type == "sinkhorn":
         raise Invalid(KEY, "true, but policy.megatron_cfg.moe_router_load_balancing_type is sinkhorn")
+    if "moe" in (megatron.forwarded.get("recompute_modules") or ()) and megatron.pipeline_model_parallel_size > 1:
+        raise Invalid(
+            KEY,
+            "true, but policy.megatron_cfg.recompute_modules has moe, and with pipeline_model_parallel_size above 1 "
+            "it would be recomputed with the experts of another micro-batch; recompute_granularity: full is not",
+        )
 
 
-RULES: tuple[Rule, ...] = (routing_can_be_replayed, megatron_chooses_experts_one_by_one)
+RULES: tuple[Rule, ...] = (routing_can_be_replayed, megatron_can_be_given_experts)
