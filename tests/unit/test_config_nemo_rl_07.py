@@ -45,7 +45,6 @@ REFUSED = {
     "grpo_nemo_gym.yaml": [
         "grpo.seq_logprob_error_threshold (2.0)",
         "on_policy_distillation.enabled (true)",
-        "policy.router_replay.enabled (true)",
         "policy.draft.enabled (true)",
         "policy.dtensor_cfg.lora_cfg.enabled (true)",
         "policy.dtensor_cfg.expert_parallel_size (8)",

@@ -1,4 +1,4 @@
-"""The experts that an engine has sent tokens to, as a column of samples: trainers send them to the same.
+"""The experts that an engine has sent tokens to, as a column of samples; trainers send them there too.
 
 Rollout routing replay (R3; Ma et al. 2025, arXiv:2510.11370). A column has of each token the experts of every layer of
 the model. In layers without experts, and of tokens that no engine has computed, such as the last of a sample, nothing
@@ -9,17 +9,16 @@ Shapes: ``T`` tokens, ``L`` layers, ``K`` experts a token; ``X`` bytes that have
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.common.errors import WireError
-from tandem.common.model_fields import field_default
-from tandem.common.model_sizes import model_config
+from tandem.common.batch import SampleArrays
+from tandem.common.errors import ConfigError, SamplesError, WireError
+from tandem.common.model_sizes import ExpertSizes, expert_sizes, model_config
 
 if TYPE_CHECKING:
     from tandem.common.columns import Model
@@ -33,37 +32,19 @@ FILL = 2**8 - 1
 """Of the column, a byte of what is not known."""
 Bytes = NDArray[np.uint8]
 
-_FIELDS = {
-    "num_layers": ("num_hidden_layers",),
-    "num_experts": ("num_experts", "num_local_experts", "n_routed_experts"),
-    "top_k": ("num_experts_per_tok",),
-}
 
-
-class RoutedExperts(msgspec.Struct, frozen=True, kw_only=True):
+class RoutedExperts(ExpertSizes, frozen=True, kw_only=True):
     """What the column of a model is made of."""
-
-    num_layers: int
-    """Of the whole model."""
-    num_experts: int
-    """Of a layer."""
-    top_k: int
-    """Experts that see a token in each layer that has some."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of an expert's number: one byte, where that leaves a number for `unknown`."""
-        return np.dtype(np.uint8 if self.num_experts < 2**8 else np.uint16)
+        """Of an expert's number."""
+        return np.dtype(f"u{self.bytes_of_expert}")
 
     @property
     def unknown(self) -> int:
         """What stands where nothing is known."""
         return int(np.iinfo(self.dtype).max)
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the column, a token."""
-        return math.prod((self.num_layers, self.top_k, self.dtype.itemsize))
 
     def nothing(self, num_tokens: int) -> Bytes:
         """Return the column of tokens of which nothing is known."""
@@ -106,28 +87,35 @@ class RoutedExperts(msgspec.Struct, frozen=True, kw_only=True):
             raise WireError(f"{COLUMN}: a token has an expert twice in a layer, or fewer than {self.top_k}")
 
 
-def experts_in(model: dict[str, Any]) -> RoutedExperts | None:
-    """Return what a ``config.json`` says of a model's experts; None where it says of none."""
-    sizes = {}
-    for size, names in _FIELDS.items():
-        said = [model[name] for name in names if name in model]
-        said += [field_default(str(model.get("model_type")), name) for name in names]
-        found = next((value for value in said if isinstance(value, int) and value > 0), None)
-        if found is None:
-            return None
-        sizes[size] = found
-    return RoutedExperts(**sizes)
+def as_trained_on(recorded: SampleArrays, experts: RoutedExperts | None) -> SampleArrays:
+    """Return samples of a record as a run trains on them, which may replay nothing. Raises `SamplesError`."""
+    if experts is None:
+        return msgspec.structs.replace(recorded, columns={})
+    if COLUMN not in recorded.columns:
+        raise SamplesError("samples of the record do not say where their tokens went: policy.router_replay was off")
+    return recorded
+
+
+def experts_in(model: Mapping[str, Any]) -> RoutedExperts | None:
+    """Return what a ``config.json`` says of a model's experts; None where it has none."""
+    sizes = expert_sizes(model)
+    return None if sizes is None else RoutedExperts(**msgspec.structs.asdict(sizes))
 
 
 def replayed_experts(config: Config, model_name: Model = "policy") -> RoutedExperts | None:
     """Return what samples say of the experts of one of a run's models; None where it replays nothing.
 
-    The reference is the policy before any training, and has its experts.
+    The reference is the policy before any training, and has its experts. Raises `ConfigError` where they are not known.
     """
     policy = config.policy
     if not policy.router_replay.enabled or model_name not in ("policy", "reference"):
         return None
     model = model_config(policy)
-    experts = None if model is None else experts_in(model)
-    assert experts is not None, "the configuration's checks read the same"
+    if model is None:
+        raise ConfigError(
+            f"policy.router_replay.enabled: true, but {policy.model_name} is not on this machine, where its "
+            "config.json would say what experts it has"
+        )
+    experts = experts_in(model)
+    assert experts is not None, "the configuration's checks refuse it"
     return experts

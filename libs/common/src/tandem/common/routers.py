@@ -1,4 +1,4 @@
-"""The routers of a mixture of experts as transformers has them: what they choose can be seen, and be another's choice.
+"""The routers of mixtures of experts in transformers: what they choose can be seen, and replaced.
 
 A router ends its choice with one call of ``torch.topk`` over the scores of all experts. What that call returns is
 replaced; everything around it, the gates above all, stays the router's own arithmetic. So gates are computed of its own

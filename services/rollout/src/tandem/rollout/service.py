@@ -274,7 +274,7 @@ class RolloutService:
         from tandem.rollout.sample_recorder import SampleRecorder
 
         tokenizer.encode("")  # it settles how it encodes at the first call; from then on two threads can read it
-        recorder = SampleRecorder(folder, self._member, store, tokenizer, self._vocabulary)
+        recorder = SampleRecorder(folder, self._member, store, tokenizer, self._vocabulary, self._experts)
         store.give_after(recorder.flush)
         return recorder
 

@@ -1,4 +1,4 @@
-"""Rollout routing replay in transformers' models: tokens go to the experts that the engine sent them to.
+"""Rollout routing replay in transformers' models: tokens go to the experts that the engine chose.
 
 Routers score all experts as ever, and gates are what they make of the scores of those that are given
 (`tandem.common.routers`): R3, Ma et al. 2025, arXiv:2510.11370, equation 8. Where nothing is given, the router chooses.

@@ -1,4 +1,4 @@
-"""Rollout routing replay in Megatron-Core: tokens go to the experts that the engine sent them to.
+"""Rollout routing replay in Megatron-Core: tokens go to the experts that the engine chose.
 
 Routers ask an object of ours, in the place of Megatron-Core's ``RouterReplay``, for what they choose. Theirs knows one
 micro-batch at a time, in the order of a list for all models of the process. Here routes travel with the row that they
