@@ -579,7 +579,12 @@ def _make_engine(config: Config) -> Engine:
 
         # Guests are few, and do not wait for all the samples that do.
         extra = {"scheduling_policy": "priority"} if generation.has_guests and generation.is_async else {}
-        return VllmEngine(Path(policy.model_name), generation.vllm_cfg, extra={**extra, **generation.vllm_kwargs})
+        return VllmEngine(
+            Path(policy.model_name),
+            generation.vllm_cfg,
+            extra={**extra, **generation.vllm_kwargs},
+            experts=replayed_experts(config),
+        )
     from tandem.rollout.engines.transformers import TransformersEngine
 
     return TransformersEngine(
