@@ -136,10 +136,15 @@ class Numbers(NamedTuple):
 
 
 def plain_numbers(
-    folder: Path, batches: Sequence[TrainingBatch], *, temperature: float, kl: float, decays_vectors: bool = True
+    source: Path | transformers.PreTrainedModel,
+    batches: Sequence[TrainingBatch],
+    *,
+    temperature: float,
+    kl: float,
+    decays_vectors: bool = True,
 ) -> Numbers:
-    """Train the model in `folder` in this process, one optimizer step a batch."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    """Train a model, or the one in a folder, in this process, one optimizer step a batch."""
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(source) if isinstance(source, Path) else source
     values = []
     with torch.no_grad():
         for sample in sequences_of(batches[0]):

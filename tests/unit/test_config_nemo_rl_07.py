@@ -35,7 +35,6 @@ REFUSED = {
     ],
     "grpo_nemo_gym.yaml": [
         "on_policy_distillation.enabled (true)",
-        "policy.router_replay.enabled (true)",
         "policy.draft.enabled (true)",
         "policy.dtensor_cfg.expert_parallel_size (8)",
         "policy.generation.backend (sglang)",

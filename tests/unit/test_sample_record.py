@@ -18,6 +18,7 @@ from samples_harness import RUN_ID, recorded, sample_of, scored
 from tandem.common.batch import SampleArrays
 from tandem.common.errors import SamplesError
 from tandem.common.messages import Branch, SampleScored
+from tandem.common.routed_experts import COLUMN
 from tandem.common.sample_files import SHARD, STREAM, UNFINISHED, files, shard_path, unfinished_path
 from tandem.common.sample_record import (
     SCHEMA,
@@ -43,6 +44,7 @@ def write(folder: Path, samples: list[RecordedSample], run_id: str = RUN_ID) -> 
 def assert_same(found: RecordedSample, expected: RecordedSample) -> None:
     plain = {name: getattr(expected, name) for name in RecordedSample.__struct_fields__ if name != "arrays"}
     assert {name: getattr(found, name) for name in plain} == plain
+    assert found.arrays.columns.keys() == expected.arrays.columns.keys()
     for name, array in expected.arrays.to_frames().items():
         read = found.arrays.to_frames()[name]
         assert read.dtype == array.dtype
@@ -73,7 +75,8 @@ FULL = scored(
     timed_out=True,
     dropped=True,
 )
-BRANCHED = msgspec.structs.replace(sample_of(7), lengths_S=np.array([4, 3], dtype=np.int32))
+ROUTED = {COLUMN: np.arange(7 * 4, dtype=np.uint8).reshape(7, 4)}
+BRANCHED = msgspec.structs.replace(sample_of(7), lengths_S=np.array([4, 3], dtype=np.int32), columns=ROUTED)
 
 
 def test_what_is_written_is_what_is_read_in_the_order_of_groups(tmp_path: Path) -> None:
@@ -156,12 +159,12 @@ def test_what_is_of_another_run_another_release_or_another_kind_is_named(tmp_pat
     with pytest.raises(SamplesError, match=f"{path} is no record of samples"):
         read_step(tmp_path, 12, RUN_ID)
     pq.write_table(pa.table({"step": [12]}).replace_schema_metadata(later()), path)
-    with pytest.raises(SamplesError, match=f"{path} has format 4 .* this release reads format 3"):
+    with pytest.raises(SamplesError, match=f"{path} has format 5 .* this release reads format 4"):
         read_step(tmp_path, 12, RUN_ID)
 
 
 def later() -> dict[bytes, bytes]:
-    return {b"tandem.run_id": RUN_ID.encode(), b"tandem.format": b"4"}
+    return {b"tandem.run_id": RUN_ID.encode(), b"tandem.format": b"5"}
 
 
 def test_an_unfinished_file_can_be_read_while_it_grows_and_wherever_it_is_cut_off(tmp_path: Path) -> None:

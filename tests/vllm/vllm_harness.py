@@ -12,6 +12,7 @@ import torch
 from engine_harness import make_model, make_programs, shared_layout
 
 from tandem.common.config.schema.generation import VllmCfg
+from tandem.common.routed_experts import RoutedExperts
 from tandem.rollout.engines.vllm import insides
 from tandem.rollout.engines.vllm.engine import VllmEngine
 
@@ -33,10 +34,13 @@ def tiny_model(architecture: str, folder: Path, *, seed: int = 0, **changes: Any
 
 
 @contextlib.contextmanager
-def running(folder: Path, settings: Mapping[str, Any] | None = None, **extra: Any) -> Iterator[VllmEngine]:
+def running(
+    folder: Path, settings: Mapping[str, Any] | None = None, *, experts: RoutedExperts | None = None, **extra: Any
+) -> Iterator[VllmEngine]:
     """Start vLLM with a model's configuration, without weights; stop it at the end. `settings` are `VllmCfg`'s."""
     cfg = VllmCfg(**{"precision": "float32", "max_model_len": 128, **(settings or {})})
-    engine = VllmEngine(folder, cfg, extra={"kv_cache_memory_bytes": 2**26, "max_num_seqs": 32, **extra})
+    extra = {"kv_cache_memory_bytes": 2**26, "max_num_seqs": 32, **extra}
+    engine = VllmEngine(folder, cfg, extra=extra, experts=experts)
     try:
         yield engine
     finally:

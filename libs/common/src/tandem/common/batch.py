@@ -38,11 +38,17 @@ def _dtypes(kind: type[msgspec.Struct]) -> dict[str, np.dtype[Any]]:
     return {name: np.dtype(get_args(get_args(hints[name])[1])[0]) for name in names}
 
 
+def _axes(name: str) -> str:
+    """Return the letters of an array's axes."""
+    return name.rpartition("_")[2]
+
+
 class Bundle(msgspec.Struct, frozen=True, kw_only=True):
     """Arrays that travel beside a message: each field is one frame.
 
-    A bundle may also have a field ``columns`` of more arrays, by names that end with their axis as those of fields do:
-    what a run's loss reads beside what is built in (`tandem.common.columns`).
+    A bundle may also have a field ``columns`` of more arrays, by names that end with their axes as those of fields do:
+    what a run's loss reads beside what is built in (`tandem.common.columns`), and the experts that tokens went to
+    (`tandem.common.routed_experts`).
     """
 
     def to_frames(self) -> dict[str, NDArray[Any]]:
@@ -60,9 +66,9 @@ class Bundle(msgspec.Struct, frozen=True, kw_only=True):
     def from_frames(cls, frames: Mapping[str, NDArray[Any]], columns: Mapping[str, str] | None = None) -> Self:
         """Rebuild from received frames; the arrays stay read-only views of them.
 
-        Raises `WireError` unless there is one array for each field, and for each of `columns`, of its dtype and one
-        dimension, and there are sequences, each of at least one token, and as many numbers of everything else as there
-        must be.
+        Raises `WireError` unless there is one array for each field, and for each of `columns`, of its dtype and the
+        dimensions of its name, and there are sequences, each of at least one token, and as many numbers of everything
+        else as there must be.
         """
         cls._check_declared(frames, columns or {})
         lengths_S = frames["lengths_S"]
@@ -82,8 +88,10 @@ class Bundle(msgspec.Struct, frozen=True, kw_only=True):
             if name not in dtypes:
                 raise WireError(f"{name[:_SHOWN]}: is no array of this message, which has {', '.join(dtypes)}")
             array = frames[name]
-            if array.dtype != dtypes[name] or array.ndim != 1:
-                raise WireError(f"{name}: is {array.dtype} {array.shape}, must be {dtypes[name]} of one dimension")
+            num_axes = len(_axes(name))
+            if array.dtype != dtypes[name] or array.ndim != num_axes:
+                of = "one dimension" if num_axes == 1 else f"{num_axes} dimensions"
+                raise WireError(f"{name}: is {array.dtype} {array.shape}, must be {dtypes[name]} of {of}")
             if array.dtype == np.bool_ and (array.view(np.uint8) > 1).any():
                 raise WireError(f"{name}: holds bytes that are no booleans")
 
@@ -92,7 +100,7 @@ class Bundle(msgspec.Struct, frozen=True, kw_only=True):
         lengths_S = frames["lengths_S"]
         sizes = {"S": len(lengths_S), "T": int(lengths_S.sum(dtype=np.int64))}
         for name in frames:
-            axis = name.rpartition("_")[2]
+            axis = _axes(name)[0]
             if len(frames[name]) != sizes[axis]:
                 of = f"the {sizes['S']} sequences" if axis == "S" else f"lengths_S, which add up to {sizes['T']}"
                 raise WireError(f"{name}: {len(frames[name])} numbers, does not fit {of}")
@@ -168,6 +176,8 @@ class SampleArrays(RaggedArrays, frozen=True, kw_only=True):
     """Log-probability of each made token under the distribution it was drawn from; zero elsewhere."""
     versions_T: Int32s
     """Weight version that made each token; -1 where none did."""
+    columns: Mapping[str, NDArray[Any]] = {}
+    """What else the engine has said of each token, by name and axes."""
 
     def check(self, vocabulary: int) -> None:
         """Raise `WireError` unless the numbers can be what they are said to be.
@@ -186,9 +196,8 @@ class SampleArrays(RaggedArrays, frozen=True, kw_only=True):
     @staticmethod
     def concatenate(parts: Sequence[SampleArrays]) -> SampleArrays:
         """Join bundles, keeping the order of their sequences."""
-        return SampleArrays(
-            **{name: np.concatenate([getattr(p, name) for p in parts]) for name in SampleArrays.__struct_fields__}
-        )
+        frames = [part.to_frames() for part in parts]
+        return SampleArrays.of({name: np.concatenate([each[name] for each in frames]) for name in frames[0]})
 
 
 class TrainingBatch(RaggedArrays, frozen=True, kw_only=True):

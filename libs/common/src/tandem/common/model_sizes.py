@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tandem.common.config.schema import Model
 from tandem.common.model_fields import field_default
+
+if TYPE_CHECKING:
+    from tandem.common.config.schema import Model
 
 _NAMES = {
     "num_layers": ("num_hidden_layers",),
@@ -30,6 +32,38 @@ class ModelSizes(msgspec.Struct, frozen=True, kw_only=True):
     num_heads: int | None = None
     num_key_value_heads: int | None = None
     num_experts: int | None = None
+
+
+class ExpertSizes(msgspec.Struct, frozen=True, kw_only=True):
+    """What decides how large it is to say where a token goes in a mixture of experts."""
+
+    num_layers: int
+    """Of the whole model, with experts or without."""
+    num_experts: int
+    """Of a layer."""
+    top_k: int
+    """Experts that see a token in each layer that has some."""
+
+    @property
+    def bytes_of_expert(self) -> int:
+        """Return those of an expert's number: one, where that leaves a number for what is not known."""
+        return 1 if self.num_experts < 2**8 else 2
+
+    @property
+    def num_bytes(self) -> int:
+        """Return those of a token."""
+        return self.num_layers * self.top_k * self.bytes_of_expert
+
+
+def expert_sizes(model: Mapping[str, Any]) -> ExpertSizes | None:
+    """Return what a ``config.json``, or else the default of its kind, says of experts; None where there are none."""
+    sizes: dict[str, int] = {}
+    for size in ExpertSizes.__struct_fields__:
+        names = _NAMES.get(size, ("num_experts_per_tok",))
+        said = [model[name] for name in names if name in model]
+        said += [field_default(str(model.get("model_type")), name) for name in names]
+        sizes[size] = next((value for value in said if isinstance(value, int)), 0)
+    return ExpertSizes(**sizes) if all(value > 0 for value in sizes.values()) else None
 
 
 def config_file(policy: Model) -> Path | None:

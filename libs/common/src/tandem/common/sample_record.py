@@ -28,10 +28,13 @@ import pyarrow.parquet as pq
 from tandem.common.batch import Float32s, Int32s, SampleArrays
 from tandem.common.errors import SamplesError
 from tandem.common.messages import Branch, Purpose, SampleKey, SampleScored
+from tandem.common.routed_experts import COLUMN, Bytes
 from tandem.common.sample_files import LOGPROBS, SHARD, files, shard_path, temporary_path
 
-FORMAT = 3
+FORMAT = 4
 """Counts up when the meaning of a column changes."""
+_EXPERTS = "routed_experts"
+"""Column of bytes, those of each token (`tandem.common.routed_experts`); null where no routing is replayed."""
 _RUN_ID, _FORMAT = b"tandem.run_id", b"tandem.format"
 _ROW_GROUP = 128
 """Samples that are read together: who looks at a few of a big shard reads no other's tokens."""
@@ -72,6 +75,7 @@ SCHEMA = pa.schema(
         ("loss_mask", pa.list_(pa.bool_())),
         ("generation_logprobs", pa.list_(pa.float32())),
         ("versions", pa.list_(pa.int32())),
+        (_EXPERTS, pa.large_binary()),
     ]
 )
 """The columns of every file of samples; ``docs/samples.md`` says what is in them."""
@@ -92,7 +96,7 @@ _FROM_ARROW: dict[str, Callable[[Any], Any]] = {
 """What makes a field of what Arrow has in its column, where that is not the same."""
 _ARRAYS = {name.removesuffix("_T"): name for name in SampleArrays.__struct_fields__ if name.endswith("_T")}
 """The field of `SampleArrays` that a column has."""
-WITHOUT_ARRAYS = tuple(name for name in SCHEMA.names if name not in _ARRAYS)
+WITHOUT_ARRAYS = tuple(name for name in SCHEMA.names if name not in (*_ARRAYS, _EXPERTS))
 """The columns that have no number for each token."""
 _FIELDS = {"reference_answer": "answer"}
 """The field of a column that is called otherwise."""
@@ -289,7 +293,7 @@ def read_unfinished(path: Path, run_id: str | None = None) -> pa.Table:
 
 def table_of(samples: Sequence[RecordedSample]) -> pa.Table:
     """Return samples as a table."""
-    arrays = SampleArrays.concatenate([sample.arrays for sample in samples])
+    arrays = SampleArrays.concatenate([msgspec.structs.replace(sample.arrays, columns={}) for sample in samples])
     num_tokens = [len(sample.arrays.token_ids_T) for sample in samples]
     offsets = pa.array(np.concatenate([[0], np.cumsum(num_tokens)]), pa.int32())
     columns = [
@@ -315,6 +319,7 @@ def samples_of(table: pa.Table) -> list[RecordedSample]:
                     [branch["num_tokens"] for branch in row["branches"]] or [len(row["token_ids"])], dtype=np.int32
                 ),
                 **{field: row[column] for column, field in _ARRAYS.items()},
+                columns=_columns(row[_EXPERTS], len(row["token_ids"])),
             ),
             advantage=row["advantage"],
             problem_id=row["problem_id"],
@@ -335,6 +340,9 @@ def keys_of(table: pa.Table) -> list[SampleKey]:
 
 def _value(sample: RecordedSample, column: str) -> Any:
     """Return what a sample has in a column that is no array."""
+    if column == _EXPERTS:
+        experts_TX = sample.arrays.columns.get(COLUMN)
+        return None if experts_TX is None else experts_TX.tobytes()
     value = getattr(sample.scored if column in _SCORED else sample, _FIELDS.get(column, column))
     if column == "branches":
         return msgspec.to_builtins(value)
@@ -342,8 +350,15 @@ def _value(sample: RecordedSample, column: str) -> Any:
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
 
 
+def _columns(experts: bytes | None, num_tokens: int) -> dict[str, Bytes]:
+    """Return what a row has of each token beside its arrays."""
+    return {} if experts is None else {COLUMN: np.frombuffer(experts, np.uint8).reshape(num_tokens, -1)}
+
+
 def _values(table: pa.Table, column: str) -> Sequence[Any]:
     """Return a column row by row; arrays are views of all of it laid end to end."""
+    if column == _EXPERTS and column not in table.column_names:
+        return [None] * table.num_rows
     if column not in _ARRAYS:
         return list(table[column].to_pylist())
     if column not in table.column_names:

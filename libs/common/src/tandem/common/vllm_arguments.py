@@ -33,6 +33,7 @@ RESERVED = {
     "speculative_config": "",
     "quantization": "",
     "enable_lora": "",
+    "enable_return_routed_experts": "policy.router_replay.enabled",
 }
 """Arguments that are not for `vllm_kwargs`, each with the key that decides it; empty: Tandem does."""
 

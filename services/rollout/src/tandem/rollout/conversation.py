@@ -11,9 +11,11 @@ from collections.abc import Mapping
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tandem.common.batch import SampleArrays
 from tandem.common.messages import PromptGroup, SampleScored, SamplingParameters
+from tandem.common.routed_experts import COLUMN, RoutedExperts
 from tandem.common.tokenizer import Messages
 from tandem.rollout.engine import Completion, Request
 from tandem.rollout.environments import Score
@@ -25,9 +27,13 @@ FinishReason = Literal["stop", "length", "turns"]
 class Conversation:
     """One sample of a prompt group."""
 
-    def __init__(self, group: PromptGroup, sample: int) -> None:
+    def __init__(self, group: PromptGroup, sample: int, experts: RoutedExperts | None = None) -> None:
+        """Begin with the prompt; `experts` are what the engine says of each token, if it does."""
         self.group = group
         self.sample = sample
+        self._experts = experts
+        self._routed: list[NDArray[np.uint8]] = []
+        """What was said of each response."""
         self.messages: list[Mapping[str, str]] = []
         """What was said after the prompt."""
         self.num_turns = 0
@@ -68,6 +74,8 @@ class Conversation:
         self._token_ids += completion.token_ids_T.tolist()
         self._num_made += num_tokens
         self._cut_off = completion.finish_reason == "length"
+        if completion.routed_experts_TX is not None:
+            self._routed.append(completion.routed_experts_TX)
         self._parts.append(
             SampleArrays(
                 lengths_S=np.array([num_tokens], dtype=np.int32),
@@ -112,8 +120,9 @@ class Conversation:
             timed_out=unscored is not None and unscored.timed_out,
             dropped=unscored is not None and unscored.dropped,
         )
-        lengths_S = np.array([len(parts.token_ids_T)], dtype=np.int32)
-        return sample, SampleArrays(**{**parts.to_frames(), "lengths_S": lengths_S})
+        own = {"lengths_S": np.array([len(parts.token_ids_T)], dtype=np.int32)}
+        routed = {} if self._experts is None else {COLUMN: self._experts.of_sequence(self._routed, self.num_tokens)}
+        return sample, SampleArrays.of({**parts.to_frames(), **own, **routed})
 
 
 def turn_seed(seed: int, turn: int) -> int:

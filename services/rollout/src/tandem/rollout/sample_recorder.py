@@ -37,6 +37,7 @@ from tandem.common.messages import (
     SamplesFinished,
     SamplesRecorded,
 )
+from tandem.common.routed_experts import RoutedExperts, as_trained_on
 from tandem.common.sample_files import SHARD, STREAM, UNFINISHED, files, shard_path, unfinished_path
 from tandem.common.sample_record import (
     RecordedSample,
@@ -82,8 +83,20 @@ class _Anew(NamedTuple):
 class SampleRecorder:
     """The record of one rollout's samples."""
 
-    def __init__(self, folder: Path, member: Member, store: SampleStore, tokenizer: Tokenizer, vocabulary: int) -> None:
-        """`folder` is that of the record; it is made when the first sample is written."""
+    def __init__(
+        self,
+        folder: Path,
+        member: Member,
+        store: SampleStore,
+        tokenizer: Tokenizer,
+        vocabulary: int,
+        experts: RoutedExperts | None = None,
+    ) -> None:
+        """`folder` is that of the record; it is made when the first sample is written.
+
+        `experts` are what samples say of each token, if they do.
+        """
+        self._experts = experts
         self._folder = folder
         self._member = member
         self._store = store
@@ -273,7 +286,8 @@ class SampleRecorder:
                 sample.arrays.check(self._vocabulary)
             except WireError as error:
                 raise SamplesError(f"{path} has samples of another model: {error}") from error
-        return samples
+        kept = (as_trained_on(sample.arrays, self._experts) for sample in samples)
+        return [msgspec.structs.replace(sample, arrays=arrays) for sample, arrays in zip(samples, kept, strict=True)]
 
     def _close(self, key: tuple[int, Purpose]) -> None:
         file = self._files.pop(key, None)

@@ -52,6 +52,7 @@ from tandem.common.messages import (
 from tandem.common.model_sizes import vocabulary_size
 from tandem.common.network import address_towards
 from tandem.common.placement import gpus_per_engine
+from tandem.common.routed_experts import RoutedExperts, replayed_experts
 from tandem.common.sample_store import SampleStore
 from tandem.common.service import Member
 from tandem.common.threads import limit_threads
@@ -87,12 +88,12 @@ _Finished = dict[int, list[tuple[PromptGroup, SampleScored, SampleArrays]]]
 class Generation:
     """One `Generate` in progress."""
 
-    def __init__(self, order: Generate, first_number: int) -> None:
+    def __init__(self, order: Generate, first_number: int, experts: RoutedExperts | None) -> None:
         self.order = order
         self.started_at = time.time()
         samples = [(group, sample) for group in order.groups for sample in range(len(group.seeds))]
         self.conversations = {
-            number: Conversation(group, sample) for number, (group, sample) in enumerate(samples, first_number)
+            number: Conversation(group, sample, experts) for number, (group, sample) in enumerate(samples, first_number)
         }
         """Unfinished samples by number, which is also the number of their request."""
         self.num_samples = len(samples)
@@ -106,6 +107,7 @@ class RolloutService:
     def __init__(self, member: Member) -> None:
         self._member = member
         self._config = member.config
+        self._experts = replayed_experts(member.config)
         self._vocabulary = vocabulary_size(member.config.policy)
         self._engine: Engine | None = None
         self._endpoint: Endpoint | None = None
@@ -273,7 +275,7 @@ class RolloutService:
         from tandem.rollout.sample_recorder import SampleRecorder
 
         tokenizer.encode("")  # it settles how it encodes at the first call; from then on two threads can read it
-        recorder = SampleRecorder(folder, self._member, store, tokenizer, self._vocabulary)
+        recorder = SampleRecorder(folder, self._member, store, tokenizer, self._vocabulary, self._experts)
         store.give_after(recorder.flush)
         return recorder
 
@@ -334,7 +336,7 @@ class RolloutService:
         if not self._generations:
             self._memory.begin()
         engine.wake()
-        generation = Generation(order, self._num_samples)
+        generation = Generation(order, self._num_samples, self._experts)
         self._num_samples += generation.num_samples
         self._generations[order.command_id] = generation
         for number, conversation in generation.conversations.items():
@@ -581,7 +583,12 @@ def _make_engine(config: Config) -> Engine:
 
         # Guests are few, and do not wait for all the samples that do.
         extra = {"scheduling_policy": "priority"} if generation.has_guests and generation.is_async else {}
-        return VllmEngine(Path(policy.model_name), generation.vllm_cfg, extra={**extra, **generation.vllm_kwargs})
+        return VllmEngine(
+            Path(policy.model_name),
+            generation.vllm_cfg,
+            extra={**extra, **generation.vllm_kwargs},
+            experts=replayed_experts(config),
+        )
     from tandem.rollout.engines.transformers import TransformersEngine
 
     return TransformersEngine(
@@ -589,4 +596,5 @@ def _make_engine(config: Config) -> Engine:
         num_slots=generation.transformers_cfg.num_slots,
         max_total_sequence_length=policy.max_total_sequence_length,
         dtype=policy.precision,
+        experts=replayed_experts(config),
     )

@@ -52,6 +52,7 @@ def as_row(batch: MicroBatch) -> PackedRow:
         position_ids_1N=position_ids_T.repeat(num_rows)[None],
         lengths=(width,) * num_rows,
         predictor_K=batch.loss_mask_BT.flatten().nonzero()[:, 0] - 1,
+        source_N=torch.arange(num_rows * width, device=batch.token_ids_BT.device),
     )
 
 
@@ -65,6 +66,13 @@ def inputs_of_share(batch: MicroBatch, group: dist.ProcessGroup) -> tuple[dict[s
         "context_share": share,
     }
     return inputs, share.predictor_K
+
+
+def sources_of_share(batch: MicroBatch, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return which of all positions of a micro-batch each token of this rank's share is; -1 in the padding."""
+    row = as_row(batch)
+    mine = tokens_of_share(row.lengths, dist.get_rank(group), dist.get_world_size(group))
+    return row.source_N[torch.from_numpy(mine).to(row.source_N.device)]
 
 
 def context_attention(

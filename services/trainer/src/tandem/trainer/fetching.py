@@ -26,6 +26,7 @@ from tandem.common.messages import (
     SamplesGone,
     SequenceKey,
 )
+from tandem.common.routed_experts import COLUMN, DTYPE, RoutedExperts
 from tandem.common.wire import Arrays, Callers, Codec, Frames, encode
 
 _PATIENCE_S = 5.0
@@ -41,11 +42,12 @@ Rows = list[int]
 class SampleFetcher:
     """Fetches what a rank trains on, and keeps it until it was."""
 
-    def __init__(self, run_id: str, vocabulary: int, own: KeyPair) -> None:
+    def __init__(self, run_id: str, vocabulary: int, own: KeyPair, experts: RoutedExperts | None = None) -> None:
         """`run_id` is of the run whose samples these are, `vocabulary` the tokens that its model knows.
 
-        `own` is what this trainer proves to be the run's by.
+        `own` is what this trainer proves to be the run's by, `experts` what samples say of each token, if they do.
         """
+        self._experts = experts
         self._run_id = run_id
         self._own = own
         self._vocabulary = vocabulary
@@ -80,7 +82,9 @@ class SampleFetcher:
                 wanted.setdefault(key[0], []).append(row)
         missing: dict[str, str] = {}
         if wanted:
-            inquiries = {name: _Inquiry(self._run_id, table, its_rows) for name, its_rows in wanted.items()}
+            inquiries = {
+                name: _Inquiry(self._run_id, table, its_rows, self._experts) for name, its_rows in wanted.items()
+            }
             listeners = {name: sources[name] for name in wanted}
             missing = _ask(listeners, self._own, inquiries, self._vocabulary, timeout_s)
             for inquiry in inquiries.values():
@@ -100,10 +104,11 @@ class SampleFetcher:
 class _Inquiry:
     """What one rollout is asked for, a request at a time."""
 
-    def __init__(self, run_id: str, table: BatchTable, rows: Rows) -> None:
+    def __init__(self, run_id: str, table: BatchTable, rows: Rows, experts: RoutedExperts | None) -> None:
         self._run_id = run_id
         self._table = table
-        self._requests = list(_cut(rows, table.lengths_S))
+        self._experts = experts
+        self._requests = list(_cut(rows, table.lengths_S, _most_tokens(experts)))
         self._next = 0
         self.found: dict[int, SampleArrays] = {}
         """By row of the table."""
@@ -127,7 +132,7 @@ class _Inquiry:
             self.why_missing = reply.why
             return
         rows = self._requests[self._next]
-        arrays = samples_from(frames, self._table.take(np.array(rows)), vocabulary)
+        arrays = samples_from(frames, self._table.take(np.array(rows)), vocabulary, self._experts)
         self.found |= {row: arrays.take([place]) for place, row in enumerate(rows)}
         self._next += 1
 
@@ -175,13 +180,18 @@ def _keys_of(table: BatchTable) -> list[SequenceKey]:
     return [*zip(*(column.tolist() for column in columns), strict=True)]
 
 
-def _cut(rows: Rows, lengths_S: Int32s) -> Iterator[Rows]:
+def _most_tokens(experts: RoutedExperts | None) -> int:
+    """Return how many tokens one request may have."""
+    return MAX_TOKENS_FETCHED if experts is None else min(MAX_TOKENS_FETCHED, _MAX_REPLY_BYTES // experts.num_bytes)
+
+
+def _cut(rows: Rows, lengths_S: Int32s, most_tokens: int) -> Iterator[Rows]:
     """Cut what is asked for into requests of no more tokens than one may have."""
     request: Rows = []
     num_tokens = 0
     for row in rows:
         length = int(lengths_S[row])
-        if request and num_tokens + length > MAX_TOKENS_FETCHED:
+        if request and num_tokens + length > most_tokens:
             yield request
             request, num_tokens = [], 0
         request.append(row)
@@ -189,13 +199,17 @@ def _cut(rows: Rows, lengths_S: Int32s) -> Iterator[Rows]:
     yield request
 
 
-def samples_from(frames: Arrays, table: BatchTable, vocabulary: int) -> SampleArrays:
+def samples_from(
+    frames: Arrays, table: BatchTable, vocabulary: int, experts: RoutedExperts | None = None
+) -> SampleArrays:
     """Return received samples. Raises `WireError` unless they can be samples, and are what these rows of a table say.
 
-    `vocabulary` are the tokens that there are.
+    `vocabulary` are the tokens that there are, `experts` what is said of each, if it is.
     """
-    arrays = SampleArrays.from_frames(frames)
+    arrays = SampleArrays.from_frames(frames, {} if experts is None else {COLUMN: DTYPE})
     arrays.check(vocabulary)
+    if experts is not None:
+        experts.check(arrays.columns[COLUMN])
     if arrays.lengths_S.tolist() != table.lengths_S.tolist():
         raise WireError("lengths_S: not the lengths that were announced")
     starts, made_T = arrays.offsets()[:-1], arrays.loss_mask_T

@@ -22,8 +22,9 @@ from tandem.common.config.schema import Model
 from tandem.common.errors import ModelError
 from tandem.common.lora import why_no_model
 from tandem.refit.adapters.geometry import SCALAR_HEAD
-from tandem.trainer.context import inputs_of_share, sum_shares
+from tandem.trainer.context import inputs_of_share, sources_of_share, sum_shares
 from tandem.trainer.packing import MicroBatch
+from tandem.trainer.routing import RoutingReplay, of_row
 from tandem.trainer.scoring import (
     Scores,
     StudentScores,
@@ -183,10 +184,16 @@ class Scorer:
     What it says is a tuple of numbers, or rows of numbers, of each of them.
     """
 
-    def __init__(self, model: Any, head: Any, context: dist.ProcessGroup | None) -> None:
-        """Begin, with a model that is sharded already; `context`: the ranks that share each sequence with this one."""
+    def __init__(
+        self, model: Any, head: Any, context: dist.ProcessGroup | None, replay: RoutingReplay | None = None
+    ) -> None:
+        """Begin, with a model that is sharded already; `context`: the ranks that share each sequence with this one.
+
+        `replay` is told where the tokens of each micro-batch go.
+        """
         self.model = model
         self._context = context
+        self._replay = replay
         self._task: _Task | None = None
         weight = head.weight
         self._is_cut = isinstance(weight, DTensor) and "tensor" in (weight.device_mesh.mesh_dim_names or ())
@@ -201,6 +208,8 @@ class Scorer:
         inputs, predictor_K = self._inputs(batch)
         others_KN = None if others_BTN is None else others_BTN[counted_BT].long()
         task = _Task(predictor_K, batch.token_ids_BT[counted_BT], others_KN)
+        if self._replay is not None:
+            self._replay.give(self._routed(batch))
         is_here_K = predictor_K >= 0
         self._task = task if self._context is None else task.take(is_here_K)
         try:
@@ -232,6 +241,15 @@ class Scorer:
             inputs["position_ids"] = torch.arange(batch.token_ids_BT.shape[1], device=batch.token_ids_BT.device)[None]
         return inputs, batch.loss_mask_BT.flatten().nonzero()[:, 0] - 1
 
+    def _routed(self, batch: MicroBatch) -> torch.Tensor | None:
+        """Return where the tokens go that `_inputs` gives the model; None where that is not known of any."""
+        experts_BTLK, row = batch.routed_experts_BTLK, batch.packed or batch.shared_prompts
+        if experts_BTLK is None:
+            return None
+        if self._context is not None:
+            return of_row(experts_BTLK, sources_of_share(batch, self._context))
+        return experts_BTLK if row is None else of_row(experts_BTLK, row.source_N)
+
     def _scores(self, inputs: dict[str, Any], task: _Task) -> Scores:
         """Return what the model says of the targets."""
         raise NotImplementedError
@@ -257,6 +275,7 @@ class TokenScorer(Scorer):
         linear_head: bool,
         context: dist.ProcessGroup | None = None,
         learns_entropy: bool = False,
+        replay: RoutingReplay | None = None,
     ) -> None:
         """Begin, as any scorer; raise `ModelError` where the model is cut so that it cannot be scored.
 
@@ -266,7 +285,7 @@ class TokenScorer(Scorer):
         self._temperature, self._learns_entropy = temperature, learns_entropy
         self._gives_logits = not linear_head
         head = model.get_output_embeddings()
-        super().__init__(model, head, context)
+        super().__init__(model, head, context, replay)
         if self._gives_logits and self._is_cut:
             raise ModelError(f"{type(model).__name__} changes its logits, so its output layer cannot be cut over ranks")
         if not self._gives_logits:

@@ -2,7 +2,8 @@
 
 Attention, the only layer where tokens meet, is told where each sequence ends, so none sees another.
 
-Shapes: ``B`` sequences of a micro-batch and ``T`` padded positions; ``N`` tokens of the row; ``K`` counted tokens.
+Shapes: ``B`` sequences of a micro-batch and ``T`` padded positions, ``V`` of them tokens; ``N`` tokens of the row;
+``K`` counted tokens.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ class PackedRow(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Of the segments, padding included: they sum to ``N``. The last may be padding alone."""
     predictor_K: torch.Tensor
     """int64; the row's token that predicts each counted token, in the order of the loss mask."""
+    source_N: torch.Tensor
+    """int64; which of the ``B * T`` positions each token of the row is; -1 in the padding."""
 
 
 def pack_row(
@@ -51,7 +54,10 @@ def pack_row(
     row_K, position_K = np.nonzero(counted_BT)
     token_ids_N = np.zeros(num_tokens, dtype=np.int64)
     valid_BT = np.arange(token_ids_BT.shape[1]) < lengths_B[:, None]
-    token_ids_N[(firsts_B[:, None] + np.arange(token_ids_BT.shape[1]))[valid_BT]] = token_ids_BT[valid_BT]
+    place_V = (firsts_B[:, None] + np.arange(token_ids_BT.shape[1]))[valid_BT]
+    token_ids_N[place_V] = token_ids_BT[valid_BT]
+    source_N = np.full(num_tokens, -1, dtype=np.int64)
+    source_N[place_V] = np.flatnonzero(valid_BT)
 
     def moved(values: NDArray[np.int64]) -> torch.Tensor:
         return torch.from_numpy(values).to(device)
@@ -61,4 +67,5 @@ def pack_row(
         position_ids_1N=moved(np.concatenate([np.arange(length) for length in lengths])[None]),
         lengths=tuple(lengths),
         predictor_K=moved(firsts_B[row_K] + position_K - 1),
+        source_N=moved(source_N),
     )

@@ -28,6 +28,7 @@ from tandem.common.columns import (
     VALUES,
     Column,
 )
+from tandem.common.routed_experts import COLUMN, FILL, RoutedExperts
 from tandem.trainer.packed import PackedRow, pack_row
 from tandem.trainer.sharing import Prompts, SharedPrompts, share_prompts
 
@@ -58,6 +59,9 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """The same samples as one row that holds each prompt once, for the model; None where no two share a prompt."""
     packed: PackedRow | None = None
     """The same sequences end to end in one row, for the model; None where it takes the padded rows."""
+    routed_experts_BTLK: torch.Tensor | None = None
+    """int16; where the engine sent each token in each layer, -1 where that is not known; None where nothing is replayed
+    (`tandem.common.routed_experts`)."""
 
     @property
     def generation_logprobs_BT(self) -> torch.Tensor:
@@ -146,12 +150,14 @@ def pad(
     prompts: Prompts | None = None,
     row_divisible_by: int | None = None,
     columns: Columns | None = None,
+    experts: RoutedExperts | None = None,
 ) -> MicroBatch:
     """Lay the given sequences out as a micro-batch whose width is a multiple of `divisible_by`.
 
     With `prompts`, and where two of the sequences share one, the row that holds each prompt once comes with it. With
     `row_divisible_by`, the packed row comes with it: of such a length, its segments multiples of `divisible_by`.
-    `columns` are what the loss reads of each of the batch's tokens; there are none where it is scored alone.
+    `columns` are what the loss reads of each of the batch's tokens; there are none where it is scored alone. With
+    `experts`, what the batch says of where its tokens went comes with it.
     """
     lengths_B = np.array([0 if row == EMPTY_ROW else batch.lengths_S[row] for row in rows], dtype=np.int64)
     ends_S = np.cumsum(batch.lengths_S, dtype=np.int64)
@@ -170,6 +176,9 @@ def pad(
 
     token_ids_BT = padded(batch.token_ids_T, np.int64)
     counted_BT = padded(batch.counted(), np.bool_)
+    routed_BTX = None
+    if experts is not None and COLUMN in batch.columns:  # a share of no sequences has no columns
+        routed_BTX = padded(batch.columns[COLUMN], np.uint8, fill=FILL)
     return MicroBatch(
         rows=tuple(rows),
         lengths_B=moved(lengths_B),
@@ -182,7 +191,7 @@ def pad(
         },
         shared_prompts=None
         if prompts is None
-        else _shared(prompts, rows, token_ids_BT, counted_BT, divisible_by=divisible_by, device=device),
+        else _shared(prompts, rows, token_ids_BT, counted_BT, routed_BTX, divisible_by=divisible_by, device=device),
         packed=None
         if row_divisible_by is None
         else pack_row(
@@ -193,6 +202,11 @@ def pad(
             row_divisible_by=row_divisible_by,
             device=device,
         ),
+        routed_experts_BTLK=None
+        if routed_BTX is None or experts is None
+        else moved(
+            experts.decode(routed_BTX.reshape(-1, experts.num_bytes)).reshape(*valid_BT.shape, -1, experts.top_k)
+        ),
     )
 
 
@@ -201,17 +215,37 @@ def _shared(
     rows: Sequence[int],
     token_ids_BT: NDArray[np.int64],
     counted_BT: NDArray[np.bool_],
+    routed_BTX: NDArray[np.uint8] | None,
     *,
     divisible_by: int,
     device: torch.device,
 ) -> SharedPrompts | None:
-    """Return the row that holds each prompt once; None where there are as many prompts as sequences."""
+    """Return the row that holds each prompt once; None where there are as many prompts as sequences.
+
+    With `routed_BTX`, what sequences say of their experts, a prompt whose tokens went elsewhere is another one.
+    """
     prompt_B = np.array([EMPTY_ROW if row == EMPTY_ROW else prompts.prompt_S[row] for row in rows], dtype=np.int64)
+    lengths_B = np.array([0 if row == EMPTY_ROW else prompts.lengths_S[row] for row in rows], dtype=np.int64)
+    if routed_BTX is not None:
+        prompt_B = _told_apart(prompt_B, lengths_B, routed_BTX)
     held = prompt_B[prompt_B != EMPTY_ROW]
     if len(np.unique(held)) == len(held):
         return None
-    lengths_B = np.array([0 if row == EMPTY_ROW else prompts.lengths_S[row] for row in rows], dtype=np.int64)
     return share_prompts(token_ids_BT, counted_BT, prompt_B, lengths_B, divisible_by=divisible_by, device=device)
+
+
+def _told_apart(
+    prompt_B: NDArray[np.int64], lengths_B: NDArray[np.int64], routed_BTX: NDArray[np.uint8]
+) -> NDArray[np.int64]:
+    """Return other numbers of prompts, equal where the prompt is and its tokens went to the same experts."""
+    firsts: dict[tuple[int, bytes], int] = {}
+    return np.array(
+        [
+            EMPTY_ROW if prompt == EMPTY_ROW else firsts.setdefault((prompt, routed_BTX[row, :length].tobytes()), row)
+            for row, (prompt, length) in enumerate(zip(prompt_B.tolist(), lengths_B.tolist(), strict=True))
+        ],
+        dtype=np.int64,
+    )
 
 
 def unpad_into(values_T: NDArray[Any], values_BT: torch.Tensor, batch: TrainingBatch, rows: Sequence[int]) -> None:

@@ -56,6 +56,7 @@ from tandem.common.messages import (
 )
 from tandem.common.model_sizes import vocabulary_size
 from tandem.common.network import address_towards, keep_to_interface
+from tandem.common.routed_experts import replayed_experts
 from tandem.common.service import Member
 from tandem.common.threads import limit_threads
 from tandem.common.wire import Arrays
@@ -87,7 +88,7 @@ class TrainerService:
         self._backend: Backend | None = None
         self._weights: Weights | None = None
         self._endpoint: Endpoint | None = None
-        self._fetcher = SampleFetcher(member.run_id, self._vocabulary, member.keys)
+        self._fetcher = SampleFetcher(member.run_id, self._vocabulary, member.keys, replayed_experts(member.config))
         self._version = 0
         self._memory = MemoryMeter()
         self._gpus = GpuMonitor(member.config.logger)

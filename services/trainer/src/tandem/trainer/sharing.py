@@ -55,6 +55,8 @@ class SharedPrompts(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """int64; which of the ``B * W`` positions each token of the row takes what it attended to from."""
     predictor_K: torch.Tensor
     """int64; the row's token that predicts each counted token, in the order of the loss mask."""
+    source_N: torch.Tensor
+    """int64; which of the ``B * T`` positions each token of the row is; -1 in the padding."""
 
 
 def share_prompts(
@@ -83,6 +85,7 @@ def share_prompts(
     number_BW = (np.cumsum(is_own_BW) - 1).reshape(is_own_BW.shape)
     row_BW = np.where(is_prompt_BW, owner_B[:, None], np.arange(num_samples)[:, None])
     source_BW = np.where(is_used_BW, number_BW[row_BW, position_W], 0)
+    position_N = taken_N % len(position_W)
     padding = (0, max(1, -(-len(taken_N) // divisible_by)) * divisible_by - len(taken_N))
 
     def moved(values: NDArray[np.int64]) -> torch.Tensor:
@@ -90,10 +93,11 @@ def share_prompts(
 
     return SharedPrompts(
         token_ids_1N=moved(np.pad(token_ids_BT[:, : len(position_W)].reshape(-1)[taken_N], padding)[None]),
-        position_ids_1N=moved(np.pad(taken_N % len(position_W), padding)[None]),
+        position_ids_1N=moved(np.pad(position_N, padding)[None]),
         source_BW=moved(source_BW),
         taken_N=moved(np.pad(taken_N, padding)),
         predictor_K=moved(source_BW[:, : width - 1][counted_BT[:, 1 : len(position_W) + 1]]),
+        source_N=moved(np.pad(taken_N // len(position_W) * width + position_N, padding, constant_values=-1)),
     )
 
 

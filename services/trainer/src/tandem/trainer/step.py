@@ -23,6 +23,7 @@ from tandem.common.batch import BatchTable, Float32s, TrainingBatch
 from tandem.common.columns import TEACHER, Column, Model, Source
 from tandem.common.config import Config
 from tandem.common.dotted import named
+from tandem.common.routed_experts import RoutedExperts, replayed_experts
 from tandem.trainer import packing
 from tandem.trainer.advantages import Finisher, Scored
 from tandem.trainer.backend import Backend, LossOfMicroBatch
@@ -320,6 +321,7 @@ class _Share:
             device=self.backend.device,
             prompts=cut.prompts,
             columns=columns,
+            experts=cut.experts,
         )
 
 
@@ -329,6 +331,8 @@ class _Cut(NamedTuple):
     batching: Batching
     prompts: Prompts | None
     """None where the model is given no shared prompts."""
+    experts: RoutedExperts | None
+    """What it is to replay of each token; None for nothing."""
 
     @classmethod
     def of(cls, model: Model, backend: Backend, table: BatchTable, config: Config) -> Self:
@@ -346,7 +350,8 @@ class _Cut(NamedTuple):
             prompt_S=table.prompt_S if shares_prompts else None,
             unit=config.sequences_per_sample,
         )
-        return cls(batching, Prompts.of(table.take(table.rows_of(rank))) if shares_prompts else None)
+        prompts = Prompts.of(table.take(table.rows_of(rank))) if shares_prompts else None
+        return cls(batching, prompts, replayed_experts(config, model))
 
 
 def _unchanged(loss: Loss) -> LossOfMicroBatch:

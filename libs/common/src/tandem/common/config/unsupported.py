@@ -96,7 +96,6 @@ def _of_a_model(section: str) -> tuple[Row, ...]:
     )
     return (
         Row(f"{section}.hf_config_overrides", (None, {}), there),
-        Row(f"{section}.router_replay.enabled", (False,), there),
         Row(f"{section}.draft.enabled", (False,), there),
         Row(f"{section}.quant_cfg", (None,), there),
         Row(f"{section}.dequantize_base_checkpoint", (False,), there),
@@ -109,9 +108,10 @@ def _of_a_model(section: str) -> tuple[Row, ...]:
     )
 
 
-def _adapters_of(section: str) -> tuple[Row, ...]:
-    """Return the rows of adapters of a model beside the policy."""
+def _of_the_policy_alone(section: str) -> tuple[Row, ...]:
+    """Return the rows of what the policy can have, and a model beside it cannot."""
     return (
+        Row(f"{section}.router_replay.enabled", (False,), _has(section)),
         Row(f"{section}.dtensor_cfg.lora_cfg.enabled", (False,), _trains_with(section, megatron=False)),
         Row(f"{section}.megatron_cfg.peft.enabled", (False,), _trains_with(section, megatron=True)),
     )
@@ -129,8 +129,8 @@ NOT_SUPPORTED_YET = (
     Row("teacher.projection_matrix_path", (None,), _distils),
     Row("loss_fn.gold_loss", (False,), _distils),
     Row("loss_fn.xtoken_loss", (False,), _distils),
-    *_adapters_of("value"),
-    *_adapters_of("teacher"),
+    *_of_the_policy_alone("value"),
+    *_of_the_policy_alone("teacher"),
     Row("policy.generation.backend", ("transformers", "vllm"), _rolls_out),
     Row("policy.generation.bad_words", (None, ()), _rolls_out),
     Row("policy.generation.quant_cfg", (None,), _rolls_out),

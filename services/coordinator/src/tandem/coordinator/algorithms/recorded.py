@@ -19,6 +19,7 @@ from tandem.common.config import Config
 from tandem.common.curve import Admitted
 from tandem.common.errors import SamplesError
 from tandem.common.messages import Listener, Purpose, SampleScored
+from tandem.common.routed_experts import as_trained_on, replayed_experts
 from tandem.common.sample_record import RecordedSample
 from tandem.common.sample_store import SampleStore
 from tandem.common.tokenizer import Tokenizer
@@ -114,7 +115,8 @@ class RecordedAlgorithm:
         self._records, self._prompts = [], {}
         for sample in samples:
             scored = sample.scored
-            self._store.put((step, scored.group, scored.sample), sample.arrays)
+            arrays = as_trained_on(sample.arrays, replayed_experts(self._config))
+            self._store.put((step, scored.group, scored.sample), arrays)
             self._records.append(SampleRecord(scored, SOURCE, step))
             self._prompts[scored.group] = sample.arrays.token_ids_T[: scored.prompt_length].tobytes()
         self._step = step

@@ -24,6 +24,7 @@ from tandem.common.config.checks.data import PYTHON_REWARDS
 from tandem.common.curve import Admitted, new_key_pair
 from tandem.common.errors import ConfigError, DataError, ModelError, TandemError
 from tandem.common.programs import search_path
+from tandem.common.routed_experts import replayed_experts
 from tandem.common.sources import package_folder
 from tandem.common.threads import refuse_threads
 from tandem.common.tokenizer import Tokenizer, load_tokenizer, write_new_model
@@ -89,6 +90,8 @@ def _look_through(
         about_model: list[str] = []
         with _noted(problems):
             about_model = _check_model(config, mode, earlier)
+            if earlier is None:  # which otherwise makes the model
+                replayed_experts(config)
         with _noted(problems):
             check_reward_models(config, Path(earlier[0].config.checkpointing.checkpoint_dir) if earlier else None)
         with _noted(problems):

@@ -78,6 +78,7 @@ _OF_ADVANTAGES = tuple(f"{section}.{name}" for section in _ROLLOUTS for name in 
 """What it can change of the algorithm's section."""
 _OF_OPTIMIZERS = ("policy.megatron_cfg.enabled", "policy.megatron_cfg.optimizer.optimizer", "policy.optimizer.name")
 """What decides which state an optimizer has, which a checkpoint holds."""
+_ROUTES = "policy.router_replay.enabled"
 _LENGTH = "policy.max_total_sequence_length"
 
 
@@ -123,6 +124,8 @@ def begin_replay(run: Path, from_step: int | None, to_step: int | None, override
         raise
     _refuse_keys(changed.keys, start)
     _refuse_folders(changed.config, recorded)
+    if changed.config.policy.router_replay.enabled and not recorded.config.policy.router_replay.enabled:
+        raise ConfigError(f"{_ROUTES}: true, but {run} had it false: its samples do not say where their tokens went")
     length = changed.config.policy.max_total_sequence_length
     if length < recorded.longest:
         raise ConfigError(f"{_LENGTH}: {length}, but the longest of the recorded samples has {recorded.longest} tokens")

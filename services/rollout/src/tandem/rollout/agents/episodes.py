@@ -16,6 +16,7 @@ from tandem.common.errors import RewardError
 from tandem.common.messages import Generate, PromptGroup, SamplingParameters
 from tandem.common.model_sizes import vocabulary_size
 from tandem.common.returned import line
+from tandem.common.routed_experts import replayed_experts
 from tandem.common.tokenizer import Tokenizer
 from tandem.rollout.agents.session import ChatMessages, Session
 from tandem.rollout.conversation import turn_seed
@@ -66,7 +67,7 @@ class Episode(ServedModel):
         )
         self.number = number
         self.order = order
-        self.session = Session(group, sample, tokenizer)
+        self.session = Session(group, sample, tokenizer, replayed_experts(config))
         self.secret = secrets.token_urlsafe(24)
         self.told: asyncio.Future[Score | Failure] = asyncio.get_running_loop().create_future()
         """What the agent says that the episode was worth."""
@@ -160,6 +161,7 @@ class Episode(ServedModel):
             logprobs_T=np.array([logprob for chunk in made for logprob in chunk.logprobs], dtype=np.float32),
             versions_T=np.array([version for chunk in made for version in chunk.versions], dtype=np.int32),
             finish_reason=made[-1].finish_reason or "abort",
+            routed_experts_TX=made[-1].routed_experts_TX,  # of one that was left nothing is known
         )
         if asked is None:
             self.session.add(prompt_ids, completion)

@@ -17,6 +17,7 @@ import numpy as np
 
 from tandem.common.batch import SampleArrays
 from tandem.common.messages import Branch, PromptGroup, SampleScored
+from tandem.common.routed_experts import COLUMN, RoutedExperts
 from tandem.common.tokenizer import Tokenizer
 from tandem.rollout.engine import Completion
 from tandem.rollout.environments import Score
@@ -44,7 +45,11 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 class Session:
     """The exchanges of one episode."""
 
-    def __init__(self, group: PromptGroup, sample: int, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, group: PromptGroup, sample: int, tokenizer: Tokenizer, experts: RoutedExperts | None = None
+    ) -> None:
+        """Begin; `experts` are what the engine says of each token, if it does."""
+        self._experts = experts
         self.group = group
         self.sample = sample
         self.exchanges: list[Exchange] = []
@@ -86,7 +91,7 @@ class Session:
         `version` is that of the weights now, for an episode that has asked for nothing.
         """
         parts = self._branches()
-        arrays = SampleArrays.concatenate([arrays for arrays, _ in parts] or [_sequence(self.group.prompt_ids, [])])
+        arrays = SampleArrays.concatenate([arrays for arrays, _ in parts] or [self._sequence(self.group.prompt_ids)])
         branches = tuple(branch for _, branch in parts)
         made_versions_T = arrays.versions_T[arrays.loss_mask_T] if branches else np.array([version])
         counts = np.bincount(made_versions_T - made_versions_T.min()) * bool(branches)
@@ -152,8 +157,19 @@ class Session:
                 num_made=sum(len(completion.token_ids_T) for _, completion in made),
                 num_tokens=len(token_ids),
             )
-            branches.append((_sequence(token_ids, made), branch))
+            branches.append((self._sequence(token_ids, made, path), branch))
         return branches
+
+    def _sequence(
+        self, token_ids: Sequence[int], made: Sequence[tuple[int, Completion]] = (), path: Sequence[int] = ()
+    ) -> SampleArrays:
+        """Lay out a sequence in which these responses count, each from its place on; `path` are all of it."""
+        arrays = _laid_out(token_ids, made)
+        if self._experts is None:
+            return arrays
+        said = [self.exchanges[number].completion.routed_experts_TX for number in path]
+        routed_TX = self._experts.of_sequence([each for each in said if each is not None], len(token_ids))
+        return msgspec.structs.replace(arrays, columns={COLUMN: routed_TX})
 
     def _path(self, leaf: int) -> list[int]:
         path: list[int] = []
@@ -175,7 +191,7 @@ class Session:
         return "\n---\n".join(texts)
 
 
-def _sequence(token_ids: Sequence[int], made: Sequence[tuple[int, Completion]]) -> SampleArrays:
+def _laid_out(token_ids: Sequence[int], made: Sequence[tuple[int, Completion]]) -> SampleArrays:
     """Lay out a sequence in which these responses count, each from its place on."""
     num_tokens = len(token_ids)
     mask_T = np.zeros(num_tokens, dtype=np.bool_)

@@ -7,12 +7,15 @@ mask of live rows. Everything a step needs is an array; Python objects are touch
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tandem.common.routed_experts import RoutedExperts
 from tandem.rollout.engine import Completion, Request, Tokens
+from tandem.rollout.engines.attention import Prompt
 from tandem.rollout.engines.stopping import StopStrings
 
 NO_TOKEN = -1
@@ -33,7 +36,8 @@ class Sequence:
 class Slots:
     """The state of `num_slots` slots; every array has one row a slot, of which the first `num_running` are live."""
 
-    def __init__(self, num_slots: int, max_length: int) -> None:
+    def __init__(self, num_slots: int, max_length: int, experts: RoutedExperts | None = None) -> None:
+        """All are free; `experts` are what is noted of each token in the cache, if it is."""
         self.num_slots = num_slots
         self.num_running = 0
         self.sequences: list[Sequence] = []
@@ -56,6 +60,10 @@ class Slots:
         self.token_ST = np.zeros((num_slots, max_length), np.int32)
         self.logprob_ST = np.zeros((num_slots, max_length), np.float32)
         self.version_ST = np.zeros((num_slots, max_length), np.int32)
+        self._notes_experts = experts is not None
+        num_bytes = 0 if experts is None else experts.num_bytes
+        self.routed_experts_SLX = np.zeros((num_slots, max_length, num_bytes), np.uint8)
+        """Where the token at each position that is in the cache went."""
 
     def join(self, sequence: Sequence) -> None:
         """Give the sequence the next slot, its prompt counted as cached."""
@@ -97,6 +105,17 @@ class Slots:
                 stopped_R[slot] = True
         return stopped_R
 
+    def route(
+        self, position_R: NDArray[np.int64], prompts: Iterable[Prompt], routed_experts_NX: NDArray[np.uint8]
+    ) -> None:
+        """Note where the tokens of a step went: one of each running slot, and the prompts behind them."""
+        num = len(position_R)
+        self.routed_experts_SLX[np.arange(num), position_R] = routed_experts_NX[:num]
+        for prompt in prompts:
+            slots = slice(prompt.first_slot, prompt.first_slot + prompt.num_slots)
+            its_LX = routed_experts_NX[prompt.start : prompt.start + prompt.length]
+            self.routed_experts_SLX[slots, : prompt.length] = its_LX
+
     def cached_tokens(self, slot: int) -> NDArray[np.int64]:
         """Return the tokens of the slot's sequence whose keys and values are in the cache: all but the newest."""
         num_made = int(self.num_new_S[slot]) - 1
@@ -115,13 +134,15 @@ class Slots:
 
     def completion(self, slot: int, finish_reason: Literal["stop", "length", "abort"]) -> Completion:
         """Copy out what the slot's sequence has made."""
-        tokens = self.made(slot, 0)
+        tokens, request = self.made(slot, 0), self.sequences[slot].request
+        routed_SLX = self.routed_experts_SLX if self._notes_experts and not request.is_guest else None
         return Completion(
-            request_id=self.sequences[slot].request.request_id,
+            request_id=request.request_id,
             token_ids_T=tokens.token_ids_T,
             logprobs_T=tokens.logprobs_T,
             versions_T=tokens.versions_T,
             finish_reason=finish_reason,
+            routed_experts_TX=None if routed_SLX is None else routed_SLX[slot, : self.length_S[slot]].copy(),
         )
 
     def leave(self, slot_F: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

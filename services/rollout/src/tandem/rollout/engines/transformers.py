@@ -12,9 +12,11 @@ import torch
 from numpy.typing import NDArray
 
 from tandem.common.errors import ModelError
+from tandem.common.routed_experts import RoutedExperts
 from tandem.rollout.engine import Completion, Request, Tokens
 from tandem.rollout.engines.attention import KeyValueCache, Prompt, Step
 from tandem.rollout.engines.refitted import RefittedEngine
+from tandem.rollout.engines.routing import RoutingRecord
 from tandem.rollout.engines.sampling import draw, uniforms
 from tandem.rollout.engines.skeleton import load_skeleton, weights_of
 from tandem.rollout.engines.slots import Sequence, Slots
@@ -40,11 +42,13 @@ class TransformersEngine(RefittedEngine):
         dtype: Literal["float32", "bfloat16"],
         num_threads: int | None = None,
         with_weights: bool = False,
+        experts: RoutedExperts | None = None,
     ) -> None:
         """Build the model of `model_folder` without weights, or with those in the folder as version 0.
 
         `num_slots` sequences run at once, each of at most `max_total_sequence_length` tokens, prompt included.
-        `num_threads` sets the threads of this process (None leaves them). Raises `ModelError`.
+        `num_threads` sets the threads of this process (None leaves them). With `experts`, completions say where their
+        tokens went. Raises `ModelError`.
         """
         if num_threads is not None:
             torch.set_num_threads(num_threads)
@@ -53,7 +57,8 @@ class TransformersEngine(RefittedEngine):
         length_key = "policy.max_total_sequence_length"
         super().__init__(model_folder, weights_of(self._model), max_total_sequence_length, length_key)
         self._cache = KeyValueCache(num_slots, max_total_sequence_length)
-        self._slots = Slots(num_slots, max_total_sequence_length)
+        self._slots = Slots(num_slots, max_total_sequence_length, experts)
+        self._routing = None if experts is None else RoutingRecord(self._model, experts)
         self._queue: deque[Sequence] = deque()
         self._num_arrived = 0
         self._has_stale_keys = False
@@ -233,7 +238,10 @@ class TransformersEngine(RefittedEngine):
                 slot_step=step,
             )
             logits_KV: torch.Tensor = output.logits[0]
-            return logits_KV
+        if self._routing is not None:
+            position_R = np.concatenate(position_parts)[: step.num_running]
+            self._slots.route(position_R, step.prompts, self._routing.take())
+        return logits_KV
 
     def _plan(self, length_R: NDArray[np.int64], prompts: tuple[Prompt, ...]) -> Step:
         num = len(length_R)

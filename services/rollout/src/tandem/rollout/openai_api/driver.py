@@ -240,6 +240,7 @@ def _last_chunk(completion: Completion, start: int) -> Chunk:
         logprobs=completion.logprobs_T[start:].tolist(),
         versions=completion.versions_T[start:].tolist(),
         finish_reason=completion.finish_reason,
+        routed_experts_TX=completion.routed_experts_TX,
     )
 
 

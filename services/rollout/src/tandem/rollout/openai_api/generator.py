@@ -7,6 +7,8 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Literal, Protocol
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from tandem.common.config.schema.generation import ToolCallParser
 from tandem.common.messages import SamplingParameters
@@ -25,6 +27,8 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     """Weight version that made each token."""
     finish_reason: Literal["stop", "length"] | None = None
     """In the last chunk, and in no other. A token that ends the response is one of its tokens."""
+    routed_experts_TX: NDArray[np.uint8] | None = None
+    """Of the whole sequence, as `tandem.rollout.engine.Completion` has it; in the last chunk alone."""
 
 
 class Generator(Protocol):

@@ -22,6 +22,7 @@ from tandem.common.config import Config
 from tandem.common.config.schema.adapters import LoraCfg
 from tandem.common.errors import CheckpointError, ConfigError, ModelError, TrainingError
 from tandem.common.lora import is_adapter, tensor_name
+from tandem.common.routed_experts import replayed_experts
 from tandem.common.tokenizer import load_tokenizer
 from tandem.trainer import adapter_files, checkpoints, context, policy_files
 from tandem.trainer.attention import prepare_to_pack, prepare_to_share
@@ -41,6 +42,7 @@ from tandem.trainer.models import (
 from tandem.trainer.offload import Offloaded, state_of
 from tandem.trainer.optimizers import advance, make_optimizer, make_scheduler
 from tandem.trainer.packing import MicroBatch
+from tandem.trainer.routing import RoutingReplay
 from tandem.trainer.scoring import Scores
 
 
@@ -97,8 +99,14 @@ class HeldModel:
         temperature = config.scoring_temperature
         if self.name == "teacher" and config.topk_logits_k:
             return TopScorer(model, temperature, num=config.topk_logits_k, linear_head=linear_head, context=group)
-        learns = config.learns_entropy
-        return TokenScorer(model, temperature, linear_head=linear_head, context=group, learns_entropy=learns)
+        return TokenScorer(
+            model,
+            temperature,
+            linear_head=linear_head,
+            context=group,
+            learns_entropy=config.learns_entropy,
+            replay=self._replay(model),
+        )
 
     def start(self, checkpoint: Path | None) -> None:
         """Make the optimizer and its schedule, as a checkpoint has them. Collective. Raises `CheckpointError`."""
@@ -268,6 +276,13 @@ class HeldModel:
         if wants_prompts and reason is not None and self.is_trained and dist.get_rank() == 0:
             print(f"{section}.share_prompts has no effect: {reason}", flush=True)
         return wants_prompts and reason is None
+
+    def _replay(self, model: Any) -> RoutingReplay | None:
+        """Have the model's tokens go where an engine sent them, if they are to. Raises `ModelError` if they cannot."""
+        if replayed_experts(self._config, self.name) is None:
+            return None
+        tensor, is_cut = self._ranks.tensor, self._settings.dtensor_cfg.sequence_parallel
+        return RoutingReplay(model, (tensor.get_local_rank(), tensor.size()) if is_cut else (0, 1))
 
     def _communicate(self, *, last: bool) -> None:
         """Reduce gradients once an optimizer step, where host memory can hold them whole until then."""

@@ -15,6 +15,7 @@ from tandem.common.config.checks import (
     parallelism,
     paths,
     reward_model,
+    router_replay,
     run,
 )
 from tandem.common.config.checks.rule import Rule
@@ -36,6 +37,7 @@ RULES: tuple[Rule, ...] = (
     *run.RULES,
     *cluster.RULES,
     *generation.RULES,
+    *router_replay.RULES,
 )
 """Of all algorithms. Checked in this order, and those that the algorithm's declaration lists last."""
 

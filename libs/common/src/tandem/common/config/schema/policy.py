@@ -176,7 +176,8 @@ class RouterReplay(Section, frozen=True, kw_only=True):
     """Whether trainers send tokens to the experts that the engine sent them to (arXiv:2510.11370)."""
 
     enabled: bool = False
-    """Replay the engine's routing."""
+    """Replay the engine's routing, in training and for the previous and reference log-probabilities. Of `policy`, a
+    mixture of experts; samples have a byte more for each expert of each token and layer, two from 256 experts on."""
 
 
 class RewardModelCfg(Section, frozen=True, kw_only=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,11 +11,13 @@ import numpy as np
 
 from tandem.common.config.schema.generation import VllmCfg
 from tandem.common.errors import ModelError, TandemError
+from tandem.common.routed_experts import Bytes, RoutedExperts
 from tandem.common.vllm_arguments import check_arguments
 from tandem.rollout.engine import Completion, Request, Tokens
 from tandem.rollout.engines.refitted import NoRefits, RefittedEngine
 from tandem.rollout.engines.stopping import StopStrings
 from tandem.rollout.engines.vllm import float8, insides
+from tandem.rollout.engines.vllm.routing import ASKED
 from tandem.rollout.engines.vllm.workers import Workers
 
 _CACHE_BYTES = 2**30
@@ -36,6 +38,11 @@ class _Sequence(msgspec.Struct):
     logprobs: list[float] = []
     versions: list[int] = []
 
+    @property
+    def num_computed(self) -> int:
+        """Tokens that the engine has computed: all but the one that was made last; none before the first is."""
+        return len(self.request.prompt_ids) + len(self.token_ids) - 1 if self.token_ids else 0
+
     def made(self, start: int) -> Tokens:
         return Tokens(
             token_ids_T=np.array(self.token_ids[start:], np.int32),
@@ -43,7 +50,7 @@ class _Sequence(msgspec.Struct):
             versions_T=np.array(self.versions[start:], np.int32),
         )
 
-    def completion(self, finish_reason: FinishReason) -> Completion:
+    def completion(self, finish_reason: FinishReason, routed_TX: Bytes | None = None) -> Completion:
         tokens = self.made(0)
         return Completion(
             request_id=self.request.request_id,
@@ -51,6 +58,7 @@ class _Sequence(msgspec.Struct):
             logprobs_T=tokens.logprobs_T,
             versions_T=tokens.versions_T,
             finish_reason=finish_reason,
+            routed_experts_TX=routed_TX,
         )
 
 
@@ -69,6 +77,7 @@ class VllmEngine(RefittedEngine):
         *,
         extra: Mapping[str, Any] | None = None,
         with_weights: bool = False,
+        experts: RoutedExperts | None = None,
     ) -> None:
         """Start vLLM with the model of `model_folder`; needs `insides.prepare_environment` first.
 
@@ -77,6 +86,7 @@ class VllmEngine(RefittedEngine):
             settings: ``policy.generation.vllm_cfg``.
             extra: further arguments of vLLM's, ``policy.generation.vllm_kwargs``.
             with_weights: have vLLM load the folder's weights, as version 0; there are no refits then.
+            experts: of the model, where completions are to say where their tokens went.
 
         Raises:
             ModelError: this release of vLLM is unknown, or it refuses the model or an argument.
@@ -89,6 +99,10 @@ class VllmEngine(RefittedEngine):
             if settings.precision == float8.PRECISION:
                 raise ModelError("weights in float8 are made by refits: vLLM cannot load them from a folder")
             arguments["load_format"] = "safetensors"
+        self._experts = experts
+        if experts is not None:
+            own = {ASKED: [experts.num_layers, experts.top_k]}
+            arguments["additional_config"] = {**arguments.get("additional_config", {}), **own}
         self._llm = insides.Llm(arguments)
         try:
             self._workers = None if with_weights else Workers(self._llm)
@@ -159,7 +173,8 @@ class VllmEngine(RefittedEngine):
         finished.sort(key=lambda one: one[0].arrival)
         for sequence, _ in finished:
             del self._sequences[sequence.request.request_id]
-        return [sequence.completion(reason) for sequence, reason in finished]
+        routed = self._routed([sequence for sequence, _ in finished])
+        return [sequence.completion(reason, routed.get(sequence.request.request_id)) for sequence, reason in finished]
 
     def made(self, starts: Mapping[int, int]) -> dict[int, Tokens]:
         """Return what running requests have made from these tokens on, by id."""
@@ -172,8 +187,9 @@ class VllmEngine(RefittedEngine):
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
             return None
+        routed = self._routed([sequence])
         self._llm.engine.abort_request([str(request_id)])
-        return sequence.completion("abort")
+        return sequence.completion("abort", routed.get(request_id))
 
     def recompute_caches(self) -> None:
         """Have sequences that run compute all their keys and values anew, before their next token."""
@@ -199,6 +215,20 @@ class VllmEngine(RefittedEngine):
         self._weights.close()
         self._sequences.clear()
         self._llm.close()
+
+    def _routed(self, sequences: Iterable[_Sequence]) -> dict[int, Bytes]:
+        """Return where the tokens of requests went, which workers know until the next step; not of guests."""
+        asked = [each for each in sequences if each.num_computed and not each.request.is_guest]
+        if self._experts is None or not asked:
+            return {}
+        layers, top_k = self._experts.num_layers, self._experts.top_k
+        found = {}
+        said = self._llm.ask("routed", {str(each.request.request_id): each.num_computed for each in asked})
+        for each, of_workers in zip(asked, zip(*said, strict=True), strict=True):
+            experts = [np.frombuffer(worker, np.int16).reshape(-1, layers, top_k) for worker in of_workers]
+            # Stages of a pipeline know their own layers, and nothing, -1, of others.
+            found[each.request.request_id] = self._experts.encode(np.maximum.reduce(experts))
+        return found
 
     def _take_weights(self) -> None:
         """Pack what CPUs multiply by anew, and forget cached keys and values."""

@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import functools
 import mmap
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -21,6 +21,7 @@ from tandem.refit.adapters.vllm import Vllm
 from tandem.refit.digests.comparison import to_bytes
 from tandem.refit.digests.task import DigestTask, Sampling
 from tandem.rollout.engines.vllm import float8
+from tandem.rollout.engines.vllm.routing import ASKED, Routes
 from tandem.rollout.engines.vllm.weights import weights_of
 
 if TYPE_CHECKING:
@@ -70,6 +71,9 @@ class Part:
         self._packed = packed
         self._rank = rank
         self._weights: Weights | None = None
+        sizes = runner.vllm_config.additional_config.get(ASKED)
+        self.routes = None if sizes is None else Routes(runner, *sizes)
+        """Where tokens went; None where nobody asks."""
         self._digest: DigestTask | None = None
 
     def parameters(self) -> dict[str, torch.Tensor]:
@@ -148,6 +152,11 @@ class Part:
         """Take the memory again, on a CPU as it is written; caches are empty."""
         if self._sleeper is not None:
             self._sleeper.wake_up()
+
+    def routed(self, num_tokens: Mapping[str, int]) -> list[bytes]:
+        """Return where so many tokens of requests went: see `Routes.of`."""
+        assert self.routes is not None, "asked only where the engine was told to say so"
+        return self.routes.of(num_tokens)
 
     def close(self) -> None:
         """Let go of the program, and leave all meshes."""

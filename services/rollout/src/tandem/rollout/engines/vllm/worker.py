@@ -71,6 +71,13 @@ class Worker(VllmWorker):  # type: ignore[misc]
                 batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
             )
 
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        """See vLLM's."""
+        output = super().execute_model(scheduler_output, *args, **kwargs)
+        if self.part.routes is not None:
+            self.part.routes.keep(scheduler_output.total_num_scheduled_tokens)
+        return output
+
     def ask_part(self, method: str, *args: Any) -> Answer:
         """Call a method of the part."""
         try:

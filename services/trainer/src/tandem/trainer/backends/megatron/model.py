@@ -18,6 +18,7 @@ from tandem.common.config.schema import Model
 from tandem.refit.adapters.geometry import SCALAR_HEAD, biased_projections
 from tandem.trainer.backends.megatron.architecture import embedding_arguments, geometry_in
 from tandem.trainer.backends.megatron.layers import layers_of
+from tandem.trainer.backends.megatron.routing import replay_routes
 from tandem.trainer.backends.megatron.settings import VOCABULARY_DIVISOR, Settings
 
 
@@ -111,6 +112,8 @@ def build_chunks(
             vp_stage=stage,
             **embedding_arguments(model),
         )
+        if section.router_replay.enabled:
+            replay_routes(chunk)
         _mark(chunk, freezes_routers=section.megatron_cfg.freeze_moe_router)
         chunks.append(chunk)
     return chunks

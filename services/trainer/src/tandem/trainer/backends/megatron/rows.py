@@ -12,11 +12,12 @@ import msgspec
 import numpy as np
 import torch
 import torch.nn.functional as F
-from megatron.core.packed_seq_params import PackedSeqParams
 
+from tandem.trainer.backends.megatron.routing import RoutedSequences
 from tandem.trainer.context import as_row, tokens_of_share
 from tandem.trainer.packed import PackedRow
 from tandem.trainer.packing import MicroBatch
+from tandem.trainer.routing import of_row
 
 
 class Row(msgspec.Struct, frozen=True, eq=False):
@@ -26,8 +27,8 @@ class Row(msgspec.Struct, frozen=True, eq=False):
     """What is scored; None for a row that only keeps a schedule full."""
     token_ids_1M: torch.Tensor
     position_ids_1M: torch.Tensor
-    sequences: PackedSeqParams
-    """Where the sequences of the whole row begin and end."""
+    sequences: RoutedSequences
+    """Where the sequences of the whole row begin and end, and where this rank's tokens go."""
     predictor_L: torch.Tensor
     """Tokens of this rank that predict counted ones."""
     counted_L: torch.Tensor
@@ -64,6 +65,7 @@ def _extended(row: PackedRow, num_tokens: int) -> PackedRow:
         position_ids_1N=F.pad(row.position_ids_1N, (0, missing)),
         lengths=(*row.lengths, missing),
         predictor_K=row.predictor_K,
+        source_N=F.pad(row.source_N, (0, missing), value=-1),
     )
 
 
@@ -71,11 +73,20 @@ def _share(batch: MicroBatch, row: PackedRow, rank: int, size: int) -> Row:
     device = row.token_ids_1N.device
     bounds = torch.tensor([0, *np.cumsum(row.lengths)], dtype=torch.int32, device=device)
     longest = max(row.lengths)
-    sequences = PackedSeqParams("thd", bounds, bounds, max_seqlen_q=longest, max_seqlen_kv=longest)
-    if size == 1:
+    mine_M = torch.from_numpy(tokens_of_share(row.lengths, rank, size)).to(device) if size > 1 else None
+    source_M = row.source_N if mine_M is None else row.source_N[mine_M]
+    experts_BTLK = batch.routed_experts_BTLK
+    sequences = RoutedSequences(
+        "thd",
+        bounds,
+        bounds,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        routed_experts_MLK=None if experts_BTLK is None else of_row(experts_BTLK, source_M)[0],
+    )
+    if mine_M is None:
         counted_L = torch.arange(len(row.predictor_K), device=device)
         return Row(batch, row.token_ids_1N, row.position_ids_1N, sequences, row.predictor_K, counted_L)
-    mine_M = torch.from_numpy(tokens_of_share(row.lengths, rank, size)).to(device)
     number_N = torch.full((sum(row.lengths),), -1, device=device)
     number_N[mine_M] = torch.arange(len(mine_M), device=device)
     predictor_K = number_N[row.predictor_K]

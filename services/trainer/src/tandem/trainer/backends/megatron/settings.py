@@ -71,7 +71,7 @@ def settings_of(config: Config, model: Mapping[str, Any], num_ranks: int, name: 
     transformer = _transformer(section, model, notices)
     optimizer = _optimizer(section, transformer, notices)
     data_parallel = _data_parallel(section, optimizer, notices)
-    place = f"{'value' if name == 'value' else 'policy'}.megatron_cfg."
+    place = f"{'policy' if name == 'reference' else name}.megatron_cfg."
     ranks_a_replica = (
         transformer.tensor_model_parallel_size
         * transformer.pipeline_model_parallel_size
@@ -126,12 +126,12 @@ def _transformer(section: schema.Model, model: Mapping[str, Any], notices: list[
         # The loss is a sum over everything already: gradients are added up over ranks, never averaged.
         "calculate_per_token_loss": True,
     }
-    _set_right(arguments, has_experts=has_experts, notices=notices)
+    _set_right(arguments, has_experts=has_experts, replays=section.router_replay.enabled, notices=notices)
     made = MLATransformerConfig if arguments.get("multi_latent_attention") else TransformerConfig
     return made(**arguments)
 
 
-def _set_right(arguments: dict[str, Any], *, has_experts: bool, notices: list[str]) -> None:
+def _set_right(arguments: dict[str, Any], *, has_experts: bool, replays: bool, notices: list[str]) -> None:
     """Change what Megatron-Core would take, and give wrong numbers or an error much later."""
 
     def set_(key: str, value: object, why: str) -> None:
@@ -139,6 +139,8 @@ def _set_right(arguments: dict[str, Any], *, has_experts: bool, notices: list[st
             notices.append(f"{key} is {value}, not {arguments[key]}: {why}")
         arguments[key] = value
 
+    if replays:
+        set_("moe_router_fusion", False, "the kernel chooses experts itself, and policy.router_replay gives them")
     has_tensor_ranks = arguments["tensor_model_parallel_size"] > 1
     if arguments["sequence_parallel"] and not has_tensor_ranks:
         set_("sequence_parallel", False, "it needs tensor_model_parallel_size above 1")

@@ -1,0 +1,36 @@
+"""Where the embedded engine's tokens went: the experts that routers chose in its last forward pass.
+
+Shapes: ``N`` tokens of a pass, ``L`` layers, ``K`` experts a token, ``X`` bytes of the column of samples.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tandem.common.routed_experts import Bytes, RoutedExperts
+from tandem.common.routers import intercept
+
+
+class RoutingRecord:
+    """Listens to the routers of one model. Raises `ModelError` for a model that has none."""
+
+    def __init__(self, model: torch.nn.Module, experts: RoutedExperts) -> None:
+        """Begin to listen; `experts` are what samples of the model say of each token."""
+        self._experts = experts
+        self._chosen: dict[int, torch.Tensor] = {}
+        """By layer, ``[N, K]``."""
+        intercept(model, self._note)
+
+    def take(self) -> Bytes:
+        """Return the column of the tokens of the last pass."""
+        first_NK = next(iter(self._chosen.values()))
+        size = len(first_NK), self._experts.num_layers, self._experts.top_k
+        experts_NLK = torch.full(size, -1, dtype=torch.int32, device=first_NK.device)
+        for layer, chosen_NK in self._chosen.items():
+            experts_NLK[:, layer] = chosen_NK
+        self._chosen.clear()
+        return self._experts.encode(experts_NLK.cpu().numpy())
+
+    def _note(self, layer: int, chosen_NK: torch.Tensor) -> torch.Tensor:
+        self._chosen[layer] = chosen_NK
+        return chosen_NK

@@ -1,0 +1,99 @@
+"""Where the tokens of a vLLM worker went: what its routers chose, kept by the slots of the key-value cache.
+
+A token whose keys and values are cached, as those of a prompt that several requests share, is not computed again; the
+slot that has them has its experts as well. vLLM's own way (``enable_return_routed_experts``) is for GPUs only.
+
+Shapes: ``N`` tokens of a step, ``S`` slots of the cache, ``T`` tokens of a request; ``L`` layers of the whole model,
+``O`` of this worker with experts, ``K`` experts a token.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tandem.common.errors import ModelError
+
+ASKED = "tandem_routed_experts"
+"""Key of vLLM's ``additional_config`` that has the layers of the model and the experts of a token."""
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+class Routes:
+    """Of one worker. Before graphs are captured: what routers choose is copied by an operation of the graph."""
+
+    def __init__(self, runner: Any, num_layers: int, top_k: int) -> None:
+        """Listen to the routers of a model runner's model. Raises `ModelError` if it has none of vLLM's kind."""
+        self._runner = runner
+        self._num_layers, self._top_k = num_layers, top_k
+        routers = _routers_of(runner.get_model())
+        self._layers = tuple(routers)
+        num_tokens = runner.vllm_config.scheduler_config.max_num_batched_tokens
+        self._chosen_NOK = torch.full((num_tokens, len(routers), top_k), -1, dtype=torch.int32, device=runner.device)
+        """Of the tokens of the last step."""
+        self._kept_SOK: NDArray[np.int16] | None = None
+        for place, router in enumerate(routers.values()):
+            router.set_capture_fn(functools.partial(self._note, place))
+
+    def keep(self, num_tokens: int) -> None:
+        """Keep where the tokens of the step went that has just been computed. Raises `ModelError`."""
+        if not num_tokens:
+            return
+        if self._kept_SOK is None:
+            self._kept_SOK = np.full((self._num_slots(), len(self._layers), self._top_k), -1, dtype=np.int16)
+        slot_N = self._runner.input_batch.block_table[0].slot_mapping.gpu[:num_tokens].cpu().numpy()
+        chosen_NOK = self._chosen_NOK[:num_tokens].cpu().numpy()
+        if chosen_NOK.min() < 0:
+            raise ModelError("policy.router_replay: vLLM's kernel for experts does not say which it chose")
+        self._kept_SOK[slot_N] = chosen_NOK
+
+    def of(self, num_tokens: Mapping[str, int]) -> list[bytes]:
+        """Return where so many tokens of requests went, ``[T, L, K]`` of int16 each; -1 for layers of other workers."""
+        return [self._of(request, number).tobytes() for request, number in num_tokens.items()]
+
+    def _of(self, request: str, num_tokens: int) -> NDArray[np.int16]:
+        assert self._kept_SOK is not None, "a step was computed"
+        experts_TLK = np.full((num_tokens, self._num_layers, self._top_k), -1, dtype=np.int16)
+        position_T = np.arange(num_tokens)
+        blocks, size = np.array(self._state(request).block_ids[0]), self._block_size()
+        slot_T = blocks[position_T // size] * size + position_T % size
+        experts_TLK[:, self._layers] = self._kept_SOK[slot_T]
+        return experts_TLK
+
+    def _state(self, request: str) -> Any:
+        """Return what the runner knows of a request: to its name vLLM may have added something."""
+        known = self._runner.requests
+        return next(known[name] for name in known if name == request or name.startswith(f"{request}-"))
+
+    def _block_size(self) -> int:
+        groups = self._runner.kv_cache_config.kv_cache_groups
+        if len(groups) != 1:
+            raise ModelError("policy.router_replay: vLLM caches keys of this model's layers in several ways")
+        return int(groups[0].kv_cache_spec.block_size)
+
+    def _num_slots(self) -> int:
+        return int(self._runner.kv_cache_config.num_blocks) * self._block_size()
+
+    def _note(self, place: int, chosen_NK: torch.Tensor) -> None:
+        self._chosen_NOK[: len(chosen_NK), place] = chosen_NK
+
+
+def _routers_of(model: torch.nn.Module) -> dict[int, Any]:
+    """Return the routers of a worker's layers."""
+    found = {}
+    for name, module in model.named_modules():
+        layer, router = _LAYER.search(f"{name}."), getattr(module, "router", None)
+        if layer is not None and hasattr(router, "set_capture_fn"):
+            found[int(layer[1])] = router
+    if not found:
+        raise ModelError(
+            f"policy.router_replay: vLLM's {type(model).__name__} has no routers that say what they choose"
+        )
+    return found
