@@ -77,6 +77,13 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         {"dtensor_cfg": {"sequence_parallel": True}},
     ),
     "two context-parallel ranks": (2, {"dtensor_cfg": {"context_parallel_size": 2}}, {}),
+    "two ranks, tensor-parallel values": (2, {}, {"dtensor_cfg": {"tensor_parallel_size": 2}}),
+    "two tensor-parallel ranks, packed values of their own": (
+        2,
+        {"dtensor_cfg": {"tensor_parallel_size": 2}},
+        {"dtensor_cfg": {"tensor_parallel_size": 1}, **PACKED},
+    ),
+    "two packed ranks, values one by one": (2, PACKED, ONE_BY_ONE),
     "Megatron-Core, two ranks": (2, {"megatron_cfg": MEGATRON}, {"megatron_cfg": LEARNS}),
     "Megatron-Core, two stages, packed values": (
         2,

@@ -51,8 +51,7 @@ def test_it_travels_and_is_written_whole() -> None:
     [
         (
             {"value": {"dtensor_cfg": {"tensor_parallel_size": 2}}},
-            "value.dtensor_cfg.tensor_parallel_size: 2, but policy.dtensor_cfg.tensor_parallel_size is 1: they must be "
-            "equal",
+            "cluster.trainers: 1 is not a multiple of 2, the product of value.dtensor_cfg.tensor_parallel_size (2)",
         ),
         (
             {"value": {"train_global_batch_size": 8}},

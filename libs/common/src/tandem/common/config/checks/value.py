@@ -12,7 +12,6 @@ from tandem.common.config.problem import Invalid, Problems, shown
 from tandem.common.config.schema import Config, Model
 
 _SHARED = ("train_global_batch_size", "max_total_sequence_length", "megatron_cfg.enabled")
-_DTENSOR = ("dtensor_cfg.tensor_parallel_size", "dtensor_cfg.context_parallel_size")
 _MEGATRON = (
     "megatron_cfg.tensor_model_parallel_size",
     "megatron_cfg.pipeline_model_parallel_size",
@@ -21,7 +20,8 @@ _MEGATRON = (
     "megatron_cfg.expert_model_parallel_size",
     "megatron_cfg.expert_tensor_parallel_size",
 )
-"""Keys of ``value`` that must be what they are of ``policy``: both see the same tokens, cut up in the same way."""
+"""Keys of ``value`` that must be what they are of ``policy``: both see the same batches, and Megatron-Core divides the
+ranks once for all models."""
 
 
 def there_is_a_value_model(config: Config) -> None:
@@ -31,8 +31,8 @@ def there_is_a_value_model(config: Config) -> None:
 
 
 def it_sees_what_the_policy_sees(config: Config) -> None:
-    """Each rank has the same sequences for both."""
-    for key in (*_SHARED, *(_MEGATRON if config.policy.megatron_cfg.enabled else _DTENSOR)):
+    """Both learn from the same batches, on the same ranks."""
+    for key in (*_SHARED, *(_MEGATRON if config.policy.megatron_cfg.enabled else ())):
         own, policys = (_at(getattr(config, name), key) for name in ("value", "policy"))
         if own != policys:
             raise Invalid(f"value.{key}", f"{shown(own)}, but policy.{key} is {shown(policys)}: they must be equal")
@@ -46,9 +46,10 @@ def its_section_is_whole(config: Config) -> None:
     own = {name: getattr(config.value, name) for name in Model.__struct_fields__}
     as_policy = msgspec.structs.replace(config, policy=msgspec.structs.replace(config.policy, **own))
     problems = Problems()
-    for rule in (*model.RULES, *megatron.RULES, *parallelism.RULES, *dtensor.RULES, *batches.RULES):
-        with problems.collected():
-            rule(as_policy)
+    for rules in ((*model.RULES, *megatron.RULES, *parallelism.RULES, *dtensor.RULES), batches.RULES):
+        for rule in () if problems.found else rules:  # a batch is divided by whole replicas
+            with problems.collected():
+                rule(as_policy)
     problems.found = [Invalid(_of_value(problem.key), _of_value(problem.text)) for problem in problems.found]
     problems.complain()
 
