@@ -219,6 +219,21 @@ def test_models_that_megatron_core_trains_are_resumed_to_the_bit(model: Path, tm
     assert tensors_of(tmp_path / "step_3") == kept
 
 
+def test_a_resumed_run_may_divide_the_ranks_otherwise_for_each_model(
+    model: Path, plain: PlainPpo, tmp_path: Path
+) -> None:
+    tensor_parallel = {"dtensor_cfg": {"tensor_parallel_size": 2}}
+    first, then = (
+        ppo_config(model, policy, value, 2)
+        for policy, value in (({}, tensor_parallel), (tensor_parallel, {"dtensor_cfg": {"tensor_parallel_size": 1}}))
+    )
+    run_ranks(2, train_steps, first, BATCHES[:2], tmp_path)
+    run_ranks(2, train_steps, then, BATCHES[2:], tmp_path, 3)
+    saved = tmp_path / "step_3"
+    assert_same_weights(transformers.AutoModelForCausalLM.from_pretrained(saved / "policy"), plain.policy)
+    assert_same_weights(transformers.AutoModelForTokenClassification.from_pretrained(saved / "value"), plain.value)
+
+
 def tensors_of(checkpoint: Path) -> dict[tuple[Path, str], bytes]:
     """Every tensor of a checkpoint, to the bit, by its file and its name."""
     return {
