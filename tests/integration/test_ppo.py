@@ -77,6 +77,13 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         {"dtensor_cfg": {"sequence_parallel": True}},
     ),
     "two context-parallel ranks": (2, {"dtensor_cfg": {"context_parallel_size": 2}}, {}),
+    "two ranks, tensor-parallel values": (2, {}, {"dtensor_cfg": {"tensor_parallel_size": 2}}),
+    "two tensor-parallel ranks, packed values of their own": (
+        2,
+        {"dtensor_cfg": {"tensor_parallel_size": 2}},
+        {"dtensor_cfg": {"tensor_parallel_size": 1}, **PACKED},
+    ),
+    "two packed ranks, values one by one": (2, PACKED, ONE_BY_ONE),
     "Megatron-Core, two ranks": (2, {"megatron_cfg": MEGATRON}, {"megatron_cfg": LEARNS}),
     "Megatron-Core, two stages, packed values": (
         2,
@@ -210,6 +217,21 @@ def test_models_that_megatron_core_trains_are_resumed_to_the_bit(model: Path, tm
     resumed = run_ranks(2, train_steps, config, BATCHES[2:], tmp_path, 3)[0]
     assert resumed == whole[2:]
     assert tensors_of(tmp_path / "step_3") == kept
+
+
+def test_a_resumed_run_may_divide_the_ranks_otherwise_for_each_model(
+    model: Path, plain: PlainPpo, tmp_path: Path
+) -> None:
+    tensor_parallel = {"dtensor_cfg": {"tensor_parallel_size": 2}}
+    first, then = (
+        ppo_config(model, policy, value, 2)
+        for policy, value in (({}, tensor_parallel), (tensor_parallel, {"dtensor_cfg": {"tensor_parallel_size": 1}}))
+    )
+    run_ranks(2, train_steps, first, BATCHES[:2], tmp_path)
+    run_ranks(2, train_steps, then, BATCHES[2:], tmp_path, 3)
+    saved = tmp_path / "step_3"
+    assert_same_weights(transformers.AutoModelForCausalLM.from_pretrained(saved / "policy"), plain.policy)
+    assert_same_weights(transformers.AutoModelForTokenClassification.from_pretrained(saved / "value"), plain.value)
 
 
 def tensors_of(checkpoint: Path) -> dict[tuple[Path, str], bytes]:

@@ -118,6 +118,19 @@ def test_like_lengths_share_padded_rows_and_scoring_takes_more_of_them() -> None
     assert rank.scoring([range(6)]) == [(2, 4), (1, 5, 3, 0)]
 
 
+def test_where_another_model_is_packed_ranks_with_more_sequences_do_not_wait_for_more_micro_batches() -> None:
+    """Whoever is batched by tokens decides who has which sequences; for the other these are unequal numbers."""
+    lengths_S = np.array([12, 3, 3, 3, 3], dtype=np.int32)
+    shares = assign_by_tokens(range(5), lengths_S.astype(np.int64), 2)
+    assert sorted(map(len, shares)) == [1, 4]
+    rank_S = np.array([int(row in shares[1]) for row in range(5)])
+    policy = policy_of("sequences", size=2)
+    batchings = [Batching(policy, lengths_S, rank_S, rank=rank, num_ranks=2) for rank in range(2)]
+    for groups in ([each.training(range(5)) for each in batchings], [each.scoring([range(5)]) for each in batchings]):
+        assert [len(group) for group in groups] == [2, 2]
+        assert sorted(row for group in groups for row in rows_of(group)) == [0, 1, 2, 3, 4]
+
+
 def test_a_rank_without_sequences_takes_part_with_empty_rows() -> None:
     for mode in MODES:
         groups = [rank.training(range(2)) for rank in ranks_of(policy_of(mode), [40, 40], 3)]

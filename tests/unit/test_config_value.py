@@ -44,6 +44,10 @@ def test_it_travels_and_is_written_whole() -> None:
         "value.max_grad_norm"
     ]
     assert resume_differences(config, ppo(value={"train_micro_batch_size": 8}, ppo={"max_num_steps": 3})) == []
+    sharded = {"dtensor_cfg": {"tensor_parallel_size": 2}}
+    resharded = ppo(sharded, value={"train_micro_batch_size": 8}, cluster={"trainers": 2})
+    assert resharded.settings_of("value").dtensor_cfg.tensor_parallel_size == 2
+    assert resume_differences(config, resharded) == []
 
 
 @pytest.mark.parametrize(
@@ -51,8 +55,7 @@ def test_it_travels_and_is_written_whole() -> None:
     [
         (
             {"value": {"dtensor_cfg": {"tensor_parallel_size": 2}}},
-            "value.dtensor_cfg.tensor_parallel_size: 2, but policy.dtensor_cfg.tensor_parallel_size is 1: they must be "
-            "equal",
+            "cluster.trainers: 1 is not a multiple of 2, the product of value.dtensor_cfg.tensor_parallel_size (2)",
         ),
         (
             {"value": {"train_global_batch_size": 8}},

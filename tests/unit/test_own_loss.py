@@ -71,6 +71,13 @@ def test_it_takes_the_place_of_the_algorithms_own(beside: Any, algorithm: str) -
     assert float(loss.report.sums[0]) == pytest.approx(float(CURRENT_BT[MASK_BT].sum()))
 
 
+def test_of_a_reward_model_it_is_given_the_scores(beside: Any) -> None:
+    text = LOSS.format(value="scores.values.sum() * self.scale").replace("scores.logprobs)", "scores.values)")
+    try_out(config_of(f"{beside(text)}.Own", "rm"))
+    with pytest.raises(ConfigError, match="'TokenValues' object has no attribute 'logprobs'"):
+        try_out(config_of(f"{beside(LOSS.format(value=SUM))}.Own", "rm"))
+
+
 def test_without_one_the_algorithms_own_is_made() -> None:
     assert isinstance(make_loss(config_of(None), COUNTS, CPU), PolicyGradientLoss)
     try_out(config_of(None))

@@ -39,6 +39,21 @@ class Writing(NamedTuple):
     """Why training had to wait until all was written; empty if a thread writes a copy."""
 
 
+class Replicas(msgspec.Struct, frozen=True, kw_only=True):
+    """How one model divides the ranks: each replica sees sequences of its own."""
+
+    sizes: tuple[int, ...]
+    """Parallel sizes; models for which they are equal divide the ranks in the same way."""
+    rank: int
+    """This rank's replica."""
+    size: int
+    """Replicas."""
+    sequence_divisor: int
+    """The width of padded rows, and the length of every segment of a packed one, must be a multiple of this."""
+    sum: Callable[[torch.Tensor], torch.Tensor]
+    """Adds a float64 tensor over the replicas."""
+
+
 class Backend(Protocol):
     """The models that a rank holds: the policy, what else the algorithm's declaration names, and their optimizers."""
 
@@ -69,6 +84,10 @@ class Backend(Protocol):
         Position ``t`` holds what it says of token ``t`` given the tokens before it, a language model at the sampling
         temperature; positions whose token does not count in the loss hold zero.
         """
+        ...
+
+    def replicas(self, model: Model) -> Replicas:
+        """Return how a model divides the ranks; the policy as `data_parallel_rank` and its like say."""
         ...
 
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:

@@ -93,9 +93,8 @@ class Batching:
     def _equal_share(self, rows: Sequence[int]) -> list[int]:
         """Return those of this rank, filled up with empty rows to as many as every rank takes."""
         share = self._share(rows, self._rank)
-        size = -(-len(rows) // (self._unit * self._num_ranks))
         # Sequences of one teacher are not shared out evenly.
-        size = max(size, *(len(self._share(rows, rank)) for rank in range(self._num_ranks)))
+        size = max(len(self._share(rows, rank)) for rank in range(self._num_ranks))
         return share + [EMPTY_ROW] * (size - len(share))
 
     def _cut_by_sequences(self, share: Sequence[int], size: int) -> Groups:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tandem.common.assignment import EMPTY_ROW, batches_of_samples
+from tandem.common.assignment import batches_of_samples
 from tandem.common.batch import BatchTable, Float32s, TrainingBatch
 from tandem.common.columns import TEACHER, Column, Model, Source
 from tandem.common.config import Config
@@ -32,6 +32,7 @@ from tandem.trainer.logprob_errors import kept_sequences, mult_prob_errors
 from tandem.trainer.losses import Counts, Loss, make_loss
 from tandem.trainer.losses.own import blamed
 from tandem.trainer.packing import Columns, MicroBatch
+from tandem.trainer.portions import Portion
 from tandem.trainer.scoring import Scores, TokenScores
 from tandem.trainer.sharing import Prompts
 
@@ -154,7 +155,9 @@ def _evaluated(
     total = torch.zeros(1, dtype=torch.float64, device=backend.device)
     for micro_batch, scores_BT in shares.scored("policy", size, shares.columns({}, size)):
         total += loss(micro_batch, scores_BT)
-    metrics = _reported(backend, loss) | _numbers(config, counts) | {"loss": float(backend.sum_over_ranks(total)[0])}
+    metrics = (
+        shares.reported(loss, "policy") | _numbers(config, counts) | {"loss": float(backend.sum_over_ranks(total)[0])}
+    )
     return metrics, loss.report.count
 
 
@@ -196,11 +199,10 @@ class _Share:
     def __init__(self, backend: Backend, table: BatchTable, batch: TrainingBatch, config: Config) -> None:
         self.backend = backend
         self.config = config
-        self._batch = batch
-        self._own = own = table.rows_of(backend.data_parallel_rank)
-        assert table.lengths_S[own].tolist() == batch.lengths_S.tolist(), "the share is what the table says"
-        self._place_of = {EMPTY_ROW: EMPTY_ROW} | {row: place for place, row in enumerate(own.tolist())}
-        self._cuts = {model: _Cut.of(model, backend, table, config) for model in config.declaration.holds(config)}
+        self._portions = _portions(backend, table, batch, config)
+        self._cuts = {model: _Cut.of(model, backend, each, config) for model, each in self._portions.items()}
+        self._moved: dict[tuple[Model, Column], NDArray[Any]] = {}
+        """Columns as models read them that divide the ranks otherwise than the policy."""
         self.policy_logprobs_T: Float32s | None = None
         """Of its tokens, under the policy; None until a pass of its own has computed them."""
         self.metrics: dict[str, float] = {}
@@ -210,6 +212,11 @@ class _Share:
         self._teacher_S = table.columns.get(f"{TEACHER}_S", np.zeros(len(table), dtype=np.int32))
         size = config.policy.train_global_batch_size * config.sequences_per_sample
         self.global_batches = batches_of_samples(table.branch_S, size)
+
+    @property
+    def _batch(self) -> TrainingBatch:
+        """What the policy works on here."""
+        return self._portions["policy"].batch
 
     def counts(self, rows: Sequence[int]) -> Counts:
         """Return what the means over these sequences of all ranks divide by."""
@@ -229,7 +236,11 @@ class _Share:
             for each in self.config.declaration.trains
         }
         others = {column for found in read.values() for column in found} - set(read[model])
-        own = {column: values_T for column, values_T in columns.items() if column not in others}
+        own = {
+            column: self._column_for(model, column, values_T)
+            for column, values_T in columns.items()
+            if column not in others
+        }
         return [self._pad(group, model, own) for group in self._cuts[model].batching.training(rows)]
 
     def columns(self, seconds: dict[str, float], size: int | None = None) -> dict[Column, NDArray[Any]]:
@@ -269,27 +280,34 @@ class _Share:
     def _leave_out(self, policy_T: Float32s, threshold: float) -> None:
         """Have no token count of sequences about which training and generation disagree by more. Collective."""
         errors_S = torch.zeros(len(self._counted_S), dtype=torch.float64)
-        errors_S[torch.from_numpy(self._own)] = torch.from_numpy(mult_prob_errors(self._batch, policy_T))
+        own = self._portions["policy"].rows
+        errors_S[torch.from_numpy(own)] = torch.from_numpy(mult_prob_errors(self._batch, policy_T))
         errors = self.backend.sum_over_ranks(errors_S).cpu().numpy()
         kept_S, metrics = kept_sequences(errors, self._counted_S, self._rewards_S, threshold)
         self.metrics |= metrics
         self._counted_S = np.where(kept_S, self._counted_S, 0)
-        loss_mask_T = self._batch.loss_mask_T & np.repeat(kept_S[self._own], self._batch.lengths_S)
-        self._batch = msgspec.structs.replace(self._batch, loss_mask_T=loss_mask_T)
+        for portion in self._portions.values():
+            portion.keep(kept_S)
 
     def said(self, model: Model, size: int | None = None) -> dict[Column, NDArray[Any]]:
         """Return the columns of what a model says of the share's counted tokens; zeros elsewhere."""
+        portion, policys = self._portions[model], self._portions["policy"]
         read = self.config.declaration.all_columns(self.config, self._num_steps)
-        found = {column: self._nothing(column) for column in read if column.model == model}
+        found = {column: self._nothing(column, portion) for column in read if column.model == model}
         for number in range(self.config.num_of(model)):
             for micro_batch, scores_BT in self.scored(model, size, number=number):
                 for column, values_T in found.items():
-                    packing.unpad_into(values_T, scores_BT[column.number], self._batch, micro_batch.rows)
-        return found
+                    packing.unpad_into(values_T, scores_BT[column.number], portion.batch, micro_batch.rows)
+        return {column: portion.moved_to(policys, values_T) for column, values_T in found.items()}
 
-    def _nothing(self, column: Column) -> NDArray[Any]:
+    def _nothing(self, column: Column, portion: Portion) -> NDArray[Any]:
         rows = () if column.num_each is None else (column.num_each(self.config),)
-        return np.zeros((len(self._batch.token_ids_T), *rows), dtype=column.dtype)
+        return np.zeros((len(portion.batch.token_ids_T), *rows), dtype=column.dtype)
+
+    def reported(self, loss: Loss, model: Model) -> dict[str, float]:
+        """Return the means that a model's loss reports, over all ranks."""
+        means = (self._portions[model].replicas.sum(loss.report.sums) / max(1, loss.report.count)).tolist()
+        return dict(zip(loss.report.names, means, strict=True))
 
     def scored(
         self, model: Model, size: int | None = None, columns: Columns | None = None, number: int = 0
@@ -311,11 +329,18 @@ class _Share:
     def _num_steps(self) -> int:
         return self.config.num_passes * len(self.global_batches)
 
+    def _column_for(self, model: Model, column: Column, values_T: NDArray[Any]) -> NDArray[Any]:
+        """Return a column of the policy's tokens as one of a model's."""
+        key = model, column
+        if key not in self._moved:
+            self._moved[key] = self._portions["policy"].moved_to(self._portions[model], values_T)
+        return self._moved[key]
+
     def _pad(self, group: Sequence[int], model: Model, columns: Columns | None = None) -> MicroBatch:
-        cut = self._cuts[model]
+        cut, portion = self._cuts[model], self._portions[model]
         return packing.pad(
-            self._batch,
-            [self._place_of[row] for row in group],
+            portion.batch,
+            [portion.place_of[row] for row in group],
             divisible_by=cut.batching.divisible_by,
             row_divisible_by=cut.batching.row_divisible_by,
             device=self.backend.device,
@@ -335,23 +360,37 @@ class _Cut(NamedTuple):
     """What it is to replay of each token; None for nothing."""
 
     @classmethod
-    def of(cls, model: Model, backend: Backend, table: BatchTable, config: Config) -> Self:
+    def of(cls, model: Model, backend: Backend, portion: Portion, config: Config) -> Self:
         """Return that of this rank, by the model's section."""
-        settings, rank = config.settings_of(model), backend.data_parallel_rank
+        settings, table, replicas = config.settings_of(model), portion.table, portion.replicas
         by_tokens = settings.sequence_packing.enabled or settings.dynamic_batching.enabled
         shares_prompts = settings.share_prompts and backend.shares_prompts and not by_tokens
         batching = Batching(
             settings,
             table.lengths_S,
             table.rank_S,
-            rank=rank,
-            num_ranks=backend.data_parallel_size,
-            sequence_divisor=backend.sequence_divisor,
+            rank=replicas.rank,
+            num_ranks=replicas.size,
+            sequence_divisor=replicas.sequence_divisor,
             prompt_S=table.prompt_S if shares_prompts else None,
             unit=config.sequences_per_sample,
         )
-        prompts = Prompts.of(table.take(table.rows_of(rank))) if shares_prompts else None
+        prompts = Prompts.of(table.take(table.rows_of(replicas.rank))) if shares_prompts else None
         return cls(batching, prompts, replayed_experts(config, model))
+
+
+def _portions(backend: Backend, table: BatchTable, batch: TrainingBatch, config: Config) -> dict[Model, Portion]:
+    """Return what each model works on: the share, or what another division of the ranks makes of it. Collective."""
+    policys = backend.replicas("policy")
+    own = Portion(policys, table, batch)
+    by_sizes = {policys.sizes: own}
+    found: dict[Model, Portion] = {}
+    for model in config.declaration.holds(config):
+        replicas = backend.replicas(model)
+        if replicas.sizes not in by_sizes:
+            by_sizes[replicas.sizes] = own.for_model(model, replicas, config)
+        found[model] = by_sizes[replicas.sizes]
+    return found
 
 
 def _unchanged(loss: Loss) -> LossOfMicroBatch:
@@ -366,7 +405,7 @@ def _optimized(
     loss = make_loss(config, shares.counts(rows), backend.device, model)
     with blamed(config) if model == "policy" else nullcontext():
         done = backend.train_step(shares.micro_batches(rows, columns, model), beside(loss), model)
-    return _reported(backend, loss) | {
+    return shares.reported(loss, model) | {
         "loss": done.loss,
         "grad_norm": done.grad_norm,
         "learning_rate": done.learning_rate,
@@ -381,11 +420,6 @@ def _metrics_of_step(parts: Mapping[Model, Sequence[Mapping[str, float]]]) -> di
         metrics |= {f"{prefix}{name}": sum(part[name] for part in found) / len(found) for name in found[0]}
         metrics[f"{prefix}learning_rate"] = found[-1]["learning_rate"]
     return metrics
-
-
-def _reported(backend: Backend, loss: Loss) -> dict[str, float]:
-    means = (backend.sum_over_ranks(loss.report.sums) / max(1, loss.report.count)).tolist()
-    return dict(zip(loss.report.names, means, strict=True))
 
 
 def _numbers(config: Config, counts: Counts) -> dict[str, float]:

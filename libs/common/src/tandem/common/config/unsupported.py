@@ -55,8 +55,6 @@ def _trains_with(section: str, *, megatron: bool) -> Asks:
 
 
 _PARALLEL = (
-    "dtensor_cfg.tensor_parallel_size",
-    "dtensor_cfg.context_parallel_size",
     "megatron_cfg.tensor_model_parallel_size",
     "megatron_cfg.pipeline_model_parallel_size",
     "megatron_cfg.context_parallel_size",
@@ -64,7 +62,7 @@ _PARALLEL = (
     "megatron_cfg.expert_model_parallel_size",
     "megatron_cfg.expert_tensor_parallel_size",
 )
-"""Keys of a teacher that must be what they are of the policy: the same ranks hold both."""
+"""Keys of a teacher on Megatron-Core that must be what they are of the policy: the same ranks hold both."""
 
 
 def _adapts(config: Config) -> bool:
@@ -186,7 +184,7 @@ def _of_teachers(config: Config) -> Iterator[str]:
         return
     for key in _PARALLEL:
         own, policys = (value_at(config, f"{section}.{key}") for section in ("teacher", "policy"))
-        if config.teacher.megatron_cfg.enabled == key.startswith("megatron") and own != policys:
+        if config.teacher.megatron_cfg.enabled and own != policys:
             yield f"teacher.{key} ({own})"
 
 

@@ -17,7 +17,7 @@ from tandem.common.columns import Model
 from tandem.common.config import Config
 from tandem.refit.endpoint import Weights
 from tandem.trainer import checkpoints
-from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep, Writing
+from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep, Replicas, Writing
 from tandem.trainer.backends import shards
 from tandem.trainer.backends.devices import device_of
 from tandem.trainer.backends.held import HeldModel
@@ -39,10 +39,11 @@ class DTensorBackend:
     def __init__(self, config: Config, *, checkpoint: Path | None) -> None:
         self._config = config
         self.device = device_of(dist.get_rank())
-        self._ranks = Ranks(config, self.device)
-        self.data_parallel_rank = self._ranks.data.get_local_rank()
-        self.data_parallel_size = self._ranks.data.size()
-        self.sequence_divisor = self._ranks.sequence_divisor
+        self._ranks = _arranged(config, self.device)
+        policys = self._ranks["policy"]
+        self.data_parallel_rank = policys.data.get_local_rank()
+        self.data_parallel_size = policys.data.size()
+        self.sequence_divisor = policys.sequence_divisor
         proof = checkpoints.Proof(checkpoints.files_to_load(config, checkpoint))
         self._models: dict[Model, HeldModel] = {}
         self._others: list[HeldModel] = []
@@ -51,11 +52,11 @@ class DTensorBackend:
         for name in config.declaration.holds(config):
             if name == "reference" and adapts:  # it is the policy without its adapters
                 continue
-            self._models[name] = HeldModel(name, config, self._ranks, checkpoint=checkpoint)
+            self._models[name] = HeldModel(name, config, self._ranks[name], checkpoint=checkpoint)
             if name == "policy":
                 shards.share(self._models[name].parameters)
             for number in range(1, config.num_of(name)):
-                self._others.append(HeldModel(name, config, self._ranks, checkpoint=checkpoint, number=number))
+                self._others.append(HeldModel(name, config, self._ranks[name], checkpoint=checkpoint, number=number))
         self.shares_prompts = all(model.shares_prompts for model in self._held())
         policy = self._models["policy"]
         self.num_parameters = sum(parameter.numel() for parameter in policy.parameters.values())
@@ -79,9 +80,13 @@ class DTensorBackend:
         held = self._others[number - 1] if number else self._models[model]
         return held.scores(micro_batches)
 
+    def replicas(self, model: Model) -> Replicas:
+        """Return how a model divides the ranks: by the parallel sizes of its own section."""
+        return self._ranks[model].replicas
+
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
         """Add a float64 tensor over the data-parallel ranks."""
-        return self._ranks.sum_over_replicas(values)
+        return self._ranks["policy"].sum_over_replicas(values)
 
     def weights(self) -> Weights:
         """Return the shards of the policy this rank holds: the memory that it trains in."""
@@ -125,3 +130,16 @@ class DTensorBackend:
 
     def _states(self) -> dict[Model, checkpoints.State]:
         return {model.name: model.state() for model in self._trained()}
+
+
+def _arranged(config: Config, device: torch.device) -> dict[Model, Ranks]:
+    """Return the ranks as each model has them, arranged once for all that have the same parallel sizes. Collective."""
+    by_sizes: dict[tuple[int, int], list[Model]] = {}
+    for name in config.declaration.holds(config):
+        sizes = config.settings_of(name).dtensor_cfg
+        by_sizes.setdefault((sizes.context_parallel_size, sizes.tensor_parallel_size), []).append(name)
+    found: dict[Model, Ranks] = {}
+    for names in by_sizes.values():
+        ranks = Ranks([config.settings_of(name) for name in names], device)
+        found |= dict.fromkeys(names, ranks)
+    return found

@@ -1,14 +1,16 @@
-"""The ranks of the DTensor backend: how they are arranged, and what of a model each holds."""
+"""The ranks of the DTensor backend: how they are arranged for a model, and what of it each holds."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from tandem.common.config import Config
 from tandem.common.config.schema import Model
+from tandem.trainer.backend import Replicas
 from tandem.trainer.backends import tensor_plans
 from tandem.trainer.models import decoder_layers
 
@@ -16,13 +18,12 @@ from tandem.trainer.models import decoder_layers
 class Ranks:
     """The ranks of the default process group as a mesh: data × context × tensor, the last varying fastest."""
 
-    def __init__(self, config: Config, device: torch.device) -> None:
-        """Arrange them; `device` is this rank's. Collective."""
+    def __init__(self, sections: Sequence[Model], device: torch.device) -> None:
+        """Arrange them for models of equal parallel sizes; `device` is this rank's. Collective."""
         self.device = device
         device_type = device.type
-        settings = config.policy.dtensor_cfg
-        held = (config.settings_of(model).dtensor_cfg for model in config.declaration.holds(config))
-        self._splits_sequences = any(each.sequence_parallel for each in held)
+        settings = sections[0].dtensor_cfg
+        self._splits_sequences = any(each.dtensor_cfg.sequence_parallel for each in sections)
         context, tensor = settings.context_parallel_size, settings.tensor_parallel_size
         num_replicas, rest = divmod(dist.get_world_size(), settings.model_parallel_size)
         assert not rest, "the configuration's checks require whole replicas"
@@ -38,6 +39,17 @@ class Ranks:
     def num_shards(self) -> int:
         """Ranks over which FSDP2 shards, and averages gradients."""
         return self._shards["shard"].size()
+
+    @property
+    def replicas(self) -> Replicas:
+        """How they divide a batch."""
+        return Replicas(
+            sizes=(self.data.size(), self.context.size(), self.tensor.size()),
+            rank=self.data.get_local_rank(),
+            size=self.data.size(),
+            sequence_divisor=self.sequence_divisor,
+            sum=self.sum_over_replicas,
+        )
 
     @property
     def sequence_divisor(self) -> int:

@@ -12,7 +12,6 @@ from tandem.common.config.problem import Invalid, Problems, shown
 from tandem.common.config.schema import Config
 
 _SHARED = ("train_global_batch_size", "max_total_sequence_length", "megatron_cfg.enabled")
-_DTENSOR = ("dtensor_cfg.tensor_parallel_size", "dtensor_cfg.context_parallel_size")
 _MEGATRON = (
     "megatron_cfg.tensor_model_parallel_size",
     "megatron_cfg.pipeline_model_parallel_size",
@@ -21,7 +20,8 @@ _MEGATRON = (
     "megatron_cfg.expert_model_parallel_size",
     "megatron_cfg.expert_tensor_parallel_size",
 )
-"""Keys of ``value`` that must be what they are of ``policy``: both see the same tokens, cut up in the same way."""
+"""Keys of ``value`` that must be what they are of ``policy``: both see the same batches, and Megatron-Core divides the
+ranks once for all models."""
 
 
 def there_is_a_value_model(config: Config) -> None:
@@ -31,9 +31,8 @@ def there_is_a_value_model(config: Config) -> None:
 
 
 def it_sees_what_the_policy_sees(config: Config) -> None:
-    """Each rank has the same sequences for both."""
-    cut = _MEGATRON if config.policy.megatron_cfg.enabled else _DTENSOR
-    check_same_tokens(config, "value", (*_SHARED, *cut))
+    """Both learn from the same batches, on the same ranks."""
+    check_same_tokens(config, "value", (*_SHARED, *(_MEGATRON if config.policy.megatron_cfg.enabled else ())))
 
 
 def check_same_tokens(config: Config, section: str, keys: tuple[str, ...]) -> None:
@@ -56,9 +55,10 @@ def check_section(config: Config, section: str, others: Mapping[str, Any]) -> No
     """Raise what the rules of a policy's section say of another model's, with `others` in the place of some keys."""
     as_policy = config.with_policy(getattr(config, section), **others)
     problems = Problems()
-    for rule in (*model.RULES, *megatron.RULES, *parallelism.RULES, *dtensor.RULES, *batches.RULES):
-        with problems.collected():
-            rule(as_policy)
+    for rules in ((*model.RULES, *megatron.RULES, *parallelism.RULES, *dtensor.RULES), batches.RULES):
+        for rule in () if problems.found else rules:  # a batch is divided by whole replicas
+            with problems.collected():
+                rule(as_policy)
 
     def renamed(text: str) -> str:
         return re.sub(r"\bpolicy\.", f"{section}.", text)

@@ -19,7 +19,7 @@ from tandem.common.columns import Model
 from tandem.common.config import Config
 from tandem.refit.endpoint import Weights
 from tandem.trainer import checkpoints
-from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep, Writing
+from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep, Replicas, Writing
 from tandem.trainer.backends.devices import device_of
 from tandem.trainer.backends.megatron.held import Described, HeldModel, sum_over_replicas
 from tandem.trainer.backends.megatron.model import make_groups
@@ -83,6 +83,16 @@ class MegatronBackend:
         if model == "reference" and self._models["policy", 0].has_adapters:
             return self._models["policy", 0].scores(micro_batches, as_reference=True)
         return self._models[model, number].scores(micro_batches)
+
+    def replicas(self, model: Model) -> Replicas:
+        """Return the policy's: Megatron-Core divides the ranks once, for all models."""
+        return Replicas(
+            sizes=(self.data_parallel_size,),
+            rank=self.data_parallel_rank,
+            size=self.data_parallel_size,
+            sequence_divisor=self.sequence_divisor,
+            sum=self.sum_over_ranks,
+        )
 
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
         """Add a float64 tensor over the replicas: of each, what its last stage has counts, once."""
