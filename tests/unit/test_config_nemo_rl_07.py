@@ -34,7 +34,6 @@ REFUSED = {
         "data.validation[0].processor (vlm_hf_data_processor)",
     ],
     "grpo_nemo_gym.yaml": [
-        "on_policy_distillation.enabled (true)",
         "policy.draft.enabled (true)",
         "policy.dtensor_cfg.expert_parallel_size (8)",
         "policy.generation.backend (sglang)",

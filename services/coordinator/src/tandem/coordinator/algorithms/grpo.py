@@ -8,14 +8,16 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from tandem.common.assignment import NO_PROMPT
 from tandem.common.batch import BatchTable
+from tandem.common.columns import TEACHER
 from tandem.common.config import Config
 from tandem.common.config.schema import Rollouts
-from tandem.common.errors import RewardError, nearest
+from tandem.common.errors import ConfigError, RewardError, nearest
 from tandem.common.messages import PromptGroup, Purpose, SampleScored, SamplingParameters
 from tandem.common.tokenizer import Tokenizer
 from tandem.coordinator.algorithms.advantages import advantages, clipped, decoupled_advantages
@@ -66,6 +68,8 @@ class GrpoAlgorithm:
         parts = {name: part[:most] for name, part in problems.held_out_asked(config.data).items()}
         held_out = [problem for part in parts.values() for problem in part]
         check_step_size(config, len(train))
+        for asked in {(asked.data.environment or "", asked.set_name): asked for asked in train}.values():
+            self._teacher_of(asked.data.environment or "", asked.set_name)
         encoder.check_characters([*train, *held_out])
         sizes = () if config.evaluates else [source.num_problems for source in problems.sources]
         self._train = LazyDataset(config, train, encoder.encode, sizes)
@@ -153,7 +157,27 @@ class GrpoAlgorithm:
         drawn = self._drawn(step, "train", sorted({record.scored.group for record in records}))
         prompts = {group: encoded.prompt_ids for group, encoded in drawn.items()}
         batch, metrics = batch_of_step(self._config, step, records, prompts)
+        if self._config.num_of("teacher") > 1:
+            batch = self._with_teachers(batch, drawn)
         return batch, metrics | self._by_origin("train", [record.scored for record in records], drawn)
+
+    def _with_teachers(self, batch: StepBatch, drawn: Mapping[int, EncodedProblem]) -> StepBatch:
+        """Return a batch whose table says which teacher teaches each sequence."""
+        numbers = {group: self._teacher_of(each.environment, each.set_name) for group, each in drawn.items()}
+        teacher_S = np.array([numbers[group] for group in batch.table.group_S.tolist()], dtype=np.int32)
+        columns = {**batch.table.columns, f"{TEACHER}_S": teacher_S}
+        return msgspec.structs.replace(batch, table=msgspec.structs.replace(batch.table, columns=columns))
+
+    def _teacher_of(self, environment: str, set_name: str) -> int:
+        """Return which teacher teaches the samples of an environment and a data set. Raises `ConfigError`."""
+        names = list(filter(None, (environment, set_name or self._config.data.dataset_name)))
+        number = self._config.teacher_of(*names)
+        if number is None:
+            raise ConfigError(
+                f"on_policy_distillation.teacher_model_by_agent_name: no teacher for {' or '.join(map(repr, names))}, "
+                "and no default"
+            )
+        return number
 
     def describe(self, samples: Sequence[SampleScored]) -> list[str]:
         """Describe validation samples: what was asked, what came, what it was worth."""
@@ -234,7 +258,7 @@ def training_batch(
     if (grpo.reward_scaling.enabled or grpo.reward_shaping.enabled) and counts_S.any():
         metrics["training_reward"] = float(rewards_S[counts_S].mean())
     rewards_GN = rewards_S.reshape(-1, num_samples)
-    if estimator is None:  # trainers compare them with what a model expected
+    if estimator is None or estimator.name == "opd":  # trainers make of them, or of none, what is learned
         advantages_GN = np.where(counts_GN, rewards_GN, 0.0).astype(np.float32)
     elif estimator.name == "gdpo":
         components_SC = _components(config, samples)
@@ -242,7 +266,7 @@ def training_batch(
         advantages_GN = decoupled_advantages(components_GNC, estimator, counts_GN)
     else:
         advantages_GN = advantages(rewards_GN, estimator, counts_GN)
-    if estimator is not None:
+    if estimator is not None and estimator.name != "opd":
         advantages_GN = clipped(advantages_GN, counts_GN, estimator, grpo.advantage_bounds)
     batch = batch_of(
         records,

@@ -78,7 +78,8 @@ def columns_have_a_source(config: Config) -> None:
 
 def _declared(config: Config) -> Iterator[Column]:
     """Yield what the algorithm's own losses read."""
-    return (column for training in config.declaration.trainings for column in training.columns)
+    declared = (column for training in config.declaration.trainings for column in training.columns)
+    return (column for column in declared if column.is_read(config, config.num_optimizer_steps))
 
 
 def options_agree(config: Config) -> None:
