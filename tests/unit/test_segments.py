@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tandem.trainer.segments import attend
+from tandem.common.segments import attend
 
 SEGMENTS = {
     "one": [(7, 7)],

@@ -16,6 +16,7 @@ from tandem.common.errors import RefitError
 from tandem.refit.adapters import huggingface
 from tandem.refit.adapters.catalogue import ModelShape
 from tandem.refit.adapters.deployment import Deployment
+from tandem.refit.adapters.geometry import BIAS
 from tandem.refit.adapters.parameters import RankBuilder
 from tandem.refit.layout import Box, Layout
 
@@ -115,7 +116,12 @@ class DTensor(Deployment, frozen=True):
         return self.replicate, self.shard, self.tensor
 
     def cuts(self, name: str, shape: Sequence[int]) -> Cuts:
-        """Return the cuts of a parameter: tensor parallelism's, then FSDP's along the first dimension."""
+        """Return the cuts of a parameter: tensor parallelism's, then FSDP's along the first dimension.
+
+        A buffer is whole on every rank.
+        """
+        if name.endswith(BIAS):
+            return ()
         end = name.rsplit(".", 2)[-2:]
         dim = self.plan.get(".".join(end))
         if dim is not None and dim >= len(shape):

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from tandem.common.errors import ModelError
+from tandem.common.segments import sliding_windows
 from tandem.rollout.engine import Completion, Request, Tokens
 from tandem.rollout.engines.attention import KeyValueCache, Prompt, Step
 from tandem.rollout.engines.refitted import RefittedEngine
@@ -268,18 +269,23 @@ class TransformersEngine(RefittedEngine):
 
     def _probe(self) -> None:
         """Run two tokens through the skeleton, so that an architecture that slots cannot run is refused now."""
-        num_layers = self._model.config.get_text_config().num_hidden_layers
+        windows = sliding_windows(self._model.config.get_text_config())
         cache = KeyValueCache(1, 2)
         no_rows = torch.zeros(0, dtype=torch.int64)
         step = Step(cache, 0, no_rows, no_rows, 0, torch.zeros(0, 1, 1, 0), (Prompt(0, 2, 0, 1),))
-        tokens_12 = torch.zeros((1, 2), dtype=torch.int64)
+        inputs = {"input_ids": torch.zeros((1, 2), dtype=torch.int64), "position_ids": torch.arange(2)[None]}
+        told: dict[int, int | None] = {}
         with torch.inference_mode():
-            self._model(input_ids=tokens_12, position_ids=torch.arange(2)[None], use_cache=False, slot_step=step)
-        if cache.num_layers != num_layers:
+            self._model(**inputs, use_cache=False, slot_step=step, told_windows=told)
+        cannot = f"{self._model_folder}: the embedded engine cannot run {self._model.config.model_type}"
+        if cache.num_layers != len(windows):
             raise ModelError(
-                f"{self._model_folder}: the embedded engine cannot run {self._model.config.model_type}: only "
-                f"{cache.num_layers} of its {num_layers} layers use the attention interface of transformers"
+                f"{cannot}: only {cache.num_layers} of its {len(windows)} layers use the attention interface of "
+                "transformers"
             )
+        for layer, window in enumerate(windows):
+            if window is not None and window < self._max_length and told.get(layer) != window:
+                raise ModelError(f"{cannot}: layer {layer} does not tell attention that it slides over {window} tokens")
 
 
 def _last_tokens(num_decoding: int, prompts: list[Prompt]) -> torch.Tensor:

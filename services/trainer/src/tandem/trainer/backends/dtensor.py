@@ -46,7 +46,7 @@ class DTensorBackend:
         for name in config.declaration.holds(config):
             self._models[name] = HeldModel(name, config, self._ranks, checkpoint=checkpoint)
             if name == "policy":
-                shards.share(self._models[name].parameters)
+                shards.share(self._models[name].parameters | self._models[name].buffers)
         self.shares_prompts = all(model.shares_prompts for model in self._trained())
         policy = self._models["policy"]
         self.num_parameters = sum(parameter.numel() for parameter in policy.parameters.values())
@@ -73,7 +73,8 @@ class DTensorBackend:
 
     def weights(self) -> Weights:
         """Return the shards of the policy this rank holds: the memory that it trains in."""
-        return shards.weights_of(self._models["policy"].parameters)
+        policy = self._models["policy"]
+        return shards.weights_of(policy.parameters | policy.buffers)
 
     def save(self, folder: Path) -> Writing:
         """Copy what is trained, in float32, and the optimizers' state, and begin to write them.

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from tandem.common import columns
 from tandem.common.config import Config
 from tandem.common.errors import CheckpointError, ConfigError, ModelError, TrainingError
+from tandem.common.segments import sliding_windows
 from tandem.common.tokenizer import load_tokenizer
 from tandem.trainer import checkpoints, context, policy_files
 from tandem.trainer.attention import prepare_to_pack, prepare_to_share
@@ -68,6 +69,8 @@ class HeldModel:
         ranks.shard(model, settings)
         self.model = model
         self.parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
+        self.buffers = policy_files.saved_buffers(model)
+        """Whole on every rank, and never trained."""
         group = ranks.context.get_group() if ranks.context.size() > 1 else None
         self._scorer: Scorer = (
             TokenScorer(model, config.scoring_temperature, linear_head=linear_head, context=group)
@@ -133,11 +136,11 @@ class HeldModel:
             loaded = self._load(str(folder / self.name), torch.float32)
         except ModelError as error:
             raise CheckpointError(str(error)) from error
-        tensors = dict(loaded.named_parameters())
-        for name, parameter in self.parameters.items():
+        tensors, held = loaded.state_dict(), self.parameters | self.buffers
+        for name, parameter in held.items():
             if name not in tensors or tensors[name].shape != parameter.shape:
                 raise CheckpointError(f"{folder} is a checkpoint of another model: {name} differs")
-        for name, parameter in self.parameters.items():
+        for name, parameter in held.items():
             shards.local_of(parameter).copy_(tensors[name][shards.box_of(parameter).region])
         self._load_optimizer(folder)
 
@@ -193,12 +196,27 @@ class HeldModel:
             if is_shared:
                 model.set_attn_implementation(context.ATTENTION_NAME)
                 reason = f"{section}.dtensor_cfg.context_parallel_size makes ranks share each sequence"
-        elif wants_prompts:
-            reason = prepare_to_share(model, longest)
-            reason = None if reason is None else f"{name} cannot share: {reason}"
+        else:
+            if wants_prompts:
+                reason = prepare_to_share(model, longest)
+                reason = None if reason is None else f"{name} cannot share: {reason}"
+            if not wants_prompts or reason is not None:
+                self._avoid_masks(model, section)
         if wants_prompts and reason is not None and self.is_trained and dist.get_rank() == 0:
             print(f"{section}.share_prompts has no effect: {reason}", flush=True)
         return wants_prompts and reason is None
+
+    def _avoid_masks(self, model: Any, section: str) -> None:
+        """Have a model whose attention slides compute it without a mask of all pairs of tokens, if it can.
+
+        Under sequence parallelism it has to: it would make the mask of its share of the row. Raises `ConfigError`.
+        """
+        if not any(sliding_windows(model.config.get_text_config())):
+            return
+        reason = prepare_to_pack(model, self._settings.max_total_sequence_length)
+        if reason is not None and self._settings.dtensor_cfg.sequence_parallel:
+            key = f"{section}.dtensor_cfg.sequence_parallel"
+            raise ConfigError(f"{key}: {type(model).__name__} cannot take parts of sequences: {reason}")
 
     def _communicate(self, *, last: bool) -> None:
         """Reduce gradients once an optimizer step, where host memory can hold them whole until then."""

@@ -21,9 +21,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from tandem.common.segments import attend
 from tandem.trainer.backends.megatron.kernels import rms_norm
 from tandem.trainer.context import gather_shares
-from tandem.trainer.segments import attend
 
 
 class Norm(torch.nn.RMSNorm):
