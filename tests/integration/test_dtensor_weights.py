@@ -29,6 +29,7 @@ from tandem.refit.layout import Layout, SharedMemory, whole
 from tandem.trainer.backends.dtensor import DTensorBackend
 from tests.integration.trainer_harness import (
     ARCHITECTURES,
+    FAMILIES,
     digest_of,
     make_batch,
     make_config,
@@ -88,6 +89,7 @@ def exchange_layouts(backend: DTensorBackend) -> list[Layout]:
         *((name, 3, 1) for name in ARCHITECTURES),
         ("qwen3", 2, 2),
         *((name, 4, 2) for name in ARCHITECTURES),
+        *((name, 4, 2) for name in FAMILIES),
         ("qwen2", 6, 2),
     ],
 )

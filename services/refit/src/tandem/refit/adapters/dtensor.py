@@ -41,6 +41,9 @@ TENSOR_PLAN: Mapping[str, int] = MappingProxyType(
         "gate_proj.bias": 0,
         "up_proj.bias": 0,
         "down_proj.weight": 1,
+        "qkv_proj.weight": 0,
+        "gate_up_proj.weight": 0,
+        "self_attn.sinks": 0,
     }
 )
 """Which dimension tensor parallelism cuts, by the end of a parameter's name; parameters without an entry stay whole."""

@@ -18,6 +18,7 @@ from tandem.refit.adapters import stages
 from tandem.refit.adapters.catalogue import ModelShape
 from tandem.refit.adapters.deployment import Deployment
 from tandem.refit.adapters.geometry import (
+    FAMILIES,
     LAYER,
     OUTPUT_LAYER,
     SCALAR_HEAD,
@@ -25,8 +26,11 @@ from tandem.refit.adapters.geometry import (
     Experts,
     LatentAttention,
 )
-from tandem.refit.adapters.parameters import Fill, RankBuilder, cut, stack
+from tandem.refit.adapters.parameters import Fill, RankBuilder, cut, gate_and_up, stack
 from tandem.refit.layout import Box, Layout, whole
+
+LAID_OUT = tuple(name for name in FAMILIES if name not in ("gemma3_text", "gpt_oss"))
+"""The known architectures whose shards in Megatron-Core are described here."""
 
 _ATTENTION = LAYER + "self_attn."
 _HERE = "{layer}."
@@ -99,7 +103,10 @@ class Megatron(Deployment, frozen=True):
         return found
 
     def parameters(self, model: ModelShape, rank: int) -> Layout:
-        """Return the layout of a rank, of a process without a host."""
+        """Return the layout of a rank, of a process without a host. Raises `RefitError` for what is not `LAID_OUT`."""
+        if model.known.model_type not in LAID_OUT:
+            known = ", ".join(LAID_OUT)
+            raise RefitError(f"nothing is known of how Megatron-Core cuts a {model.known.model_type}, only of {known}")
         return _Rank(self, model, self.coordinates(rank)).build()
 
 
@@ -174,10 +181,12 @@ class _Rank:
             window = Box((*mine.start, *(0 for _ in columns)), (*mine.shape, *columns))
             fills = []
             for group, (part, first, n) in itertools.product(range(sizes.num_kv_heads), parts):
-                start, at = ((row, *(0 for _ in columns)) for row in (group * n, group * num_rows + first))
-                fill = Fill(f"{_ATTENTION}{part}_proj.{kind}", Box(start, (n, *columns)), at).clip(window)
+                layer, first_row = self._geometry.rows_of(part)
+                rows = first_row + group * n, group * num_rows + first
+                start, at = ((row, *(0 for _ in columns)) for row in rows)
+                fill = Fill(f"{_ATTENTION}{layer}.{kind}", Box(start, (n, *columns)), at).clip(window)
                 fills += [] if fill is None else [fill]
-            if self._model.shape_of(f"{_ATTENTION}q_proj.{kind}") is not None:
+            if fills and self._model.shape_of(fills[0].tensor) is not None:
                 self._builder.parameter(f"{_HERE}self_attention.linear_qkv.{kind}", window.shape, fills)
         for part in "qk":
             name = f"{_HERE}self_attention.{part}_layernorm.weight"
@@ -212,11 +221,10 @@ class _Rank:
     def _feed_forward(self, here: str, there: str) -> None:
         """Add a dense network, or the shared experts, which are one."""
         for kind in ("weight", "bias"):
-            shape = self._model.shape_of(f"{there}gate_proj.{kind}")
-            if shape is not None:
-                box = cut(shape, 0, self._at.tp, self._sizes.tp)
-                fills = stack(*((f"{there}{part}_proj.{kind}", box) for part in ("gate", "up")))
-                self._builder.parameter(f"{here}linear_fc1.{kind}", (2 * box.shape[0], *box.shape[1:]), fills)
+            parts = gate_and_up(self._model, there, kind, self._at.tp, self._sizes.tp)
+            if parts:
+                _, box = parts[0]
+                self._builder.parameter(f"{here}linear_fc1.{kind}", (2 * box.shape[0], *box.shape[1:]), stack(*parts))
         self._cut(f"{here}linear_fc2.weight", f"{there}down_proj.weight", dim=1)
         self._builder.whole(f"{here}linear_fc2.bias", f"{there}down_proj.bias")
 
