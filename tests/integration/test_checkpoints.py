@@ -226,7 +226,9 @@ def test_hugging_face_loads_the_policy(architecture: str, tmp_path: Path) -> Non
         logits_BTV = loaded(input_ids=token_ids_BT).logits
     torch.set_num_threads(num_threads)
     for trainers_BTV in run_ranks(2, logits_of, config, tmp_path / "saved", token_ids_BT.tolist()):
-        assert torch.equal(logits_BTV, torch.tensor(trainers_BTV))
+        # To the bit, but where the trainer's attention takes the place of one that makes a matrix of all scores.
+        tolerance = 0.0 if architecture in ARCHITECTURES else 1e-5
+        torch.testing.assert_close(torch.tensor(trainers_BTV), logits_BTV, rtol=0, atol=tolerance)
 
 
 def logits_of(rank: int, config: Config, checkpoint: Path, token_ids_BT: list[list[int]]) -> Any:

@@ -166,7 +166,10 @@ def test_without_shared_prompts_the_model_is_as_it_was(tmp_path: Path) -> None:
             transformers.PhiConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0}, max_position_embeddings=16),
             "its rotary embeddings of type dynamic turn tokens by the length of the longest row",
         ),
-        (transformers.Exaone4Config(sliding_window=16), "layer 0 does not tell its attention that it slides over 16"),
+        (
+            transformers.PhimoeConfig(sliding_window=16, num_local_experts=2),
+            "layer 0 does not tell its attention that it slides over 16",
+        ),
         (transformers.BloomConfig(), "its tokens meet outside of attention|it takes no attention but its own"),
         (transformers.MambaConfig(), "it has layers of type linear_attention"),
     ],

@@ -140,10 +140,11 @@ def sliding_windows(config: Any) -> tuple[int | None, ...]:
 
     None in a layer that sees all.
     """
-    window, layer_types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    window: int | None = getattr(config, "sliding_window", None)
+    layer_types = getattr(config, "layer_types", None)
     if window is None or not layer_types:
-        return (window,) * config.num_hidden_layers
-    return tuple(window if each == "sliding_attention" else None for each in layer_types)
+        return (window,) * int(config.num_hidden_layers)
+    return tuple(window if each == "sliding_attention" else None for each in layer_types[: config.num_hidden_layers])
 
 
 def unstable_rotation(config: Any, max_length: int) -> str | None:

@@ -106,10 +106,13 @@ def _prepare(model: Any, max_length: int, **row: SharedPrompts | PackedRow) -> s
     except Exception as error:  # an architecture of its own fails in ways of its own
         reason = f"it takes no attention but its own: {type(error).__name__}: {error}".split("\n")[0]
     else:
-        windows = dict(enumerate(sliding_windows(config)))
-        untold = [layer for layer, window in windows.items() if window and told_windows.get(layer) != window]
-        if untold and windows[untold[0]] < max_length:
-            reason = f"layer {untold[0]} does not tell its attention that it slides over {windows[untold[0]]} tokens"
+        untold = [
+            (layer, window)
+            for layer, window in enumerate(sliding_windows(config))
+            if window is not None and window < max_length and told_windows.get(layer) != window
+        ]
+        if untold:
+            reason = f"layer {untold[0][0]} does not tell its attention that it slides over {untold[0][1]} tokens"
         elif torch.allclose(found_KV, expected_KV, rtol=1e-3, atol=1e-4):
             return None
         else:

@@ -14,11 +14,11 @@ from typing import Literal
 import msgspec
 
 from tandem.common.errors import RefitError
+from tandem.common.families import MEGATRON
 from tandem.refit.adapters import stages
 from tandem.refit.adapters.catalogue import ModelShape
 from tandem.refit.adapters.deployment import Deployment
 from tandem.refit.adapters.geometry import (
-    FAMILIES,
     LAYER,
     OUTPUT_LAYER,
     SCALAR_HEAD,
@@ -28,9 +28,6 @@ from tandem.refit.adapters.geometry import (
 )
 from tandem.refit.adapters.parameters import Fill, RankBuilder, cut, gate_and_up, stack
 from tandem.refit.layout import Box, Layout, whole
-
-LAID_OUT = tuple(name for name in FAMILIES if name not in ("gemma3_text", "gpt_oss"))
-"""The known architectures whose shards in Megatron-Core are described here."""
 
 _ATTENTION = LAYER + "self_attn."
 _HERE = "{layer}."
@@ -103,9 +100,9 @@ class Megatron(Deployment, frozen=True):
         return found
 
     def parameters(self, model: ModelShape, rank: int) -> Layout:
-        """Return the layout of a rank, of a process without a host. Raises `RefitError` for what is not `LAID_OUT`."""
-        if model.known.model_type not in LAID_OUT:
-            known = ", ".join(LAID_OUT)
+        """Return the layout of a rank, of a process without a host. Raises `RefitError` for another family."""
+        if model.known.model_type not in MEGATRON:
+            known = ", ".join(MEGATRON)
             raise RefitError(f"nothing is known of how Megatron-Core cuts a {model.known.model_type}, only of {known}")
         return _Rank(self, model, self.coordinates(rank)).build()
 

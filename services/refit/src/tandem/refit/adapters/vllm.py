@@ -15,15 +15,13 @@ from collections.abc import Hashable
 import msgspec
 
 from tandem.common.errors import RefitError
+from tandem.common.families import VLLM_PLANNED
 from tandem.refit.adapters import stages
 from tandem.refit.adapters.catalogue import ModelShape
 from tandem.refit.adapters.deployment import Deployment
-from tandem.refit.adapters.geometry import FAMILIES, LAYER, NORMS, Attention, Experts, LatentAttention
+from tandem.refit.adapters.geometry import LAYER, NORMS, Attention, Experts, LatentAttention
 from tandem.refit.adapters.parameters import RankBuilder, cut, gate_and_up, stack
 from tandem.refit.layout import Box, Layout, whole
-
-LAID_OUT = tuple(name for name in FAMILIES if name not in ("gpt_oss",))
-"""The known architectures whose shards in vLLM are described here."""
 
 _ATTENTION = LAYER + "self_attn."
 _VOCABULARY_PADDING = 64
@@ -73,9 +71,9 @@ class Vllm(Deployment, frozen=True):
         return Coordinates(tp, pp, rank % self.dp * self.tp + tp)
 
     def parameters(self, model: ModelShape, rank: int) -> Layout:
-        """Return the layout of a rank, of a process without a host. Raises `RefitError` for what is not `LAID_OUT`."""
-        if model.known.model_type not in LAID_OUT:
-            known = ", ".join(LAID_OUT)
+        """Return the layout of a rank, of a process without a host. Raises `RefitError` for another family."""
+        if model.known.model_type not in VLLM_PLANNED:
+            known = ", ".join(VLLM_PLANNED)
             raise RefitError(f"nothing is known of how vLLM cuts a {model.known.model_type}, only of {known}")
         return _Rank(self, model, self.coordinates(rank)).build()
 

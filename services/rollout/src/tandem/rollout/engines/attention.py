@@ -178,8 +178,11 @@ def slot_attention(
         key_1HTD, value_1HTD = key_1HND[:, :, tokens], value_1HND[:, :, tokens]
         keys_SHLD[slots, :, : prompt.length] = key_1HTD
         values_SHLD[slots, :, : prompt.length] = value_1HTD
-        row = [tensor_1HTD[0].transpose(0, 1) for tensor_1HTD in (query_1HND[:, :, tokens], key_1HTD, value_1HTD)]
-        outputs_NHD.append(attend(*row, [(prompt.length, prompt.length)], scaling, sliding_window, s_aux))
+        query_THD, key_THD, value_THD = (
+            tensor_1HTD[0].transpose(0, 1) for tensor_1HTD in (query_1HND[:, :, tokens], key_1HTD, value_1HTD)
+        )
+        segment = prompt.length, prompt.length
+        outputs_NHD.append(attend(query_THD, key_THD, value_THD, [segment], scaling, sliding_window, s_aux))
     output_NHD = outputs_NHD[0] if len(outputs_NHD) == 1 else torch.cat(outputs_NHD)
     return output_NHD[None], None
 

@@ -25,8 +25,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from tandem.common.config.checks.dtensor import FUSED_HEADS, TENSOR_PLANS
 from tandem.common.errors import ConfigError, nearest
+from tandem.common.families import FUSED_HEADS, TENSOR_PLANS
 from tandem.trainer.models import scalar_head
 
 Plan = Mapping[str, ParallelStyle]

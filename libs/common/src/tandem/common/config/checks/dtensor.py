@@ -5,13 +5,8 @@ from __future__ import annotations
 from tandem.common.config.checks.rule import Rule
 from tandem.common.config.problem import Invalid, shown
 from tandem.common.config.schema import Config
+from tandem.common.families import FUSED_HEADS, TENSOR_PLANS
 from tandem.common.model_sizes import model_config, model_sizes
-
-TENSOR_PLANS = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma3_text", "phi3", "gpt_oss", "glm4_moe")
-"""Architectures that the DTensor backend has a tensor-parallel plan for, by ``model_type``."""
-
-FUSED_HEADS = ("phi3",)
-"""Those where one layer makes queries, keys and values: ranks share its rows, whichever those are, and no heads."""
 
 _SIZE = "policy.dtensor_cfg.tensor_parallel_size"
 _PLAN = "policy.dtensor_cfg.custom_parallel_plan"

@@ -12,6 +12,7 @@ from typing import Any
 import torch.nn.functional as F
 
 from tandem.common.errors import ModelError
+from tandem.common.families import MEGATRON
 from tandem.refit.adapters.geometry import (
     Attention,
     Experts,
@@ -21,7 +22,6 @@ from tandem.refit.adapters.geometry import (
     geometry_of,
     has_head_norms,
 )
-from tandem.refit.adapters.megatron import LAID_OUT
 from tandem.trainer.backends.megatron.cpu import HAS_TRANSFORMER_ENGINE
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -34,8 +34,8 @@ _WITH_WINDOWS = ("mistral", "phi3")
 
 def geometry_in(model: Mapping[str, Any]) -> Geometry:
     """Return the sizes of a model from its configuration as a mapping. Raises `ModelError` for what is not built."""
-    if model.get("model_type") not in LAID_OUT:
-        raise ModelError(f"Megatron-Core trains {', '.join(LAID_OUT)} here, not {model.get('model_type')}")
+    if model.get("model_type") not in MEGATRON:
+        raise ModelError(f"Megatron-Core trains {', '.join(MEGATRON)} here, not {model.get('model_type')}")
     if model.get("hidden_act", "silu") != "silu":
         raise ModelError(f"Megatron-Core's layers have silu here, the model has {model['hidden_act']}")
     if model.get("use_sliding_window"):
