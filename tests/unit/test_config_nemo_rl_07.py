@@ -33,7 +33,6 @@ ALGORITHM_OF = {
 
 REFUSED = {
     "gdpo_math_1B.yaml": ["env.math_multi_reward"],
-    "dapo_math_7B.yaml": ["policy.hf_config_overrides"],
     "vlm_grpo_3B.yaml": [
         "policy.tokenizer.video",
         "policy.generation.vllm_cfg.limit_mm_per_prompt",

@@ -73,7 +73,9 @@ def test_a_window_hides_what_is_before_it_and_a_sink_takes_its_share(
     shapes = [(num_queries, 4, 6), (num_keys, 2, 6), (num_keys, 2, 6), *([(4,)] if has_sinks else [])]
     inputs = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
     query_LHD, key_MGD, value_MGD, sinks_H = (*inputs, None)[:4]
-    assert query_LHD is not None and key_MGD is not None and value_MGD is not None
+    assert query_LHD is not None
+    assert key_MGD is not None
+    assert value_MGD is not None
     found_LHD = attend(query_LHD, key_MGD, value_MGD, segments, 0.3, window, sinks_H)
     expected_LHD = formula(query_LHD, key_MGD, value_MGD, segments, window, sinks_H)
     torch.testing.assert_close(found_LHD, expected_LHD, rtol=0, atol=2e-6)

@@ -577,7 +577,12 @@ def _make_engine(config: Config) -> Engine:
 
         # Guests are few, and do not wait for all the samples that do.
         extra = {"scheduling_policy": "priority"} if generation.has_guests and generation.is_async else {}
-        return VllmEngine(Path(policy.model_name), generation.vllm_cfg, extra={**extra, **generation.vllm_kwargs})
+        return VllmEngine(
+            Path(policy.model_name),
+            generation.vllm_cfg,
+            extra={**extra, **generation.vllm_kwargs},
+            config_overrides=policy.hf_config_overrides,
+        )
     from tandem.rollout.engines.transformers import TransformersEngine
 
     return TransformersEngine(
@@ -585,4 +590,5 @@ def _make_engine(config: Config) -> Engine:
         num_slots=generation.transformers_cfg.num_slots,
         max_total_sequence_length=policy.max_total_sequence_length,
         dtype=policy.precision,
+        config_overrides=policy.hf_config_overrides,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from safetensors import SafetensorError
 from transformers.initialization import no_init_weights
 
 from tandem.common.errors import ModelError
+from tandem.common.hf_config import load_config
 from tandem.common.segments import unstable_rotation
 from tandem.refit.adapters.huggingface import as_checkpoint
 from tandem.refit.endpoint import Weights, device_name, host_name
@@ -18,7 +20,14 @@ from tandem.refit.layout import LayoutBuilder, whole
 from tandem.rollout.engines.attention import ATTENTION_NAME
 
 
-def load_skeleton(model_folder: Path, max_length: int, dtype: torch.dtype, *, with_weights: bool = False) -> Any:
+def load_skeleton(
+    model_folder: Path,
+    max_length: int,
+    dtype: torch.dtype,
+    *,
+    with_weights: bool = False,
+    config_overrides: Mapping[str, Any] | None = None,
+) -> Any:
     """Build the causal language model that ``config.json`` in `model_folder` describes, parameters uninitialised.
 
     Buffers such as rotary frequencies are computed, parameters hold whatever the memory held, or what the folder's
@@ -28,7 +37,7 @@ def load_skeleton(model_folder: Path, max_length: int, dtype: torch.dtype, *, wi
     if not (model_folder / "config.json").is_file():
         raise ModelError(f"{model_folder} holds no model: config.json is missing")
     try:
-        config = transformers.AutoConfig.from_pretrained(model_folder, trust_remote_code=False)
+        config = load_config(str(model_folder), config_overrides)
         _refuse_unsupported(config.get_text_config(), max_length)
         if with_weights:
             model = _with_weights(model_folder, config, dtype)

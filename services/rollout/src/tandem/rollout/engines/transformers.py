@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -41,16 +41,24 @@ class TransformersEngine(RefittedEngine):
         dtype: Literal["float32", "bfloat16"],
         num_threads: int | None = None,
         with_weights: bool = False,
+        config_overrides: Mapping[str, Any] | None = None,
     ) -> None:
         """Build the model of `model_folder` without weights, or with those in the folder as version 0.
 
         `num_slots` sequences run at once, each of at most `max_total_sequence_length` tokens, prompt included.
-        `num_threads` sets the threads of this process (None leaves them). Raises `ModelError`.
+        `num_threads` sets the threads of this process (None leaves them). `config_overrides` are fields of its
+        ``config.json`` that are other than there. Raises `ModelError`.
         """
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         dtype_of = getattr(torch, dtype)
-        self._model = load_skeleton(model_folder, max_total_sequence_length, dtype_of, with_weights=with_weights)
+        self._model = load_skeleton(
+            model_folder,
+            max_total_sequence_length,
+            dtype_of,
+            with_weights=with_weights,
+            config_overrides=config_overrides,
+        )
         length_key = "policy.max_total_sequence_length"
         super().__init__(model_folder, weights_of(self._model), max_total_sequence_length, length_key)
         self._cache = KeyValueCache(num_slots, max_total_sequence_length)
