@@ -107,6 +107,16 @@ def test_nothing_is_generated_before_the_first_refit(tmp_path: Path) -> None:
         assert engine.version == 3
 
 
+def test_fields_of_the_configuration_can_be_other_than_in_the_folder(tmp_path: Path) -> None:
+    changes = {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}
+    tiny_model("llama", tmp_path / "model")
+    model = tiny_model("llama", tmp_path / "changed", **changes)
+    with running(tmp_path / "model", config_overrides=changes) as engine:
+        refit(engine, model, 0)
+        made = run_all(engine, [request(0, PROMPT)])[0]
+        assert np.abs(made.logprobs_T - reference_logprobs(model, PROMPT, made.token_ids_T)).max() < 1e-4
+
+
 def test_a_model_that_cannot_be_refitted_is_refused(tmp_path: Path) -> None:
     tiny_model("qwen3", tmp_path / "model", head_dim=16)
     with pytest.raises(ModelError, match="takes heads of 32, 64"), running(tmp_path / "model"):

@@ -41,10 +41,16 @@ def tiny_model(architecture: str, folder: Path, *, seed: int = 0, **changes: Any
 
 
 @contextlib.contextmanager
-def running(folder: Path, settings: Mapping[str, Any] | None = None, **extra: Any) -> Iterator[VllmEngine]:
+def running(
+    folder: Path,
+    settings: Mapping[str, Any] | None = None,
+    config_overrides: Mapping[str, Any] | None = None,
+    **extra: Any,
+) -> Iterator[VllmEngine]:
     """Start vLLM with a model's configuration, without weights; stop it at the end. `settings` are `VllmCfg`'s."""
     cfg = VllmCfg(**{"precision": "float32", "max_model_len": 128, **(settings or {})})
-    engine = VllmEngine(folder, cfg, extra={"kv_cache_memory_bytes": 2**26, "max_num_seqs": 32, **extra})
+    extra = {"kv_cache_memory_bytes": 2**26, "max_num_seqs": 32, **extra}
+    engine = VllmEngine(folder, cfg, extra=extra, config_overrides=config_overrides)
     try:
         yield engine
     finally:
