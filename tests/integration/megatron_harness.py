@@ -60,6 +60,25 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 4,
         "v_head_dim": 6,
     },
+    "mistral": {"model_type": "mistral", **_SIZES, "sliding_window": 5},
+    "phi3": {
+        "model_type": "phi3",
+        **_SIZES,
+        "sliding_window": 6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+    },
+    "glm4_moe": {
+        "model_type": "glm4_moe",
+        **_SIZES,
+        **_EXPERTS,
+        "head_dim": 8,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.5,
+    },
 }
 
 BATCHES = tuple(make_batch(seed=seed) for seed in range(3))

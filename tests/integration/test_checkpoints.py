@@ -25,6 +25,7 @@ from tandem.trainer.box_files import BoxFiles, Part
 from tests.integration.checkpoint_harness import no_pickle
 from tests.integration.trainer_harness import (
     ARCHITECTURES,
+    FAMILIES,
     digest_of,
     make_batch,
     make_config,
@@ -195,7 +196,7 @@ def save_both_ways(rank: int, config: Config, folder: Path) -> str:
     return at_once.why_waited
 
 
-@pytest.mark.parametrize("architecture", list(ARCHITECTURES))
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *FAMILIES])
 def test_hugging_face_loads_the_policy(architecture: str, tmp_path: Path) -> None:
     config = make_config(make_model(tmp_path / "model", architecture))
     num_bytes = sum(size for _, _, size in run_ranks(2, train_and_save, config, [0], None, tmp_path / "saved"))
@@ -225,7 +226,9 @@ def test_hugging_face_loads_the_policy(architecture: str, tmp_path: Path) -> Non
         logits_BTV = loaded(input_ids=token_ids_BT).logits
     torch.set_num_threads(num_threads)
     for trainers_BTV in run_ranks(2, logits_of, config, tmp_path / "saved", token_ids_BT.tolist()):
-        assert torch.equal(logits_BTV, torch.tensor(trainers_BTV))
+        # To the bit, but where the trainer's attention takes the place of one that makes a matrix of all scores.
+        tolerance = 0.0 if architecture in ARCHITECTURES else 1e-5
+        torch.testing.assert_close(torch.tensor(trainers_BTV), logits_BTV, rtol=0, atol=tolerance)
 
 
 def logits_of(rank: int, config: Config, checkpoint: Path, token_ids_BT: list[list[int]]) -> Any:

@@ -23,6 +23,7 @@ from tandem.trainer.models import TokenScorer, has_linear_head
 from tests.integration.reference import assert_same_steps, assert_same_weights, plain_grpo, trained_weights
 from tests.integration.trainer_harness import (
     ARCHITECTURES,
+    FAMILIES,
     VOCABULARY,
     evaluate_rank,
     make_batch,
@@ -62,8 +63,10 @@ def batch_of_lengths(*lengths: int, seed: int = 0) -> TrainingBatch:
     )
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("architecture", list(ARCHITECTURES))
+@pytest.mark.parametrize(
+    ("architecture", "world_size"),
+    [*((name, size) for name in ARCHITECTURES for size in (1, 2)), *((name, 2) for name in FAMILIES)],
+)
 def test_steps_with_packed_rows_match_a_plain_loop(architecture: str, world_size: int, tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model", architecture)
     config = make_config(
@@ -184,11 +187,13 @@ def test_no_token_attends_across_a_boundary(tmp_path: Path) -> None:
 def test_a_backend_whose_model_cannot_take_packed_rows_says_so(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model")
     path = folder / "config.json"
-    sliding = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0, "layer_types": None}
-    path.write_text(json.dumps(json.loads(path.read_text()) | sliding))
+    rotation = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    changes = {"rope_parameters": rotation, "max_position_embeddings": 16}
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     (message,) = run_ranks(1, error_of_backend, make_config(folder, **by_tokens("sequence_packing")))
     assert message == (
-        "policy.sequence_packing.enabled: Qwen3ForCausalLM cannot take packed rows: its attention slides over 16 tokens"
+        "policy.sequence_packing.enabled: Qwen3ForCausalLM cannot take packed rows: its rotary embeddings of type "
+        "dynamic turn tokens by the length of the longest row"
     )
 
 

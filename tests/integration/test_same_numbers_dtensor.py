@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 from tandem.common.config import Config
 from tandem.trainer.backends.dtensor import DTensorBackend
 from tests.integration.reference import Numbers, assert_same_numbers, numbers_of, plain_numbers
-from tests.integration.trainer_harness import ADAMW, make_batch, make_config, make_groups, make_model
+from tests.integration.trainer_harness import ADAMW, FAMILIES, make_batch, make_config, make_groups, make_model
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 
@@ -89,6 +89,10 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "packed, TP2 + SP": ("qwen3_moe", 2, PACKED | TP2 | SP),
     "packed, CP2 + TP2": ("qwen2", 4, PACKED | CP2 | TP2),
     "recomputed activations, TP2 + SP": ("qwen3", 2, TP2 | SP | {"activation_checkpointing": True}),
+    "TP2 phi3": ("phi3", 2, TP2),
+    "TP2 gpt_oss": ("gpt_oss", 2, TP2),
+    **{f"TP2 + SP {name}": (name, 2, TP2 | SP) for name in FAMILIES},
+    **{f"packed, CP2 {name}": (name, 2, PACKED | CP2) for name in FAMILIES},
 }
 
 

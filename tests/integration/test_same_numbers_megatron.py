@@ -81,6 +81,10 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "EP2+PP2": ("qwen3_moe", 4, EP2 | PP2),
     "TP2+SP+EP2, experts cut": ("qwen3_moe", 4, TP2 | SP | EP2 | {"expert_tensor_parallel_size": 2}),
     "PP2 with virtual stages+DP2": ("llama", 4, PP2 | VIRTUAL),
+    "TP2+SP, attention that slides": ("mistral", 2, TP2 | SP),
+    "CP2, attention that slides": ("mistral", 2, CP2),
+    "TP2, fused in the checkpoint": ("phi3", 2, TP2),
+    "TP2+SP+EP2, partly rotated": ("glm4_moe", 2, TP2 | SP | EP2),
 }
 
 BY_TOKENS = {"enabled": True, "train_mb_tokens": 48, "logprob_mb_tokens": 96, "sequence_length_round": 8}

@@ -24,6 +24,7 @@ from tandem.trainer.sharing import Prompts
 from tests.integration.reference import assert_same_steps, assert_same_weights, plain_grpo, trained_weights
 from tests.integration.trainer_harness import (
     ARCHITECTURES,
+    FAMILIES,
     make_batch,
     make_config,
     make_groups,
@@ -39,8 +40,10 @@ TOLERANCE = 1e-6
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("architecture", list(ARCHITECTURES))
+@pytest.mark.parametrize(
+    ("architecture", "world_size"),
+    [*((name, size) for name in ARCHITECTURES for size in (1, 2)), *((name, 1) for name in FAMILIES)],
+)
 def test_steps_with_shared_prompts_match_a_plain_loop(architecture: str, world_size: int, tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model", architecture)
     config = make_config(
@@ -159,7 +162,14 @@ def test_without_shared_prompts_the_model_is_as_it_was(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (transformers.MistralConfig(sliding_window=16), "its attention slides over 16 tokens"),
+        (
+            transformers.PhiConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0}, max_position_embeddings=16),
+            "its rotary embeddings of type dynamic turn tokens by the length of the longest row",
+        ),
+        (
+            transformers.PhimoeConfig(sliding_window=16, num_local_experts=2),
+            "layer 0 does not tell its attention that it slides over 16",
+        ),
         (transformers.BloomConfig(), "its tokens meet outside of attention|it takes no attention but its own"),
         (transformers.MambaConfig(), "it has layers of type linear_attention"),
     ],
@@ -183,12 +193,13 @@ def test_a_model_that_cannot_share_says_why_and_is_as_it_was(config: Any, reason
 def test_a_backend_that_cannot_share_trains_plain_rows(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model")
     path = folder / "config.json"
-    sliding = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0, "layer_types": None}
-    path.write_text(json.dumps(json.loads(path.read_text()) | sliding))
+    rotation = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    changes = {"rope_parameters": rotation, "max_position_embeddings": 16}
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     config = make_config(folder, train_micro_batch_size=4)
     _, counts, said = run_ranks(1, train_counting_tokens, config, [make_groups(4, 4)], tmp_path / "saved")[0]
     assert counts == [0]
-    assert "policy.share_prompts has no effect: Qwen3ForCausalLM cannot share: its attention slides over 16" in said
+    assert "policy.share_prompts has no effect: Qwen3ForCausalLM cannot share: its rotary embeddings of" in said
 
 
 def test_sequences_without_a_common_prompt_stay_plain_rows(tmp_path: Path) -> None:

@@ -61,6 +61,55 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         **_SMALL,
     },
 }
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mistral": {"model_type": "mistral", **_SMALL, "sliding_window": 5},
+    "gemma3": {
+        "model_type": "gemma3_text",
+        **_SMALL,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 8,
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10.0},
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 100.0},
+        },
+    },
+    "phi3": {
+        "model_type": "phi3",
+        **_SMALL,
+        "tie_word_embeddings": True,
+        "sliding_window": 6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+    },
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        **_SMALL,
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 4,
+    },
+    "glm4_moe": {
+        "model_type": "glm4_moe",
+        **_SMALL,
+        "head_dim": 8,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 24,
+        "routed_scaling_factor": 1.5,
+    },
+}
+"""Families with parts of their own: attention that slides, or has sinks, fused layers, routers with a bias.
+
+They run through fewer cases than `ARCHITECTURES`.
+"""
 
 # Importing torch and transformers takes seconds; a server that has done it forks ranks in milliseconds.
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -80,7 +129,7 @@ def make_model(
     folder: Path, architecture: str = "qwen3", *, seed: int = 0, characters: str = CHARACTERS, **sizes: int
 ) -> Path:
     """Write a random model with its tokenizer, 24 tokens, to `folder`; `sizes` replace some of the architecture's."""
-    new_model = NewModel(config=ARCHITECTURES[architecture] | sizes, characters=characters, seed=seed)
+    new_model = NewModel(config=(ARCHITECTURES | FAMILIES)[architecture] | sizes, characters=characters, seed=seed)
     write_new_model(folder, new_model)
     torch.manual_seed(seed)
     settings = transformers.AutoConfig.from_pretrained(folder)
@@ -88,6 +137,9 @@ def make_model(
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)  # norms and biases as well
+        for name, buffer in model.named_buffers():
+            if name in model.state_dict():  # what a router adds to its scores
+                buffer.add_(torch.randn_like(buffer) * 0.05)
     model.save_pretrained(folder)
     return folder
 

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from tandem.refit.adapters.catalogue import ModelShape, from_config
+from tandem.refit.adapters.deployment import Deployment
 from tandem.refit.layout import Layout
 
 Arrays = dict[str, NDArray[Any]]
@@ -58,7 +59,20 @@ DEEPSEEK: dict[str, Any] = {
     "vocab_size": 150,
     "tie_word_embeddings": False,
 }
-EVERY = {config["model_type"]: config for config in (LLAMA, QWEN2, QWEN3, QWEN3_MOE, DEEPSEEK)}
+MISTRAL = LLAMA | {"model_type": "mistral", "head_dim": None}
+GEMMA3 = QWEN3 | {"model_type": "gemma3_text"}
+PHI3 = LLAMA | {"model_type": "phi3", "pad_token_id": 0}
+GPT_OSS = QWEN3 | {"model_type": "gpt_oss", "num_local_experts": 4, "tie_word_embeddings": False}
+GLM4_MOE: dict[str, Any] = QWEN3_MOE | {
+    "model_type": "glm4_moe",
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 2,
+}
+_EACH = (LLAMA, QWEN2, QWEN3, QWEN3_MOE, DEEPSEEK, MISTRAL, GEMMA3, PHI3, GPT_OSS, GLM4_MOE)
+EVERY = {config["model_type"]: config for config in _EACH}
 
 
 def model_of(config: Mapping[str, Any]) -> ModelShape:
@@ -75,6 +89,34 @@ def weights_of(model: ModelShape) -> Weights:
         first += n
     assert first < 2**24
     return weights
+
+
+def unfused(weights: Weights) -> Weights:
+    """The weights of `PHI3` by the names of `LLAMA`, whose layers are not fused."""
+    found: Weights = {}
+    heads = [16, 8, 8]  # rows of 8 heads of queries, 4 of keys and 4 of values, of 2 elements each
+    for name, weight in weights.items():
+        if name.endswith("qkv_proj.weight"):
+            parts = zip(("q_proj", "k_proj", "v_proj"), weight.split(heads), strict=True)
+            found |= {name.replace("qkv_proj", part): rows for part, rows in parts}
+        elif name.endswith("gate_up_proj.weight"):
+            parts = zip(("gate_proj", "up_proj"), weight.chunk(2), strict=True)
+            found |= {name.replace("gate_up_proj", part): rows for part, rows in parts}
+        else:
+            found[name] = weight
+    return found
+
+
+def assert_same_shards(deployments: Sequence[Deployment]) -> None:
+    """Ranks have the same of a model whose checkpoint fuses layers as of one whose does not."""
+    weights = weights_of(model_of(PHI3))
+    for sizes in deployments:
+        for rank in range(sizes.num_ranks):
+            fused = materialise(sizes.layout(model_of(PHI3), rank, "here"), weights)
+            plain = materialise(sizes.layout(model_of(LLAMA), rank, "here"), unfused(weights))
+            assert fused.keys() == plain.keys()
+            for name, memory_B in plain.items():
+                np.testing.assert_array_equal(fused[name], memory_B, name)
 
 
 def materialise(layout: Layout, weights: Weights) -> Arrays:

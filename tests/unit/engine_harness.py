@@ -20,6 +20,7 @@ from tandem.refit.program import TransferProgram
 from tandem.rollout.engine import Completion, Engine, Request
 from tandem.rollout.engines.transformers import TransformersEngine
 from tandem.trainer.backends.shards import weights_of
+from tandem.trainer.policy_files import saved_buffers
 
 VOCABULARY = 61
 SIZES: dict[str, Any] = {
@@ -46,6 +47,29 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen2": SIZES,
     "qwen3": {**SIZES, "head_dim": 16, "tie_word_embeddings": True},
     "qwen3_moe": {**SIZES, **EXPERTS, "head_dim": 16},
+    # Windows shorter than what is generated, and than some prompts.
+    "mistral": {**SIZES, "sliding_window": 7},
+    "gemma3_text": {
+        **SIZES,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 8,
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "final_logit_softcapping": 4.0,
+    },
+    "phi3": {**SIZES, "rope_parameters": {"rope_type": "default", "rope_theta": 1e3, "partial_rotary_factor": 0.5}},
+    "gpt_oss": {**SIZES, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6},
+    "glm4_moe": {
+        **SIZES,
+        "head_dim": 16,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "n_group": 2,
+        "topk_group": 1,
+    },
 }
 
 
@@ -54,13 +78,17 @@ def make_model(architecture: str, folder: Path, *, seed: int = 0, **changes: Any
     torch.manual_seed(seed)
     config = transformers.AutoConfig.for_model(architecture, **{**ARCHITECTURES.get(architecture, SIZES), **changes})
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name in model.state_dict():  # what a router adds to its scores
+                buffer.copy_(torch.randn_like(buffer))
     config.save_pretrained(folder)
     return model
 
 
 def shared_layout(model: Any) -> Layout:
     """Move a model's parameters into shared memory, and describe them as a trainer would."""
-    return weights_of(dict(model.named_parameters())).layout
+    return weights_of(dict(model.named_parameters()) | saved_buffers(model)).layout
 
 
 def make_programs(source: Layout, engine: Engine, *, allow_alias: bool = False) -> list[TransferProgram]:

@@ -18,7 +18,9 @@ import transformers
 from adapters_harness import (
     DEEPSEEK,
     EVERY,
+    GPT_OSS,
     LLAMA,
+    PHI3,
     QWEN2,
     QWEN3,
     QWEN3_MOE,
@@ -42,6 +44,7 @@ from tandem.common.errors import RefitError
 from tandem.refit.adapters.catalogue import ModelShape, from_config
 from tandem.refit.adapters.deployment import Hosts, locate
 from tandem.refit.adapters.dtensor import TENSOR_PLAN, DTensor, local_box
+from tandem.refit.adapters.geometry import BIAS
 from tandem.refit.adapters.huggingface import HuggingFace
 from tandem.refit.layout import CudaMemory, Storage, Tensor, contiguous_strides
 
@@ -110,6 +113,8 @@ MESHES = {
     "FSDP of experts": (QWEN3_MOE, DTensor(shard=4)),
     "FSDP of experts, uneven": (QWEN3_MOE, DTensor(shard=3)),
     "FSDP of latent attention": (DEEPSEEK, DTensor(shard=3)),
+    "FSDP of fused experts": (GPT_OSS, DTensor(shard=3)),
+    "FSDP × TP of fused layers": (PHI3, DTensor(shard=2, tensor=2)),
     "HSDP": (LLAMA, DTensor(replicate=2, shard=2)),
     "TP": (QWEN2, DTensor(tensor=4)),
     "FSDP × TP": (LLAMA, DTensor(shard=2, tensor=2)),
@@ -133,19 +138,7 @@ def test_shards_are_those_of_fsdp2_and_tensor_parallelism(
             if sizes.tensor > 1:
                 tensor_parallel(real, mesh["tensor"])
             fully_shard(real, mesh=mesh["replicate", "shard"] if sizes.replicate > 1 else mesh["shard"])
-            assert_holds(layout, weights, without_buffers(parameters_of(real), layout.tensors, weights, sizes, rank))
-
-
-def without_buffers(
-    found: Weights, tensors: tuple[Tensor, ...], weights: Weights, sizes: DTensor, rank: int
-) -> Weights:
-    """FSDP2 leaves buffers whole; a trainer that shards them like parameters has this."""
-    for name in found:
-        if name.endswith("e_score_correction_bias"):
-            parts = weights[name].chunk(sizes.shard)
-            at = rank // sizes.tensor % sizes.shard
-            found[name] = parts[at] if at < len(parts) else weights[name][:0]
-    return found
+            assert_holds(layout, weights, parameters_of(real))
 
 
 @pytest.mark.parametrize(("config", "sizes"), MESHES.values(), ids=MESHES)
@@ -153,7 +146,8 @@ def test_every_element_is_held_by_each_replica_once(config: dict[str, Any], size
     model = from_config(config, "float32")
     for name, counts in replicas(sizes.layouts(model, Hosts("here"))).items():
         is_cut = ".".join(name.split(".")[-2:]) in TENSOR_PLAN and ".experts." not in name
-        assert counts == {sizes.replicate if is_cut else sizes.replicate * sizes.tensor}, name
+        num_copies = sizes.replicate if is_cut else sizes.replicate * sizes.tensor
+        assert counts == {sizes.num_ranks if name.endswith(BIAS) else num_copies}, name
 
 
 @given(

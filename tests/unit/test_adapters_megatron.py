@@ -8,12 +8,15 @@ import pytest
 import torch
 from adapters_harness import (
     DEEPSEEK,
+    GEMMA3,
+    GLM4_MOE,
     LLAMA,
     QWEN2,
     QWEN3,
     QWEN3_MOE,
     Weights,
     assert_holds,
+    assert_same_shards,
     model_of,
     replicas,
     weights_of,
@@ -54,6 +57,7 @@ CASES = {
     "latent attention": (DEEPSEEK, Megatron(tp=2, pp=2, dp=4, ep=4)),
     "latent attention of local layers": (DEEPSEEK, Megatron(tp=2, dp=2, ep=2, etp=1, transformer_engine=False)),
     "latent attention without query rank": (DEEPSEEK | {"q_lora_rank": None}, Megatron(tp=4)),
+    "shared experts, and heads with norms": (GLM4_MOE, Megatron(tp=2, dp=2, ep=2, etp=1)),
     "another order of ranks": (QWEN3_MOE, Megatron(tp=2, dp=2, pp=2, ep=2, order="tp-ep-dp-cp-pp")),
 }
 
@@ -150,7 +154,7 @@ class Reference:
     def experts(self, here: str, there: str) -> None:
         of, at, etp = self.weights, self.at, self.sizes.etp or self.sizes.tp
         self.parameters[here + "router.weight"] = of[there + "gate.weight"]
-        if self.config["model_type"] == "deepseek_v3":
+        if there + "gate.e_score_correction_bias" in of:
             self.parameters[here + "router.expert_bias"] = of[there + "gate.e_score_correction_bias"]
             self.feed_forward(here + "shared_experts.", there + "shared_experts.")
         count = 8 // self.sizes.ep
@@ -280,3 +284,12 @@ def test_sizes_that_cannot_be_are_refused() -> None:
         Megatron(tp=2, order="tp-dp").layout(model, 0, "here")
     with pytest.raises(RefitError, match="let the order end in pp"):
         Megatron(tp=2, dp=2, pp=2, ep=2, etp=1, order="tp-pp-dp-ep-cp").layouts(from_config(QWEN3_MOE), Hosts("here"))
+
+
+def test_a_checkpoint_that_fuses_layers_is_cut_as_one_that_does_not() -> None:
+    assert_same_shards([Megatron(tp=4), Megatron(tp=8, transformer_engine=False), Megatron(tp=2, pp=2)])
+
+
+def test_an_architecture_whose_shards_are_not_known_is_refused() -> None:
+    with pytest.raises(RefitError, match="nothing is known of how Megatron-Core cuts a gemma3_text, only of llama, "):
+        Megatron().layout(model_of(GEMMA3), 0, "here")

@@ -9,7 +9,20 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from adapters_harness import DEEPSEEK, LLAMA, QWEN2, QWEN3_MOE, Arrays, materialise, model_of, weights_of
+from adapters_harness import (
+    DEEPSEEK,
+    GEMMA3,
+    GLM4_MOE,
+    GPT_OSS,
+    LLAMA,
+    PHI3,
+    QWEN2,
+    QWEN3_MOE,
+    Arrays,
+    materialise,
+    model_of,
+    weights_of,
+)
 
 from tandem.refit.adapters.deployment import Deployment, Hosts
 from tandem.refit.adapters.dtensor import DTensor
@@ -33,6 +46,20 @@ PAIRS = {
     "FSDP to vLLM TP": (QWEN2, DTensor(shard=4), Vllm(tp=2)),
     "FSDP of fused experts to vLLM TP beyond the key heads": (QWEN3_MOE, DTensor(shard=3), Vllm(tp=8)),
     "FSDP × TP to transformers": (LLAMA, DTensor(shard=3, tensor=2), HuggingFace()),
+    "Megatron TP to vLLM TP, fused in the checkpoint": (PHI3, Megatron(tp=2, pp=2), Vllm(tp=4)),
+    "FSDP × TP to vLLM TP, fused in the checkpoint": (PHI3, DTensor(shard=3, tensor=2), Vllm(tp=4)),
+    "FSDP × TP to vLLM, four norms": (GEMMA3, DTensor(shard=2, tensor=2), Vllm(tp=2)),
+    "FSDP × TP to transformers, experts fused in the checkpoint": (
+        GPT_OSS,
+        DTensor(shard=3, tensor=2),
+        HuggingFace(num_replicas=2),
+    ),
+    "FSDP to vLLM EP, routers with a bias": (GLM4_MOE, DTensor(shard=3), Vllm(tp=2, dp=2, expert_parallel=True)),
+    "Megatron EP to transformers, routers with a bias": (
+        GLM4_MOE,
+        Megatron(tp=2, dp=2, ep=2, etp=1),
+        HuggingFace(),
+    ),
     "transformers to Megatron": (QWEN2, HuggingFace(), Megatron(tp=2, pp=2, vpp=2)),
 }
 

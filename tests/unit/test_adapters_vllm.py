@@ -8,12 +8,16 @@ import pytest
 import torch
 from adapters_harness import (
     DEEPSEEK,
+    GEMMA3,
+    GLM4_MOE,
+    GPT_OSS,
     LLAMA,
     QWEN2,
     QWEN3,
     QWEN3_MOE,
     Weights,
     assert_holds,
+    assert_same_shards,
     model_of,
     replicas,
     weights_of,
@@ -46,6 +50,8 @@ CASES = {
     "latent attention": (DEEPSEEK, Vllm(tp=4)),
     "latent attention, EP, PP and DP": (DEEPSEEK, Vllm(tp=2, pp=2, dp=2, expert_parallel=True)),
     "latent attention without query rank": (DEEPSEEK | {"q_lora_rank": None}, Vllm(tp=2)),
+    "four norms": (GEMMA3, Vllm(tp=2)),
+    "shared experts, and heads with norms": (GLM4_MOE, Vllm(tp=2, dp=2, expert_parallel=True)),
     "several engines": (QWEN3_MOE, Vllm(tp=2, pp=2, replicas=2, experts_module="mlp.experts")),
 }
 
@@ -293,3 +299,12 @@ def test_sizes_that_cannot_be_are_refused() -> None:
         Vllm().layouts(model_of(DEEPSEEK | {"attention_bias": True}), Hosts("here"))
     with pytest.raises(RefitError, match=r"q_proj.weight\[0:2, 0:16\] does not end where its blocks of 4 elements do"):
         Vllm(tp=8).layout(model.quantised((4, 4)), 0, "here")
+
+
+def test_a_checkpoint_that_fuses_layers_is_cut_as_one_that_does_not() -> None:
+    assert_same_shards([Vllm(tp=4), Vllm(tp=8), Vllm(tp=2, pp=2)])
+
+
+def test_an_architecture_whose_shards_are_not_known_is_refused() -> None:
+    with pytest.raises(RefitError, match=r"nothing is known of how vLLM cuts a gpt_oss, only of llama, .*glm4_moe, "):
+        Vllm().layout(model_of(GPT_OSS), 0, "here")

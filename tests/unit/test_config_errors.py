@@ -536,7 +536,29 @@ MODEL = "{config: {model_type: %s, num_attention_heads: 6, num_key_value_heads: 
         (
             [*TP2, f"policy.new_model={MODEL % 'gemma2'}"],
             f"{DTENSOR}.tensor_parallel_size: 2, but there is no plan for gemma2, only for llama, qwen2, qwen3, "
-            f"qwen3_moe; {DTENSOR}.custom_parallel_plan may name one",
+            f"qwen3_moe, mistral, gemma3_text, phi3, gpt_oss, glm4_moe; {DTENSOR}.custom_parallel_plan may name one",
+        ),
+        (
+            ["policy.hf_config_overrides={rope_teta: 10}", f"policy.new_model={MODEL % 'llama'}"],
+            "policy.hf_config_overrides.rope_teta: a llama has no such field; did you mean 'rope_theta'?",
+        ),
+        (
+            ["policy.hf_config_overrides={model_type: qwen3}", f"policy.new_model={MODEL % 'llama'}"],
+            "policy.hf_config_overrides.model_type: the kind of model is that of its weights",
+        ),
+        (
+            ["policy.hf_config_overrides={max_position_embeddings: 8}", f"policy.new_model={MODEL % 'llama'}"],
+            "policy.max_total_sequence_length: 512 is more than the 8 positions of the model",
+        ),
+        (
+            ["policy.megatron_cfg.enabled=true", f"policy.new_model={MODEL % 'gemma3_text'}"],
+            "policy.megatron_cfg.enabled: true, but Megatron-Core trains llama, qwen2, qwen3, qwen3_moe, deepseek_v3, "
+            "mistral, phi3, glm4_moe here, not gemma3_text",
+        ),
+        (
+            ["policy.generation.backend=vllm", f"policy.new_model={MODEL % 'gpt_oss'}"],
+            "policy.generation.backend: vllm, but refits write vLLM's llama, qwen2, qwen3, qwen3_moe, mistral, "
+            "gemma3_text, phi3, glm4_moe, not its gpt_oss; transformers is the other engine",
         ),
         (
             [*TP2, f"policy.new_model={MODEL % 'llama'}"],

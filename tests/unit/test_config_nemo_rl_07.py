@@ -18,13 +18,11 @@ FILES = Path(__file__).parent / "nemo_rl_07"
 NAMES = sorted(str(path.relative_to(FILES)) for path in FILES.rglob("*.yaml"))
 
 REFUSED = {
-    "distillation_math.yaml": ["teacher.dtensor_cfg.tensor_parallel_size (4)"],
     "xtoken_distillation.yaml": [
         "teachers[0].projection_matrix_path (maps/phi.pt)",
         "teachers[1]",
         "data.train[0].processor (kd_data_processor)",
     ],
-    "dapo_math_7B.yaml": ["policy.hf_config_overrides"],
     "vlm_grpo_3B.yaml": [
         "policy.tokenizer.video",
         "policy.generation.vllm_cfg.limit_mm_per_prompt",

@@ -114,10 +114,16 @@ def test_bfloat16_matches_a_bfloat16_forward(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("architecture", "changes", "complaint"),
     [
-        ("qwen3", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}, "slides over 16 tokens"),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "type dynamic"),
+        (
+            "llama",
+            {
+                "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+                "max_position_embeddings": 16,
+            },
+            "type dynamic",
+        ),
         ("gemma2", {"head_dim": 16}, "caps its logits"),
-        ("gpt_oss", {"head_dim": 16, "num_local_experts": 4}, "its attention needs s_aux"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "see those that follow them"),
         ("bloom", {}, "only 0 of its 3 layers use the attention interface"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tandem.trainer.segments import attend
+from tandem.common.segments import attend
 
 SEGMENTS = {
     "one": [(7, 7)],
@@ -19,18 +19,28 @@ SEGMENTS = {
 
 
 def formula(
-    query_LHD: torch.Tensor, key_MGD: torch.Tensor, value_MGD: torch.Tensor, segments: list[tuple[int, int]]
+    query_LHD: torch.Tensor,
+    key_MGD: torch.Tensor,
+    value_MGD: torch.Tensor,
+    segments: list[tuple[int, int]],
+    window: int | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     num_each = query_LHD.shape[1] // key_MGD.shape[1]
     parts = []
     at_query = at_key = 0
     for num_queries, num_keys in segments:
         for index in range(num_queries):
-            seen = slice(at_key, at_key + num_keys - num_queries + index + 1)
+            position = num_keys - num_queries + index
+            first = 0 if window is None else max(0, position + 1 - window)
+            seen = slice(at_key + first, at_key + position + 1)
             key_SHD = key_MGD[seen].repeat_interleave(num_each, dim=1)
             value_SHD = value_MGD[seen].repeat_interleave(num_each, dim=1)
             scores_SH = (query_LHD[at_query + index] * key_SHD).sum(dim=-1) * 0.3
-            parts.append((scores_SH.softmax(dim=0)[:, :, None] * value_SHD).sum(dim=0))
+            weights_SH = scores_SH.softmax(dim=0)
+            if sinks_H is not None:
+                weights_SH = torch.cat((scores_SH, sinks_H[None])).softmax(dim=0)[:-1]
+            parts.append((weights_SH[:, :, None] * value_SHD).sum(dim=0))
         at_query, at_key = at_query + num_queries, at_key + num_keys
     return torch.stack(parts)
 
@@ -51,3 +61,28 @@ def test_each_token_sees_its_segment_up_to_itself(segments: list[tuple[int, int]
         strict=True,
     ):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("window", "has_sinks"), [(1, False), (3, False), (3, True), (300, False), (None, True)])
+@pytest.mark.parametrize("segments", [SEGMENTS["more keys than queries"], [(300, 310)]], ids=["few", "many"])
+def test_a_window_hides_what_is_before_it_and_a_sink_takes_its_share(
+    segments: list[tuple[int, int]], window: int | None, has_sinks: bool
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    num_queries, num_keys = (sum(pair[index] for pair in segments) for index in (0, 1))
+    shapes = [(num_queries, 4, 6), (num_keys, 2, 6), (num_keys, 2, 6), *([(4,)] if has_sinks else [])]
+    inputs = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    query_LHD, key_MGD, value_MGD, sinks_H = (*inputs, None)[:4]
+    assert query_LHD is not None
+    assert key_MGD is not None
+    assert value_MGD is not None
+    found_LHD = attend(query_LHD, key_MGD, value_MGD, segments, 0.3, window, sinks_H)
+    expected_LHD = formula(query_LHD, key_MGD, value_MGD, segments, window, sinks_H)
+    torch.testing.assert_close(found_LHD, expected_LHD, rtol=0, atol=2e-6)
+    weights_LHD = torch.randn(found_LHD.shape, generator=generator)
+    for found, expected in zip(
+        torch.autograd.grad((found_LHD * weights_LHD).sum(), inputs),
+        torch.autograd.grad((expected_LHD * weights_LHD).sum(), inputs),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)

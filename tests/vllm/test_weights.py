@@ -16,7 +16,16 @@ from tandem.refit.digests.task import digest_layout
 from tandem.rollout.engines.skeleton import weights_of
 from tandem.rollout.engines.vllm import insides
 from tandem.rollout.engines.vllm.engine import engine_arguments
-from tests.vllm.vllm_harness import CHANGES, all_parameters, live_parameters, refit, running, tiny_model, train
+from tests.vllm.vllm_harness import (
+    CHANGES,
+    FAMILIES,
+    all_parameters,
+    live_parameters,
+    refit,
+    running,
+    tiny_model,
+    train,
+)
 
 PROMPT = (2, 7, 1, 8)
 SETTINGS = VllmCfg(precision="float32", max_model_len=128)
@@ -43,6 +52,7 @@ def digests_of(model: Any) -> dict[str, int]:
     ("architecture", "changes"),
     [
         *((name, {"tie_word_embeddings": ties}) for name in CHANGES for ties in (False, True)),
+        *((name, {"tie_word_embeddings": name == "gemma3_text"}) for name in FAMILIES),
         ("llama", {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True}),
     ],
 )
@@ -61,9 +71,11 @@ def test_a_refit_equals_load_weights(architecture: str, changes: dict[str, bool]
         for name, held in found.items():
             assert torch.equal(held, expected[name]), name
         assert {name: held.data_ptr() for name, held in live_parameters(engine).items()} == pointers
+        made = run_all(engine, [request(0, PROMPT)])[0]
+        assert np.abs(made.logprobs_T - reference_logprobs(model, PROMPT, made.token_ids_T)).max() < 1e-4
     assert ("lm_head.weight" in found) != changes["tie_word_embeddings"]
     assert any(name.endswith("down_proj.bias") for name in found) == ("mlp_bias" in changes)
-    assert any(name.endswith("w13_weight") for name in found) == (architecture == "qwen3_moe")
+    assert any(name.endswith("w13_weight") for name in found) == architecture.endswith("moe")
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
@@ -93,6 +105,16 @@ def test_nothing_is_generated_before_the_first_refit(tmp_path: Path) -> None:
         refit(engine, model, 3)
         train(model, seed=1)
         assert engine.version == 3
+
+
+def test_fields_of_the_configuration_can_be_other_than_in_the_folder(tmp_path: Path) -> None:
+    changes = {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}
+    tiny_model("llama", tmp_path / "model")
+    model = tiny_model("llama", tmp_path / "changed", **changes)
+    with running(tmp_path / "model", config_overrides=changes) as engine:
+        refit(engine, model, 0)
+        made = run_all(engine, [request(0, PROMPT)])[0]
+        assert np.abs(made.logprobs_T - reference_logprobs(model, PROMPT, made.token_ids_T)).max() < 1e-4
 
 
 def test_a_model_that_cannot_be_refitted_is_refused(tmp_path: Path) -> None:

@@ -23,24 +23,37 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"hidden_size": 64, "head_dim": 32, "moe_intermediate_size": 40},
 }
 """What the tiny models of the other tests need for vLLM: heads of 32 elements, experts whose rows are padded."""
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mistral": {"hidden_size": 128, "head_dim": 32, "sliding_window": 7},
+    "gemma3_text": {"hidden_size": 64, "head_dim": 32, "tie_word_embeddings": True, "final_logit_softcapping": None},
+    "phi3": {"hidden_size": 128, "rope_parameters": {"rope_type": "default", "rope_theta": 1e3}},
+    "glm4_moe": {"hidden_size": 64, "head_dim": 32, "moe_intermediate_size": 40, "n_shared_experts": 1},
+}
+"""The same of families with parts of their own, which run through fewer cases."""
+_NEEDED = CHANGES | FAMILIES
 
 
 def tiny_model(architecture: str, folder: Path, *, seed: int = 0, **changes: Any) -> Any:
     """Build a random float32 model; its vocabulary of 61 is padded by vLLM."""
     folder.mkdir(exist_ok=True)
     return make_model(
-        architecture, folder, seed=seed, **{"initializer_range": 0.15, **CHANGES[architecture], **changes}
+        architecture, folder, seed=seed, **{"initializer_range": 0.15, **_NEEDED[architecture], **changes}
     )
 
 
 @contextlib.contextmanager
 def running(
-    folder: Path, settings: Mapping[str, Any] | None = None, *, experts: RoutedExperts | None = None, **extra: Any
+    folder: Path,
+    settings: Mapping[str, Any] | None = None,
+    config_overrides: Mapping[str, Any] | None = None,
+    *,
+    experts: RoutedExperts | None = None,
+    **extra: Any,
 ) -> Iterator[VllmEngine]:
     """Start vLLM with a model's configuration, without weights; stop it at the end. `settings` are `VllmCfg`'s."""
     cfg = VllmCfg(**{"precision": "float32", "max_model_len": 128, **(settings or {})})
     extra = {"kv_cache_memory_bytes": 2**26, "max_num_seqs": 32, **extra}
-    engine = VllmEngine(folder, cfg, extra=extra, experts=experts)
+    engine = VllmEngine(folder, cfg, extra=extra, experts=experts, config_overrides=config_overrides)
     try:
         yield engine
     finally:

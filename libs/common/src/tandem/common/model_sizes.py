@@ -66,10 +66,10 @@ def expert_sizes(model: Mapping[str, Any]) -> ExpertSizes | None:
     return ExpertSizes(**sizes) if all(value > 0 for value in sizes.values()) else None
 
 
-def config_file(policy: Model) -> Path | None:
-    """Return the ``config.json`` in the folder ``policy.model_name`` or in the cache of the Hub; None if neither."""
-    path = Path(policy.model_name) / "config.json"
-    return path if path.is_file() else _cached(policy.model_name)
+def config_file(section: Model) -> Path | None:
+    """Return the ``config.json`` of a section's model, in its folder or in the cache of the Hub; None if neither."""
+    path = Path(section.model_name) / "config.json"
+    return path if path.is_file() else _cached(section.model_name)
 
 
 def local_folder(name: str) -> Path | None:
@@ -80,13 +80,17 @@ def local_folder(name: str) -> Path | None:
     return None if cached is None else cached.parent
 
 
-def model_config(policy: Model) -> dict[str, Any] | None:
-    """Return the content of `config_file`, or of the one that ``policy.new_model`` will write; None if neither."""
-    path = config_file(policy)
+def model_config(section: Model) -> dict[str, Any] | None:
+    """Return the content of `config_file`, or of the one that ``new_model`` will write; None if neither.
+
+    With what ``hf_config_overrides`` has in place of it.
+    """
+    path = config_file(section)
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any]) if path else _new(policy)
+        found = msgspec.json.decode(path.read_bytes(), type=dict[str, Any]) if path else _new(section)
     except (OSError, msgspec.MsgspecError):  # an error of whoever loads the model
         return None
+    return None if found is None else {**found, **(section.hf_config_overrides or {})}
 
 
 def model_sizes(policy: Model) -> ModelSizes:
@@ -128,8 +132,8 @@ def max_positions_in(config: Mapping[str, Any]) -> int | None:
     return int(positions * stretched)
 
 
-def _new(policy: Model) -> dict[str, Any] | None:
-    return policy.new_model.config if policy.new_model is not None else None
+def _new(section: Model) -> dict[str, Any] | None:
+    return section.new_model.config if section.new_model is not None else None
 
 
 def _cached(name: str) -> Path | None:

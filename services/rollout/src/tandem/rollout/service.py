@@ -588,6 +588,7 @@ def _make_engine(config: Config) -> Engine:
             generation.vllm_cfg,
             extra={**extra, **generation.vllm_kwargs},
             experts=replayed_experts(config),
+            config_overrides=policy.hf_config_overrides,
         )
     from tandem.rollout.engines.transformers import TransformersEngine
 
@@ -597,4 +598,5 @@ def _make_engine(config: Config) -> Engine:
         max_total_sequence_length=policy.max_total_sequence_length,
         dtype=policy.precision,
         experts=replayed_experts(config),
+        config_overrides=policy.hf_config_overrides,
     )

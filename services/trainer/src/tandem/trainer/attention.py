@@ -1,7 +1,8 @@
 """Attention of rows that hold several sequences, where such rows meet a Hugging Face model.
 
 A model takes `SharedPrompts` and `PackedRow` through `transformers.AttentionInterface`, by the name `ATTENTION_NAME`;
-without either beside the tokens it is the library's own attention, to the bit.
+without either beside the tokens it is the library's own attention, to the bit, unless a layer's attention slides or has
+sinks: the library's own needs a mask for that, and there is none.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import torch
 import transformers
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from tandem.trainer import segments
+from tandem.common.segments import attend as attend_within
+from tandem.common.segments import sliding_windows, unstable_rotation
 from tandem.trainer.packed import PackedRow, pack_row
 from tandem.trainer.sharing import SharedPrompts, share_prompts
 
@@ -28,28 +30,38 @@ def attend(
     attention_mask: torch.Tensor | None,
     shared_prompts: SharedPrompts | None = None,
     packed: PackedRow | None = None,
+    told_windows: dict[int, int | None] | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend causally, within each sequence where the row holds several: ``[1, H, N, D]`` in, ``[1, N, H, D]`` out.
 
     Keys and values of a shared prompt are spread to all of its samples, so that the fast kernels for plain causal
-    attention serve; gradients of all samples add up in the prompt.
+    attention serve; gradients of all samples add up in the prompt. `told_windows` takes down over how many tokens the
+    layer says that its attention slides.
     """
-    if packed is not None:
-        unknown = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
+    window, sinks_H = kwargs.get("sliding_window"), kwargs.get("s_aux")
+    if told_windows is not None:
+        told_windows[int(module.layer_idx)] = window  # type: ignore[arg-type]
+    if shared_prompts is not None:
+        source_BW = shared_prompts.source_BW
+        query_BHTD, key_BHTD, value_BHTD = (_spread(each, source_BW) for each in (query_BHTD, key_BHTD, value_BHTD))
+    if packed is None and window is None and sinks_H is None:
+        attended_BTHD, _ = sdpa_attention_forward(module, query_BHTD, key_BHTD, value_BHTD, attention_mask, **kwargs)
+    else:
+        unknown = [name for name in ("softcap", "position_bias") if kwargs.get(name) is not None]
         if unknown:
             raise ValueError(f"its attention needs {unknown[0]}")
-        query_NHD, key_NGD, value_NGD = (tensor[0].transpose(0, 1) for tensor in (query_BHTD, key_BHTD, value_BHTD))
-        lengths = [(length, length) for length in packed.lengths]
-        return segments.attend(query_NHD, key_NGD, value_NGD, lengths, kwargs.get("scaling"))[None], None
-    if shared_prompts is None:
-        plain: tuple[torch.Tensor, None] = sdpa_attention_forward(
-            module, query_BHTD, key_BHTD, value_BHTD, attention_mask, **kwargs
+        num_rows, _, width, _ = query_BHTD.shape
+        lengths = (width,) * num_rows if packed is None else packed.lengths
+        query_NHD, key_NGD, value_NGD = (
+            each.transpose(1, 2).flatten(0, 1) for each in (query_BHTD, key_BHTD, value_BHTD)
         )
-        return plain
-    spread = [_spread(tensor_1HND, shared_prompts.source_BW) for tensor_1HND in (query_BHTD, key_BHTD, value_BHTD)]
-    attended_BWHD, _ = sdpa_attention_forward(module, *spread, None, **kwargs)
-    return attended_BWHD.flatten(0, 1).index_select(0, shared_prompts.taken_N)[None], None
+        segments = [(length, length) for length in lengths]
+        attended_NHD = attend_within(query_NHD, key_NGD, value_NGD, segments, kwargs.get("scaling"), window, sinks_H)
+        attended_BTHD = attended_NHD.view(num_rows, width, *attended_NHD.shape[1:])
+    if shared_prompts is not None:
+        attended_BTHD = attended_BTHD.flatten(0, 1).index_select(0, shared_prompts.taken_N)[None]
+    return attended_BTHD, None
 
 
 def _spread(tensor_1HND: torch.Tensor, source_BW: torch.Tensor) -> torch.Tensor:
@@ -79,23 +91,32 @@ def prepare_to_pack(model: Any, max_length: int) -> str | None:
 
 def _prepare(model: Any, max_length: int, **row: SharedPrompts | PackedRow) -> str | None:
     config = model.config.get_text_config()
-    window = getattr(config, "sliding_window", None)
-    if window is not None and window < max_length:
-        return f"its attention slides over {window} tokens"
+    unstable = unstable_rotation(config, max_length)
+    if unstable is not None:
+        return f"its rotary embeddings of type {unstable} turn tokens by the length of the longest row"
     others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
     if others:
         return f"it has layers of type {others[0]}"
     before = model.config._attn_implementation
+    told_windows: dict[int, int | None] = {}
     try:
         expected_KV = _logits(model)
         model.set_attn_implementation(ATTENTION_NAME)
-        found_KV = _logits(model, **row)
+        found_KV = _logits(model, told_windows, **row)
     except Exception as error:  # an architecture of its own fails in ways of its own
         reason = f"it takes no attention but its own: {type(error).__name__}: {error}".split("\n")[0]
     else:
-        if torch.allclose(found_KV, expected_KV, rtol=1e-3, atol=1e-4):
+        untold = [
+            (layer, window)
+            for layer, window in enumerate(sliding_windows(config))
+            if window is not None and window < max_length and told_windows.get(layer) != window
+        ]
+        if untold:
+            reason = f"layer {untold[0][0]} does not tell its attention that it slides over {untold[0][1]} tokens"
+        elif torch.allclose(found_KV, expected_KV, rtol=1e-3, atol=1e-4):
             return None
-        reason = "its tokens meet outside of attention"
+        else:
+            reason = "its tokens meet outside of attention"
     model.set_attn_implementation(before)
     return reason
 
@@ -108,16 +129,19 @@ _PACKED = pack_row(_SAMPLES, np.array([4, 4]), _COUNTED, divisible_by=1, row_div
 
 
 @torch.no_grad()
-def _logits(model: Any, **row: SharedPrompts | PackedRow) -> torch.Tensor:
+def _logits(
+    model: Any, told_windows: dict[int, int | None] | None = None, **row: SharedPrompts | PackedRow
+) -> torch.Tensor:
     """Return the logits of the tokens that predict something in `_SAMPLES`, ``[K, V]``, from samples or from a row.
 
-    Of what is no language model, whose head may give the same for all, the hidden states.
+    Of what is no language model, whose head may give the same for all, the hidden states. `told_windows` comes beside a
+    row and takes down over how many tokens each layer says that its attention slides.
     """
     logits: torch.Tensor
     asked = model if model.can_generate() else model.base_model
     for found in row.values():
         inputs = {"input_ids": found.token_ids_1N, "position_ids": found.position_ids_1N}
-        logits = asked(**inputs, **row, use_cache=False)[0]
+        logits = asked(**inputs, **row, told_windows=told_windows, use_cache=False)[0]
         return logits[0, found.predictor_K]
     logits = asked(input_ids=torch.from_numpy(_SAMPLES), use_cache=False)[0]
     return logits[:, 1:3].flatten(0, 1)

@@ -20,9 +20,9 @@ import torch.distributed as dist
 import transformers
 from numpy.typing import NDArray
 
+from tandem.common.segments import attend
 from tandem.trainer.packed import PackedRow
 from tandem.trainer.packing import MicroBatch
-from tandem.trainer.segments import attend
 
 ATTENTION_NAME = "tandem_context"
 
@@ -83,6 +83,8 @@ def context_attention(
     attention_mask: torch.Tensor | None,
     context_share: ContextShare | None = None,
     scaling: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend causally within each segment of the row: ``[1, L, H, D]`` of this rank's share."""
@@ -90,7 +92,7 @@ def context_attention(
     query_LHD, key_LGD, value_LGD = (tensor[0].transpose(0, 1) for tensor in (query_1HLD, key_1GLD, value_1GLD))
     both = gather_shares(torch.stack([key_LGD, value_LGD], dim=1), context_share.group)
     key_MGD, value_MGD = both.index_select(0, context_share.key_M).unbind(1)
-    return attend(query_LHD, key_MGD, value_MGD, context_share.chunks, scaling)[None], None
+    return attend(query_LHD, key_MGD, value_MGD, context_share.chunks, scaling, sliding_window, s_aux)[None], None
 
 
 transformers.AttentionInterface.register(ATTENTION_NAME, context_attention)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from tandem.common.columns import Head
 from tandem.common.config.schema import Model
 from tandem.common.errors import ModelError
+from tandem.common.hf_config import load_config
 from tandem.common.lora import why_no_model
 from tandem.refit.adapters.geometry import SCALAR_HEAD
 from tandem.trainer.context import inputs_of_share, sources_of_share, sum_shares
@@ -60,7 +61,7 @@ def load_model(source: str, settings: Model, dtype: torch.dtype) -> Any:
     if folder.is_dir() and not _has_weights(folder):
         model = _new_model(folder, settings, dtype)
     else:
-        model = _pretrained(source, dtype)
+        model = _pretrained(source, settings, dtype)
     if model.get_output_embeddings() is None:
         raise ModelError(f"{source}: {type(model).__name__} has no output embeddings to predict tokens with")
     return model.eval()
@@ -83,7 +84,7 @@ def load_scalar_model(source: str, settings: Model, dtype: torch.dtype, head: He
         with _as_model_error(f"cannot load a {_SCALAR[head]} from {source!r}"):
             model, info = _CLASSIFIERS[head].from_pretrained(
                 source,
-                num_labels=1,
+                config=load_config(source, settings.hf_config_overrides, num_labels=1),
                 dtype=dtype,
                 output_loading_info=True,
                 trust_remote_code=False,
@@ -112,7 +113,9 @@ def scalar_head(model: Any) -> torch.nn.Linear:
     return head
 
 
-def without_weights(source: str, dtype: torch.dtype, head: Head = "vocabulary") -> Any:
+def without_weights(
+    source: str, dtype: torch.dtype, head: Head = "vocabulary", overrides: Mapping[str, Any] | None = None
+) -> Any:
     """Return the model of a checkpoint as its configurations describe it, without memory for weights.
 
     `head` is what it is to have on top, whatever the checkpoint has. Raises `ModelError`.
@@ -120,7 +123,7 @@ def without_weights(source: str, dtype: torch.dtype, head: Head = "vocabulary") 
     kind = _CLASSIFIERS.get(head, transformers.AutoModelForCausalLM)
     try:
         labels = {} if head == "vocabulary" else {"num_labels": 1}
-        settings = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False, **labels)
+        settings = load_config(source, overrides, **labels)
         with torch.device("meta"):
             model = kind.from_config(settings, dtype=dtype, trust_remote_code=False)
     except Exception as error:  # the library raises whatever its readers raise
@@ -397,10 +400,11 @@ def _as_model_error(what: str) -> Iterator[None]:
         raise ModelError(f"{what}: {error}".split("\n")[0]) from error
 
 
-def _pretrained(source: str, dtype: torch.dtype) -> Any:
+def _pretrained(source: str, settings: Model, dtype: torch.dtype) -> Any:
     with _as_model_error(f"cannot load a model from {source!r}"):
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
             source,
+            config=load_config(source, settings.hf_config_overrides),
             dtype=dtype,
             output_loading_info=True,
             trust_remote_code=False,
@@ -420,7 +424,7 @@ def _new_model(folder: Path, settings: Model, dtype: torch.dtype) -> Any:
     if settings.new_model is None:
         raise ModelError(f"there are no weights in {str(folder)!r}, and policy.new_model does not say how to make them")
     with _as_model_error("policy.new_model.config: cannot make a model"):
-        described = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        described = load_config(str(folder), settings.hf_config_overrides)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(settings.new_model.seed)
             return transformers.AutoModelForCausalLM.from_config(described, dtype=dtype, trust_remote_code=False)
@@ -430,7 +434,7 @@ def _new_scalar_model(folder: Path, settings: Model, dtype: torch.dtype, head: H
     """Return one whose layers are those of the language model that is made of the same folder."""
     language_model = _new_model(folder, settings, dtype)
     with _as_model_error(f"cannot make a {_SCALAR[head]} of {str(folder)!r}"):
-        described = transformers.AutoConfig.from_pretrained(folder, num_labels=1, trust_remote_code=False)
+        described = load_config(str(folder), settings.hf_config_overrides, num_labels=1)
         model = _CLASSIFIERS[head].from_config(described, dtype=dtype, trust_remote_code=False)
         model.base_model.load_state_dict(language_model.base_model.state_dict())
     return model

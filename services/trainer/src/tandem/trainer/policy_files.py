@@ -27,13 +27,11 @@ def gathered(model: Any, parameters: Mapping[str, torch.Tensor]) -> Iterator[dic
     They are on the CPU, in memory of their own. Beside `parameters` these are the model's persistent buffers.
     Collective where parameters are sharded: every rank must go through all of it.
     """
-    saved = model.state_dict().keys()
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
     layers = {id(layer) for layer in decoder_layers(model)}
     prefixes = [f"{name}." for name, module in model.named_modules() if id(module) in layers]
     groups: dict[str, dict[str, torch.Tensor]] = {}
-    for name, tensor in {**parameters, **buffers}.items():
+    for name, tensor in {**parameters, **saved_buffers(model)}.items():
         group = next((prefix for prefix in prefixes if name.startswith(prefix)), name)
         if name not in ignored:
             groups.setdefault(group, {})[name] = tensor
@@ -44,6 +42,12 @@ def gathered(model: Any, parameters: Mapping[str, torch.Tensor]) -> Iterator[dic
             if dist.get_rank() == 0:
                 copies[name] = whole.to("cpu", copy=True)
         yield copies
+
+
+def saved_buffers(model: Any) -> dict[str, torch.Tensor]:
+    """Return the buffers that a checkpoint has beside the parameters, such as what routers add to their scores."""
+    saved = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
 
 
 def by_checkpoint_names(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

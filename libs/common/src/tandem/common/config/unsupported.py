@@ -93,7 +93,6 @@ def _of_a_model(section: str) -> tuple[Row, ...]:
         _trains_with(section, megatron=True),
     )
     return (
-        Row(f"{section}.hf_config_overrides", (None, {}), there),
         Row(f"{section}.draft.enabled", (False,), there),
         Row(f"{section}.quant_cfg", (None,), there),
         Row(f"{section}.dequantize_base_checkpoint", (False,), there),

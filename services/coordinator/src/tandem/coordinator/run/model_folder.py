@@ -93,7 +93,8 @@ def _tensors(model: Mapping[str, Any], places: Mapping[str, Place]) -> Iterator[
                 f"{place.path}: {name} is of integers ({place.dtype}), and config.json names no quantisation"
             )
     _refuse_another_head(model, places)
-    if model.get("model_type") in FAMILIES and _EMBEDDING in places and not any(_FUSED in name for name in places):
+    fuses_experts = model.get("model_type") != "gpt_oss" and any(_FUSED in name for name in places)
+    if model.get("model_type") in FAMILIES and _EMBEDDING in places and not fuses_experts:
         yield from _against_catalogue(model, places)
 
 

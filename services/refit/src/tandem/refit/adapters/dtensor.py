@@ -16,6 +16,7 @@ from tandem.common.errors import RefitError
 from tandem.refit.adapters import huggingface
 from tandem.refit.adapters.catalogue import ModelShape
 from tandem.refit.adapters.deployment import Deployment
+from tandem.refit.adapters.geometry import BIAS
 from tandem.refit.adapters.parameters import RankBuilder
 from tandem.refit.layout import Box, Layout
 
@@ -40,6 +41,9 @@ TENSOR_PLAN: Mapping[str, int] = MappingProxyType(
         "gate_proj.bias": 0,
         "up_proj.bias": 0,
         "down_proj.weight": 1,
+        "qkv_proj.weight": 0,
+        "gate_up_proj.weight": 0,
+        "self_attn.sinks": 0,
     }
 )
 """Which dimension tensor parallelism cuts, by the end of a parameter's name; parameters without an entry stay whole."""
@@ -115,7 +119,12 @@ class DTensor(Deployment, frozen=True):
         return self.replicate, self.shard, self.tensor
 
     def cuts(self, name: str, shape: Sequence[int]) -> Cuts:
-        """Return the cuts of a parameter: tensor parallelism's, then FSDP's along the first dimension."""
+        """Return the cuts of a parameter: tensor parallelism's, then FSDP's along the first dimension.
+
+        A buffer is whole on every rank.
+        """
+        if name.endswith(BIAS):
+            return ()
         end = name.rsplit(".", 2)[-2:]
         dim = self.plan.get(".".join(end))
         if dim is not None and dim >= len(shape):

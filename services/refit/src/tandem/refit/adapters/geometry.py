@@ -9,13 +9,33 @@ import msgspec
 
 from tandem.refit.layout import Tensor
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")
+FAMILIES = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "deepseek_v3",
+    "mistral",
+    "gemma3_text",
+    "phi3",
+    "gpt_oss",
+    "glm4_moe",
+)
 """The known architectures, by their ``model_type``."""
 
 BIAS = "e_score_correction_bias"
 """What routers add to their scores when they choose experts; float32 whatever the weights are."""
 
-_QWEN3_HEAD = 128
+_HEAD_DIMS = {"qwen3": 128, "gemma3_text": 256, "gpt_oss": 64}
+"""What transformers takes where a file says nothing."""
+
+NORMS = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+"""Norms of a layer; most families have the first two."""
 
 OUTPUT_LAYER = "lm_head.weight"
 SCALAR_HEAD = "score"
@@ -74,6 +94,20 @@ class Geometry(msgspec.Struct, frozen=True):
     """Whether the output layer is the embedding: there is no ``lm_head.weight`` then."""
     attention: Attention | LatentAttention
     experts: Experts | None
+    """None for gpt_oss, whose experts are fused in its checkpoints too."""
+
+    def rows_of(self, part: str) -> tuple[str, int]:
+        """Return the layer of a checkpoint that has the rows of a projection, and the first of them.
+
+        `part` is one of q, k, v, gate and up.
+        """
+        if self.model_type != "phi3":
+            return f"{part}_proj", 0
+        assert isinstance(self.attention, Attention), "phi3 has heads"
+        heads = self.attention
+        first_key, first_value = (n * heads.head_dim for n in (heads.num_heads, heads.num_heads + heads.num_kv_heads))
+        firsts = {"q": 0, "k": first_key, "v": first_value, "gate": 0, "up": self.intermediate_size}
+        return "gate_up_proj" if part in ("gate", "up") else "qkv_proj", firsts[part]
 
 
 def geometry_of(config: Mapping[str, Any]) -> Geometry:
@@ -90,8 +124,7 @@ def geometry_of(config: Mapping[str, Any]) -> Geometry:
             value_dim=config["v_head_dim"],
         )
     else:
-        # What transformers takes where a file says nothing.
-        head_dim = _QWEN3_HEAD if config["model_type"] == "qwen3" else config["hidden_size"] // num_heads
+        head_dim = _HEAD_DIMS.get(config["model_type"], config["hidden_size"] // num_heads)
         attention = Attention(
             num_heads=num_heads,
             num_kv_heads=config.get("num_key_value_heads") or num_heads,
@@ -103,7 +136,7 @@ def geometry_of(config: Mapping[str, Any]) -> Geometry:
         hidden_size=config["hidden_size"],
         intermediate_size=config["intermediate_size"],
         vocabulary_size=config["vocab_size"],
-        is_tied=bool(config.get("tie_word_embeddings", False)),
+        is_tied=bool(config.get("tie_word_embeddings", config["model_type"] == "gemma3_text")),
         attention=attention,
         experts=_experts(config),
     )
@@ -120,7 +153,7 @@ def _experts(config: Mapping[str, Any]) -> Experts | None:
             has_bias=False,
             layers=tuple(layer for layer in layers if layer not in dense and (layer + 1) % step == 0),
         )
-    if config["model_type"] == "deepseek_v3":
+    if config["model_type"] in ("deepseek_v3", "glm4_moe"):
         return Experts(
             num_experts=config.get("n_routed_experts") or config["num_local_experts"],
             intermediate_size=config["moe_intermediate_size"],
@@ -134,12 +167,19 @@ def _experts(config: Mapping[str, Any]) -> Experts | None:
 def biased_projections(config: Mapping[str, Any]) -> frozenset[str]:
     """Return the linear layers that have biases, by the last part of their names: where transformers makes them."""
     found: set[str] = set()
+    heads = {"q_proj", "k_proj", "v_proj"}
     if config["model_type"] == "qwen2":
-        found = {"q_proj", "k_proj", "v_proj"}
-    elif config.get("attention_bias"):
-        is_latent = config["model_type"] == "deepseek_v3"
-        inner = {"q_a_proj", "kv_a_proj_with_mqa"} if is_latent else {"q_proj", "k_proj", "v_proj"}
-        found = inner | {"o_proj"}
+        found = heads
+    elif config.get("attention_bias", config["model_type"] == "gpt_oss"):
+        match config["model_type"]:
+            case "deepseek_v3":
+                found = {"q_a_proj", "kv_a_proj_with_mqa", "o_proj"}
+            case "glm4_moe":
+                found = heads
+            case "mistral" | "phi3":  # which know no such field
+                pass
+            case _:
+                found = heads | {"o_proj"}
     if config["model_type"] == "llama" and config.get("mlp_bias"):
         found |= {"gate_proj", "up_proj", "down_proj"}
     return frozenset(found)
@@ -152,8 +192,11 @@ def tensors_of(config: Mapping[str, Any], geometry: Geometry, dtype: str) -> Ite
     attention = list(_attention(config, geometry))
     yield Tensor("model.embed_tokens.weight", (vocabulary, hidden), dtype)
     for layer in range(geometry.num_layers):
-        parts = [*attention, *(_moe(geometry) if layer in with_experts else _dense(config, geometry))]
-        parts += [("input_layernorm.weight", (hidden,)), ("post_attention_layernorm.weight", (hidden,))]
+        if geometry.model_type == "gpt_oss":
+            feed_forward = _fused_moe(config, geometry)
+        else:
+            feed_forward = _moe(geometry) if layer in with_experts else _dense(config, geometry)
+        parts = [*attention, *feed_forward, *((f"{name}.weight", (hidden,)) for name in _norms(geometry))]
         for name, shape in parts:
             yield Tensor(LAYER.format(layer=layer) + name, shape, "float32" if name.endswith(BIAS) else dtype)
     yield Tensor("model.norm.weight", (hidden,), dtype)
@@ -164,21 +207,34 @@ def tensors_of(config: Mapping[str, Any], geometry: Geometry, dtype: str) -> Ite
 _Parts = Iterator[tuple[str, tuple[int, ...]]]
 
 
+def has_head_norms(config: Mapping[str, Any]) -> bool:
+    """Whether queries and keys are normalised, head by head."""
+    if config["model_type"] == "glm4_moe":
+        return bool(config.get("use_qk_norm"))
+    return str(config["model_type"]).startswith(("qwen3", "gemma3"))
+
+
+def _norms(geometry: Geometry) -> tuple[str, ...]:
+    return NORMS if geometry.model_type == "gemma3_text" else NORMS[:2]
+
+
 def _attention(config: Mapping[str, Any], geometry: Geometry) -> _Parts:
     hidden, sizes = geometry.hidden_size, geometry.attention
     if isinstance(sizes, LatentAttention):
         rows = _latent(sizes, hidden)
     else:
-        kv_rows = sizes.num_kv_heads * sizes.head_dim
-        rows = {
-            "q_proj": (sizes.num_heads * sizes.head_dim, hidden),
-            "k_proj": (kv_rows, hidden),
-            "v_proj": (kv_rows, hidden),
-            "o_proj": (hidden, sizes.num_heads * sizes.head_dim),
-        }
-        if geometry.model_type.startswith("qwen3"):
+        query_rows, kv_rows = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+        parts = {"q": query_rows, "k": kv_rows, "v": kv_rows}
+        rows = {}
+        for part, n in parts.items():  # the last of a fused layer tells how many rows that has
+            name, first = geometry.rows_of(part)
+            rows[name] = (first + n, hidden)
+        rows["o_proj"] = (hidden, query_rows)
+        if has_head_norms(config):
             yield "self_attn.q_norm.weight", (sizes.head_dim,)
             yield "self_attn.k_norm.weight", (sizes.head_dim,)
+        if geometry.model_type == "gpt_oss":
+            yield "self_attn.sinks", (sizes.num_heads,)
     biased = biased_projections(config)
     for name, shape in rows.items():
         yield f"self_attn.{name}.weight", shape
@@ -201,6 +257,10 @@ def _latent(sizes: LatentAttention, hidden: int) -> dict[str, tuple[int, ...]]:
 
 
 def _dense(config: Mapping[str, Any], geometry: Geometry) -> _Parts:
+    if geometry.rows_of("gate") != ("gate_proj", 0):
+        yield "mlp.gate_up_proj.weight", (2 * geometry.intermediate_size, geometry.hidden_size)
+        yield "mlp.down_proj.weight", (geometry.hidden_size, geometry.intermediate_size)
+        return
     is_biased = "down_proj" in biased_projections(config)
     for name, shape in _feed_forward("mlp.", geometry.hidden_size, geometry.intermediate_size):
         yield name, shape
@@ -218,6 +278,17 @@ def _moe(geometry: Geometry) -> _Parts:
         yield from _feed_forward(f"mlp.experts.{expert}.", geometry.hidden_size, experts.intermediate_size)
     if experts.shared_size:
         yield from _feed_forward("mlp.shared_experts.", geometry.hidden_size, experts.shared_size)
+
+
+def _fused_moe(config: Mapping[str, Any], geometry: Geometry) -> _Parts:
+    num_experts = config.get("num_local_experts") or config["num_experts"]
+    hidden, intermediate = geometry.hidden_size, geometry.intermediate_size
+    yield "mlp.router.weight", (num_experts, hidden)
+    yield "mlp.router.bias", (num_experts,)
+    yield "mlp.experts.gate_up_proj", (num_experts, hidden, 2 * intermediate)
+    yield "mlp.experts.gate_up_proj_bias", (num_experts, 2 * intermediate)
+    yield "mlp.experts.down_proj", (num_experts, intermediate, hidden)
+    yield "mlp.experts.down_proj_bias", (num_experts, hidden)
 
 
 def _feed_forward(prefix: str, hidden: int, intermediate: int) -> _Parts:

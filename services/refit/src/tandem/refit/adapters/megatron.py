@@ -15,6 +15,7 @@ import msgspec
 
 from tandem.common import lora
 from tandem.common.errors import RefitError
+from tandem.common.families import MEGATRON
 from tandem.refit.adapters import stages
 from tandem.refit.adapters.catalogue import ModelShape
 from tandem.refit.adapters.deployment import Deployment
@@ -26,7 +27,7 @@ from tandem.refit.adapters.geometry import (
     Experts,
     LatentAttention,
 )
-from tandem.refit.adapters.parameters import Fill, RankBuilder, cut, stack
+from tandem.refit.adapters.parameters import Fill, RankBuilder, cut, gate_and_up, stack
 from tandem.refit.layout import Box, Layout, whole
 
 _ATTENTION = LAYER + "self_attn."
@@ -127,7 +128,10 @@ class Megatron(Deployment, frozen=True):
         return found
 
     def parameters(self, model: ModelShape, rank: int) -> Layout:
-        """Return the layout of a rank, of a process without a host."""
+        """Return the layout of a rank, of a process without a host. Raises `RefitError` for another family."""
+        if model.known.model_type not in MEGATRON:
+            known = ", ".join(MEGATRON)
+            raise RefitError(f"nothing is known of how Megatron-Core cuts a {model.known.model_type}, only of {known}")
         return _Rank(self, model, self.coordinates(rank)).build()
 
 
@@ -205,10 +209,12 @@ class _Rank:
             window = Box((*mine.start, *(0 for _ in columns)), (*mine.shape, *columns))
             fills = []
             for group, (part, first, n) in itertools.product(range(sizes.num_kv_heads), parts):
-                start, at = ((row, *(0 for _ in columns)) for row in (group * n, group * num_rows + first))
-                fill = Fill(f"{_ATTENTION}{part}_proj.{kind}", Box(start, (n, *columns)), at).clip(window)
+                layer, first_row = self._geometry.rows_of(part)
+                rows = first_row + group * n, group * num_rows + first
+                start, at = ((row, *(0 for _ in columns)) for row in rows)
+                fill = Fill(f"{_ATTENTION}{layer}.{kind}", Box(start, (n, *columns)), at).clip(window)
                 fills += [] if fill is None else [fill]
-            if self._model.shape_of(f"{_ATTENTION}q_proj.{kind}") is not None:
+            if fills and self._model.shape_of(fills[0].tensor) is not None:
                 self._builder.parameter(f"{_HERE}self_attention.linear_qkv.{kind}", window.shape, fills)
         self._repeated(f"{_HERE}self_attention.linear_qkv", [f"{_ATTENTION}{part}_proj" for part in "qkv"])
         for part in "qk":
@@ -246,11 +252,10 @@ class _Rank:
     def _feed_forward(self, here: str, there: str) -> None:
         """Add a dense network, or the shared experts, which are one."""
         for kind in ("weight", "bias", lora.B):
-            shape = self._model.shape_of(f"{there}gate_proj.{kind}")
-            if shape is not None:
-                box = cut(shape, 0, self._at.tp, self._sizes.tp)
-                fills = stack(*((f"{there}{part}_proj.{kind}", box) for part in ("gate", "up")))
-                self._builder.parameter(f"{here}linear_fc1.{kind}", (2 * box.shape[0], *box.shape[1:]), fills)
+            parts = gate_and_up(self._model, there, kind, self._at.tp, self._sizes.tp)
+            if parts:
+                _, box = parts[0]
+                self._builder.parameter(f"{here}linear_fc1.{kind}", (2 * box.shape[0], *box.shape[1:]), stack(*parts))
         self._repeated(f"{here}linear_fc1", [f"{there}{part}_proj" for part in ("gate", "up")])
         for kind in ("weight", lora.A):
             self._cut(f"{here}linear_fc2.{kind}", f"{there}down_proj.{kind}", dim=1)

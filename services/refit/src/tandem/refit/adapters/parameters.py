@@ -67,6 +67,30 @@ def cut(shape: Sequence[int], dim: int, rank: int, size: int) -> Box:
     return Box(tuple(start), tuple(share))
 
 
+def gate_and_up(model: ModelShape, prefix: str, kind: str, rank: int, size: int) -> tuple[tuple[str, Box], ...]:
+    """Return the rows of the gate, and those of the up projection, of one of `size` ranks; none where there are none.
+
+    Args:
+        model: whose they are.
+        prefix: of the names of its dense feed-forward layers.
+        kind: weight or bias.
+        rank: in the group that shares them.
+        size: of it.
+    """
+    parts: list[tuple[str, Box]] = []
+    for part in ("gate", "up"):
+        layer, first = model.known.rows_of(part)
+        name = f"{prefix}{layer}.{kind}"
+        shape = model.shape_of(name)
+        if shape is None:
+            return ()
+        if layer != f"{part}_proj":
+            shape = (model.known.intermediate_size, *shape[1:])
+        box = cut(shape, 0, rank, size)
+        parts.append((name, Box((first + box.start[0], *box.start[1:]), box.shape)))
+    return tuple(parts)
+
+
 class RankBuilder:
     """Collects the parameters of one process."""
 

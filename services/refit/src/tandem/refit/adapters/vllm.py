@@ -15,11 +15,12 @@ from collections.abc import Hashable
 import msgspec
 
 from tandem.common.errors import RefitError
+from tandem.common.families import VLLM_PLANNED
 from tandem.refit.adapters import stages
 from tandem.refit.adapters.catalogue import ModelShape
 from tandem.refit.adapters.deployment import Deployment
-from tandem.refit.adapters.geometry import LAYER, Attention, Experts, LatentAttention
-from tandem.refit.adapters.parameters import RankBuilder, cut, stack
+from tandem.refit.adapters.geometry import LAYER, NORMS, Attention, Experts, LatentAttention
+from tandem.refit.adapters.parameters import RankBuilder, cut, gate_and_up, stack
 from tandem.refit.layout import Box, Layout, whole
 
 _ATTENTION = LAYER + "self_attn."
@@ -70,7 +71,10 @@ class Vllm(Deployment, frozen=True):
         return Coordinates(tp, pp, rank % self.dp * self.tp + tp)
 
     def parameters(self, model: ModelShape, rank: int) -> Layout:
-        """Return the layout of a rank, of a process without a host."""
+        """Return the layout of a rank, of a process without a host. Raises `RefitError` for another family."""
+        if model.known.model_type not in VLLM_PLANNED:
+            known = ", ".join(VLLM_PLANNED)
+            raise RefitError(f"nothing is known of how vLLM cuts a {model.known.model_type}, only of {known}")
         return _Rank(self, model, self.coordinates(rank)).build()
 
 
@@ -88,7 +92,7 @@ class _Rank:
         else:
             self._attention(self._geometry.attention)
         self._cut(_ATTENTION + "o_proj.weight", dim=1)
-        for name in ("self_attn.o_proj.bias", "input_layernorm.weight", "post_attention_layernorm.weight"):
+        for name in ("self_attn.o_proj.bias", *(f"{norm}.weight" for norm in NORMS)):
             self._whole(LAYER + name)
         self._feed_forward(LAYER + "mlp.")
         self._feed_forward(LAYER + "mlp.shared_experts.", is_cut=not self._sizes.repeats_shared_experts)
@@ -128,13 +132,14 @@ class _Rank:
         num_heads, first_kv = sizes.num_heads // tp, self._at.tp * sizes.num_kv_heads // tp
         rows = ("q", self._at.tp * num_heads, num_heads), ("k", first_kv, num_kv_heads), ("v", first_kv, num_kv_heads)
         for kind in ("weight", "bias"):
-            if self._model.shape_of(f"{_ATTENTION}q_proj.{kind}") is None:
-                continue
             columns = (self._geometry.hidden_size,) if kind == "weight" else ()
-            boxes = [
-                (f"{_ATTENTION}{part}_proj.{kind}", Box((head * a, *(0 for _ in columns)), (head * n, *columns)))
-                for part, a, n in rows
-            ]
+            boxes = []
+            for part, a, n in rows:
+                layer, first_row = self._geometry.rows_of(part)
+                box = Box((first_row + head * a, *(0 for _ in columns)), (head * n, *columns))
+                boxes.append((f"{_ATTENTION}{layer}.{kind}", box))
+            if self._model.shape_of(boxes[0][0]) is None:
+                continue
             self._fused(f"{_ATTENTION}qkv_proj.{kind}", *boxes)
         for part in "qk":
             self._whole(f"{_ATTENTION}{part}_norm.weight")
@@ -157,12 +162,9 @@ class _Rank:
         """Add a dense network, or the shared experts, which are one."""
         rank, size = (self._at.tp, self._sizes.tp) if is_cut else (0, 1)
         for kind in ("weight", "bias"):
-            shape = self._model.shape_of(f"{prefix}gate_proj.{kind}")
-            if shape is not None:
-                box = cut(shape, 0, rank, size)
-                self._fused(
-                    f"{prefix}gate_up_proj.{kind}", *((f"{prefix}{p}_proj.{kind}", box) for p in ("gate", "up"))
-                )
+            parts = gate_and_up(self._model, prefix, kind, rank, size)
+            if parts:
+                self._fused(f"{prefix}gate_up_proj.{kind}", *parts)
         down = f"{prefix}down_proj.weight"
         self._builder.share(down, down, 1, rank, size)
         self._whole(f"{prefix}down_proj.bias")

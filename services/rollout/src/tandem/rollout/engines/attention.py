@@ -21,6 +21,7 @@ import transformers
 from numpy.typing import NDArray
 
 from tandem.common.errors import ModelError
+from tandem.common.segments import attend
 
 ATTENTION_NAME = "tandem_slots"
 _HUGE_PAGES_UP_TO = 2**24
@@ -113,6 +114,18 @@ class Step:
     mask_R11L: torch.Tensor
     """0 where a running slot has a token, minus infinity beyond its end."""
     prompts: tuple[Prompt, ...]
+    window_masks: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
+    """The same with minus infinity before the window that a layer's attention slides over; made once a step."""
+
+    def mask(self, window: int | None) -> torch.Tensor:
+        """Return what to add to the scores of a layer whose attention slides over so many tokens; None: over all."""
+        if window is None or window >= self.length:
+            return self.mask_R11L
+        if window not in self.window_masks:
+            key_L = torch.arange(self.length, device=self.position_R.device)
+            is_before_RL = key_L <= self.position_R[:, None] - window
+            self.window_masks[window] = self.mask_R11L.masked_fill(is_before_RL[:, None, None, :], -torch.inf)
+        return self.window_masks[window]
 
 
 def slot_attention(
@@ -122,20 +135,26 @@ def slot_attention(
     value_1HND: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
     slot_step: Step | None = None,
+    told_windows: dict[int, int | None] | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Store the new keys and values in the cache and attend from each token to its own sequence.
 
-    The signature is that of `transformers.AttentionInterface`; returns ``[1, N, H, D]``. Raises `ModelError` for an
+    The signature is that of `transformers.AttentionInterface`, which calls sinks `s_aux`; returns ``[1, N, H, D]``.
+    `told_windows` takes down over how many tokens the layer says that its attention slides. Raises `ModelError` for an
     architecture whose attention differs from scaled dot products.
     """
-    unknown = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
+    unknown = [name for name in ("softcap", "position_bias") if kwargs.get(name) is not None]
     if slot_step is None or unknown:
         reason = f"its attention needs {unknown[0]}" if unknown else "it does not pass arguments on to its attention"
         raise ModelError(f"{type(module).__name__}: the embedded engine cannot run this architecture: {reason}")
-    step = slot_step
-    keys_SHLD, values_SHLD = step.cache.layer(int(module.layer_idx), key_1HND, value_1HND)  # type: ignore[arg-type]
+    step, layer = slot_step, int(module.layer_idx)  # type: ignore[arg-type]
+    if told_windows is not None:
+        told_windows[layer] = sliding_window
+    keys_SHLD, values_SHLD = step.cache.layer(layer, key_1HND, value_1HND)
     outputs_NHD: list[torch.Tensor] = []
     if step.num_running:
         num = step.num_running
@@ -144,12 +163,13 @@ def slot_attention(
         # Query heads that share a key-value head become its query positions: no key is copied.
         num_heads, head_dim = query_1HND.shape[1], query_1HND.shape[3]
         query_RHGD = query_1HND[0, :, :num].transpose(0, 1).reshape(num, keys_SHLD.shape[1], -1, head_dim)
-        attended_RHGD = F.scaled_dot_product_attention(
+        attended_RHGD = _attend_to_cache(
             query_RHGD,
             keys_SHLD[:num, :, : step.length],
             values_SHLD[:num, :, : step.length],
-            attn_mask=step.mask_R11L,
-            scale=scaling,
+            step.mask(sliding_window),
+            scaling,
+            s_aux,
         )
         outputs_NHD.append(attended_RHGD.reshape(num, num_heads, -1))
     for prompt in step.prompts:
@@ -158,12 +178,31 @@ def slot_attention(
         key_1HTD, value_1HTD = key_1HND[:, :, tokens], value_1HND[:, :, tokens]
         keys_SHLD[slots, :, : prompt.length] = key_1HTD
         values_SHLD[slots, :, : prompt.length] = value_1HTD
-        attended_1HTD = F.scaled_dot_product_attention(
-            query_1HND[:, :, tokens], key_1HTD, value_1HTD, is_causal=True, scale=scaling, enable_gqa=True
+        query_THD, key_THD, value_THD = (
+            tensor_1HTD[0].transpose(0, 1) for tensor_1HTD in (query_1HND[:, :, tokens], key_1HTD, value_1HTD)
         )
-        outputs_NHD.append(attended_1HTD[0].transpose(0, 1))
+        segment = prompt.length, prompt.length
+        outputs_NHD.append(attend(query_THD, key_THD, value_THD, [segment], scaling, sliding_window, s_aux))
     output_NHD = outputs_NHD[0] if len(outputs_NHD) == 1 else torch.cat(outputs_NHD)
     return output_NHD[None], None
+
+
+def _attend_to_cache(
+    query_RHGD: torch.Tensor,
+    keys_RHLD: torch.Tensor,
+    values_RHLD: torch.Tensor,
+    mask_R11L: torch.Tensor,
+    scaling: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attend from the newest token of each running slot to the tokens before it."""
+    if sinks is None:
+        return F.scaled_dot_product_attention(query_RHGD, keys_RHLD, values_RHLD, attn_mask=mask_R11L, scale=scaling)
+    num_rows, num_heads, num_each, head_dim = query_RHGD.shape
+    scores_RHGL = query_RHGD @ keys_RHLD.transpose(2, 3) * (head_dim**-0.5 if scaling is None else scaling) + mask_R11L
+    sinks_RHG1 = sinks.view(num_heads, num_each, 1).to(scores_RHGL.dtype).expand(num_rows, -1, -1, -1)
+    weights_RHGL = torch.cat((scores_RHGL, sinks_RHG1), dim=3).softmax(dim=3, dtype=torch.float32)[..., :-1]
+    return weights_RHGL.to(values_RHLD.dtype) @ values_RHLD
 
 
 transformers.AttentionInterface.register(ATTENTION_NAME, slot_attention)

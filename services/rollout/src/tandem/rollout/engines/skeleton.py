@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,22 @@ from safetensors import SafetensorError
 from transformers.initialization import no_init_weights
 
 from tandem.common.errors import ModelError
+from tandem.common.hf_config import load_config
+from tandem.common.segments import unstable_rotation
 from tandem.refit.adapters.huggingface import as_checkpoint
 from tandem.refit.endpoint import Weights, device_name, host_name
 from tandem.refit.layout import LayoutBuilder, whole
 from tandem.rollout.engines.attention import ATTENTION_NAME
 
-_UNSTABLE_ROPE = ("dynamic", "longrope")
-"""Rotary embeddings that turn earlier keys by angles that depend on how long the sequence will become."""
 
-
-def load_skeleton(model_folder: Path, max_length: int, dtype: torch.dtype, *, with_weights: bool = False) -> Any:
+def load_skeleton(
+    model_folder: Path,
+    max_length: int,
+    dtype: torch.dtype,
+    *,
+    with_weights: bool = False,
+    config_overrides: Mapping[str, Any] | None = None,
+) -> Any:
     """Build the causal language model that ``config.json`` in `model_folder` describes, parameters uninitialised.
 
     Buffers such as rotary frequencies are computed, parameters hold whatever the memory held, or what the folder's
@@ -30,7 +37,7 @@ def load_skeleton(model_folder: Path, max_length: int, dtype: torch.dtype, *, wi
     if not (model_folder / "config.json").is_file():
         raise ModelError(f"{model_folder} holds no model: config.json is missing")
     try:
-        config = transformers.AutoConfig.from_pretrained(model_folder, trust_remote_code=False)
+        config = load_config(str(model_folder), config_overrides)
         _refuse_unsupported(config.get_text_config(), max_length)
         if with_weights:
             model = _with_weights(model_folder, config, dtype)
@@ -42,9 +49,6 @@ def load_skeleton(model_folder: Path, max_length: int, dtype: torch.dtype, *, wi
     except (ValueError, KeyError, OSError) as error:
         raise ModelError(f"{model_folder}: {' '.join(str(error).split())}") from error
     model.tie_weights()
-    persistent = [name for name, _ in model.named_buffers() if name in model.state_dict()]
-    if persistent:
-        raise ModelError(f"{model_folder}: the embedded engine cannot receive the buffer {persistent[0]} by refit")
     return model.eval().requires_grad_(False)
 
 
@@ -78,33 +82,32 @@ def _with_weights(model_folder: Path, config: Any, dtype: torch.dtype) -> Any:
 
 
 def _refuse_unsupported(config: Any, max_length: int) -> None:
-    """Raise `ModelError` for what slots with full attention would compute wrongly."""
+    """Raise `ModelError` for what slots would compute wrongly."""
     name = config.model_type
-    layer_types = set(getattr(config, "layer_types", None) or ())
-    unknown = sorted(layer_types - {"full_attention", "sliding_attention"})
+    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
     if unknown:
         raise ModelError(f"the embedded engine cannot run {name}: it has layers of type {unknown[0]}")
-    slides = "sliding_attention" in layer_types or not layer_types
-    window = getattr(config, "sliding_window", None) if slides else None
-    if window is not None and window < max_length:
-        raise ModelError(
-            f"the embedded engine cannot run {name}: its attention slides over {window} tokens, "
-            f"fewer than the {max_length} of policy.max_total_sequence_length"
-        )
-    rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
-    if rope_type in _UNSTABLE_ROPE:
-        raise ModelError(f"the embedded engine cannot run {name}: rotary embeddings of type {rope_type}")
+    unstable = unstable_rotation(config, max_length)
+    if unstable is not None:
+        raise ModelError(f"the embedded engine cannot run {name}: rotary embeddings of type {unstable}")
     if getattr(config, "attn_logit_softcapping", None) is not None:
         raise ModelError(f"the embedded engine cannot run {name}: its attention caps its logits")
+    if getattr(config, "use_bidirectional_attention", None):
+        raise ModelError(f"the embedded engine cannot run {name}: its tokens see those that follow them")
 
 
 def weights_of(model: torch.nn.Module) -> Weights:
-    """Describe a model's live parameters, each one full box in a private storage of its own. Tied ones appear once."""
-    parameters = dict(model.named_parameters())
-    builder = LayoutBuilder(host_name(), device_name(next(iter(parameters.values())).device))
-    for name, parameter in parameters.items():
-        size = parameter.element_size()
-        index = builder.tensor(name, parameter.shape, str(parameter.dtype).removeprefix("torch."))
-        storage = builder.storage(name, parameter.numel() * size)
-        builder.add(index, whole(parameter.shape), storage, 0, [stride * size for stride in parameter.stride()])
-    return Weights(as_checkpoint(builder.build()), parameters)
+    """Describe a model's live parameters, each one full box in a private storage of its own. Tied ones appear once.
+
+    So are the buffers that checkpoints have, such as what routers add to their scores.
+    """
+    saved = model.state_dict().keys()
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
+    tensors |= {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    builder = LayoutBuilder(host_name(), device_name(next(iter(tensors.values())).device))
+    for name, tensor in tensors.items():
+        size = tensor.element_size()
+        index = builder.tensor(name, tensor.shape, str(tensor.dtype).removeprefix("torch."))
+        storage = builder.storage(name, tensor.numel() * size)
+        builder.add(index, whole(tensor.shape), storage, 0, [stride * size for stride in tensor.stride()])
+    return Weights(as_checkpoint(builder.build()), tensors)

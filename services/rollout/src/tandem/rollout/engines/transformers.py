@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from tandem.common.errors import ModelError
 from tandem.common.routed_experts import RoutedExperts
+from tandem.common.segments import sliding_windows
 from tandem.rollout.engine import Completion, Request, Tokens
 from tandem.rollout.engines.attention import KeyValueCache, Prompt, Step
 from tandem.rollout.engines.refitted import RefittedEngine
@@ -43,17 +44,26 @@ class TransformersEngine(RefittedEngine):
         num_threads: int | None = None,
         with_weights: bool = False,
         experts: RoutedExperts | None = None,
+        config_overrides: Mapping[str, Any] | None = None,
     ) -> None:
         """Build the model of `model_folder` without weights, or with those in the folder as version 0.
 
         `num_slots` sequences run at once, each of at most `max_total_sequence_length` tokens, prompt included.
         `num_threads` sets the threads of this process (None leaves them). With `experts`, completions say where their
-        tokens went. Raises `ModelError`.
+        tokens went. `config_overrides` are fields of its ``config.json`` that are other than there.
+
+        Raises `ModelError`.
         """
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         dtype_of = getattr(torch, dtype)
-        self._model = load_skeleton(model_folder, max_total_sequence_length, dtype_of, with_weights=with_weights)
+        self._model = load_skeleton(
+            model_folder,
+            max_total_sequence_length,
+            dtype_of,
+            with_weights=with_weights,
+            config_overrides=config_overrides,
+        )
         length_key = "policy.max_total_sequence_length"
         super().__init__(model_folder, weights_of(self._model), max_total_sequence_length, length_key)
         self._cache = KeyValueCache(num_slots, max_total_sequence_length)
@@ -276,18 +286,23 @@ class TransformersEngine(RefittedEngine):
 
     def _probe(self) -> None:
         """Run two tokens through the skeleton, so that an architecture that slots cannot run is refused now."""
-        num_layers = self._model.config.get_text_config().num_hidden_layers
+        windows = sliding_windows(self._model.config.get_text_config())
         cache = KeyValueCache(1, 2)
         no_rows = torch.zeros(0, dtype=torch.int64)
         step = Step(cache, 0, no_rows, no_rows, 0, torch.zeros(0, 1, 1, 0), (Prompt(0, 2, 0, 1),))
-        tokens_12 = torch.zeros((1, 2), dtype=torch.int64)
+        inputs = {"input_ids": torch.zeros((1, 2), dtype=torch.int64), "position_ids": torch.arange(2)[None]}
+        told: dict[int, int | None] = {}
         with torch.inference_mode():
-            self._model(input_ids=tokens_12, position_ids=torch.arange(2)[None], use_cache=False, slot_step=step)
-        if cache.num_layers != num_layers:
+            self._model(**inputs, use_cache=False, slot_step=step, told_windows=told)
+        cannot = f"{self._model_folder}: the embedded engine cannot run {self._model.config.model_type}"
+        if cache.num_layers != len(windows):
             raise ModelError(
-                f"{self._model_folder}: the embedded engine cannot run {self._model.config.model_type}: only "
-                f"{cache.num_layers} of its {num_layers} layers use the attention interface of transformers"
+                f"{cannot}: only {cache.num_layers} of its {len(windows)} layers use the attention interface of "
+                "transformers"
             )
+        for layer, window in enumerate(windows):
+            if window is not None and window < self._max_length and told.get(layer) != window:
+                raise ModelError(f"{cannot}: layer {layer} does not tell attention that it slides over {window} tokens")
 
 
 def _last_tokens(num_decoding: int, prompts: list[Prompt]) -> torch.Tensor:

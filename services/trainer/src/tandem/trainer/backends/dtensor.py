@@ -54,7 +54,7 @@ class DTensorBackend:
                 continue
             self._models[name] = HeldModel(name, config, self._ranks[name], checkpoint=checkpoint)
             if name == "policy":
-                shards.share(self._models[name].parameters)
+                shards.share(self._models[name].parameters | self._models[name].buffers)
             for number in range(1, config.num_of(name)):
                 self._others.append(HeldModel(name, config, self._ranks[name], checkpoint=checkpoint, number=number))
         self.shares_prompts = all(model.shares_prompts for model in self._held())
@@ -90,7 +90,8 @@ class DTensorBackend:
 
     def weights(self) -> Weights:
         """Return the shards of the policy this rank holds: the memory that it trains in."""
-        return shards.weights_of(self._models["policy"].parameters, self._config.policy.adapters)
+        policy = self._models["policy"]
+        return shards.weights_of(policy.parameters | policy.buffers, self._config.policy.adapters)
 
     def save(self, folder: Path) -> Writing:
         """Copy what is trained, in float32, and the optimizers' state, and begin to write them.

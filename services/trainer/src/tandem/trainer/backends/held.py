@@ -23,6 +23,7 @@ from tandem.common.config.schema.adapters import LoraCfg
 from tandem.common.errors import CheckpointError, ConfigError, ModelError, TrainingError
 from tandem.common.lora import is_adapter, tensor_name
 from tandem.common.routed_experts import replayed_experts
+from tandem.common.segments import sliding_windows
 from tandem.common.tokenizer import load_tokenizer
 from tandem.trainer import adapter_files, checkpoints, context, policy_files
 from tandem.trainer.attention import prepare_to_pack, prepare_to_share
@@ -85,6 +86,8 @@ class HeldModel:
         self.parameters: dict[str, torch.nn.Parameter] = {
             tensor_name(name): parameter for name, parameter in model.named_parameters()
         }
+        self.buffers = policy_files.saved_buffers(model)
+        """Whole on every rank, and never trained."""
         group = ranks.context.get_group() if ranks.context.size() > 1 else None
         self._scorer = self._make_scorer(model, group, linear_head=linear_head)
         self.optimizer: torch.optim.Optimizer
@@ -173,13 +176,14 @@ class HeldModel:
     @torch.no_grad()
     def load(self, folder: Path) -> None:
         """Restore what a checkpoint has of it, bit for bit, in the memory the parameters lie in."""
-        trained = self._trained()
+        held: dict[str, torch.Tensor] = {**self._trained()}
         if self._adapters is not None:
-            shapes = {name: parameter.shape for name, parameter in trained.items()}
+            shapes = {name: parameter.shape for name, parameter in held.items()}
             tensors = adapter_files.read(folder / self.name, self._adapters, shapes)
         else:
+            held |= self.buffers
             tensors = self._whole_tensors(folder)
-        for name, parameter in trained.items():
+        for name, parameter in held.items():
             shards.local_of(parameter).copy_(tensors[name][shards.box_of(parameter).region])
         self._load_optimizer(folder)
 
@@ -189,8 +193,8 @@ class HeldModel:
             loaded = self._load(str(folder / self.name), torch.float32)
         except ModelError as error:
             raise CheckpointError(str(error)) from error
-        tensors: dict[str, torch.Tensor] = dict(loaded.named_parameters())
-        for name, parameter in self.parameters.items():
+        tensors: dict[str, torch.Tensor] = loaded.state_dict()
+        for name, parameter in (self.parameters | self.buffers).items():
             if name not in tensors or tensors[name].shape != parameter.shape:
                 raise CheckpointError(f"{folder} is a checkpoint of another model: {name} differs")
         return tensors
@@ -270,9 +274,12 @@ class HeldModel:
             if is_shared:
                 model.set_attn_implementation(context.ATTENTION_NAME)
                 reason = f"{section}.dtensor_cfg.context_parallel_size makes ranks share each sequence"
-        elif wants_prompts:
-            reason = prepare_to_share(model, longest)
-            reason = None if reason is None else f"{name} cannot share: {reason}"
+        else:
+            if wants_prompts:
+                reason = prepare_to_share(model, longest)
+                reason = None if reason is None else f"{name} cannot share: {reason}"
+            if not wants_prompts or reason is not None:
+                self._avoid_masks(model, section)
         if wants_prompts and reason is not None and self.is_trained and dist.get_rank() == 0:
             print(f"{section}.share_prompts has no effect: {reason}", flush=True)
         return wants_prompts and reason is None
@@ -283,6 +290,18 @@ class HeldModel:
             return None
         tensor, is_cut = self._ranks.tensor, self._settings.dtensor_cfg.sequence_parallel
         return RoutingReplay(model, (tensor.get_local_rank(), tensor.size()) if is_cut else (0, 1))
+
+    def _avoid_masks(self, model: Any, section: str) -> None:
+        """Have a model whose attention slides compute it without a mask of all pairs of tokens, if it can.
+
+        Under sequence parallelism it has to: it would make the mask of its share of the row. Raises `ConfigError`.
+        """
+        if not any(sliding_windows(model.config.get_text_config())):
+            return
+        reason = prepare_to_pack(model, self._settings.max_total_sequence_length)
+        if reason is not None and self._settings.dtensor_cfg.sequence_parallel:
+            key = f"{section}.dtensor_cfg.sequence_parallel"
+            raise ConfigError(f"{key}: {type(model).__name__} cannot take parts of sequences: {reason}")
 
     def _communicate(self, *, last: bool) -> None:
         """Reduce gradients once an optimizer step, where host memory can hold them whole until then."""

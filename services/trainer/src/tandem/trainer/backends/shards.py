@@ -29,7 +29,7 @@ _WITHOUT = " (refit.keep_copy: off needs none)"
 
 def box_of(parameter: torch.Tensor) -> Box:
     """Return the part of the global tensor that this rank holds; a dimension of zero elements if none."""
-    if not isinstance(parameter, DTensor):  # whole, on the only rank there is
+    if not isinstance(parameter, DTensor):  # whole: on the only rank there is, or a buffer
         return Box(start=(0,) * parameter.dim(), shape=tuple(parameter.shape))
     shape, start = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return Box(start=tuple(start), shape=tuple(shape))

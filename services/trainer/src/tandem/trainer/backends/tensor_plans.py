@@ -25,8 +25,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from tandem.common.config.checks.dtensor import TENSOR_PLANS
 from tandem.common.errors import ConfigError, nearest
+from tandem.common.families import FUSED_HEADS, TENSOR_PLANS
 from tandem.trainer.models import scalar_head
 
 Plan = Mapping[str, ParallelStyle]
@@ -35,20 +35,37 @@ Plan = Mapping[str, ParallelStyle]
 # It warns of each tensor that takes two steps to be gathered over a mesh of two dimensions: checkpoints do that.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
+_NORMS = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+    "norm",
+)
+_FEED_FORWARDS = ("mlp", "shared_experts")
+"""Where they are no mixture of experts, whose parts see plain tensors."""
 _CUSTOM = "policy.dtensor_cfg.custom_parallel_plan"
 
 
-class Whole(ParallelStyle):
-    """Keeps a module's own parameters whole on every rank, and runs it on plain tensors."""
+class Plain(ParallelStyle):
+    """Keeps a module's own parameters whole, or cut, and runs it on plain tensors."""
 
-    def __init__(self, *, sums: bool) -> None:
-        """Begin. `sums`: ranks see other tokens or heads, so that their gradients add up; they are equal otherwise."""
+    def __init__(self, placement: Placement, gradient: Placement) -> None:
+        """Begin. `placement` of the parameters, and `gradient`: how theirs lies on the ranks."""
         super().__init__()
-        self._gradient: Placement = Partial() if sums else Replicate()
+        self._placement, self._gradient = placement, gradient
+
+    @classmethod
+    def whole(cls, *, sums: bool) -> Plain:
+        """Return one that keeps them whole on every rank.
+
+        `sums`: ranks see other tokens or heads, so that their gradients add up; they are equal otherwise.
+        """
+        return cls(Replicate(), Partial() if sums else Replicate())
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         for name in dict(module.named_parameters(recurse=False)):
-            _distribute(module, name, device_mesh, Replicate())
+            _distribute(module, name, device_mesh, self._placement)
         module.forward = functools.partial(self._run, module, module.forward)
         return module
 
@@ -108,13 +125,13 @@ class Adapted(ParallelStyle):
         if isinstance(style, ColwiseParallel):
             _gather_inputs(matrices[0], device_mesh, style.input_layouts[0])
             styles: tuple[ParallelStyle, ParallelStyle] = (
-                Whole(sums=False),
+                Plain.whole(sums=False),
                 ColwiseParallel(output_layouts=style.output_layouts[0]),
             )
         elif isinstance(style, RowwiseParallel):
             first = RowwiseParallel(input_layouts=style.input_layouts[0], output_layouts=style.output_layouts[0])
-            styles = first, Whole(sums=not style.output_layouts[0].is_replicate())
-        elif isinstance(style, Whole):
+            styles = first, Plain.whole(sums=not style.output_layouts[0].is_replicate())
+        elif isinstance(style, Plain):
             styles = style, style
         else:
             what = "a layer with an adapter can be ColwiseParallel or RowwiseParallel"
@@ -163,7 +180,7 @@ def cut(
         VocabularyRows(arrives)._apply(head, mesh)
     for name, module in list(model.named_modules()):
         if any(not isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
-            Whole(sums=_sees_some_heads(model, name))._apply(module, mesh)
+            _style_of_rest(model, name)._apply(module, mesh)
 
 
 def plan_of(model: Any, size: int, *, sequence_parallel: bool) -> Plan:
@@ -171,7 +188,8 @@ def plan_of(model: Any, size: int, *, sequence_parallel: bool) -> Plan:
 
     With `sequence_parallel`, activations outside of attention and feed-forward layers are cut along the sequence
     (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2). Experts are whole on every rank: with it, each computes
-    its own tokens.
+    its own tokens. Where one layer makes queries, keys and values, it is cut by rows, whichever those are, and what it
+    makes is gathered: every rank attends with all heads.
     """
     config, key = model.config, "policy.dtensor_cfg.tensor_parallel_size"
     if config.model_type not in TENSOR_PLANS:
@@ -179,7 +197,8 @@ def plan_of(model: Any, size: int, *, sequence_parallel: bool) -> Plan:
         raise ConfigError(
             f"{key}: {size}, but there is no plan for {config.model_type}, only for {known}; {_CUSTOM} may name one"
         )
-    for heads in (config.num_attention_heads, config.num_key_value_heads):
+    fuses_heads = config.model_type in FUSED_HEADS
+    for heads in () if fuses_heads else (config.num_attention_heads, config.num_key_value_heads):
         if heads % size:
             raise ConfigError(f"{key}: {size} does not divide {heads} heads of attention")
     between: Placement = Shard(1) if sequence_parallel else Replicate()
@@ -192,13 +211,17 @@ def plan_of(model: Any, size: int, *, sequence_parallel: bool) -> Plan:
     styles |= dict.fromkeys(("lm_head", "score"), lambda: ColwiseParallel(input_layouts=between))
     styles |= dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ColwiseParallel)
     styles |= dict.fromkeys(("o_proj", "down_proj"), lambda: RowwiseParallel(output_layouts=between))
+    if fuses_heads:
+        styles |= dict.fromkeys(("qkv_proj", "gate_up_proj"), lambda: ColwiseParallel(output_layouts=Replicate()))
+        styles |= dict.fromkeys(
+            ("o_proj", "down_proj"), lambda: RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
+        )
     if sequence_parallel:
-        norms = ("input_layernorm", "post_attention_layernorm", "norm")
-        styles |= dict.fromkeys((*norms, "gate", "experts"), lambda: Whole(sums=True))
+        styles |= dict.fromkeys((*_NORMS, "gate", "router", "experts"), lambda: Plain.whole(sums=True))
     plan: dict[str, ParallelStyle] = {}
     for name, module in model.named_modules():
         end = name.rpartition(".")[2]
-        if end == "mlp" and hasattr(module, "gate_proj"):  # and no mixture of experts
+        if end in _FEED_FORWARDS and any(hasattr(module, part) for part in ("gate_proj", "gate_up_proj")):
             plan[name] = PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())
         elif end in styles:
             plan[name] = styles[end]()
@@ -237,13 +260,23 @@ def _matches(name: str, pattern: str) -> bool:
     return len(parts) == len(wanted) and all(map(fnmatch, parts, wanted))
 
 
+def _style_of_rest(model: torch.nn.Module, name: str) -> ParallelStyle:
+    """Return the style of a module with parameters that no plan has cut."""
+    if name.endswith(".self_attn") and _is_cut_by_rows(model.get_submodule(name), "q_proj"):  # its sinks, one a head
+        return Plain(Shard(0), Shard(0))
+    return Plain.whole(sums=_sees_some_heads(model, name))
+
+
 def _sees_some_heads(model: torch.nn.Module, name: str) -> bool:
     """Say whether a module normalises queries or keys that a plan has cut by heads."""
     parent, _, end = name.rpartition(".")
     if end not in ("q_norm", "k_norm"):
         return False
-    projection = getattr(model.get_submodule(parent), f"{end[0]}_proj", None)
-    weight = getattr(projection, "weight", None)
+    return _is_cut_by_rows(model.get_submodule(parent), f"{end[0]}_proj")
+
+
+def _is_cut_by_rows(module: torch.nn.Module, projection: str) -> bool:
+    weight = getattr(getattr(module, projection, None), "weight", None)
     return isinstance(weight, DTensor) and list(weight.placements) == [Shard(0)]
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 from tandem.common.config.checks.rule import Rule
 from tandem.common.config.problem import Invalid, shown
 from tandem.common.config.schema import Config
+from tandem.common.families import FUSED_HEADS, TENSOR_PLANS
 from tandem.common.model_sizes import model_config, model_sizes
-
-TENSOR_PLANS = ("llama", "qwen2", "qwen3", "qwen3_moe")
-"""Architectures that the DTensor backend has a tensor-parallel plan for, by ``model_type``."""
 
 _SIZE = "policy.dtensor_cfg.tensor_parallel_size"
 _PLAN = "policy.dtensor_cfg.custom_parallel_plan"
@@ -24,6 +22,8 @@ def ranks_share_heads(config: Config) -> None:
     if model_type not in (None, *TENSOR_PLANS):
         known = ", ".join(TENSOR_PLANS)
         raise Invalid(_SIZE, f"{ranks}, but there is no plan for {model_type}, only for {known}; {_PLAN} may name one")
+    if model_type in FUSED_HEADS:
+        return
     sizes = model_sizes(config.policy)
     for heads, what in ((sizes.num_heads, "attention heads"), (sizes.num_key_value_heads, "key-value heads")):
         if heads is not None and heads % ranks:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from tandem.common.config.checks.rule import Rule, where_it_rolls_out
 from tandem.common.config.problem import Invalid
 from tandem.common.config.schema import Config
+from tandem.common.families import VLLM, VLLM_PLANNED
+from tandem.common.model_sizes import model_config
 from tandem.common.vllm_arguments import complaint
 
 
@@ -21,6 +23,16 @@ def vllm_takes_its_arguments(config: Config) -> None:
         raise Invalid(
             "policy.generation.vllm_cfg.max_model_len",
             f"{generation.vllm_cfg.max_model_len} is less than policy.max_total_sequence_length ({longest})",
+        )
+
+
+def vllm_can_be_refitted(config: Config) -> None:
+    """Weights are written in place in the families whose parameters are known, as far as it is known here which one."""
+    model_type = (model_config(config.policy) or {}).get("model_type")
+    if config.policy.generation.backend == "vllm" and model_type not in (None, *VLLM_PLANNED):
+        raise Invalid(
+            "policy.generation.backend",
+            f"vllm, but refits write vLLM's {', '.join(VLLM)}, not its {model_type}; transformers is the other engine",
         )
 
 
@@ -68,6 +80,7 @@ def engines_beside_training_have_devices_of_their_own(config: Config) -> None:
 
 RULES: tuple[Rule, ...] = where_it_rolls_out(
     vllm_takes_its_arguments,
+    vllm_can_be_refitted,
     prompts_move_where_engines_are_async,
     experts_are_spread_over_tensor_ranks,
     a_prompt_group_fits_the_engine_that_makes_it,

@@ -7,10 +7,20 @@ import re
 from tandem.common.config.checks.rule import Rule
 from tandem.common.config.problem import Invalid, Problems, shown
 from tandem.common.config.schema import Config
+from tandem.common.families import MEGATRON
+from tandem.common.model_sizes import model_config
 
 KEY = "policy.megatron_cfg"
 
 OPTIMIZERS = ("adam", "sgd")
+
+
+def the_architecture_is_megatrons(config: Config) -> None:
+    """Megatron-Core has the layers of some families, where a ``config.json`` says on this machine which it is."""
+    model_type = (model_config(config.policy) or {}).get("model_type")
+    if model_type not in (None, *MEGATRON):
+        known = ", ".join(MEGATRON)
+        raise Invalid(f"{KEY}.enabled", f"true, but Megatron-Core trains {known} here, not {model_type}")
 
 
 def rates_are_in_order(config: Config) -> None:
@@ -153,6 +163,7 @@ def _enabled(rule: Rule) -> Rule:
 RULES: tuple[Rule, ...] = tuple(
     _enabled(rule)
     for rule in (
+        the_architecture_is_megatrons,
         rates_are_in_order,
         the_decay_outlasts_the_warmup,
         a_constant_weight_decay_is_constant,

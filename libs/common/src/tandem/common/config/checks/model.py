@@ -9,7 +9,7 @@ from tandem.common.config.problem import Invalid, Problems, shown
 from tandem.common.config.schema import Config
 from tandem.common.errors import nearest
 from tandem.common.model_fields import model_fields
-from tandem.common.model_sizes import max_positions
+from tandem.common.model_sizes import max_positions, model_config
 from tandem.common.torch_arguments import torch_problems
 
 
@@ -89,6 +89,19 @@ def the_new_model_has_fields_of_its_type(config: Config) -> None:
         )
 
 
+def overrides_are_fields_of_the_model(config: Config) -> None:
+    """transformers takes any field, and makes nothing of one that is misspelt; another type is another model."""
+    for name in config.declaration.holds(config):
+        settings, key = config.settings_of(name), f"{'policy' if name == 'reference' else name}.hf_config_overrides"
+        model_type = (model_config(settings) or {}).get("model_type")
+        for field in settings.hf_config_overrides or {}:
+            if field == "model_type":
+                raise Invalid(f"{key}.{field}", "the kind of model is that of its weights")
+            fields = model_fields(str(model_type))  # none where the type is not known here
+            if fields and field not in fields:
+                raise Invalid(f"{key}.{field}", f"a {model_type} has no such field{nearest(field, fields)}")
+
+
 def sequences_fit_the_model(config: Config) -> None:
     """Beyond the positions that it was made for a model knows nothing, and some have no more."""
     longest, positions = config.policy.max_total_sequence_length, max_positions(config.policy)
@@ -105,5 +118,6 @@ RULES: tuple[Rule, ...] = (
     schedules_have_milestones_between,
     the_new_model_is_described,
     the_new_model_has_fields_of_its_type,
+    overrides_are_fields_of_the_model,
     sequences_fit_the_model,
 )

@@ -220,7 +220,7 @@ class Model(Section, frozen=True, kw_only=True):
     fsdp_offload_enabled: bool = False
     """The same as `policy.dtensor_cfg.cpu_offload`, as NeMo-RL's first FSDP backend had it."""
     hf_config_overrides: dict[str, Any] | None = None
-    """Fields of the model's ``config.json`` that are to be other than there."""
+    """Fields of the model's ``config.json`` that are to be other than there: in trainers, engines and what is saved."""
     reward_model_cfg: RewardModelCfg = RewardModelCfg()
     router_replay: RouterReplay = RouterReplay()
     draft: Draft = Draft()

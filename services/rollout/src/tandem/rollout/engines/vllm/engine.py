@@ -78,6 +78,7 @@ class VllmEngine(RefittedEngine):
         extra: Mapping[str, Any] | None = None,
         with_weights: bool = False,
         experts: RoutedExperts | None = None,
+        config_overrides: Mapping[str, Any] | None = None,
     ) -> None:
         """Start vLLM with the model of `model_folder`; needs `insides.prepare_environment` first.
 
@@ -87,6 +88,7 @@ class VllmEngine(RefittedEngine):
             extra: further arguments of vLLM's, ``policy.generation.vllm_kwargs``.
             with_weights: have vLLM load the folder's weights, as version 0; there are no refits then.
             experts: of the model, where completions are to say where their tokens went.
+            config_overrides: fields of ``config.json`` that are other than there.
 
         Raises:
             ModelError: this release of vLLM is unknown, or it refuses the model or an argument.
@@ -95,6 +97,7 @@ class VllmEngine(RefittedEngine):
         """
         insides.check_release()
         arguments = engine_arguments(model_folder, settings, extra or {})
+        arguments["hf_overrides"] = {**arguments["hf_overrides"], **(config_overrides or {})}
         if with_weights:
             if settings.precision == float8.PRECISION:
                 raise ModelError("weights in float8 are made by refits: vLLM cannot load them from a folder")

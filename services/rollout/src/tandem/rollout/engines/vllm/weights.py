@@ -8,14 +8,12 @@ from typing import Any
 import torch
 
 from tandem.common.errors import ModelError
+from tandem.common.families import VLLM
 from tandem.refit.adapters.catalogue import from_config
 from tandem.refit.adapters.deployment import locate
 from tandem.refit.adapters.vllm import Vllm
 from tandem.refit.endpoint import Weights, device_name, host_name
 from tandem.refit.layout import Layout, PrivateMemory, Storage
-
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
-"""Architectures whose every weight is computed with from the parameter that a refit writes."""
 
 
 def weights_of(
@@ -40,8 +38,8 @@ def weights_of(
         ModelError: the architecture is unknown, or the model has a parameter that a refit would leave as it is.
         RefitError: the model lacks a parameter, or has it in another size.
     """
-    if config.get("model_type") not in FAMILIES:
-        raise ModelError(f"vLLM's {config.get('model_type')} cannot be refitted; known are {', '.join(FAMILIES)}")
+    if config.get("model_type") not in VLLM:
+        raise ModelError(f"vLLM's {config.get('model_type')} cannot be refitted; known are {', '.join(VLLM)}")
     name_of_dtype = str(dtype).removeprefix("torch.")
     device = device_name(next(iter(parameters.values())).device)
     model = from_config(config, name_of_dtype)

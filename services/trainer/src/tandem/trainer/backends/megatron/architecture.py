@@ -12,29 +12,34 @@ from typing import Any
 import torch.nn.functional as F
 
 from tandem.common.errors import ModelError
+from tandem.common.families import MEGATRON
 from tandem.refit.adapters.geometry import (
-    FAMILIES,
     Attention,
     Experts,
     Geometry,
     LatentAttention,
     biased_projections,
     geometry_of,
+    has_head_norms,
 )
 from tandem.trainer.backends.megatron.cpu import HAS_TRANSFORMER_ENGINE
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What Megatron-Core's scaling of frequencies for Llama 3 has built in."""
+_PARTIAL = {"glm4_moe": 0.5}
+"""The share of a head that is rotated, where a file says nothing and it is not the whole."""
+_WITH_WINDOWS = ("mistral", "phi3")
+"""Those whose every layer slides where ``sliding_window`` is said."""
 
 
 def geometry_in(model: Mapping[str, Any]) -> Geometry:
     """Return the sizes of a model from its configuration as a mapping. Raises `ModelError` for what is not built."""
-    if model.get("model_type") not in FAMILIES:
-        raise ModelError(f"Megatron-Core trains {', '.join(FAMILIES)} here, not {model.get('model_type')}")
+    if model.get("model_type") not in MEGATRON:
+        raise ModelError(f"Megatron-Core trains {', '.join(MEGATRON)} here, not {model.get('model_type')}")
     if model.get("hidden_act", "silu") != "silu":
         raise ModelError(f"Megatron-Core's layers have silu here, the model has {model['hidden_act']}")
     if model.get("use_sliding_window"):
-        raise ModelError("Megatron-Core's attention has no sliding window here: the model says use_sliding_window")
+        raise ModelError("Megatron-Core's attention slides in all layers or none here: the model's use_sliding_window")
     if model["model_type"] == "deepseek_v3" and model.get("attention_bias"):
         raise ModelError("Megatron-Core's latent attention has no biases here: the model says attention_bias")
     return geometry_of(model)
@@ -72,6 +77,7 @@ def embedding_arguments(model: Mapping[str, Any]) -> dict[str, Any]:
         "share_embeddings_and_output_weights": geometry_in(model).is_tied,
         "position_embedding_type": "rope",
         "rotary_base": rope["rope_theta"],
+        "rotary_percent": rope["partial_rotary_factor"],
     }
     if rope["rope_type"] == "llama3":
         differing = {key: rope[key] for key, value in _LLAMA3.items() if rope[key] != value}
@@ -90,16 +96,19 @@ def rope_of(model: Mapping[str, Any]) -> dict[str, Any]:
     rope = dict(model.get("rope_parameters") or model.get("rope_scaling") or {})
     rope.setdefault("rope_theta", model.get("rope_theta", 10000.0))
     rope.setdefault("rope_type", rope.pop("type", "default"))
+    rope.setdefault("partial_rotary_factor", model.get("partial_rotary_factor", _PARTIAL.get(model["model_type"], 1.0)))
     return rope
 
 
 def _attention(sizes: Attention, model: Mapping[str, Any]) -> dict[str, Any]:
+    window = model.get("sliding_window") if model["model_type"] in _WITH_WINDOWS else None
     return {
         "num_attention_heads": sizes.num_heads,
         "num_query_groups": sizes.num_kv_heads,
         "kv_channels": sizes.head_dim,
-        "qk_layernorm": model["model_type"].startswith("qwen3"),
+        "qk_layernorm": has_head_norms(model),
         "add_qkv_bias": "q_proj" in biased_projections(model),
+        "window_size": None if window is None else (window - 1, 0),  # tokens before a token's own, and behind it
     }
 
 
@@ -147,7 +156,7 @@ def _experts(sizes: Experts, geometry: Geometry, model: Mapping[str, Any]) -> di
         "moe_aux_loss_coeff": model.get("router_aux_loss_coef") or 0.0,
         "moe_router_pre_softmax": not model.get("norm_topk_prob", False),
     }
-    if geometry.model_type != "deepseek_v3":
+    if not sizes.has_bias:
         return arguments
     if not model["norm_topk_prob"]:
         raise ModelError("Megatron-Core normalises the sigmoids of chosen experts: norm_topk_prob is false")

@@ -21,9 +21,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from tandem.common.segments import attend
 from tandem.trainer.backends.megatron.kernels import rms_norm
 from tandem.trainer.context import gather_shares
-from tandem.trainer.segments import attend
 
 
 class Norm(torch.nn.RMSNorm):
@@ -56,6 +56,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
     ) -> None:
         super().__init__(config=config)
         self._scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
+        self._window = None if config.window_size is None else config.window_size[0] + 1
         self._group = parallel_state.get_context_parallel_group()
 
     def forward(
@@ -73,7 +74,8 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         bounds = packed_seq_params.cu_seqlens_q.tolist()
         lengths = [(end - start) // size for start, end in itertools.pairwise(bounds)]
         if size == 1:
-            attended_NHD = attend(query_NHD, key_NGD, value_NGD, [(n, n) for n in lengths], self._scale)
+            segments = [(n, n) for n in lengths]
+            attended_NHD = attend(query_NHD, key_NGD, value_NGD, segments, self._scale, self._window)
         else:
             attended_NHD = self._attend_to_all_ranks(query_NHD, key_NGD, value_NGD, lengths)
         return attended_NHD.flatten(1)
@@ -95,4 +97,4 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
                 segments.append((half, (chunk + 1) * half))
                 prefixes.append(whole[: (chunk + 1) * half])
         key, value = torch.split(torch.cat(prefixes), dims, dim=-1)
-        return attend(query_NHD, key, value, segments, self._scale)
+        return attend(query_NHD, key, value, segments, self._scale, self._window)

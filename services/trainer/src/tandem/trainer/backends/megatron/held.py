@@ -54,7 +54,7 @@ class Described:
         self.name, self.number, self.section = name, number, config.settings_of(name, number)
         self.head = config.declaration.head_of(name)
         source, dtype = str(folder_of(self.section.model_name)), getattr(torch, self.section.precision)
-        self.hugging_face = without_weights(source, dtype, self.head)
+        self.hugging_face = without_weights(source, dtype, self.head, self.section.hf_config_overrides)
         if self.head == "score":
             # By which whoever loads it tells padding, and so which token has the score.
             self.hugging_face.config.pad_token_id = load_tokenizer(config).pad_id

@@ -108,13 +108,18 @@ def rotate(
     Args:
         heads_NHD: of queries or keys, of this rank's tokens.
         bounds: where the row's sequences begin and end, on all ranks of context parallelism together.
-        angles_P11D: of each position, those of both halves of a head.
+        angles_P11D: of each position, those of both halves of a head, or of what of it is rotated.
         cp_size: ranks of context parallelism, of which each has two chunks of each sequence.
         cp_rank: of this process among them.
     """
     cosine_N1D, sine_N1D = _of_row(bounds, angles_P11D, cp_size, cp_rank, heads_NHD.dtype)
-    rotated: torch.Tensor = _Rotation.apply(heads_NHD, cosine_N1D, sine_N1D)  # type: ignore[no-untyped-call]
-    return rotated
+    num_rotated = angles_P11D.shape[-1]
+    rotated: torch.Tensor = _Rotation.apply(  # type: ignore[no-untyped-call]
+        heads_NHD[..., :num_rotated], cosine_N1D, sine_N1D
+    )
+    if num_rotated == heads_NHD.shape[-1]:
+        return rotated
+    return torch.cat((rotated, heads_NHD[..., num_rotated:]), dim=-1)
 
 
 @functools.lru_cache(maxsize=1)  # every layer asks for queries and for keys, of the same row
