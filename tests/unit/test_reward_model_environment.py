@@ -103,10 +103,14 @@ def test_a_conversation_that_is_too_long_is_not_scored(folder: Path) -> None:
 # --- in its process --------------------------------------------------------------------------------------------------
 
 
-def worker() -> psutil.Process:
-    """Find the process that has the model: the last of the chain of guardians and forks."""
-    (found,) = (each for each in psutil.Process().children(recursive=True) if not each.children())
+def worker(others: set[psutil.Process]) -> psutil.Process:
+    """Find the process that has the model: the last of the chain of guardians and forks that came to `others`."""
+    (found,) = (each for each in below() - others if not each.children())
     return found
+
+
+def below() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
 
 
 def test_it_has_a_process_of_its_own_which_is_replaced(folder: Path) -> None:
@@ -114,6 +118,7 @@ def test_it_has_a_process_of_its_own_which_is_replaced(folder: Path) -> None:
     draw, model = random.Random(1), made(folder)
     responses = ["".join(draw.choices("0123456789+-= ", k=draw.randrange(1, 50))) for _ in range(60)]
     expected = [Score(reward, correct=reward >= 0.5) for reward in rewards(model, responses)]
+    others = below()
     scorer = Scorer(described(folder, timeout_s=5.0, correct_from=0.5))
     with contextlib.closing(scorer):
         scorer.await_ready()
@@ -122,16 +127,16 @@ def test_it_has_a_process_of_its_own_which_is_replaced(folder: Path) -> None:
         assert isinstance(unknown, Unscored)
         assert unknown.dropped
         assert "does not know the characters 'abc'" in unknown.failure
-        killed = worker()
+        killed = worker(others)
         os.kill(killed.pid, signal.SIGSTOP)  # so that it cannot be done before it is killed
         for key, response in enumerate(responses):
             scorer.submit(key, SUM, said(response))
         killed.kill()
         assert collected(scorer, len(responses)) == expected
-        stuck = worker()
+        stuck = worker(others)
         os.kill(stuck.pid, signal.SIGSTOP)
         assert results(scorer, *responses, of=SUM) == expected
-        assert len({killed.pid, stuck.pid, worker().pid}) == 3
+        assert len({killed.pid, stuck.pid, worker(others).pid}) == 3
 
 
 def test_what_takes_too_long_again_and_again_is_not_scored(folder: Path) -> None:
