@@ -729,6 +729,8 @@ class Refit(Command, frozen=True, kw_only=True, tag=True):
     version: Count
     only: tuple[str, ...] = ()
     """Engines to bring to `version`; empty for all."""
+    newcomers: tuple[str, ...] = ()
+    """Those of them that get what never changes, too, where trainers have told of such tensors: they have none yet."""
 
 
 class Refitted(Message, frozen=True, kw_only=True, tag=True):
@@ -773,6 +775,8 @@ class PlanTransfers(Command, frozen=True, kw_only=True, tag=True):
     allow_alias: bool
     """True if no engine generates while the trainer steps, on the same devices: engines may then read the trainer's
     memory in place."""
+    alias_frozen: bool = False
+    """Whether they may read in place what never changes."""
 
 
 class PlannedMesh(Message, frozen=True, kw_only=True):
@@ -799,6 +803,8 @@ class TransfersPlanned(Message, frozen=True, kw_only=True, tag=True):
     """Seconds below which no plan could come at these rates: see `tandem.refit.cost`."""
     seconds: Seconds
     """Time spent planning."""
+    num_bytes_frozen: dict[Name, Count] = {}
+    """Bytes of what never changes over each link: they come on top where an engine has none of it yet."""
 
 
 class CommitVersion(Command, frozen=True, kw_only=True, tag=True):

@@ -14,7 +14,8 @@ import torch
 
 from tandem.common.errors import RefitError
 from tandem.common.worker_shards import process_of
-from tandem.refit.program import TransferProgram
+from tandem.refit.merging import Merger
+from tandem.refit.program import Staging, TransferProgram
 from tandem.refit.quantise import Quantiser
 from tandem.refit.transfer import Transfer
 from tandem.refit.transports import registry
@@ -22,7 +23,8 @@ from tandem.refit.transports.memory import Memory
 from tandem.refit.transports.process_group import Group, poll
 from tandem.refit.transports.transport import BoundTransfers, End
 
-_Rounds = Sequence[Sequence[BoundTransfers]]
+_Rounds = Sequence[Sequence[tuple[bool, BoundTransfers]]]
+"""Round by round; with each, whether it moves what never changes."""
 
 
 def bind(
@@ -44,7 +46,7 @@ def bind(
     """
     member = program.member
     device = next((tensor.device for tensor in storages.values()), torch.device("cpu"))
-    staging = {each.name: torch.empty(each.num_bytes, dtype=torch.uint8, device=device) for each in program.staging}
+    staging = {each.name: _allocated(each, device) for each in program.staging}
     if taken := staging.keys() & storages.keys():
         raise RefitError(f"{member} has parameters named like staging memory: {', '.join(sorted(taken))}")
     memory = Memory(member, {**storages, **staging})
@@ -52,43 +54,53 @@ def bind(
     end = End(member, memory, device, own_meshes, {} if meshes is None else meshes, {})
     rounds = _bind_rounds(program, end)
     quantisers = [Quantiser(quantisation, memory) for quantisation in program.quantisations]
-    for bound in (each for round_ in rounds for each in round_):
+    for _, bound in (each for round_ in rounds for each in round_):
         bound.install()  # nothing above has touched a parameter, and nothing can fail from here on
-    return BoundProgram(member, rounds, quantisers, staging, device)
+    merger = None
+    if program.merging is not None:  # what was planned for was checked as it was bound; now it is where it stays
+        merger = Merger(member, program.merging, Memory(member, {**storages, **staging}))
+    return BoundProgram(member, rounds, quantisers, merger, staging, device)
 
 
 class BoundProgram:
     """A transfer program tied to memory: its sources are open, its destinations are the process's live tensors."""
 
     staging: Mapping[str, torch.Tensor]
-    """Memory beside the parameters, as uint8, by its name in the program: what is quantised from here."""
+    """Memory beside the parameters, by its name in the program: what is quantised, or merged, from here."""
     num_copies: int
     num_bytes: int
-    """Bytes that one run moves over the links that this process has a part in."""
+    """Bytes that one run moves over the links that this process has a part in, if it moves what never changes, too."""
+    merger: Merger | None
+    """What merges weights with adapters."""
 
     def __init__(
         self,
         member: str,
         rounds: _Rounds,
         quantisers: Sequence[Quantiser],
+        merger: Merger | None,
         staging: Mapping[str, torch.Tensor],
         device: torch.device,
     ) -> None:
         self._member = member
         self._rounds = rounds
         self._quantisers = quantisers
+        self.merger = merger
         self.staging = staging
         self._device = device
         self._is_closed = False
-        self.num_copies = sum(bound.num_copies for round_ in rounds for bound in round_)
-        self.num_bytes = sum(bound.num_bytes for round_ in rounds for bound in round_)
+        self.num_copies = sum(bound.num_copies for round_ in rounds for _, bound in round_)
+        self.num_bytes = sum(bound.num_bytes for round_ in rounds for _, bound in round_)
 
-    def run(self, deadline_s: float, only: Collection[str] | None = None) -> dict[str, int]:
+    def run(
+        self, deadline_s: float, only: Collection[str] | None = None, newcomers: Collection[str] | None = None
+    ) -> dict[str, int]:
         """Do this process's part of one refit, and return when all of it is done.
 
         Args:
             deadline_s: seconds until it fails.
             only: processes to serve, this one among them if it is to receive; None for all.
+            newcomers: those of them that get what never changes, too; None for all.
 
         Returns:
             bytes counted on each link, by ``source>destination``.
@@ -103,9 +115,9 @@ class BoundProgram:
         counted: dict[str, int] = {}
         for round_ in self._rounds:
             errors: list[str] = []
-            for bound in round_:
+            for is_frozen, bound in round_:
                 try:
-                    bound.run(deadline, only, counted)
+                    bound.run(deadline, newcomers if is_frozen and newcomers is not None else only, counted)
                 except RefitError as error:
                     errors.append(str(error))
             if errors:
@@ -115,6 +127,8 @@ class BoundProgram:
                 if time.monotonic() > deadline:
                     raise RefitError(f"{self._member} failed while quantising: the deadline passed")
                 quantiser.run()
+            if self.merger is not None:
+                self.merger.run(deadline)
         if self._device.type == "cuda":
             self._synchronise(deadline)
         return counted
@@ -128,6 +142,7 @@ class BoundProgram:
         self._is_closed = True
         self._rounds = []
         self._quantisers = []
+        self.merger = None
         self.staging = {}
 
     def _synchronise(self, deadline: float) -> None:
@@ -137,13 +152,19 @@ class BoundProgram:
             raise RefitError(f"{self._member} failed while installing: the deadline passed")
 
 
-def _bind_rounds(program: TransferProgram, end: End) -> list[list[BoundTransfers]]:
-    """Bind the transfers of each round by transport, in the order in which they run."""
-    grouped: dict[tuple[int, bool, str], list[Transfer]] = {}
+def _allocated(staging: Staging, device: torch.device) -> torch.Tensor:
+    dtype: torch.dtype = getattr(torch, staging.dtype)
+    return torch.empty(staging.num_bytes // dtype.itemsize, dtype=dtype, device=device)
+
+
+def _bind_rounds(program: TransferProgram, end: End) -> list[list[tuple[bool, BoundTransfers]]]:
+    """Bind the transfers of each round by transport, in the order in which they run: what never changes first."""
+    grouped: dict[tuple[int, bool, bool, str], list[Transfer]] = {}
     for transfer in (*program.receives, *program.sends):
-        key = transfer.round, registry.find(transfer.transport).is_sent, transfer.transport
+        is_sent = registry.find(transfer.transport).is_sent
+        key = transfer.round, not transfer.is_frozen, is_sent, transfer.transport
         grouped.setdefault(key, []).append(transfer)
-    rounds: dict[int, list[BoundTransfers]] = {}
-    for (number, _, name), transfers in sorted(grouped.items(), key=lambda item: item[0]):
-        rounds.setdefault(number, []).append(registry.find(name).bind(transfers, end))
+    rounds: dict[int, list[tuple[bool, BoundTransfers]]] = {}
+    for (number, changes, _, name), transfers in sorted(grouped.items(), key=lambda item: item[0]):
+        rounds.setdefault(number, []).append((not changes, registry.find(name).bind(transfers, end)))
     return list(rounds.values())

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol, assert_never
 
+import msgspec
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -38,8 +39,9 @@ from tandem.refit.bound import BoundProgram, bind
 from tandem.refit.digests import comparison
 from tandem.refit.digests.slices import DigestList
 from tandem.refit.digests.task import DigestTask, Sampling
+from tandem.refit.digests.version import FrozenDigests, VersionDigest
 from tandem.refit.layout import Layout
-from tandem.refit.program import TransferProgram
+from tandem.refit.program import TransferProgram, Verification
 from tandem.refit.transfer import Mesh
 from tandem.refit.transports import cuda_ipc, process_group, registry
 
@@ -120,10 +122,13 @@ class Holder(Protocol):
         """Join a mesh with each worker shard that is in it, in place of an earlier time. Raises `RefitError`."""
         ...
 
-    def apply(self, version: int, deadline_s: float, only: Collection[str]) -> dict[str, int]:
+    def apply(
+        self, version: int, deadline_s: float, only: Collection[str], newcomers: Collection[str] | None = None
+    ) -> dict[str, int]:
         """Run the program: receive `version`, or send it; return the bytes on each link. Raises `RefitError`.
 
-        `only` are the destinations to serve; all if there are none.
+        `only` are the destinations to serve; all if there are none. `newcomers` are those of them that get what never
+        changes, too; None for all.
         """
         ...
 
@@ -154,6 +159,8 @@ class Weights:
         self._bound: BoundProgram | None = None
         self._digest_list: DigestList | None = None
         """Of the installed program, once it has been asked for."""
+        self._frozen_digests: FrozenDigests | None = None
+        """Of what it holds that never changes, likewise."""
         self._groups: dict[str, process_group.Group] = {}
         """By mesh; looked up whenever the program runs."""
         self._aliased: set[str] = set()
@@ -168,7 +175,8 @@ class Weights:
         """Copy what the live tensors hold now; returns when all of it is there."""
         assert self._live is not None, "only a copy can be refreshed"
         for name, storage in self.storages.items():
-            storage.copy_(self._live[name], non_blocking=True)
+            if storage is not self._live[name]:
+                storage.copy_(self._live[name], non_blocking=True)
         if any(storage.device.type == "cuda" for storage in self.storages.values()):
             torch.cuda.synchronize()  # other processes read it, which wait for no stream of this one
 
@@ -178,7 +186,7 @@ class Weights:
         self._unbind()
         in_place = [t for t in program.receives if registry.find(t.transport).in_place_of]
         aliased = {name for transfer in in_place for name in transfer.destination_storages}
-        for name in self._aliased - aliased:
+        for name in (self._aliased - aliased) & self.storages.keys():
             # It still lies in the sender's memory, which cannot be written: a copy into it would fault.
             self.storages[name].data = torch.empty_like(self.storages[name])
         self._aliased = aliased
@@ -198,26 +206,46 @@ class Weights:
         store = meeting.store(timeout_s)
         self._groups[mesh.name] = process_group.connect(mesh, self._program.member, store, device, timeout_s)
 
-    def apply(self, version: int, deadline_s: float, only: Collection[str]) -> dict[str, int]:
+    def apply(
+        self, version: int, deadline_s: float, only: Collection[str], newcomers: Collection[str] | None = None
+    ) -> dict[str, int]:
         """Run the program."""
-        if self._bound is None:
+        if self._program is None or self._bound is None:
             raise RefitError("no transfer program is installed")
-        return self._bound.run(deadline_s, only or None)
+        if self._program.receives and (newcomers is None or process_of(self._program.member) in newcomers):
+            self._frozen_digests = None
+        return self._bound.run(deadline_s, only or None, newcomers)
 
-    def digest_task(self, sampling: Sampling | None) -> DigestTask:
+    def digest_task(self, sampling: Sampling | None) -> DigestTask | VersionDigest:
         """Return a task that digests what the program says is this process's to digest."""
         if self._program is None or self._bound is None:
             raise RefitError("no transfer program is installed")
-        task = DigestTask(
-            self.layout,
+        verification, merger = self._program.verification, self._bound.merger
+        task = self._task(verification, sampling, self._digest_list)
+        self._digest_list = task.digest_list
+        if not len(verification.frozen_rows) and merger is None:
+            return task
+        if self._frozen_digests is None:
+            # In full: others may take those of another version.
+            once = msgspec.structs.replace(verification, rows=verification.frozen_rows)
+            self._frozen_digests = FrozenDigests(self._task(once, None, None))
+        merges: Iterator[None] = iter(())
+        if merger is not None:
+            merges = merger.check() if sampling is None else merger.check(sampling.version, sampling.one_in)
+        return VersionDigest(task, self._frozen_digests, merges, merger.num_bytes if merger else 0)
+
+    def _task(self, verification: Verification, sampling: Sampling | None, known: DigestList | None) -> DigestTask:
+        """Return a task that digests some rows of what is held, or received."""
+        assert self._program is not None, "a program is installed"
+        assert self._bound is not None, "a program is installed"
+        return DigestTask(
+            self._program.received or self.layout,
             {**(self._live or self.storages), **self._bound.staging},
-            self._program.verification,
+            verification,
             sampling=sampling,
             quantisations=self._program.quantisations,
-            digest_list=self._digest_list,
+            digest_list=known,
         )
-        self._digest_list = task.digest_list
-        return task
 
     def misquantised(self) -> tuple[str, ...]:
         """Return the tensors that are not the quantisation of what was received."""
@@ -233,7 +261,7 @@ class Weights:
     def _unbind(self) -> None:
         if self._bound is not None:
             self._bound.close()
-        self._bound = self._program = self._digest_list = None
+        self._bound = self._program = self._digest_list = self._frozen_digests = None
 
 
 class _Joining(NamedTuple):
@@ -360,7 +388,7 @@ class Endpoint:
         memory = MemoryMeter()
         memory.begin()
         started = time.perf_counter()
-        num_bytes = self._holder.apply(order.version, order.deadline_s, order.only)
+        num_bytes = self._holder.apply(order.version, order.deadline_s, order.only, order.newcomers)
         reply = Refitted(
             command_id=order.command_id,
             version=order.version,

@@ -1,5 +1,7 @@
 """The planner: from layouts of trainers and engines to a transfer program for each process.
 
+0. `low_rank`: where trainers hold adapters, engines receive base and adapters in place of the weights they want. What
+   never changes is planned apart from what does, by the same steps.
 1. `names`, `source_shards`: number the tensors; find the distinct boxes that trainers hold, and the replicas of each.
 2. `destination_shards`: cut what each class of engines wants along those boxes, and prove that nothing is missing.
 3. `sharing`: find what several engines of a node need, which is sent there once, and the replica sets it can come from.
@@ -24,11 +26,13 @@ from tandem.refit.planning.assemble import Assembler, Turn
 from tandem.refit.planning.choose import choose
 from tandem.refit.planning.destination_shards import DestinationShards, classes, resolve
 from tandem.refit.planning.flows import Flows, Link, flows, links
+from tandem.refit.planning.frozen import Part, parts
+from tandem.refit.planning.low_rank import Adapted, adapt
 from tandem.refit.planning.meshes import meshes
 from tandem.refit.planning.names import Tensors, match
 from tandem.refit.planning.sharing import Pattern, ReplicaSets, patterns
 from tandem.refit.planning.source_shards import SourceShards, collect
-from tandem.refit.program import TransferProgram
+from tandem.refit.program import Staging, TransferProgram
 from tandem.refit.transfer import Mesh, Transfer
 from tandem.refit.transports import registry
 from tandem.refit.transports.transport import Route
@@ -43,7 +47,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     programs: dict[str, TransferProgram]
     """By member: every trainer and every engine."""
     links: tuple[Link, ...]
+    """Of each version."""
+    frozen_links: tuple[Link, ...]
+    """Of what never changes, beside them: it goes to engines that have none of it yet."""
     meshes: tuple[Mesh, ...]
+    received: dict[str, Layout]
+    """What each engine receives: what it wants, but for weights that it merges itself."""
 
 
 class Survey(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,8 +60,10 @@ class Survey(msgspec.Struct, frozen=True, kw_only=True):
 
     links: tuple[Link, ...]
     """Where aliases are allowed and possible they are counted as such."""
+    frozen_links: tuple[Link, ...]
+    """As `Plan.frozen_links`."""
     staging: dict[str, int]
-    """Bytes that each engine needs beside its parameters."""
+    """Bytes that each engine needs beside its parameters; not what it reads in place."""
 
     @property
     def egress(self) -> dict[str, int]:
@@ -68,6 +79,8 @@ class Survey(msgspec.Struct, frozen=True, kw_only=True):
 class _Decisions(msgspec.Struct, frozen=True, eq=False):
     """All decisions: what moves between whom."""
 
+    part: Part
+    allow_alias: bool
     tensors: Tensors
     source_shards: SourceShards
     class_of: dict[str, int]
@@ -77,7 +90,12 @@ class _Decisions(msgspec.Struct, frozen=True, eq=False):
 
 
 def plan(
-    sources: Mapping[str, Layout], destinations: Mapping[str, Layout], *, allow_alias: bool, grain: int = GRAIN
+    sources: Mapping[str, Layout],
+    destinations: Mapping[str, Layout],
+    *,
+    allow_alias: bool,
+    alias_frozen: bool = False,
+    grain: int = GRAIN,
 ) -> Plan:
     """Plan how every wanted element reaches its engine.
 
@@ -86,6 +104,7 @@ def plan(
         destinations: what each engine wants.
         allow_alias: let an engine read a trainer's memory in place where a whole storage of the engine lies there
             contiguously in the same element type.
+        alias_frozen: let it do so for what never changes, if not for all.
         grain: bytes; an overlap of fewer than twice as many is not split among replicas.
 
     Raises:
@@ -93,77 +112,98 @@ def plan(
         RefitError: a layout contradicts itself or another one, or there is no conversion.
 
     """
-    decided = _decide(sources, destinations, allow_alias=allow_alias, grain=grain)
-    assembler = Assembler(
-        decided.tensors,
-        decided.source_shards,
-        destinations,
-        decided.class_of,
-        decided.destination_shards,
-        decided.patterns,
-        decided.moved,
-    )
-    turns = [
-        (turn, transfer)
-        for engine in range(len(destinations))
-        for turn, transfer in assembler.transfers(engine, allow_alias=allow_alias)
+    adapted = _adapt(sources, destinations)
+    received = {engine: each.layout for engine, each in adapted.items()}
+    decisions = [
+        _decide(part, allow_alias=allow_alias or (alias_frozen and part.is_frozen), grain=grain)
+        for part in parts(sources, received)
     ]
+    turns = [found for decided in decisions for found in _turns(decided)]
     made = meshes([transfer for _, transfer in turns], [*destinations, *sources])
     mesh_of = {member: mesh for mesh in made for member in mesh.members if member in destinations}
     turns = [(turn, _over(transfer, mesh_of)) for turn, transfer in turns]
-    verified = verify.verifications(sources, destinations, decided.tensors, decided.source_shards)
     receives: dict[str, list[Transfer]] = {}
     sends: dict[str, list[tuple[Turn, Transfer]]] = {}
     for turn, transfer in turns:
         receives.setdefault(transfer.destination, []).append(transfer)
         if registry.find(transfer.transport).is_sent:
             sends.setdefault(transfer.source, []).append((turn, transfer))
+    verified = verify.joined(
+        [(each.part, verify.verifications(*each.part.sides, each.tensors, each.source_shards)) for each in decisions]
+    )
     programs: dict[str, TransferProgram] = {}
     for member in (*sources, *destinations):
-        shards = decided.destination_shards[decided.class_of[member]] if member in destinations else None
+        shards = [each.destination_shards[each.class_of[member]] for each in decisions if member in each.class_of]
+        own = adapted.get(member)
         programs[member] = TransferProgram(
             member=member,
             receives=tuple(receives.get(member, ())),
             sends=tuple(transfer for _, transfer in sorted(sends.get(member, ()), key=lambda item: item[0])),
-            quantisations=shards.quantisations if shards else (),
-            staging=shards.staging if shards else (),
+            quantisations=tuple(each for of in shards for each in of.quantisations),
+            staging=(*(own.staging if own else ()), *(each for of in shards for each in of.staging)),
             meshes=tuple(mesh for mesh in made if member in mesh.members),
             verification=verified[member],
+            merging=own.merging if own else None,
+            received=own.layout if own and own.merging else None,
         )
-    return Plan(programs=programs, links=_with_aliases(decided, sources, destinations, turns), meshes=made)
+    links = {
+        is_frozen: tuple(
+            link
+            for each in decisions
+            if each.part.is_frozen == is_frozen
+            for link in _with_aliases(each, [turn for turn in turns if turn[1].is_frozen == is_frozen])
+        )
+        for is_frozen in (False, True)
+    }
+    return Plan(programs=programs, links=links[False], frozen_links=links[True], meshes=made, received=received)
 
 
 def survey(
-    sources: Mapping[str, Layout], destinations: Mapping[str, Layout], *, allow_alias: bool, grain: int = GRAIN
+    sources: Mapping[str, Layout],
+    destinations: Mapping[str, Layout],
+    *,
+    allow_alias: bool,
+    alias_frozen: bool = False,
+    grain: int = GRAIN,
 ) -> Survey:
     """Return what `plan` would move over each link. Arguments and errors are those of `plan`.
 
     Makes no tables of copies, so it needs little more memory than the layouts; only where storages of an engine may
     become aliases are programs made, to see which do.
     """
-    decided = _decide(sources, destinations, allow_alias=allow_alias, grain=grain)
-    staging = {
-        engine: sum(staging.num_bytes for staging in decided.destination_shards[number].staging)
-        for engine, number in decided.class_of.items()
-    }
-    found = _links(decided, destinations)
-    if allow_alias and any(registry.in_place_of(link.transport) for link in found):
-        found = plan(sources, destinations, allow_alias=True, grain=grain).links
-    return Survey(links=found, staging=staging)
+    adapted = _adapt(sources, destinations)
+    found: dict[bool, tuple[Link, ...]] = {False: (), True: ()}
+    staging = {engine: sum(staging.num_bytes for staging in each.staging) for engine, each in adapted.items()}
+    for part in parts(sources, {engine: each.layout for engine, each in adapted.items()}):
+        may_alias = allow_alias or (alias_frozen and part.is_frozen)
+        decided = _decide(part, allow_alias=may_alias, grain=grain)
+        for engine, number in decided.class_of.items():
+            staging[engine] += sum(each.num_bytes for each in decided.destination_shards[number].staging)
+        links = _links(decided)
+        if may_alias and any(registry.in_place_of(link.transport) for link in links):
+            turns = _turns(decided)
+            links = _with_aliases(decided, turns)
+            for _, transfer in turns:
+                staging[transfer.destination] -= _read_in_place(transfer, adapted[transfer.destination].staging)
+        found[part.is_frozen] = links
+    return Survey(links=found[False], frozen_links=found[True], staging=staging)
 
 
-def _decide(
-    sources: Mapping[str, Layout], destinations: Mapping[str, Layout], *, allow_alias: bool, grain: int
-) -> _Decisions:
+def _adapt(sources: Mapping[str, Layout], destinations: Mapping[str, Layout]) -> dict[str, Adapted]:
     twice = sources.keys() & destinations.keys()
     if twice:
         raise RefitError(f"{min(twice)} is both a source and a destination")
+    for member in classes(destinations)[1]:  # before anything is made of them
+        check(destinations[member], member)
+        check_writable(destinations[member], member)
+    return adapt(sources, destinations)
+
+
+def _decide(part: Part, *, allow_alias: bool, grain: int) -> _Decisions:
+    sources, destinations = part.sides
     for member in classes(sources)[1]:
         check(sources[member], member)
     class_of, examples = classes(destinations)
-    for member in examples:
-        check(destinations[member], member)
-        check_writable(destinations[member], member)
     tensors = match(sources, destinations)
     source_shards = collect(sources, tensors)
     shards = [resolve(member, destinations[member], tensors, source_shards) for member in examples]
@@ -172,23 +212,46 @@ def _decide(
         destinations, class_of, shards, replica_sets, source_shards.set_B, allow_alias=allow_alias, grain=max(grain, 1)
     )
     segments = choose(found, replica_sets.all, len(sources))
-    return _Decisions(tensors, source_shards, class_of, shards, found, flows(found, segments, destinations))
+    moved = flows(found, segments, destinations)
+    return _Decisions(part, allow_alias, tensors, source_shards, class_of, shards, found, moved)
 
 
-def _links(decided: _Decisions, destinations: Mapping[str, Layout]) -> tuple[Link, ...]:
-    return links(decided.moved, decided.patterns, decided.destination_shards, decided.source_shards, destinations)
+def _turns(decided: _Decisions) -> list[tuple[Turn, Transfer]]:
+    """Return all transfers, in the order in which links are to be served."""
+    assembler = Assembler(
+        decided.tensors,
+        decided.source_shards,
+        decided.part.destinations,
+        decided.class_of,
+        decided.destination_shards,
+        decided.patterns,
+        decided.moved,
+    )
+    return [
+        (turn, msgspec.structs.replace(transfer, is_frozen=decided.part.is_frozen))
+        for engine in range(len(decided.part.destinations))
+        for turn, transfer in assembler.transfers(engine, allow_alias=decided.allow_alias)
+    ]
 
 
-def _with_aliases(
-    decided: _Decisions,
-    sources: Mapping[str, Layout],
-    destinations: Mapping[str, Layout],
-    turns: Iterable[tuple[Turn, Transfer]],
-) -> tuple[Link, ...]:
+def _read_in_place(transfer: Transfer, staging: Iterable[Staging]) -> int:
+    """Return the bytes of staging memory that the transfer spares its receiver."""
+    if not registry.find(transfer.transport).in_place_of:
+        return 0
+    return sum(each.num_bytes for each in staging if each.name in transfer.destination_storages)
+
+
+def _links(decided: _Decisions) -> tuple[Link, ...]:
+    shards, engines = decided.destination_shards, decided.part.destinations
+    return links(decided.moved, decided.patterns, shards, decided.source_shards, engines)
+
+
+def _with_aliases(decided: _Decisions, turns: Iterable[tuple[Turn, Transfer]]) -> tuple[Link, ...]:
     """Return all links, split in two where some of one turned out to be read in place."""
+    sources, destinations = decided.part.sides
     made = {(t.round, t.source, t.destination, t.transport): t for _, t in turns}
     found: list[Link] = []
-    for link in _links(decided, destinations):
+    for link in _links(decided):
         ends = link.round, link.source, link.destination
         in_place = [
             (each, made[*ends, each.name])

@@ -12,6 +12,7 @@ import numpy as np
 from tandem.common.errors import RefitError
 from tandem.refit import columns
 from tandem.refit.columns import Ints, Table
+from tandem.refit.layout import Layout
 from tandem.refit.transfer import Mesh, Transfer
 from tandem.refit.transports import registry
 
@@ -68,11 +69,57 @@ class Quantisation(msgspec.Struct, frozen=True):
     scales: Places
 
 
+class Products(Table, frozen=True, eq=False):
+    """Boxes of weights that are merged with the product of two matrices: M rows; offsets and strides in bytes.
+
+    ``live = base + scale * b @ a``. `base`, `a` and `b` lie row-major without gaps, of `a` and `b` some part is used.
+    """
+
+    tensor_M: Ints
+    """Index into `Merging.tensors`."""
+    dtype_M: Ints
+    """Of live weights and of the base: index into `tandem.refit.layout.DTYPES`."""
+    shape_MD: Ints
+    """Rows and columns of the box."""
+    live_M: Ints
+    """Index into `Merging.storages`, as the next ones that are named without an offset."""
+    live_offset_M: Ints
+    live_strides_MD: Ints
+    base_M: Ints
+    rank_M: Ints
+    """Columns of `b`, rows of `a`."""
+    a_M: Ints
+    a_offset_M: Ints
+    a_stride_M: Ints
+    """From one row to the next."""
+    b_M: Ints
+    b_offset_M: Ints
+
+
+class Merging(msgspec.Struct, frozen=True):
+    """Weights that an engine computes itself whenever it installs a version: a base that stays, and low-rank products.
+
+    The base and both matrices are received in staging memory; nothing is received where the weights lie that the
+    engine computes with.
+    """
+
+    tensors: tuple[str, ...]
+    scales: tuple[float, ...]
+    """Of the product, by tensor."""
+    storages: tuple[str, ...]
+    """Parameters and staging."""
+    products: Products
+
+
 class Staging(msgspec.Struct, frozen=True):
-    """Memory that a receiver has beside its parameters, named as transfers and quantisations name it."""
+    """Memory that a receiver has beside its parameters, named as transfers, quantisations and merging name it."""
 
     name: str
     num_bytes: int
+    dtype: str = "uint8"
+
+
+_NO_ROWS = np.zeros(0, np.int64)
 
 
 class Verification(msgspec.Struct, frozen=True, eq=False):
@@ -87,16 +134,22 @@ class Verification(msgspec.Struct, frozen=True, eq=False):
     dtypes: tuple[str, ...]
     """One for each of `Layout.tensors`: the element type that engines hold it in, to which a trainer converts before
     it digests. Empty where no engine wants the tensor."""
+    frozen_rows: Ints = _NO_ROWS
+    """Rows of tensors that never change, in ascending order; they are digested once, and `rows` has none of them."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Verification):
             return NotImplemented
-        return self.dtypes == other.dtypes and bool(np.array_equal(self.rows, other.rows))
+        return (
+            self.dtypes == other.dtypes
+            and bool(np.array_equal(self.rows, other.rows))
+            and bool(np.array_equal(self.frozen_rows, other.frozen_rows))
+        )
 
     __hash__ = None  # type: ignore[assignment]
 
 
-NOTHING = Verification(np.zeros(0, np.int64), ())
+NOTHING = Verification(_NO_ROWS, ())
 """The verification of a process that has nothing to digest."""
 
 
@@ -112,10 +165,13 @@ class TransferProgram(msgspec.Struct, frozen=True):
     meshes: tuple[Mesh, ...] = ()
     """Those that this process takes part in. All members connect them in order of their names."""
     verification: Verification = NOTHING
+    merging: Merging | None = None
+    received: Layout | None = None
+    """What it receives, where, and what `verification` is of, if that is not its own layout: because of `merging`."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that one run receives."""
+        """Bytes that one run receives, those of tensors that never change among them."""
         return sum(transfer.num_bytes for transfer in self.receives)
 
 

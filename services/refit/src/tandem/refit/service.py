@@ -7,7 +7,7 @@ next order. No weights pass through it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar, assert_never
 
 from tandem.common.errors import RefitError
@@ -27,6 +27,7 @@ from tandem.refit.cost import cost
 from tandem.refit.digests import comparison
 from tandem.refit.digests.comparison import Digests, Held, Verdict
 from tandem.refit.layout import Layout
+from tandem.refit.planning.flows import Link
 
 T = TypeVar("T")
 
@@ -68,20 +69,21 @@ class RefitService:
         started = time.perf_counter()
         self._sources = _read(order.sources, layout.decode)
         self._destinations = _read(order.destinations, layout.decode)
-        plan = planner.plan(self._sources, self._destinations, allow_alias=order.allow_alias)
+        plan = planner.plan(
+            self._sources, self._destinations, allow_alias=order.allow_alias, alias_frozen=order.alias_frozen
+        )
+        self._destinations = plan.received  # what digests are of
         predicted = cost(plan.links, {**self._sources, **self._destinations}, len(self._sources), self._rates)
-        num_bytes: dict[str, int] = {}
-        for link in plan.links:
-            num_bytes[link.name] = num_bytes.get(link.name, 0) + link.num_bytes
         reply = TransfersPlanned(
             command_id=order.command_id,
             programs={member: program.encode(made) for member, made in plan.programs.items()},
             senders=tuple(dict.fromkeys(process_of(shard) for shard, made in plan.programs.items() if made.sends)),
             meshes=tuple(PlannedMesh(name=mesh.name, members=mesh.members) for mesh in plan.meshes),
-            num_bytes=num_bytes,
+            num_bytes=_by_link(plan.links),
             predicted_s=predicted.seconds,
             bound_s=predicted.bound_s,
             seconds=time.perf_counter() - started,
+            num_bytes_frozen=_by_link(plan.frozen_links),
         )
         self._member.reply(order.command_id, reply)
 
@@ -119,6 +121,13 @@ class RefitService:
             if shard in digests:
                 engines.setdefault(process_of(shard), {})[shard] = held, digests[shard]
         return comparison.compare({member: (self._sources[member], sources[member]) for member in sources}, engines)
+
+
+def _by_link(links: Iterable[Link]) -> dict[str, int]:
+    num_bytes: dict[str, int] = {}
+    for link in links:
+        num_bytes[link.name] = num_bytes.get(link.name, 0) + link.num_bytes
+    return num_bytes
 
 
 def _read(encoded: Mapping[str, bytes], decode: Callable[[bytes], T]) -> dict[str, T]:

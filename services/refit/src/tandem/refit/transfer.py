@@ -56,6 +56,8 @@ class Transfer(msgspec.Struct, frozen=True):
     tensors: tuple[str, ...]
     mesh: str = ""
     """Name of the `Mesh` that a stream goes over; empty for the other transports."""
+    is_frozen: bool = False
+    """Whether it is of tensors that never change: it runs for a receiver that has none of them yet."""
 
     @property
     def link(self) -> str:

@@ -118,12 +118,15 @@ class Engine(Protocol):
         """Join a mesh over which the programs installed have weights stream. Raises `RefitError`."""
         ...
 
-    def apply(self, version: int, deadline_s: float, only: Collection[str] = ()) -> dict[str, int]:
+    def apply(
+        self, version: int, deadline_s: float, only: Collection[str] = (), newcomers: Collection[str] | None = None
+    ) -> dict[str, int]:
         """Run the installed program and hold `version`; return the bytes on each link.
 
         `only` are the engines to bring to `version`, all if there are none; if it is not one of them, it does no more
         than pass its weights on. Otherwise it is torn from the first byte to the last: if this raises, `version` is
-        None until a later `apply` succeeds. Raises `RefitError`.
+        None until a later `apply` succeeds. `newcomers` get what never changes, too; None means all. Raises
+        `RefitError`.
         """
         ...
 

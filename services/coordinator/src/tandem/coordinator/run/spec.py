@@ -75,6 +75,7 @@ def run_spec(
         reward_server=reward_server,
         # Where the two take turns, no engine generates while a trainer steps.
         allow_alias=config.takes_turns and config.refit.alias == "auto",
+        alias_frozen=config.refit.alias == "auto",
         is_verified=config.refit.verify != "off",
         max_trajectory_age_steps=config.max_trajectory_age_steps if config.generates else 0,
         updates_in_flight=config.generates and config.updates_in_flight,

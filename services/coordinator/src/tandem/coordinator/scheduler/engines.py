@@ -40,6 +40,8 @@ class Engine:
         """What it holds, or is being refitted to; -1 if that is nothing whole."""
         self.is_attested = False
         """Whether its digests of that version were equal to the trainers'."""
+        self.has_frozen = False
+        """Whether it has the weights that never change, which it got with an earlier version."""
         self.awaited: set[int] = set()
         """Requests that must be answered before its status changes."""
         self.num_failures = 0

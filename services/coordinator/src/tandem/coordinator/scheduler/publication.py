@@ -300,6 +300,7 @@ class Publication:
         if engine.status is not Status.REFITTING:
             return self._recovery.go_on(engine)
         self.engines.move(engine, Status.HOLDING)
+        engine.has_frozen = True
         return self.attest([engine.name]) if self.is_transferred else []
 
     def take_failure(self, member: str, failed: Failed, phase: Phase) -> None:
@@ -392,5 +393,6 @@ class Publication:
     def _forget(self, engine: Engine) -> None:
         """Forget what an engine held: neither its digests count, nor what it made."""
         self.num_behind -= self.is_behind(engine)
+        engine.has_frozen = False
         self.attestation.forget(engine.name)
         self.suspects.append(engine.name)

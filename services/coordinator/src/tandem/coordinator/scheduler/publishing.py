@@ -86,6 +86,9 @@ def _refit(publication: Publication, takers: list[str], *, everybody: bool) -> l
     if not everybody:
         meshes = [mesh for mesh in map(publication.transfers.mesh_of, takers) if mesh is not None]
         senders = tuple(member for member in senders if any(member in mesh.members for mesh in meshes))
+    newcomers: tuple[str, ...] = ()
+    if publication.transfers.plan.num_bytes_frozen:
+        newcomers = tuple(name for name in takers if not publication.engines[name].has_frozen)
     actions: list[Action] = []
     for member in dict.fromkeys([*senders, *takers]):
         fields = publication.requests.open(member, Phase.REFITTING, publication.remaining_s())
@@ -95,7 +98,9 @@ def _refit(publication: Publication, takers: list[str], *, everybody: bool) -> l
             publication.engines[member].awaited = {fields["command_id"]}
         fields["deadline_s"] *= _SHARE_OF_TRANSFER
         only = () if everybody else tuple(takers)
-        actions.append(Dispatch(member=member, order=Refit(version=publication.version, only=only, **fields)))
+        publication.transfers.note_refit(fields["command_id"], newcomers)
+        order = Refit(version=publication.version, only=only, newcomers=newcomers, **fields)
+        actions.append(Dispatch(member=member, order=order))
     return actions
 
 

@@ -72,6 +72,9 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     reward_server: RewardServer | None = None
     """Where the program that began the run scores samples; None where engines' environments do without it."""
     allow_alias: bool
+    """Whether engines may read trainers' weights in place, which change while they do."""
+    alias_frozen: bool = False
+    """Whether they may read in place those that never change."""
     is_verified: bool
     """Whether each version is attested by digests before its samples are trained on."""
     max_trajectory_age_steps: int = 0

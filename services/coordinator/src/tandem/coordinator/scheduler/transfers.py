@@ -44,6 +44,8 @@ class Transfers:
         """The layouts that the plan's programs are for."""
         self._epochs: dict[str, int] = {}
         """How often each mesh was connected."""
+        self._newcomers: dict[int, tuple[str, ...]] = {}
+        """By the order of a refit that is yet to be answered: engines that get what never changes, too."""
 
     @property
     def plan(self) -> TransfersPlanned:
@@ -69,6 +71,10 @@ class Transfers:
             case _:
                 pass
 
+    def note_refit(self, command_id: int, newcomers: tuple[str, ...]) -> None:
+        """Take note of which engines get what never changes with a refit, too."""
+        self._newcomers[command_id] = newcomers
+
     def order_build(self, engine: str) -> Dispatch:
         """Have an engine built, which answers with its layout."""
         order = BuildEngine(
@@ -89,6 +95,7 @@ class Transfers:
             sources={part: layout for name in trainers for part, layout in self._layouts[name].items()},
             destinations={part: layout for name in engines for part, layout in self._layouts[name].items()},
             allow_alias=self._spec.allow_alias,
+            alias_frozen=self._spec.alias_frozen,
             **self._requests.open(SERVICE, Phase.PLANNING, self._build_s),
         )
         return Dispatch(member=SERVICE, order=order)
@@ -109,11 +116,15 @@ class Transfers:
         if any(engine in processes_in(mesh) for mesh in plan.meshes):
             return False
         self._programmed[engine] = parts
-        links = {link: count for link, count in plan.num_bytes.items() if link.rpartition(">")[2] in parts}
+        links, frozen = (
+            {link: count for link, count in counts.items() if link.rpartition(">")[2] in parts}
+            for counts in (plan.num_bytes, plan.num_bytes_frozen)
+        )
         self._planned = msgspec.structs.replace(
             self.plan,
             programs={**self.plan.programs, **{part: plan.programs[part] for part in parts}},
             num_bytes={**self.plan.num_bytes, **links},
+            num_bytes_frozen={**self.plan.num_bytes_frozen, **frozen},
             predicted_s=plan.predicted_s,
             bound_s=plan.bound_s,
         )
@@ -165,11 +176,20 @@ class Transfers:
 
     def _check_bytes(self, member: str, reply: Refitted) -> None:
         """Raise `CommandFailed` if a link carried more or less than planned: then the plan was not what was done."""
+        newcomers = self._newcomers.pop(reply.command_id, ())
         for link, counted in reply.num_bytes.items():
-            planned = self.plan.num_bytes.get(link)
+            planned = self._planned_bytes(link, newcomers)
             if counted != planned:
                 what = f"{counted} bytes were counted on {link}, where {planned or 'none'} were planned"
                 raise CommandFailed(member, Phase.REFITTING.value, what)
+
+    def _planned_bytes(self, link: str, newcomers: tuple[str, ...]) -> int | None:
+        """Return the bytes of one refit on a link; None if nothing was planned there."""
+        changing = self.plan.num_bytes.get(link)
+        if process_of(link.rpartition(">")[2]) not in newcomers:
+            return changing
+        frozen = self.plan.num_bytes_frozen.get(link)
+        return None if changing is None and frozen is None else (changing or 0) + (frozen or 0)
 
 
 def processes_in(mesh: PlannedMesh) -> list[str]:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from tandem.refit.columns import Ints
 from tandem.refit.layout import DTYPES, Layout
 from tandem.refit.planning.choose import fill
+from tandem.refit.planning.frozen import Part
 from tandem.refit.planning.names import Side, Tensors
 from tandem.refit.planning.source_shards import SourceShards
-from tandem.refit.program import Verification
+from tandem.refit.program import NOTHING, Verification
 
 
 def verifications(
@@ -43,6 +44,19 @@ def verifications(
             numbers_P = tensors.destinations.by_member[member][layout.pieces.tensor_P]
             shared[key] = np.flatnonzero(dtype_G[numbers_P] >= 0)
         made[member] = Verification(shared[key], _dtypes(layout, tensors.destinations, member, dtype_G, known))
+    return made
+
+
+def joined(parts: Sequence[tuple[Part, Mapping[str, Verification]]]) -> dict[str, Verification]:
+    """Return the verification of every member, of all parts of a plan together."""
+    made: dict[str, Verification] = {}
+    for part, verified in parts:
+        for member, each in verified.items():
+            before = made.get(member, NOTHING)
+            rows = each.rows if part.rows is None else part.rows[member][each.rows]
+            dtypes = tuple(one or other for one, other in zip(before.dtypes or each.dtypes, each.dtypes, strict=True))
+            both = (before.rows, rows) if part.is_frozen else (rows, before.frozen_rows)
+            made[member] = Verification(both[0], dtypes, both[1])
     return made
 
 

@@ -48,7 +48,9 @@ class NoRefits:
         """Refuse it."""
         raise RefitError(_NO_REFITS)
 
-    def apply(self, version: int, deadline_s: float, only: Collection[str]) -> dict[str, int]:
+    def apply(
+        self, version: int, deadline_s: float, only: Collection[str], newcomers: Collection[str] | None = None
+    ) -> dict[str, int]:
         """Refuse it."""
         raise RefitError(_NO_REFITS)
 
@@ -113,16 +115,19 @@ class RefittedEngine:
         """Join a mesh over which weights stream. Raises `RefitError`."""
         self._weights.connect(mesh, meeting, timeout_s)
 
-    def apply(self, version: int, deadline_s: float, only: Collection[str] = ()) -> dict[str, int]:
+    def apply(
+        self, version: int, deadline_s: float, only: Collection[str] = (), newcomers: Collection[str] | None = None
+    ) -> dict[str, int]:
         """Run the installed program and hold `version`; return the bytes on each link.
 
         Requests that run go on; their tokens carry the new version from here on. If this raises `RefitError`, `version`
         is None until a later `apply` succeeds. If it is not among `only`, it does no more than pass its weights on.
+        `newcomers` are those who get what never changes, too; None for all.
         """
         if only and self._member not in only:
-            return self._weights.apply(version, deadline_s, only)
+            return self._weights.apply(version, deadline_s, only, newcomers)
         self._version = None
-        num_bytes = self._weights.apply(version, deadline_s, only)
+        num_bytes = self._weights.apply(version, deadline_s, only, newcomers)
         self._take_weights()
         self._version = version
         return num_bytes

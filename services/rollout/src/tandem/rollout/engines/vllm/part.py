@@ -20,6 +20,7 @@ from tandem.refit import layout, program
 from tandem.refit.adapters.vllm import Vllm
 from tandem.refit.digests.comparison import to_bytes
 from tandem.refit.digests.task import DigestTask, Sampling
+from tandem.refit.digests.version import VersionDigest
 from tandem.rollout.engines.vllm import float8
 from tandem.rollout.engines.vllm.routing import ASKED, Routes
 from tandem.rollout.engines.vllm.weights import weights_of
@@ -74,7 +75,7 @@ class Part:
         sizes = runner.vllm_config.additional_config.get(ASKED)
         self.routes = None if sizes is None else Routes(runner, *sizes)
         """Where tokens went; None where nobody asks."""
-        self._digest: DigestTask | None = None
+        self._digest: DigestTask | VersionDigest | None = None
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Return the parameters that hold the weights, by name, tied ones once.
@@ -113,9 +114,11 @@ class Part:
         """Join a mesh, if its program has it. Raises `RefitError`."""
         self._described().connect(mesh, meeting, timeout_s)
 
-    def apply(self, version: int, deadline_s: float, only: Collection[str]) -> dict[str, int]:
+    def apply(
+        self, version: int, deadline_s: float, only: Collection[str], newcomers: Collection[str] | None = None
+    ) -> dict[str, int]:
         """Run its program; return the bytes on each link. Raises `RefitError`."""
-        return self._described().apply(version, deadline_s, only)
+        return self._described().apply(version, deadline_s, only, newcomers)
 
     def pack(self) -> None:
         """Have kernels compute with the weights that are held now."""
@@ -167,7 +170,7 @@ class Part:
         assert self._weights is not None, "parts are described first"
         return self._weights
 
-    def _digesting(self) -> DigestTask:
+    def _digesting(self) -> DigestTask | VersionDigest:
         assert self._digest is not None, "a digest is begun first"
         return self._digest
 

@@ -60,9 +60,11 @@ class Workers:
         """Have each worker that is in it join a mesh."""
         self._llm.ask("connect", mesh, meeting, timeout_s, timeout_s=timeout_s + _SAY_SO_S)
 
-    def apply(self, version: int, deadline_s: float, only: Collection[str]) -> dict[str, int]:
+    def apply(
+        self, version: int, deadline_s: float, only: Collection[str], newcomers: Collection[str] | None = None
+    ) -> dict[str, int]:
         """Run all programs."""
-        counted = self._llm.ask("apply", version, deadline_s, only, timeout_s=deadline_s + _SAY_SO_S)
+        counted = self._llm.ask("apply", version, deadline_s, only, newcomers, timeout_s=deadline_s + _SAY_SO_S)
         return {link: num_bytes for each in counted for link, num_bytes in each.items()}
 
     def pack(self) -> None:

@@ -1,0 +1,129 @@
+"""Merge weights with the products of low-rank adapters, as the engine installs a version.
+
+For each box of a weight: ``live = base + scale * (b @ a)``. The product is computed and scaled in float32, and the sum
+rounded once to the weight's element type: the operations, in the order, of peft's ``merge_and_unload`` with adapters in
+float32, which is what it keeps them in. It always starts from the base, so a version does not depend on those before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from tandem.common.errors import RefitError
+from tandem.refit.columns import Ints
+from tandem.refit.layout import DTYPES, ITEM_SIZE_OF_CODE
+from tandem.refit.program import Merging
+from tandem.refit.transports.memory import Memory, Side
+
+_TILE_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
+"""Of a product at a time, roughly: what bounds the memory that merging takes."""
+_ROWS = 64
+"""Rows of a tile are a multiple of so many."""
+
+
+class _Tile(NamedTuple):
+    """Some rows of one box."""
+
+    tensor: str
+    scale: float
+    live: torch.Tensor
+    base: torch.Tensor
+    a: torch.Tensor
+    b: torch.Tensor
+
+
+class Merger:
+    """A `Merging` bound to memory."""
+
+    def __init__(self, member: str, merging: Merging, memory: Memory) -> None:
+        """Bind it, once all memory is where it will stay. Raises `RefitError` if that is not what was planned for."""
+        self._member = member
+        self._num_threads = torch.get_num_threads()
+        self._tiles = list(_tiles(merging, memory))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of weights that `run` writes, and `check` reads."""
+        return sum(tile.live.numel() * tile.live.element_size() for tile in self._tiles)
+
+    @torch.no_grad()
+    def run(self, deadline: float) -> None:
+        """Merge everything, once. Raises `RefitError` if that is not done by the deadline, on the monotonic clock."""
+        self._num_threads = torch.get_num_threads()
+        for tile in self._tiles:
+            if time.monotonic() > deadline:
+                raise RefitError(f"{self._member} failed while merging {tile.tensor}: the deadline passed")
+            torch.add(tile.base, _product(tile), out=tile.live)
+
+    def check(self, first: int = 0, one_in: int = 1) -> Iterator[None]:
+        """Merge again, beside the weights, and compare bits, stopping after each piece of work.
+
+        Takes one piece in so many, beginning with `first`. Raises `RefitError`, which names the tensor that differs.
+        """
+        for tile in self._tiles[first % one_in :: one_in]:
+            # With as many threads as before: a library may add in another order with others.
+            with torch.no_grad(), _threads(self._num_threads):
+                meant = torch.add(tile.base, _product(tile)).to(tile.live.dtype)
+                is_same = torch.equal(_bits(meant), _bits(tile.live))
+            if not is_same:
+                raise RefitError(f"{tile.tensor}: what is held is not the merge of the base and adapter it received")
+            yield
+
+
+def _product(tile: _Tile) -> torch.Tensor:
+    return (tile.b @ tile.a).mul_(tile.scale)
+
+
+def _tiles(merging: Merging, memory: Memory) -> Iterator[_Tile]:
+    """Yield what is merged, in pieces of a bounded size."""
+    at = merging.products
+    rows_M, columns_M = at.shape_MD.T
+    float32_M, none_M = np.full(len(at), DTYPES.index("float32")), np.zeros(len(at), np.int64)
+    item_M, wide_M = ITEM_SIZE_OF_CODE[at.dtype_M], ITEM_SIZE_OF_CODE[float32_M]
+
+    def views(
+        storage_M: Ints, offset_M: Ints, shape: tuple[Ints, Ints], strides: tuple[Ints, Ints], dtype_M: Ints
+    ) -> list[torch.Tensor]:
+        side = Side(merging.storages, storage_M, offset_M, np.stack(shape, 1), np.stack(strides, 1), dtype_M)
+        return memory.views(side, merging.tensors, at.tensor_M)
+
+    whole = rows_M, columns_M
+    live_row_M, live_column_M = at.live_strides_MD.T
+    lives = views(at.live_M, at.live_offset_M, whole, (live_row_M, live_column_M), at.dtype_M)
+    bases = views(at.base_M, none_M, whole, (columns_M * item_M, item_M), at.dtype_M)
+    a_s = views(at.a_M, at.a_offset_M, (at.rank_M, columns_M), (at.a_stride_M, wide_M), float32_M)
+    b_s = views(at.b_M, at.b_offset_M, (rows_M, at.rank_M), (at.rank_M * wide_M, wide_M), float32_M)
+    for tensor, live, base, a, b in zip(at.tensor_M.tolist(), lives, bases, a_s, b_s, strict=True):
+        step = _rows_at_a_time(len(live), live.shape[1], live.device.type)
+        for first in range(0, len(live), step):
+            rows = slice(first, first + step)
+            yield _Tile(merging.tensors[tensor], merging.scales[tensor], live[rows], base[rows], a, b[rows])
+
+
+def _rows_at_a_time(num_rows: int, num_columns: int, device: str) -> int:
+    """Return a number of rows that leaves no rest of a few: a product of few rows may be added in another order."""
+    num_tiles = -(-num_rows * num_columns // _TILE_ELEMENTS[device])
+    return -(-num_rows // (num_tiles * _ROWS)) * _ROWS
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what to compare: a NaN equals itself, and zero is not minus zero."""
+    return tensor.contiguous().view(torch.uint8)
+
+
+@contextmanager
+def _threads(num: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    if num != before:
+        torch.set_num_threads(num)
+    try:
+        yield
+    finally:
+        if num != before:
+            torch.set_num_threads(before)

@@ -1,0 +1,61 @@
+"""Plan what never changes apart from what does: it moves to an engine once, the rest with every version."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+import numpy as np
+
+from tandem.refit.columns import Ints
+from tandem.refit.layout import Layout, Pieces
+
+
+class Part(msgspec.Struct, frozen=True, eq=False):
+    """Some of the tensors of all layouts, which are the pieces that are left in them."""
+
+    is_frozen: bool
+    sources: Mapping[str, Layout]
+    destinations: Mapping[str, Layout]
+    rows: Mapping[str, Ints] | None = None
+    """Of each member: the rows that its pieces have in the whole layout. None: it is the whole layout."""
+
+    @property
+    def sides(self) -> tuple[Mapping[str, Layout], Mapping[str, Layout]]:
+        """Both sides."""
+        return self.sources, self.destinations
+
+
+def parts(sources: Mapping[str, Layout], destinations: Mapping[str, Layout]) -> list[Part]:
+    """Return what never changes and what does, as trainers say; everything in one part if all may change."""
+    frozen = {
+        tensor.name
+        for tensors in {id(layout.tensors): layout.tensors for layout in sources.values()}.values()
+        for tensor in tensors
+        if tensor.is_frozen
+    }
+    if not frozen:
+        return [Part(False, sources, destinations)]
+    made = []
+    for is_frozen in (True, False):
+        kept, rows = _kept({**sources, **destinations}, frozen, is_frozen=is_frozen)
+        held, wanted = ({member: kept[member] for member in side} for side in (sources, destinations))
+        made.append(Part(is_frozen, held, wanted, rows))
+    return made
+
+
+def _kept(
+    layouts: Mapping[str, Layout], frozen: set[str], *, is_frozen: bool
+) -> tuple[dict[str, Layout], dict[str, Ints]]:
+    """Return layouts with the pieces of one part, and their rows; those that share columns go on sharing them."""
+    done: dict[tuple[int, int], tuple[Pieces, Ints]] = {}
+    made, rows = {}, {}
+    for member, layout in layouts.items():
+        key = id(layout.tensors), id(layout.pieces)
+        if key not in done:
+            is_kept_T = np.array([(tensor.name in frozen) == is_frozen for tensor in layout.tensors], np.bool_)
+            rows_P = np.flatnonzero(is_kept_T[layout.pieces.tensor_P])
+            done[key] = layout.pieces.rows(rows_P), rows_P
+        pieces, rows[member] = done[key]
+        made[member] = msgspec.structs.replace(layout, pieces=pieces)
+    return made, rows
