@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 import torch
+from lora_harness import HOST, MODEL, LoraRefit, targeted
 
 from tandem.common.errors import CoverageError, RefitError
 from tandem.refit import program as programs
@@ -14,7 +15,6 @@ from tandem.refit.adapters.huggingface import HuggingFace
 from tandem.refit.adapters.megatron import Megatron
 from tandem.refit.adapters.vllm import Vllm
 from tandem.refit.planner import plan, survey
-from tests.unit.lora_harness import HOST, MODEL, LoraRefit, targeted
 
 SIZES = {
     "FSDP2 to one": (DTensor(shard=2), HuggingFace()),

@@ -84,18 +84,30 @@ def share(parameters: Mapping[str, torch.Tensor]) -> None:
 def copy_of(weights: Weights) -> Weights:
     """Return weights of the same layout in other memory, of the same kind, which `Weights.refresh` copies into.
 
-    Raises `ModelError`, which names the key that asks for it, where memory has no room for it.
+    What never changes stays where it is. Raises `ModelError`, which names the key that asks for it, where memory has no room for it.
     """
-    on_cpu = [storage.nbytes for storage in weights.storages.values() if storage.device.type == "cpu"]
+    frozen = _frozen(weights.layout)
+    changing = {name: storage for name, storage in weights.storages.items() if name not in frozen}
+    on_cpu = [storage.nbytes for storage in changing.values() if storage.device.type == "cpu"]
     _check_shared_memory(f"{_COPY} needs", sum(on_cpu), _WITHOUT)
     _allow_open_files(2 * len(on_cpu))
-    storages = {name: _allocated_like(storage) for name, storage in weights.storages.items()}
+    copies = {name: _allocated_like(storage) for name, storage in changing.items()}
+    storages = {**weights.storages, **copies}
     described = (
-        Storage(each.name, each.num_bytes, address_of(storages[each.name])) if each.name in storages else each
+        Storage(each.name, each.num_bytes, address_of(copies[each.name])) if each.name in copies else each
         for each in weights.layout.storages
     )
     layout = msgspec.structs.replace(weights.layout, storages=tuple(described))
     return Weights(layout, storages, live=weights.storages)
+
+
+def _frozen(layout: Layout) -> set[str]:
+    """Return the storages that hold nothing but tensors that never change."""
+    holds: dict[str, bool] = {}
+    for tensor, storage in zip(layout.pieces.tensor_P.tolist(), layout.pieces.storage_P.tolist(), strict=True):
+        name = layout.storages[storage].name
+        holds[name] = holds.get(name, True) and layout.tensors[tensor].is_frozen
+    return {name for name, is_frozen in holds.items() if is_frozen}
 
 
 def _allocated_like(storage: torch.Tensor) -> torch.Tensor:

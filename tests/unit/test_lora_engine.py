@@ -1,0 +1,110 @@
+"""The embedded engine with adapters of PEFT: the bits of its merge, and the log-probabilities of the unmerged model."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_harness import make_model, random_prompts, reference_logprobs, request, run_all
+from lora_harness import RANK, SCALE, mark
+
+from tandem.refit.planner import Plan, plan
+from tandem.rollout.engines.transformers import TransformersEngine
+from tandem.trainer.backends import shards
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # by PEFT
+
+
+def adapted(model: Any, dtype: torch.dtype) -> Any:
+    """Return a model with adapters of PEFT on its linear layers; weights in `dtype`, adapters in float32."""
+    import peft
+
+    model = model.to(dtype)
+    layers = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    config = peft.LoraConfig(r=RANK, lora_alpha=int(SCALE * RANK), target_modules=layers)
+    made = peft.get_peft_model(model, config)
+    assert {p.dtype for name, p in made.named_parameters() if "lora_" in name} == {torch.float32}
+    train(made)
+    return made
+
+
+def train(model: Any) -> None:
+    """Change the adapters, in place."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.add_(torch.randn_like(parameter), alpha=0.05)
+
+
+def parameters_of(model: Any) -> dict[str, torch.Tensor]:
+    """Return the parameters by the names that layouts have."""
+    return {
+        name.removeprefix("base_model.model.").replace(".base_layer", "").replace(".default", ""): parameter
+        for name, parameter in model.named_parameters()
+    }
+
+
+class Served:
+    """An adapted model, and an engine that gets its adapters."""
+
+    def __init__(self, folder: Path, dtype: str, *, in_place: bool, architecture: str = "qwen3") -> None:
+        self.model = adapted(make_model(architecture, folder), getattr(torch, dtype))
+        parameters = parameters_of(self.model)
+        shards.share(parameters)
+        engine = TransformersEngine(folder, num_slots=8, max_total_sequence_length=64, dtype=dtype)  # type: ignore[arg-type]
+        source = mark(shards.weights_of(parameters).layout)
+        self.plan: Plan = plan(
+            {"trainer-0": source}, {"rollout-0": engine.layouts()[0]}, allow_alias=False, alias_frozen=in_place
+        )
+        self.engine = engine
+        engine.install([self.plan.programs["rollout-0"]])
+        engine.apply(0, 60.0, newcomers=("rollout-0",))
+
+    def assert_has_bits_of_merge_and_unload(self) -> None:
+        merged = copy.deepcopy(self.model).merge_and_unload()
+        live = dict(self.engine._model.named_parameters())
+        for name, parameter in merged.named_parameters():
+            assert torch.equal(parameter, live[name]), name
+
+
+@pytest.fixture(params=[("float32", False), ("float32", True), ("bfloat16", True)], ids=["copied", "in place", "half"])
+def served(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    dtype, in_place = request.param
+    made = Served(tmp_path, dtype, in_place=in_place)
+    yield made
+    made.engine.close()
+
+
+def test_live_weights_have_the_bits_of_pefts_merge(served: Served) -> None:
+    served.assert_has_bits_of_merge_and_unload()
+    for version in range(1, 4):
+        train(served.model)
+        served.engine.apply(version, 60.0, newcomers=())
+        served.assert_has_bits_of_merge_and_unload()
+        served.engine.digest_task(None).results()  # raises where what is held is not the merge
+
+
+def test_log_probabilities_are_those_of_the_trainers_unmerged_model(tmp_path: Path) -> None:
+    served = Served(tmp_path, "float32", in_place=True)
+    model = served.model.eval()
+    with model.disable_adapter():
+        frozen = reference_logprobs(model, (1, 2, 3), np.array([4, 5], np.int32))
+    for version in (1, 2):
+        train(served.model)
+        served.engine.apply(version, 60.0, newcomers=())
+        requests = [request(number, prompt) for number, prompt in enumerate(random_prompts(8, seed=version))]
+        made = run_all(served.engine, requests)
+        for one in requests:
+            completion = made[one.request_id]
+            assert completion.versions_T.tolist() == [version] * len(completion.token_ids_T)
+            meant = reference_logprobs(model, one.prompt_ids, completion.token_ids_T)
+            assert np.abs(completion.logprobs_T - meant).max() < 1e-5
+    assert np.abs(reference_logprobs(model, (1, 2, 3), np.array([4, 5], np.int32)) - frozen).max() > 1e-3
+    moved = sum(link.num_bytes for link in served.plan.links)
+    assert moved == sum(p.nbytes for name, p in model.named_parameters() if "lora_" in name)
+    assert sum(link.num_bytes for link in served.plan.frozen_links) == 0, "all of the base is read in place"
+    served.engine.close()
