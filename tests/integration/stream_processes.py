@@ -29,10 +29,13 @@ from tandem.refit import layout, program
 from tandem.refit.bound import BoundProgram, bind
 from tandem.refit.layout import ITEM_SIZES, Box, Layout, LayoutBuilder, contiguous_strides, whole
 from tandem.refit.planner import Plan
+from tandem.refit.program import Merging
 from tandem.refit.transports import process_group
 from tandem.refit.transports.process_group import Group
 
 TIMEOUT_S = 60.0
+FROZEN_VERSION = 1
+"""Of all tensors that never change."""
 
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -84,6 +87,8 @@ def values(name: str, shape: tuple[int, ...], version: int) -> torch.Tensor:
     """Return a tensor of a version in float32: neighbours differ, and so do names and versions."""
     num = math.prod(shape)
     first = sum(name.encode()) * 31 + version * 7919
+    if ".lora_" in name:  # of few small numbers, so that products are exact in any order
+        return ((torch.arange(num, dtype=torch.int64) + first) % 7).float().reshape(shape) - 3
     return ((torch.arange(num, dtype=torch.int64) + first) % 9973).float().reshape(shape) / 64 - 70
 
 
@@ -112,19 +117,40 @@ def write(described: Layout, storages: Mapping[str, torch.Tensor], version: int)
     for index, box, view in views(described, storages):
         tensor = described.tensors[index]
         if index not in made:
-            made = {index: values(tensor.name, tensor.shape, version)}
+            made = {index: values(tensor.name, tensor.shape, FROZEN_VERSION if tensor.is_frozen else version)}
         view.copy_(made[index][box])
 
 
-def differing(described: Layout, storages: Mapping[str, torch.Tensor], version: int, source_dtype: str) -> list[str]:
+def differing(
+    described: Layout,
+    storages: Mapping[str, torch.Tensor],
+    version: int,
+    source_dtype: str,
+    merging: Merging | None = None,
+) -> list[str]:
     """Return the tensors that differ anywhere from a version that came from elements of `source_dtype`."""
     found = []
     for index, box, view in views(described, storages):
         tensor = described.tensors[index]
-        meant = values(tensor.name, tensor.shape, version)[box].to(getattr(torch, source_dtype)).to(view.dtype)
+        whole = merged(tensor.name, tensor.shape, version, merging) if merging else None
+        whole = values(tensor.name, tensor.shape, version) if whole is None else whole
+        meant = whole[box].to(getattr(torch, source_dtype)).to(view.dtype)
         if not torch.equal(view, meant):
             found.append(tensor.name)
     return found
+
+
+def merged(name: str, shape: tuple[int, ...], version: int, merging: Merging) -> torch.Tensor:
+    """Return a tensor that never changes with the product of the adapter of a version, if it has one."""
+    weight = values(name, shape, FROZEN_VERSION)
+    if name not in merging.tensors:
+        return weight
+    (rows, columns), index = shape, merging.tensors.index(name)
+    rank = int(merging.products.rank_M[merging.products.tensor_M == index][0])
+    layer = name.removesuffix(".weight")
+    b = values(f"{layer}.lora_B.weight", (rows, rank), version)
+    a = values(f"{layer}.lora_A.weight", (rank, columns), version)
+    return weight + merging.scales[index] * (b @ a)
 
 
 class Member:
@@ -164,10 +190,11 @@ class Member:
             elif do == "write":
                 write(self.layout, self.storages, order["version"])
             elif do == "run":
-                counted = self.bound.run(order["deadline_s"], order.get("only"))
+                counted = self.bound.run(order["deadline_s"], order.get("only"), order.get("newcomers"))
                 return {"counted": counted, "seconds": time.monotonic() - started}
             elif do == "differing":
-                return {"differing": differing(self.layout, self.storages, order["version"], order["source_dtype"])}
+                meant = order["version"], order["source_dtype"], self.program.merging
+                return {"differing": differing(self.layout, self.storages, *meant)}
         except RefitError as error:
             return {"error": str(error), "seconds": time.monotonic() - started}
         return {}

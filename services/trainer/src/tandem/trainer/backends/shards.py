@@ -84,7 +84,8 @@ def share(parameters: Mapping[str, torch.Tensor]) -> None:
 def copy_of(weights: Weights) -> Weights:
     """Return weights of the same layout in other memory, of the same kind, which `Weights.refresh` copies into.
 
-    What never changes stays where it is. Raises `ModelError`, which names the key that asks for it, where memory has no room for it.
+    What never changes stays where it is. Raises `ModelError`, which names the key that asks for it, where memory has
+    no room for it.
     """
     frozen = _frozen(weights.layout)
     changing = {name: storage for name, storage in weights.storages.items() if name not in frozen}
