@@ -180,6 +180,27 @@ def encode(program: TransferProgram) -> bytes:
     return columns.encode(program)
 
 
+class _Names(msgspec.Struct, frozen=True):
+    """The part of a layout that says how many tensors it has."""
+
+    tensors: tuple[msgspec.Raw, ...]
+
+
+class _Received(msgspec.Struct, frozen=True):
+    """The part of a program that says of what its digests are."""
+
+    received: _Names | None = None
+
+
+def num_received(encoded: bytes) -> int | None:
+    """Return how many tensors digests are of, if they are not of the member's own layout; None for no program, too."""
+    try:
+        received = msgspec.msgpack.decode(encoded, type=_Received).received
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    return None if received is None else len(received.tensors)
+
+
 def decode(encoded: bytes) -> TransferProgram:
     """Read what `encode` wrote. Raises `RefitError` for anything else, and for a transport that does not exist."""
     program = columns.decode(encoded, TransferProgram, "a transfer program")

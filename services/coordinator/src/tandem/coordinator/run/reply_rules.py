@@ -61,6 +61,7 @@ from tandem.coordinator.run.reply_checks import (
     same,
     some,
 )
+from tandem.refit import program
 
 _ADDRESS = re.compile(r"tcp://[^\s/]+:[0-9]{1,5}")
 _SPEAKER = "trainer-0"
@@ -113,6 +114,14 @@ def _engine_built(asked: Asked, reply: EngineBuilt) -> None:
     guests = "http://h:1" if reply.guests is None else reply.guests.url
     must(_ADDRESS.fullmatch(guests.replace("http", "tcp", 1)) is not None, "guests.url", guests, "http://HOST:PORT")
     asked.member.num_tensors = tuple(num_tensors_of(f"layouts[{i}]", each) for i, each in enumerate(reply.layouts))
+
+
+def _program_installed(asked: Asked, reply: ProgramInstalled) -> None:
+    """Digests are from then on of what the programs have the process receive, where that is not its layout."""
+    order: InstallProgram = asked.order
+    received = map(program.num_received, order.programs)
+    numbers = zip(asked.member.num_tensors, received, strict=False)
+    asked.member.num_tensors = tuple(wanted if num is None else num for wanted, num in numbers)
 
 
 def _samples_finished(asked: Asked, reply: SamplesFinished) -> None:
@@ -273,7 +282,7 @@ RULES: Mapping[type[Message], tuple[Rule, ...]] = {
     SamplesFinished: (Rule(Generate, _samples_finished), Rule(RestoreSamples, _samples_restored)),
     Generated: (Rule(Generate, _generated), Rule(RestoreSamples, _all_restored)),
     SamplesRecorded: (Rule(RecordSamples, _samples_recorded),),
-    ProgramInstalled: (Rule(InstallProgram, None),),
+    ProgramInstalled: (Rule(InstallProgram, _program_installed),),
     MeshConnected: (Rule(ConnectMesh, _mesh_connected),),
     Refitted: (Rule(Refit, _refitted),),
     Attested: (Rule(Attest, _attested),),
