@@ -7,14 +7,16 @@ same planner that a run uses says what moves; `tandem.refit.cost` says how long 
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from tandem.common import lora
 from tandem.common.config import Config
 from tandem.common.placement import first_gpu_of_engines
 from tandem.coordinator.inspect import plan_summary as outline
@@ -22,7 +24,7 @@ from tandem.coordinator.inspect.plan_ages import NOT_GIVEN, GivenRates, print_ag
 from tandem.coordinator.inspect.plan_layouts import Side, generation, model_shape, sides, training, words
 from tandem.refit.adapters.deployment import Hosts
 from tandem.refit.cost import Cost, bucket_memory, cost
-from tandem.refit.layout import Address, CudaMemory, Layout, SharedMemory
+from tandem.refit.layout import Address, CudaMemory, Layout, SharedMemory, Tensor
 from tandem.refit.planner import Survey, survey
 
 _UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3, "bytes": 1.0}
@@ -35,6 +37,9 @@ class Explained(msgspec.Struct, frozen=True):
 
     survey: Survey
     cost: Cost
+    """Of a version, but the first that an engine gets."""
+    frozen_cost: Cost | None
+    """Of what never changes, which comes on top then; None if there is no such thing."""
     memory: dict[str, int]
     """Peak bytes beside the weights, by member: buckets of streams, and staging."""
     seconds: float
@@ -81,13 +86,18 @@ def predict(config: Config, trainers: Side, engines: Side) -> Explained:
     sources = {member: _reachable(layout) for member, layout in sources.items()}
     destinations = _named("rollout", engines.deployment.layouts(engines.model, after))
     shared = config.policy.generation.colocated.enabled  # whatever the algorithm: engines are supposed
-    found = survey(sources, destinations, allow_alias=shared and config.refit.alias == "auto")
+    may_alias = config.refit.alias == "auto"
+    found = survey(sources, destinations, allow_alias=shared and may_alias, alias_frozen=may_alias)
     layouts = {**sources, **destinations}
     memory = bucket_memory(found.links)
+    for member, num_bytes in bucket_memory(found.frozen_links).items():
+        memory[member] = max(memory.get(member, 0), num_bytes)
     for engine, num_bytes in found.staging.items():
         memory[engine] = memory.get(engine, 0) + num_bytes
-    predicted = cost(found.links, layouts, len(sources), config.cluster.links)
-    return Explained(found, predicted, memory, time.perf_counter() - started)
+    links, rates = (found.links, found.frozen_links), config.cluster.links
+    each, once = (cost(of, layouts, len(sources), rates) if of else None for of in links)
+    assert each is not None, "engines want something that is trained"
+    return Explained(found, each, once, memory, time.perf_counter() - started)
 
 
 def _hosts(config: Config, trainers: Side, engines: Side) -> tuple[Hosts, Hosts]:
@@ -125,9 +135,7 @@ def _reachable(layout: Layout) -> Layout:
 def _print_ranks(config: Config, both: tuple[Side, Side] | None, console: Console) -> None:
     size = ""
     if both:
-        num = both[0].model.num_parameters
-        number = f"{num / 1e9:,.1f} billion" if num >= 1e9 else f"{num / 1e6:,.1f} million"
-        size = f": {number} parameters in {len(both[0].model.tensors):,} tensors"
+        size = f": {_parameters([each for each in both[0].model.tensors if not lora.is_adapter(each.name)])}"
     console.print(f"[bold]{config.policy.model_name}[/]{size}", soft_wrap=True)
     trains, generates = training(config), generation(config)
     console.print(f"  {outline.ranks_of_training(config)}: {words(config, trains)}{_dtypes(both, 0)}")
@@ -136,6 +144,8 @@ def _print_ranks(config: Config, both: tuple[Side, Side] | None, console: Consol
         console.print(f"  {ranks} engine rank{'s' if ranks > 1 else ''}: {words(config, generates)}{_dtypes(both, 1)}")
     else:
         console.print(f"  no engines: {config.algorithm} generates nothing, and no weights move")
+    if both and (adapters := [each for each in both[0].model.tensors if lora.is_adapter(each.name)]):
+        console.print(f"  trained are adapters of {len(adapters) // 2:,} layers: {_parameters(adapters)}")
     cluster = config.cluster
     if config.generates and not _on_gpus(config):
         console.print(f"  on the CPUs of {cluster.num_nodes} node{'s' if cluster.num_nodes > 1 else ''}")
@@ -143,6 +153,12 @@ def _print_ranks(config: Config, both: tuple[Side, Side] | None, console: Consol
         console.print(f"  on the same GPUs, {cluster.gpus_per_node} a node")
     else:
         console.print(f"  on different GPUs, {cluster.gpus_per_node} a node")
+
+
+def _parameters(tensors: Sequence[Tensor]) -> str:
+    num = sum(math.prod(tensor.shape) for tensor in tensors)
+    number = f"{num / 1e9:,.1f} billion" if num >= 1e9 else f"{num / 1e6:,.1f} million"
+    return f"{number} parameters in {len(tensors):,} tensors"
 
 
 def _dtypes(both: tuple[Side, Side] | None, side: int) -> str:
@@ -156,6 +172,12 @@ def _print_cost(explained: Explained, console: Console) -> None:
         f"install {_time(found.install_s)})"
     )
     console.print(f"predicted    {_time(found.seconds)}  limited by: {found.limited_by}")
+    if explained.frozen_cost is not None:
+        links, once = explained.survey.frozen_links, explained.frozen_cost
+        num_bytes = sum(link.num_bytes for link in links)
+        unit, ways = _unit([num_bytes]), ", ".join(sorted({link.transport for link in links}))
+        moved = f"{num_bytes / _UNITS[unit]:,.2f} {unit} of frozen weights by {ways}"
+        console.print(f"first refit  {_time(once.seconds)} more: {moved}; limited by: {once.limited_by}")
     console.print(f"planned in {explained.seconds:.1f} s; rates are those of cluster.links", style="dim")
 
 

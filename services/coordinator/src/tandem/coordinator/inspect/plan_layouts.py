@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from tandem.common import lora
 from tandem.common.config import Config
 from tandem.common.errors import ConfigError, ModelError
 from tandem.common.model_sizes import config_file
@@ -15,8 +17,11 @@ from tandem.refit.adapters.deployment import Deployment
 from tandem.refit.adapters.dtensor import DTensor
 from tandem.refit.adapters.geometry import FAMILIES
 from tandem.refit.adapters.huggingface import HuggingFace
-from tandem.refit.adapters.megatron import Megatron
+from tandem.refit.adapters.megatron import Megatron, linear_layers
 from tandem.refit.adapters.vllm import Vllm
+
+_LINEAR = re.compile(r"^(?!.*\.experts\.).*_proj(_with_mqa)?\.weight$")
+"""Weights of the layers that PEFT can give an adapter: routed experts are one parameter a layer, and no layers."""
 
 
 class Side(msgspec.Struct, frozen=True):
@@ -34,10 +39,35 @@ def sides(config: Config, model: ModelShape) -> tuple[Side, Side]:
     Raises `ConfigError` for an element type that no engine has.
     """
     policy = config.policy
-    dtype = policy.precision if policy.megatron_cfg.enabled else "float32"
-    return Side("trainer", training(config), model.with_dtype(dtype)), Side(
+    trains_all_in_float32 = not policy.megatron_cfg.enabled and policy.adapters is None
+    held = model.with_dtype("float32" if trains_all_in_float32 else policy.precision)
+    return Side("trainer", training(config), _with_adapters(config, held)), Side(
         "engine", generation(config), _held_by_engines(config, model)
     )
+
+
+def _with_adapters(config: Config, model: ModelShape) -> ModelShape:
+    """Return the trainers' model with the adapters that are trained; all else is frozen.
+
+    Raises `ConfigError` if no layer is chosen to have one.
+    """
+    policy = config.policy
+    if policy.adapters is None:
+        return model
+    if policy.megatron_cfg.enabled:
+        parts = linear_layers(model)
+        names = lora.chosen(list(parts), policy.adapters, "policy.megatron_cfg.peft")
+        layers, dtype = [layer for name in names for layer in parts[name]], policy.precision
+    else:
+        linear = [tensor.name.removesuffix(".weight") for tensor in model.tensors if _LINEAR.search(tensor.name)]
+        layers, dtype = lora.chosen(linear, policy.adapters, "policy.dtensor_cfg.lora_cfg"), "float32"
+    tensors = (
+        msgspec.structs.replace(tensor, product_scale=policy.adapters.scale if tensor.name.endswith(lora.B) else 0.0)
+        if lora.is_adapter(tensor.name)
+        else msgspec.structs.replace(tensor, is_frozen=True)
+        for tensor in model.with_adapters(layers, policy.adapters.dim, dtype).tensors
+    )
+    return ModelShape(tuple(tensors), model.geometry)
 
 
 def training(config: Config) -> Megatron | DTensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from tandem.common import lora
 from tandem.common.config import Config, notices
 from tandem.common.config.unsupported import refusal
 from tandem.coordinator.inspect.plan_layouts import Side
@@ -71,7 +72,10 @@ def _micro_batches(config: Config, num: int, size: int, *, scoring: bool = False
 
 def memory(config: Config, trainers: Side) -> str:
     """Say what the trainer that has most weights keeps between steps: closed forms for Adam, with its two moments."""
-    rest, experts = _most_weights(trainers)
+    rest, experts, adapters = _most_weights(trainers)
+    frozen = 0
+    if config.policy.adapters is not None:  # the weights have neither gradients nor a state
+        frozen, rest, experts = rest + experts, adapters, 0
     weights = gradients = rest + experts
     policy, megatron = config.policy, config.policy.megatron_cfg
     state = 2.0 * weights
@@ -87,7 +91,9 @@ def memory(config: Config, trainers: Side) -> str:
             shares = shares_E = 1
         state = bytes_of_state / item_size * (rest / shares + experts / shares_E)
     kept = {"weights": weights, "gradients": gradients, "optimizer": state}
-    if config.needs_reference:
+    if config.policy.adapters is not None:  # without its adapters it is its own reference
+        kept = {"frozen weights": frozen, "adapters": weights, "gradients": gradients, "optimizer": state}
+    elif config.needs_reference:
         kept["reference model"] = weights
     if "teacher" in config.declaration.holds(config):
         kept["teacher"] = weights
@@ -98,16 +104,17 @@ def memory(config: Config, trainers: Side) -> str:
     return f"{sum(kept.values()) / _GB:,.2f} GB a trainer{where}, without activations: {listed}"
 
 
-def _most_weights(side: Side) -> tuple[int, int]:
-    """Return the bytes of the rank that has most weights, those of experts apart from the rest."""
+def _most_weights(side: Side) -> tuple[int, int, int]:
+    """Return the bytes of the rank that has most weights: those of experts and adapters apart from the rest."""
     deployment = side.deployment
     ranks = {deployment.place(rank): rank for rank in range(deployment.num_ranks)}.values()
     found = []
     for rank in ranks:
-        sizes = [0, 0]
+        sizes = [0, 0, 0]
         for storage in deployment.parameters(side.model, rank).storages:
-            sizes[".experts." in storage.name] += storage.num_bytes
-        found.append((sizes[0], sizes[1]))
+            kind = 2 if lora.is_adapter(storage.name) else int(".experts." in storage.name)
+            sizes[kind] += storage.num_bytes
+        found.append((sizes[0], sizes[1], sizes[2]))
     return max(found, key=sum)
 
 

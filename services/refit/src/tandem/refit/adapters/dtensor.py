@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import MappingProxyType
 
+from tandem.common import lora
 from tandem.common.errors import RefitError
 from tandem.refit.adapters import huggingface
 from tandem.refit.adapters.catalogue import ModelShape
@@ -121,12 +122,16 @@ class DTensor(Deployment, frozen=True):
     def cuts(self, name: str, shape: Sequence[int]) -> Cuts:
         """Return the cuts of a parameter: tensor parallelism's, then FSDP's along the first dimension.
 
-        A buffer is whole on every rank.
+        A buffer is whole on every rank. Of an adapter, the matrix on the side on which its layer is cut is cut as well,
+        and the other one whole.
         """
         if name.endswith(BIAS):
             return ()
-        end = name.rsplit(".", 2)[-2:]
-        dim = self.plan.get(".".join(end))
+        is_adapter = lora.is_adapter(name)
+        of = f"{lora.layer_of(name)}.weight" if is_adapter else name
+        dim = self.plan.get(".".join(of.rsplit(".", 2)[-2:]))
+        if is_adapter and dim != (0 if name.endswith(lora.B) else 1):
+            dim = None
         if dim is not None and dim >= len(shape):
             raise RefitError(f"{name} has no dimension {dim} to cut")
         first: Cuts = () if dim is None else ((2, dim),)
