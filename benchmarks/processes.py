@@ -224,7 +224,15 @@ class _Replies:
 class Plane:
     """Orders the processes as the coordinator's weight plane does, with the real refit service beside it."""
 
-    def __init__(self, trainers: Sequence[Remote], engines: Sequence[Remote], config: bytes, *, alias: bool) -> None:
+    def __init__(
+        self,
+        trainers: Sequence[Remote],
+        engines: Sequence[Remote],
+        config: bytes,
+        *,
+        alias: bool,
+        alias_frozen: bool = False,
+    ) -> None:
         """Plan and install, from the layouts that the processes answer to ``layout``."""
         self.trainers, self.engines = trainers, engines
         self._replies = _Replies()
@@ -238,6 +246,7 @@ class Plane:
             sources={remote.name: layouts[remote.name] for remote in trainers},
             destinations={remote.name: layouts[remote.name] for remote in engines},
             allow_alias=alias,
+            alias_frozen=alias_frozen,
             **self.promise(),
         )
         self.planned: TransfersPlanned = self._serve(order)
@@ -251,10 +260,11 @@ class Plane:
         """Return what every command has."""
         return {"command_id": next(self._ids), "deadline_s": TIMEOUT_S}
 
-    def refit(self, version: int) -> int:
-        """Have every engine hold a version; return the bytes that were moved."""
+    def refit(self, version: int, *, is_first: bool = False) -> int:
+        """Have every engine hold a version, with what never changes if it is the first; return the bytes that were moved."""
+        newcomers = tuple(engine.name for engine in self.engines) if is_first else ()
         for engine in self.engines:
-            engine.order(Refit(version=version, **self.promise()))
+            engine.order(Refit(version=version, newcomers=newcomers, **self.promise()))
         return sum(sum(engine.receive().num_bytes.values()) for engine in self.engines)
 
     def order_attestation(self, version: int) -> None:
