@@ -261,7 +261,7 @@ class Plane:
         return {"command_id": next(self._ids), "deadline_s": TIMEOUT_S}
 
     def refit(self, version: int, *, is_first: bool = False) -> int:
-        """Have every engine hold a version, with what never changes if it is the first; return the bytes that were moved."""
+        """Have every engine hold a version, the first one with what never changes; return the bytes that were moved."""
         newcomers = tuple(engine.name for engine in self.engines) if is_first else ()
         for engine in self.engines:
             engine.order(Refit(version=version, newcomers=newcomers, **self.promise()))

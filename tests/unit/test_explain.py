@@ -35,6 +35,7 @@ TRANSPORTS = {
     "deepseek-v3-fp8.yaml": {"stream"},
 }
 LLAMA = "llama-8b-fsdp8-to-tp2.yaml"
+LLAMA_LORA = "llama-8b-lora.yaml"
 
 
 @pytest.fixture(autouse=True)
@@ -131,8 +132,44 @@ def row(name: str, predicted_s: float, bound_s: float, peak: int) -> str:
     return " | ".join([f"{name})", *seconds, f"{float(f'{peak / 1e9:.2g}'):g} GB" if peak else "none"]) + " |"
 
 
+@pytest.mark.parametrize("name", [LLAMA_LORA, "llama-8b-lora-disjoint.yaml"])
+def test_a_version_of_adapters_is_the_adapters_alone(name: str) -> None:
+    _, engines, explained = planned(name)
+    found = explained.survey
+    assert explained.frozen_cost is not None
+    # All of the weights, once: what a version without adapters has.
+    whole, frozen = wanted_bytes(engines), dict.fromkeys(found.ingress, 0)
+    for link in found.frozen_links:
+        frozen[link.destination] += link.num_bytes
+    assert frozen == whole
+    assert explained.frozen_cost.seconds > 20 * explained.cost.seconds
+    # For a rank of two, of rank 16: of what is cut by rows all of A and half of B, of the others the reverse.
+    hidden, heads, intermediate = 4096, (4096, 1024, 1024), 14336
+    by_rows = sum(hidden + rows // 2 for rows in (*heads, intermediate, intermediate))
+    by_columns = sum(columns // 2 + hidden for columns in (hidden, intermediate))
+    num_adapter_elements = 32 * 16 * (by_rows + by_columns)
+    held = 4 * num_adapter_elements
+    # Engines widen what comes in bfloat16 to float32, which is how they pass it on.
+    fewest = held // 2 if "disjoint" in name else held
+    assert all(fewest <= num_bytes <= held for num_bytes in found.ingress.values())
+    # Beside the weights an engine has those of the layers that have adapters once more, and adapters in float32.
+    layers = 32 * (hidden * (hidden + sum(heads)) + 3 * hidden * intermediate)
+    assert set(found.staging.values()) == {layers // 2 * 2 + held}
+
+
+def test_what_is_said_of_adapters() -> None:
+    out = io.StringIO()
+    explain(load_config(PLANS / LLAMA_LORA, [], to_run=False), Console(file=out, width=160))
+    said = out.getvalue()
+    assert "trained are adapters of 224 layers: 41.9 million parameters in 448 tensors" in said
+    # A frozen model in bfloat16, and of 41.9 million parameters in float32 themselves, gradients and two moments.
+    assert "frozen weights 2.01, adapters 0.02, gradients 0.02, optimizer 0.04" in said
+    assert "reference model" not in said
+    assert re.search(r"first refit +22\.\d+ ms more: 64\.24 GB of frozen weights by cuda_ipc; limited by: ", said)
+
+
 def test_each_example_is_covered() -> None:
-    names = {path.name for path in PLANS.glob("*.yaml")} - {"base.yaml"}
+    names = {path.name for path in PLANS.glob("*.yaml")} - {"base.yaml", LLAMA_LORA, "llama-8b-lora-disjoint.yaml"}
     assert names == {*TRANSPORTS, LARGEST, LARGEST.replace(".yaml", "-disjoint.yaml")}
 
 

@@ -37,8 +37,17 @@ def adapters_are_of_a_language_model(config: Config) -> None:
         raise Invalid(key, f"true, but {config.algorithm} trains a head: adapters leave it as it is")
 
 
+def engines_can_merge_adapters(config: Config) -> None:
+    """Weights in float8 with block scales are made from those that come; there are none to add a product to."""
+    policy = config.policy
+    if policy.adapters and policy.generation.backend == "vllm" and policy.generation.vllm_cfg.precision == "fp8":
+        what = "'fp8', where adapters are trained: engines merge them into bfloat16, float16 or float32"
+        raise Invalid("policy.generation.vllm_cfg.precision", what)
+
+
 RULES: tuple[Rule, ...] = (
     restored_adapters_exist,
     adapters_have_the_type_of_the_weights,
     adapters_are_of_a_language_model,
+    engines_can_merge_adapters,
 )
