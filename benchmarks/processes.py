@@ -16,12 +16,14 @@ from typing import Any
 
 import msgspec
 import torch.multiprocessing
+from torch.distributed import TCPStore
 
 from tandem.common.config import build_config, config_to_json
 from tandem.common.curve import Admitted, new_key_pair
 from tandem.common.messages import (
     Attest,
     CommitVersion,
+    ConnectMesh,
     Failed,
     FromRefit,
     FromRollout,
@@ -250,11 +252,31 @@ class Plane:
             **self.promise(),
         )
         self.planned: TransfersPlanned = self._serve(order)
-        assert not self.planned.meshes
         for remote in [*trainers, *engines]:
             remote.order(InstallProgram(programs=(self.planned.programs[remote.name],), **self.promise()))
         for remote in [*trainers, *engines]:
             remote.receive()
+        self._connect()
+
+    def _connect(self) -> None:
+        """Connect the meshes, where weights are streamed."""
+        if not self.planned.meshes:
+            return
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        remotes = {remote.name: remote for remote in [*self.trainers, *self.engines]}
+        for mesh in self.planned.meshes:
+            for name in mesh.members:
+                order = ConnectMesh(
+                    mesh=mesh.name,
+                    members=mesh.members,
+                    epoch=0,
+                    rendezvous_host="127.0.0.1",
+                    rendezvous_port=self._store.port,
+                    **self.promise(),
+                )
+                remotes[name].order(order)
+            for name in mesh.members:
+                remotes[name].receive()
 
     def promise(self) -> dict[str, Any]:
         """Return what every command has."""
@@ -263,8 +285,11 @@ class Plane:
     def refit(self, version: int, *, is_first: bool = False) -> int:
         """Have every engine hold a version, the first one with what never changes; return the bytes that were moved."""
         newcomers = tuple(engine.name for engine in self.engines) if is_first else ()
-        for engine in self.engines:
-            engine.order(Refit(version=version, newcomers=newcomers, **self.promise()))
+        senders = [remote for remote in self.trainers if remote.name in self.planned.senders]
+        for remote in [*senders, *self.engines]:
+            remote.order(Refit(version=version, newcomers=newcomers, **self.promise()))
+        for remote in senders:
+            remote.receive()
         return sum(sum(engine.receive().num_bytes.values()) for engine in self.engines)
 
     def order_attestation(self, version: int) -> None:

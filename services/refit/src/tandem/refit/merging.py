@@ -23,6 +23,8 @@ from tandem.refit.transports.memory import Memory, Side
 
 _TILE_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
 """Of a product at a time, roughly: what bounds the memory that merging takes."""
+_WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers by bytes."""
 _ROWS = 64
 """Rows of a tile are a multiple of so many."""
 
@@ -114,7 +116,7 @@ def _rows_at_a_time(num_rows: int, num_columns: int, device: str) -> int:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return what to compare: a NaN equals itself, and zero is not minus zero."""
-    return tensor.contiguous().view(torch.uint8)
+    return tensor.view(_WORDS[tensor.element_size()])
 
 
 @contextmanager
