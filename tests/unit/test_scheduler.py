@@ -532,6 +532,36 @@ def test_an_engine_that_differs_is_quarantined_refitted_and_asked_again() -> Non
     assert record.engines == ("rollout-0", "rollout-1")
 
 
+def test_what_never_changes_goes_once_to_each_engine_and_again_to_one_that_is_torn_or_new() -> None:
+    cluster = Cluster(GRPO)
+    frozen, both = {"trainer-0>rollout-0": 7, "trainer-0>rollout-1": 7}, ("rollout-0", "rollout-1")
+
+    def plan_with_frozen(action: Dispatch) -> TransfersPlanned:
+        reply = answer(action)
+        assert isinstance(reply, TransfersPlanned)
+        return msgspec.structs.replace(reply, num_bytes_frozen=frozen)
+
+    cluster.join_all()
+    while not isinstance(cluster.pending[0], Dispatch) or not isinstance(cluster.pending[0].order, PlanTransfers):
+        cluster.answer_next()
+    planning = cluster.pending.pop(0)
+    assert isinstance(planning, Dispatch)
+    cluster.give(Replied(now=cluster.now, member="refit-0", reply=plan_with_frozen(planning)))
+    cluster.run_until(Phase.TRAINING)
+    assert [(order.version, order.newcomers) for order in orders_of(cluster, Refit)] == [(0, both)] * 2
+    cluster.run_until(Phase.GENERATING)
+    since = len(orders_of(cluster, Refit))
+    differ(cluster, "rollout-1", "q_proj differs")
+    cluster.run_until(Phase.TRAINING)
+    of_version = [(order.version, order.newcomers) for order in orders_of(cluster, Refit)[2:]]
+    assert of_version == [(1, ()), (1, ()), (1, ("rollout-1",))]
+    assert since == 4
+    lose(cluster, "rollout-0")
+    replace(cluster, "rollout-0")
+    cluster.run_until(Phase.GENERATING)
+    assert {order.newcomers for order in orders_of(cluster, Refit)[5:]} == {("rollout-0",)}
+
+
 def differ(cluster: Cluster, engine: str, what: str) -> list[Action]:
     """Answer until the version is to be committed; answer that with an engine that differs; return the actions."""
     for _ in range(100):
