@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 import torch
+import transformers
 
-from tests.integration.reference import assert_same_steps, trained_weights
+from tandem.common.batch import TrainingBatch
+from tandem.common.config import Config
+from tandem.trainer import step
+from tandem.trainer.backends.dtensor import DTensorBackend
+from tests.integration.reference import adamw, assert_same_steps, logprobs_of, sequences_of, trained_weights
 from tests.integration.reference_distillation import plain_distillation
-from tests.integration.trainer_harness import evaluate_rank, make_config, make_groups, make_model, run_ranks, train_rank
+from tests.integration.trainer_harness import (
+    evaluate_rank,
+    make_config,
+    make_groups,
+    make_model,
+    run_ranks,
+    share_of,
+    train_rank,
+)
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 
@@ -91,3 +107,76 @@ def test_recorded_text_is_learned_and_validated_in_the_same_way(student: Path, t
     assert_same_steps(metrics, expected.steps, TOLERANCE)
     (validated, _) = run_ranks(2, evaluate_rank, config, BATCHES[0])
     assert validated["loss"] == pytest.approx(expected.steps[0][0], abs=TOLERANCE)
+
+
+TEACHER_OF = [0, 1, 1, 1, 0, 1, 1, 1]
+"""Not as many on one rank as on the other."""
+
+
+def train_taught(
+    rank: int, config: Config, batches: Sequence[TrainingBatch], teacher_of: Sequence[int]
+) -> list[dict[str, float]]:
+    """Train on batches whose sequences learn from these teachers."""
+    backend, metrics = DTensorBackend(config, checkpoint=None), []
+    for batch in batches:
+        table, share = share_of(backend, batch, config)
+        table = msgspec.structs.replace(table, columns={"teacher_S": np.array(teacher_of, dtype=np.int32)})
+        metrics.append(step.train(backend, table, share, config).metrics)
+    return metrics
+
+
+def routes(*teachers: Path) -> dict[str, Any]:
+    names = {f"task_{number}": str(folder) for number, folder in enumerate(teachers)}
+    return {"enabled": True, "teacher_model_by_agent_name": names}
+
+
+@pytest.mark.parametrize("policy", [{}, PACKED], ids=["padded", "packed"])
+def test_each_sequence_learns_from_its_own_teacher(policy: dict[str, Any], student: Path, teacher: Path) -> None:
+    loss = {"kl_type": "mixed"}
+    config = make_config(
+        student,
+        algorithm="distillation",
+        loss=loss,
+        teacher={},
+        routes=routes(teacher, student),
+        topk=TOPK,
+        trainers=2,
+        **policy,
+    )
+    assert config.num_of("teacher") == 2
+    expected = plain_distillation(student, [teacher, student], BATCHES, loss, topk=TOPK, teacher_of=TEACHER_OF)
+    metrics, others = run_ranks(2, train_taught, config, BATCHES, TEACHER_OF)
+    assert metrics == others
+    assert_same_steps(metrics, expected.steps, TOLERANCE)
+
+
+def test_grpo_takes_the_teachers_log_probabilities_minus_its_own_as_advantages(student: Path, teacher: Path) -> None:
+    config = make_config(
+        student,
+        loss={"disable_ppo_ratio": True},
+        estimator="opd",
+        routes=routes(teacher, student),
+        trainers=2,
+    )
+    assert config.declaration.holds(config) == ("policy", "teacher")
+    (metrics, _) = run_ranks(2, train_taught, config, BATCHES, TEACHER_OF)
+
+    policy = transformers.AutoModelForCausalLM.from_pretrained(student)
+    models = [transformers.AutoModelForCausalLM.from_pretrained(each) for each in (teacher, student)]
+    optimizer, steps = adamw(policy), []
+    for batch, found in zip(BATCHES, metrics, strict=True):
+        samples = sequences_of(batch)
+        total, apart = torch.zeros(()), []
+        for sample, number in zip(samples, TEACHER_OF, strict=True):
+            ids, mask = sample["token_ids"], sample["mask"]
+            logprobs = logprobs_of(policy, ids)[mask]
+            with torch.no_grad():
+                apart.append(logprobs_of(models[number], ids)[mask] - logprobs)
+            total = total - (apart[-1] * logprobs).sum() / sum(int(each["mask"].sum()) for each in samples)
+        total.backward()
+        norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.append((total.item(), norm.item()))
+        assert found["teacher_kl"] == pytest.approx(-torch.cat(apart).mean().item(), abs=TOLERANCE)
+    assert_same_steps(metrics, steps, TOLERANCE)

@@ -157,6 +157,7 @@ def make_config(
     value_loss: Mapping[str, Any] | None = None,
     teacher: Mapping[str, Any] | None = None,
     topk: int = 64,
+    routes: Mapping[str, Any] | None = None,
     temperature: float = 1.0,
     trainers: int = 1,
     **policy: Any,
@@ -183,6 +184,7 @@ def make_config(
         "distillation": {"num_prompts_per_step": 8, "topk_logits_k": topk},
         "off_policy_distillation": {"topk_logits_k": topk, "val_micro_batch_size": 2},
         "teacher": teacher,
+        "on_policy_distillation": routes,
         "policy": {
             "model_name": str(model),
             "precision": "float32",

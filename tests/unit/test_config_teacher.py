@@ -42,6 +42,40 @@ def test_it_is_written_and_read_back(name: str, tmp_path: Path) -> None:
     assert load_config(tmp_path / "resolved.yaml") == config
 
 
+ROUTES = {
+    "enabled": True,
+    "teacher_model_by_agent_name": {"math": "one", "code": "two", "chat": "one"},
+    "default_teacher_alias": "code",
+}
+
+
+def test_samples_find_their_teachers_by_the_names_of_environments_and_data_sets() -> None:
+    config = config_of({"logprob_batch_size": 3}, on_policy_distillation=ROUTES)
+    sections = config.teacher_sections
+    assert [(each.model_name, each.logprob_batch_size) for each in sections.values()] == [("one", 3), ("two", 3)]
+    assert list(sections)[1] == "on_policy_distillation.teacher_model_by_agent_name.code"
+    assert [config.settings_of("teacher", number).tokenizer.name for number in range(2)] == ["one", "two"]
+    assert config.table_columns == {"teacher_S": "int32"}
+    found = [config.teacher_of(*names) for names in (("math", "code"), ("elsewhere", "chat"), ("elsewhere",))]
+    assert found == [0, 0, 1]
+    strict = config_of({}, on_policy_distillation=ROUTES | {"strict_agent_name_match": True})
+    assert [strict.teacher_of("math"), strict.teacher_of("elsewhere")] == [0, None]
+    apart = config_of({}, on_policy_distillation=ROUTES | {"deduplicate_shared_teacher_checkpoints": False})
+    assert apart.num_of("teacher") == 3
+
+
+def test_grpo_has_teachers_only_for_their_log_probabilities() -> None:
+    grpo = {"adv_estimator": {"name": "opd"}, "num_prompts_per_step": 64, "num_generations_per_prompt": 1}
+    opd: dict[str, Any] = {"algorithm": "grpo", "grpo": grpo}
+    config = config_of(None, on_policy_distillation=ROUTES, **opd)
+    assert config.declaration.scored_by(config, 1) == ("policy", "reference", "teacher")
+    assert config.topk_logits_k == 0
+    with pytest.raises(ConfigError, match=r"grpo.adv_estimator.name: grpo, but on_policy_distillation.enabled is true"):
+        config_of(None, algorithm="grpo", grpo={}, on_policy_distillation=ROUTES)
+    with pytest.raises(ConfigError, match=r"grpo.adv_estimator.name: opd, but on_policy_distillation.enabled is false"):
+        config_of(None, **opd)
+
+
 def test_a_teacher_of_another_algorithm_has_no_effect() -> None:
     config = build_config({"grpo": {}, "policy": {"model_name": "model"}, "data": DATA, "teacher": {}})
     assert config.declaration.holds(config) == ("policy", "reference")
@@ -62,6 +96,16 @@ def test_a_teacher_of_another_algorithm_has_no_effect() -> None:
             {},
             {"loss_fn": {"kl_type": "jsd", "mixed_kl_weight": 1.0}},
             "loss_fn.mixed_kl_weight: 1, but loss_fn.kl_type jsd needs 0 < it < 1",
+        ),
+        (
+            {},
+            {"on_policy_distillation": ROUTES | {"default_teacher_alias": "maths"}},
+            "on_policy_distillation.default_teacher_alias: 'maths' is not one of math, code, chat; did you mean 'math'",
+        ),
+        (
+            {},
+            {"on_policy_distillation": {"enabled": True}},
+            "on_policy_distillation.teacher_model_by_agent_name: empty",
         ),
         (
             {"megatron_cfg": {"enabled": True}},
