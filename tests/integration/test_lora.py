@@ -255,3 +255,36 @@ def test_a_mixture_of_experts_has_adapters_beside_its_experts(tmp_path: Path) ->
     with torch.no_grad():
         parts = [-logprobs_of(loaded, each["token_ids"])[each["mask"]].sum() for each in sequences_of(batch)]
     assert ranks[0][2] == pytest.approx(float(sum(parts)) / int(batch.loss_mask_T.sum()), abs=1e-5)
+
+
+def dropout_rank(rank: int, config: Config) -> Any:
+    """Train a step; what is said of the first batch afterwards, twice, has nothing left out."""
+    backend = DTensorBackend(config, checkpoint=None)
+    metrics = train_on(backend, BATCHES[0], config).metrics
+    said = [evaluate_on(backend, BATCHES[1], config)["loss"] for _ in range(2)]
+    return metrics["loss"], metrics["grad_norm"], said
+
+
+@pytest.mark.parametrize(
+    ("position", "layers"), [("pre", ["q_proj", "k_proj", "v_proj"]), ("post", ["o_proj", "down_proj"])]
+)
+def test_dropout_is_the_same_however_ranks_share_a_layer(position: str, layers: list[str], plain: Plain) -> None:
+    """Where they hold the same numbers, that is: and whether or not activations are computed again."""
+    lora = {**LORA, "match_all_linear": False, "target_modules": layers, "dropout_position": position}
+
+    def config_with(dropout: float, **dtensor: Any) -> Config:
+        adapters = {**lora, "dropout": dropout}
+        trainers = dtensor.get("tensor_parallel_size", 1)
+        keys: dict[str, Any] = {"algorithm": "sft", "train_micro_batch_size": 4, "trainers": trainers}
+        return make_config(plain.folder, **keys, dtensor_cfg={**dtensor, "lora_cfg": adapters})
+
+    recomputed = {"activation_checkpointing": True}
+    (one,) = run_ranks(1, dropout_rank, config_with(0.3))
+    (again,) = run_ranks(1, dropout_rank, config_with(0.3, **recomputed))
+    (without,) = run_ranks(1, dropout_rank, config_with(0.0))
+    assert again == one, "to the bit"
+    assert one[1] != pytest.approx(without[1], rel=1e-3)
+    assert one[2][0] == one[2][1]
+    for other in run_ranks(2, dropout_rank, config_with(0.3, tensor_parallel_size=2, **recomputed)):
+        assert other[0] == pytest.approx(one[0], abs=1e-5)
+        assert other[1] == pytest.approx(one[1], rel=1e-5)

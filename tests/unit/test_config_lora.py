@@ -84,7 +84,7 @@ def sft(lora: dict[str, Any] | None = None, peft: dict[str, Any] | None = None, 
     ("settings", "expected"),
     [
         ({"lora": {"restore_from": "nowhere"}}, "'nowhere' is no folder of adapters: it has no adapter_config.json"),
-        ({"lora": {"dropout": 0.1}}, "not supported yet: policy.dtensor_cfg.lora_cfg.dropout (0.1)"),
+        ({"lora": {"dropout": 1.0}}, "policy.dtensor_cfg.lora_cfg.dropout"),
         ({"peft": {"dropout": 0.1}}, "not supported yet: policy.megatron_cfg.peft.dropout (0.1)"),
         ({"lora": {"lora_A_init": "gauss"}}, "policy.dtensor_cfg.lora_cfg.lora_A_init"),
         ({"peft": {"lora_dtype": "float32"}}, "peft.lora_dtype: 'float32' is not policy.precision (bfloat16)"),

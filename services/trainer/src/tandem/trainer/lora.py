@@ -17,6 +17,7 @@ from tandem.common.config.schema.adapters import LoraCfg
 from tandem.common.errors import ModelError
 from tandem.common.lora import chosen, is_adapter, tensor_name
 from tandem.trainer.adapter_files import first_values, settings_of
+from tandem.trainer.dropout import Dropout, Place
 
 _ADAPTER = "default"
 """PEFT's name of the only adapter."""
@@ -64,6 +65,27 @@ def fill(model: Any, values: Mapping[str, torch.Tensor]) -> None:
 def parameters_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return a model's parameters by the names that tensors have everywhere; of one without adapters, by its own."""
     return {tensor_name(name): parameter for name, parameter in model.named_parameters()}
+
+
+def add_dropout(model: Any, adapters: LoraCfg, place: Place) -> None:
+    """Have each adapter leave out some of its inputs or, behind it, of its outputs, in training steps."""
+    for name, layer in model.named_modules():
+        if not isinstance(layer, LoraLayer):
+            continue
+        dropout = Dropout(name, adapters.dropout, place)
+        if adapters.dropout_position == "pre":
+            layer.lora_dropout[_ADAPTER] = dropout
+        else:
+            second = layer.lora_B[_ADAPTER]
+            second.dropout = dropout
+            second.register_forward_hook(lambda module, _, output: module.dropout(output))
+
+
+def dropouts_of(layer: torch.nn.Module) -> tuple[Dropout | None, Dropout | None]:
+    """Return what leaves out inputs and outputs of a layer's adapter, where something does."""
+    assert isinstance(layer, LoraLayer)
+    before, behind = layer.lora_dropout[_ADAPTER], getattr(layer.lora_B[_ADAPTER], "dropout", None)
+    return before if isinstance(before, Dropout) else None, behind
 
 
 def matrices_of(layer: torch.nn.Module) -> tuple[torch.nn.Linear, torch.nn.Linear] | None:

@@ -118,7 +118,6 @@ NOT_SUPPORTED_YET = (
     Row("grpo.invalid_tool_call_advantage", (None,), _algorithm("grpo")),
     Row("grpo.malformed_thinking_advantage", (None,), _algorithm("grpo")),
     *_of_a_model("policy"),
-    Row("policy.dtensor_cfg.lora_cfg.dropout", (0.0,), _adapts),
     Row("policy.megatron_cfg.peft.dropout", (0.0,), _adapts),
     Row("policy.reward_model_cfg.enabled", (False,), _is_language_model),
     *_of_a_model("value"),

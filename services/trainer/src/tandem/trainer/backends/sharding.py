@@ -52,6 +52,11 @@ class Ranks:
         )
 
     @property
+    def sequences_rank(self) -> int:
+        """Number of this rank among those that see other sequences, or other parts of them."""
+        return self.data.get_local_rank() * self.context.size() + self.context.get_local_rank()
+
+    @property
     def sequence_divisor(self) -> int:
         """What the length of a sequence must be a multiple of, so that its shares are equal."""
         divisor = 1 if self.context.size() == 1 else 2 * self.context.size()

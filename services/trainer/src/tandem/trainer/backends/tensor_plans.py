@@ -115,7 +115,7 @@ class Adapted(ParallelStyle):
         self._style = style
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
-        from tandem.trainer.lora import matrices_of  # PEFT takes seconds to import
+        from tandem.trainer.lora import dropouts_of, matrices_of  # PEFT takes seconds to import
 
         style = self._style
         matrices = matrices_of(module)
@@ -138,11 +138,22 @@ class Adapted(ParallelStyle):
             raise ConfigError(f"{_CUSTOM}: {what}, not {type(style).__name__}")
         for matrix, style_of_matrix in zip(matrices, styles, strict=True):
             self._on(style_of_matrix, matrix, device_mesh)
+        for dropout, is_share in zip(dropouts_of(module), _shares(style), strict=True):
+            if dropout is not None:
+                dropout.is_share = is_share
         return module
 
     def _on(self, style: ParallelStyle, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         style.src_data_rank = self.src_data_rank
         return style._apply(module, device_mesh)
+
+
+def _shares(style: ParallelStyle) -> tuple[bool, bool]:
+    """Say whether a layer of this style is given, and gives, another share on each rank."""
+    if isinstance(style, ColwiseParallel | RowwiseParallel):
+        arrives, leaves = style.input_layouts[0], style.output_layouts[0]
+        return not arrives.is_replicate(), not leaves.is_replicate()
+    return False, False
 
 
 def cut(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from tandem.common.config.schema.base import NonEmptyStr, NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from tandem.common.config.schema.base import NonEmptyStr, PositiveFloat, PositiveInt, Probability, Section
 
 Initial = Literal["xavier", "kaiming", "normal", "zero"]
 """How a matrix begins: ``xavier`` is normal, ``kaiming`` uniform as in torch's linear layers, ``normal`` has a standard
@@ -20,7 +20,7 @@ class Adapters(Section, frozen=True, kw_only=True):
     """Rank of the adapters."""
     alpha: PositiveFloat = 32.0
     """What they add is multiplied by this over `dim`."""
-    dropout: NonNegativeFloat = 0.0
+    dropout: Probability = 0.0
     """Probability of each of their inputs, or outputs, to be left out in training steps."""
     dropout_position: Literal["pre", "post"] = "post"
     """Before or after the adapter."""
