@@ -14,13 +14,14 @@ from collections.abc import Mapping
 import msgspec
 import numpy as np
 
+from tandem.common import lora
 from tandem.common.errors import CoverageError, RefitError
 from tandem.refit.columns import pad_dims
 from tandem.refit.layout import DTYPES, ITEM_SIZES, Box, Layout, LayoutBuilder, Pieces, Tensor, contiguous_strides
 from tandem.refit.planning.names import CONVERTIBLE
 from tandem.refit.program import Merging, Products, Staging
 
-_WEIGHT, _A, _B = ".weight", ".lora_A.weight", ".lora_B.weight"
+_WEIGHT, _A, _B = ".weight", f".{lora.A}", f".{lora.B}"
 _DTYPE = "float32"
 """In which engines take adapters: they are small, and their product is rounded once, as it is added."""
 
