@@ -1,4 +1,4 @@
-"""The ROUTER end of the wire, which others connect to: the coordinator's, and that of a rollout's samples."""
+"""The ROUTER end of the wire: the coordinator's, and that of a rollout's samples."""
 
 from __future__ import annotations
 
