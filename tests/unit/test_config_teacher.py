@@ -145,9 +145,9 @@ def test_a_teacher_with_another_vocabulary_or_fewer_tokens_than_are_asked_for_is
     ("teacher", "sections", "said"),
     [
         (
-            {"dtensor_cfg": {"tensor_parallel_size": 2, "context_parallel_size": 4}},
+            {"megatron_cfg": {"enabled": True, "tensor_model_parallel_size": 2, "context_parallel_size": 4}},
             {},
-            "teacher.dtensor_cfg.tensor_parallel_size (2), teacher.dtensor_cfg.context_parallel_size (4)",
+            "teacher.megatron_cfg.tensor_model_parallel_size (2), teacher.megatron_cfg.context_parallel_size (4)",
         ),
         ({"projection_matrix_path": "map.pt"}, {}, "teacher.projection_matrix_path (map.pt)"),
         (
