@@ -13,11 +13,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tandem.common.config.checks.dtensor import TENSOR_PLANS
 from tandem.common.errors import ConfigError
+from tandem.common.families import TENSOR_PLANS
 from tandem.trainer.backends.tensor_plans import cut, load_plan, plan_of
 
-SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 24}
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 24,
+    "pad_token_id": 0,
+}
 KEY = "policy.dtensor_cfg.custom_parallel_plan: "
 PLANS = """
 from torch.distributed.tensor.parallel import ColwiseParallel
@@ -49,8 +56,8 @@ def test_a_plan_cuts_every_projection_of_attention(model_type: str) -> None:
 
 
 def test_a_model_without_a_plan_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size: 2, but there is no plan for mistral, only for "):
-        plan_of(model_of("mistral"), 2, sequence_parallel=False)
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size: 2, but there is no plan for gemma, only for "):
+        plan_of(model_of("gemma", head_dim=4), 2, sequence_parallel=False)
     with pytest.raises(ConfigError, match=r"tensor_parallel_size: 4 does not divide 2 heads of attention"):
         plan_of(model_of("llama"), 4, sequence_parallel=False)
 
