@@ -22,7 +22,7 @@ from msgspec import Meta
 
 from tandem.common.keys import Key, KeyPair
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 """Raised whenever a message changes shape; both ends of a link must hold the same number."""
 
 ServiceKind = Literal["trainer", "rollout", "refit"]
