@@ -17,9 +17,14 @@ from numpy.typing import NDArray
 
 from tandem.common.batch import TrainingBatch
 from tandem.common.config import Config
-from tandem.trainer import step
 from tandem.trainer.backend import Backend
-from tests.integration.trainer_harness import ADAMW, run_ranks, share_of, train_on
+from tests.integration.trainer_harness import (
+    ADAMW,
+    run_ranks,
+    said_by,
+    share_of,
+    train_on,
+)
 
 TOLERANCE = 1e-6
 
@@ -190,8 +195,8 @@ def _train_rank(
     rank: int, make: Callable[[Config], Backend], config: Config, batches: Sequence[TrainingBatch], folder: Path
 ) -> tuple[int, NDArray[np.float32], list[dict[str, float]]]:
     backend = make(config)
-    table, share = share_of(backend, batches[0], config)
-    own_T = step._Share(backend, table, share, config).said("policy")
+    table, _ = share_of(backend, batches[0], config)
+    own_T = said_by(backend, batches[0], config, "policy")
     logprobs_T = np.zeros(len(batches[0].token_ids_T), dtype=np.float32)
     is_own_S = table.rank_S == backend.data_parallel_rank
     logprobs_T[np.repeat(is_own_S, table.lengths_S)] = own_T

@@ -19,7 +19,6 @@ from tandem.common.errors import ModelError
 from tandem.common.lora import is_adapter
 from tandem.coordinator.cli import main
 from tandem.coordinator.run.found_models import models_in
-from tandem.trainer import step
 from tandem.trainer.backends.dtensor import DTensorBackend
 from tests.integration.reference import logprobs_of, sequences_of
 from tests.integration.trainer_harness import (
@@ -31,7 +30,7 @@ from tests.integration.trainer_harness import (
     make_groups,
     make_model,
     run_ranks,
-    share_of,
+    said_by,
     train_on,
 )
 
@@ -148,10 +147,10 @@ def smoke_rank(rank: int, config: Config, other: Config, batches: list[TrainingB
     backend = DTensorBackend(config, checkpoint=None)
     metrics = [train_on(backend, batch, config).metrics for batch in batches]
     assert list(backend._models) == ["policy"], "no second copy"
-    mine = step._Share(backend, *share_of(backend, batches[0], config), config).said("reference")
-    policy = step._Share(backend, *share_of(backend, batches[0], config), config).said("policy")
+    mine = said_by(backend, batches[0], config, "reference")
+    policy = said_by(backend, batches[0], config, "policy")
     separate = DTensorBackend(other, checkpoint=None)
-    theirs = step._Share(separate, *share_of(separate, batches[0], other), other).said("reference")
+    theirs = said_by(separate, batches[0], other, "reference")
     assert list(separate._models) == ["policy", "reference"]
     return metrics, np.array_equal(mine, theirs), np.abs(mine - policy).max()
 

@@ -17,11 +17,18 @@ from safetensors.torch import load_file, save_file
 from tandem.common.config import Config
 from tandem.common.errors import TandemError
 from tandem.common.lora import is_adapter
-from tandem.trainer import step
 from tandem.trainer.backends import make_backend
 from tests.integration.megatron_harness import CP2, OPTIMIZER, PP2, SP, TP2, VIRTUAL, make_checkpoint, tensors_in
 from tests.integration.reference import logprobs_of, sequences_of
-from tests.integration.trainer_harness import ADAMW, digest_of, make_config, make_groups, run_ranks, share_of, train_on
+from tests.integration.trainer_harness import (
+    ADAMW,
+    digest_of,
+    make_config,
+    make_groups,
+    run_ranks,
+    said_by,
+    train_on,
+)
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 
@@ -166,8 +173,8 @@ def reference_rank(rank: int, config: Config, other: Config) -> Any:
     for settings in (config, other):
         backend: Any = make_backend(settings, checkpoint=None)
         metrics = [train_on(backend, batch, settings).metrics for batch in BATCHES]
-        share = step._Share(backend, *share_of(backend, BATCHES[0], settings), settings)
-        said += [share.said("reference"), share.said("policy"), list(backend._models), metrics]
+        said += [said_by(backend, BATCHES[0], settings, model) for model in ("reference", "policy")]
+        said += [list(backend._models), metrics]
         backend.close()
     return said
 

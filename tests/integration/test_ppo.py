@@ -36,7 +36,14 @@ from tests.integration.reference_ppo import (
     plain_ppo,
     values_of,
 )
-from tests.integration.trainer_harness import make_config, make_groups, make_model, run_ranks, share_of
+from tests.integration.trainer_harness import (
+    make_config,
+    make_groups,
+    make_model,
+    run_ranks,
+    said_by,
+    share_of,
+)
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 
@@ -264,4 +271,4 @@ def test_a_value_model_may_begin_as_a_reward_model(backend: str, model: Path, tm
 def values_at_first(rank: int, config: Config, batch: TrainingBatch) -> Any:
     os.environ["NRL_MEGATRON_CHECKPOINT_DIR"] = f"{config.policy.model_name}-converted"
     backend = make_backend(config, checkpoint=None)
-    return step._Share(backend, *share_of(backend, batch, config), config).said("value")
+    return said_by(backend, batch, config, "value")

@@ -20,16 +20,18 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
+from numpy.typing import NDArray
 from safetensors.torch import save_file
 
 from tandem.common.assignment import Assignment
 from tandem.common.batch import BatchTable, TrainingBatch
+from tandem.common.columns import Model
 from tandem.common.config import Config, build_config
 from tandem.common.config.schema import NewModel
 from tandem.common.tokenizer import write_new_model
 from tandem.refit.digests.task import combine, digest_layout
 from tandem.refit.program import Verification
-from tandem.trainer import box_files, policy_files, step
+from tandem.trainer import box_files, packing, policy_files, step
 from tandem.trainer.backend import Backend
 from tandem.trainer.backends.dtensor import DTensorBackend
 
@@ -229,6 +231,16 @@ def share_of(
     assignment = msgspec.structs.replace(assignment, num_ranks=backend.data_parallel_size)
     table = assignment.assign(batch.table(), parts)
     return table, batch.take(table.rows_of(backend.data_parallel_rank))
+
+
+def said_by(backend: Backend, batch: TrainingBatch, config: Config, model: Model) -> NDArray[np.float32]:
+    """Return the first number that a model says of each token of this rank's share of a whole batch."""
+    shares = step._Share(backend, *share_of(backend, batch, config), config)
+    portion = shares._portions[model]
+    values_T = np.zeros(len(portion.batch.token_ids_T), dtype=np.float32)
+    for micro_batch, scores_BT in shares.scored(model):
+        packing.unpad_into(values_T, scores_BT[0], portion.batch, micro_batch.rows)
+    return portion.moved_to(shares._portions["policy"], values_T)
 
 
 def train_on(backend: Backend, batch: TrainingBatch, config: Config) -> step.TrainResult:

@@ -60,11 +60,17 @@ class MegatronBackend:
         self.sequence_divisor = 2 * sizes.cp if sizes.cp > 1 else 1
         if any(each.settings.transformer.sequence_parallel for each in described):
             self.sequence_divisor *= sizes.tp
-        self._models: dict[tuple[Model, int], HeldModel] = {
-            (each.name, each.number): HeldModel(each, config, self.device, checkpoint=checkpoint)
-            for each in described
-            if each.name != "reference" or config.policy.adapters is None  # else it is the policy without them
-        }
+        self._models: dict[Model, HeldModel] = {}
+        self._others: list[HeldModel] = []
+        """Teachers after the first."""
+        for each in described:
+            if each.name == "reference" and config.policy.adapters is not None:  # it is the policy without them
+                continue
+            held = HeldModel(each, config, self.device, checkpoint=checkpoint)
+            if each.number:
+                self._others.append(held)
+            else:
+                self._models[each.name] = held
         for model in self._trained():
             model.start(checkpoint)
         proof.conclude()
@@ -76,13 +82,14 @@ class MegatronBackend:
 
         Raises `TrainingError`, before anything has changed, if the loss or the gradient is no finite number.
         """
-        return self._models[model, 0].train_step(micro_batches, loss)
+        return self._models[model].train_step(micro_batches, loss)
 
     def scores(self, micro_batches: Sequence[MicroBatch], model: Model, number: int = 0) -> Sequence[Scores]:
         """Return what a model says of each micro-batch without gradient, zero where no token counts, on every stage."""
-        if model == "reference" and self._models["policy", 0].has_adapters:
-            return self._models["policy", 0].scores(micro_batches, as_reference=True)
-        return self._models[model, number].scores(micro_batches)
+        if model == "reference" and self._models["policy"].has_adapters:
+            return self._models["policy"].scores(micro_batches, as_reference=True)
+        held = self._others[number - 1] if number else self._models[model]
+        return held.scores(micro_batches)
 
     def replicas(self, model: Model) -> Replicas:
         """Return the policy's: Megatron-Core divides the ranks once, for all models."""
@@ -100,7 +107,7 @@ class MegatronBackend:
 
     def weights(self) -> Weights:
         """Return the weights of the policy that this rank holds: the memory that it trains in."""
-        return self._models["policy", 0].weights.shared
+        return self._models["policy"].weights.shared
 
     def save(self, folder: Path) -> Writing:
         """Copy what is trained, in the precision of the parameters, and the optimizers' state; begin to write them.
@@ -111,18 +118,22 @@ class MegatronBackend:
 
     def offload(self) -> None:
         """Move what only training needs from the GPU to host memory; on a CPU that is where it is."""
-        for model in self._models.values():
+        for model in self._held():
             model.offload()
 
     def reload(self) -> None:
         """Take back what `offload` gave up, to tensors that are the same as before."""
-        for model in self._models.values():
+        for model in self._held():
             model.reload()
 
     def close(self) -> None:
         """Release models and optimizers, and leave Megatron-Core's groups."""
         self._models.clear()
+        self._others.clear()
         parallel_state.destroy_model_parallel()
+
+    def _held(self) -> list[HeldModel]:
+        return [*self._models.values(), *self._others]
 
     def _trained(self) -> list[HeldModel]:
         return [model for model in self._models.values() if model.is_trained]
