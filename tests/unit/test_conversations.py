@@ -589,12 +589,17 @@ FILES: dict[str, Any] = {"dataset_name": "jsonl", "train_data_path": "a", "val_d
     ("algorithm", "data", "message"),
     [
         ("dpo", {}, "rejected_template: required where dpo learns from data.dataset_name reasoning_gym"),
-        ("grpo", {"dataset_name": "squad"}, "dataset_name: squad holds conversations, which are for sft"),
+        (
+            "grpo",
+            {"dataset_name": "squad"},
+            "dataset_name: squad holds conversations, which are for sft and off_policy_distillation",
+        ),
         ("sft", {"dataset_name": "HelpSteer3"}, "dataset_name: HelpSteer3 holds preferences, which are for dpo and rm"),
         (
             "dpo",
             {"dataset_name": "DeepScaler"},
-            "dataset_name: DeepScaler holds problems, which are for grpo, ppo and sft",
+            "dataset_name: DeepScaler holds problems, which are for grpo, ppo, sft, distillation and "
+            "off_policy_distillation",
         ),
         ("dpo", {"dataset_name": "DPODataset"}, "train_data_path: required where data.dataset_name is DPODataset"),
         (

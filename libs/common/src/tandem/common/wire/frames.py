@@ -1,4 +1,4 @@
-"""What a message is on the wire: its frames, how they are made, and what is refused when they are read."""
+"""Messages as frames: how they are made, and what is refused when they are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The thread of a `Link`: heartbeats flow while the process computes, and it ends when its coordinator is gone."""
+"""The thread of a `Link`: it beats while the process computes, and ends it when its coordinator is gone."""
 
 from __future__ import annotations
 

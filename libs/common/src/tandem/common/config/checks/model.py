@@ -91,8 +91,11 @@ def the_new_model_has_fields_of_its_type(config: Config) -> None:
 
 def overrides_are_fields_of_the_model(config: Config) -> None:
     """transformers takes any field, and makes nothing of one that is misspelt; another type is another model."""
-    for name in config.declaration.holds(config):
-        settings, key = config.settings_of(name), f"{'policy' if name == 'reference' else name}.hf_config_overrides"
+    held = config.declaration.holds(config)
+    for name in ("policy", "value", "teacher"):
+        settings, key = getattr(config, name), f"{name}.hf_config_overrides"
+        if settings is None or name not in held:
+            continue
         model_type = (model_config(settings) or {}).get("model_type")
         for field in settings.hf_config_overrides or {}:
             if field == "model_type":
