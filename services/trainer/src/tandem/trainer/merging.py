@@ -1,4 +1,4 @@
-"""Make a plain Hugging Face model of adapters and the model they belong to: what ``coordinator merge`` runs."""
+"""Make a plain Hugging Face model of adapters and their base: what ``coordinator merge`` runs."""
 
 from __future__ import annotations
 

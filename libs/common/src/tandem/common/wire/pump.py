@@ -1,4 +1,4 @@
-"""The thread of a `Link`: it beats while the process computes, and ends it when its coordinator is gone."""
+"""The thread of a `Link`: it beats while the process computes, and ends it with its coordinator."""
 
 from __future__ import annotations
 

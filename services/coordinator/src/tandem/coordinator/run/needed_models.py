@@ -1,4 +1,4 @@
-"""The models that a run begins with: the policy, teachers, reward models; its prerequisite may make any of them."""
+"""The models that a run begins with: policy, teachers, reward models; its prerequisite may make any."""
 
 from __future__ import annotations
 

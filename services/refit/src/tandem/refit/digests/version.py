@@ -1,4 +1,4 @@
-"""What a process digests of one version: what changes; what does not, once; and whether merged weights are the merge.
+"""What a process digests of one version: what changes, what does not, and whether a merge is right.
 
 Digests of what never changes are taken with the first version after a program is bound, in full, and kept. Those of
 each version are of all that the process holds all the same, so whoever compares them need not know.

@@ -1,4 +1,4 @@
-"""Plan what never changes apart from what does: it moves to an engine once, the rest with every version."""
+"""Plan what never changes by itself: it moves to an engine once, the rest with every version."""
 
 from __future__ import annotations
 

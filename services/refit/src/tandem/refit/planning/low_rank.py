@@ -1,4 +1,4 @@
-"""Plan low-rank adapters: what an engine receives in place of weights that it merges with their products itself.
+"""Plan low-rank adapters: what an engine receives in place of the weights that it merges itself.
 
 Trainers that train adapters describe ``lora_A`` and ``lora_B`` of a layer beside its weight, engines want the weight.
 Wherever an engine wants a box of such a weight it is given staging memory for that box, as the trainer has it, and for

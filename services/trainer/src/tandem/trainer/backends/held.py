@@ -1,4 +1,4 @@
-"""One model that a rank of the DTensor backend holds: the policy, the reference, the value model, a teacher.
+"""One model that a rank of the DTensor backend holds: policy, reference, value model, teacher.
 
 Each is built, sharded, scored with, trained, saved and resumed by the same code. Its section of the configuration says
 how; the algorithm's declaration says which are trained.

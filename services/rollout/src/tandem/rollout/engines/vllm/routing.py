@@ -1,4 +1,4 @@
-"""Where the tokens of a vLLM worker went: what its routers chose, kept by the slots of the key-value cache.
+"""Where the tokens of a vLLM worker went: what its routers chose, by the slots of the cache.
 
 A token whose keys and values are cached, as those of a prompt that several requests share, is not computed again; the
 slot that has them has its experts as well. vLLM's own way (``enable_return_routed_experts``) is for GPUs only.
