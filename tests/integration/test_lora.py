@@ -11,6 +11,7 @@ import numpy as np
 import peft
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 
 from tandem.common.batch import TrainingBatch
@@ -231,6 +232,7 @@ def experts_rank(rank: int, config: Config, folder: Path) -> Any:
     backend = DTensorBackend(config, checkpoint=None)
     metrics = [train_on(backend, batch, config).metrics for batch in BATCHES]
     backend.save(folder).num_bytes.result()
+    dist.barrier()  # each rank writes a part of it
     adapted = {name for name in backend._models["policy"].parameters if is_adapter(name)}
     reloaded = DTensorBackend(config, checkpoint=folder)
     batch = make_batch(2, seed=3)
