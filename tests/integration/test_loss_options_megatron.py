@@ -261,10 +261,10 @@ def step_each(
         own_T = np.repeat(table.rank_S == backend.data_parallel_rank, table.lengths_S)
         previous_T, reference_T = (each_T[own_T] for each_T in others)
         shares = step._Share(backend, table, share, config)
-        columns = shares.columns_with(
-            {PREVIOUS_LOGPROBS: previous_T, REFERENCE_LOGPROBS: reference_T},
-            {"policy": previous_T, "reference": reference_T},
-        )
+        said: Any = {"policy": previous_T, "reference": reference_T}
+        read = config.declaration.all_columns(config, shares._num_steps)
+        columns = shares.columns_with({column: said[column.model] for column in read if column.model}, said)
+        columns |= {PREVIOUS_LOGPROBS: previous_T, REFERENCE_LOGPROBS: reference_T}
         (rows,) = shares.global_batches
         loss = make_loss(config, shares.counts(rows), backend.device)
         taken = backend.train_step(shares.micro_batches(rows, columns), loss)
