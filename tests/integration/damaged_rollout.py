@@ -74,22 +74,34 @@ def _take_harm(version: int, *kinds: str) -> str:
     return ""
 
 
-def _apply(engine: TransformersEngine, version: int, deadline_s: float, only: Collection[str] = ()) -> dict[str, int]:
+def _apply(
+    engine: TransformersEngine,
+    version: int,
+    deadline_s: float,
+    only: Collection[str] = (),
+    newcomers: Collection[str] | None = None,
+) -> dict[str, int]:
     """Apply a version for real, and damage what is held afterwards."""
     held = {name: parameter.data for name, parameter in engine._model.named_parameters()}
     before = {name: tensor.clone() for name, tensor in held.items()}
-    num_bytes = _real_apply(engine, version, deadline_s, only)
+    num_bytes = _real_apply(engine, version, deadline_s, only, newcomers)
     if harm := _take_harm(version, *HARMS):
         HARMS[harm](held, before)
     return num_bytes
 
 
-def _transfer(weights: Weights, version: int, deadline_s: float, only: Collection[str]) -> dict[str, int]:
+def _transfer(
+    weights: Weights,
+    version: int,
+    deadline_s: float,
+    only: Collection[str],
+    newcomers: Collection[str] | None = None,
+) -> dict[str, int]:
     """Move a version for real, and lose half of it."""
     if _take_harm(version, DIES):
         os.kill(os.getpid(), signal.SIGKILL)
     before = {name: tensor.detach().clone() for name, tensor in weights.storages.items()}
-    num_bytes = _real_transfer(weights, version, deadline_s, only)
+    num_bytes = _real_transfer(weights, version, deadline_s, only, newcomers)
     if _take_harm(version, TORN):
         for name in [*before][::2]:
             weights.storages[name].data.copy_(before[name])

@@ -75,7 +75,11 @@ def serve_samples(end: Connection, batch: TrainingBatch, command_id: int, traine
     for row in range(len(batch.lengths_S)):
         one = batch.take([row])
         versions_T = np.where(one.loss_mask_T, np.int32(0), np.int32(-1))
-        arrays = {name: one.to_frames()[name] for name in SampleArrays.__struct_fields__ if name != "versions_T"}
+        arrays = {
+            name: one.to_frames()[name]
+            for name in SampleArrays.__struct_fields__
+            if name.endswith(("_S", "_T")) and name != "versions_T"
+        }
         store.put((command_id, row, 0), SampleArrays(**arrays, versions_T=versions_T))
     end.send(store.at)
     end.recv()
