@@ -77,6 +77,17 @@ def await_engine(name: str) -> None:
     wait_until(lambda: generates(name), lambda: f"{name} to generate: {engines()}")
 
 
+def hold_with(name: str, other: str) -> None:
+    """Hold everything while an engine generates: of a step it may be done with its groups when the other one is not."""
+    while True:
+        hold()
+        wait_until(lambda: generates(name) or generates(other), lambda: f"{name} or {other} to generate: {engines()}")
+        if generates(name):
+            return
+        go_on()
+        await_engine(name)
+
+
 def synchronous(run: Command) -> None:
     """Add an engine, take the first one away, lose a trainer, take the last one away and bring another."""
     address = run.wait_for(r"listens on (tcp://\S+)")[1]
@@ -87,8 +98,7 @@ def synchronous(run: Command) -> None:
         wait_until(lambda: engines().get("rollout-1", engines()["rollout-0"]).version >= 1, lambda: "it to be refitted")
         go_on()
         await_engine("rollout-1")
-        hold()
-        await_engine("rollout-0")
+        hold_with("rollout-0", "rollout-1")
         first = process_of(run, "rollout")
         first.send_signal(signal.SIGTERM)
         run.wait_for(r"rollout-0 was told to leave: it gets nothing more, and goes when \d+ rollout groups")
