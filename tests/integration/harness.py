@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -128,6 +129,21 @@ def write_config(over: dict[str, Any] | None = None, name: str = "config.yaml") 
     path.with_name("digits.py").write_text(DIGITS)
     Path("sums.jsonl").write_text("".join(f"{json.dumps(problem)}\n" for problem in SUMS))
     return path.absolute()
+
+
+def pairs_of_sums() -> list[dict[str, Any]]:
+    """Return sums of two digits in a random order, each with its right answer and, rejected, that of the wrong sign."""
+    pairs = [
+        {"prompt": f"{a} + {b}", "chosen": f" = {a + b}", "rejected": f" = -{a + b}"}
+        for a, b in product(range(10), repeat=2)
+    ]
+    random.Random(1).shuffle(pairs)
+    return pairs
+
+
+def write_rows(name: str, rows: Iterable[dict[str, Any]]) -> None:
+    """Write a data set."""
+    Path(f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
 
 def copy_examples(stage_steps: int = 5) -> None:

@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import json
 import math
-import random
 from pathlib import Path
 
 import pytest
 
 from tandem.coordinator.data import epoch_stream
-from tests.integration.harness import coordinator, copy_examples, deterministic, steps_of, weights_of, write_config
+from tests.integration.harness import (
+    coordinator,
+    copy_examples,
+    deterministic,
+    pairs_of_sums,
+    steps_of,
+    weights_of,
+    write_config,
+    write_rows,
+)
 
 NUM_STEPS = 6
 
 
 def write_pairs() -> None:
-    """Write sums of two digits, each with its right answer and one of the wrong sign: to train on, and to hold out."""
-    pairs = [
-        {"prompt": f"{a} + {b}", "chosen": f" = {a + b}", "rejected": f" = -{a + b}"}
-        for a in range(10)
-        for b in range(10)
-    ]
-    random.Random(1).shuffle(pairs)
+    """Write pairs to train on, and two sets to hold out."""
+    pairs = pairs_of_sums()
     for name, part in {"pairs": pairs[28:], "first": pairs[:8], "second": pairs[8:28]}.items():
-        Path(f"{name}.jsonl").write_text("\n".join(json.dumps(pair) for pair in part))
+        write_rows(name, part)
 
 
 def test_dpo_learns_preferences_and_resumes_to_the_bit() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +11,25 @@ import pytest
 import torch
 import transformers
 
-from tests.integration.harness import coordinator, copy_examples, deterministic, steps_of, weights_of, write_config
+from tests.integration.harness import (
+    coordinator,
+    copy_examples,
+    deterministic,
+    pairs_of_sums,
+    steps_of,
+    weights_of,
+    write_config,
+    write_rows,
+)
 
 NUM_STEPS = 6
-PAIRS = [
-    {"prompt": f"{a} + {b}", "chosen": f" = {a + b}", "rejected": f" = -{a + b}", "ahead": 0.25 * (a > b)}
-    for a in range(10)
-    for b in range(10)
-]
+PAIRS = [pair | {"ahead": 0.25 * (pair["prompt"][0] > pair["prompt"][-1])} for pair in pairs_of_sums()]
 
 
 def write_pairs() -> None:
-    """Write sums of two digits, each with its right answer and one of the wrong sign: to train on, and to hold out."""
-    pairs = list(PAIRS)
-    random.Random(1).shuffle(pairs)
-    for name, part in {"pairs": pairs[24:], "held_out": pairs[:24]}.items():
-        Path(f"{name}.jsonl").write_text("\n".join(json.dumps(pair) for pair in part))
+    """Write pairs to train on, and to hold out."""
+    write_rows("pairs", PAIRS[24:])
+    write_rows("held_out", PAIRS[:24])
 
 
 RM: dict[str, Any] = {

@@ -8,9 +8,9 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from lora_harness import HOST, MODEL
 
-from tandem.refit.adapters.catalogue import from_config
-from tandem.refit.adapters.deployment import Deployment, Hosts
+from tandem.refit.adapters.deployment import Deployment
 from tandem.refit.adapters.dtensor import DTensor
 from tandem.refit.adapters.vllm import Vllm
 from tandem.refit.bound import BoundProgram, bind
@@ -19,20 +19,6 @@ from tandem.refit.digests.task import DigestTask
 from tandem.refit.layout import Layout
 from tandem.refit.planner import Plan, plan
 from tandem.refit.transports import shm
-
-CONFIG: dict[str, Any] = {
-    "model_type": "qwen3",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 50,
-    "tie_word_embeddings": False,
-}
-HOST = Hosts("host", per_host=8, has_gpus=False)
-MODEL = from_config(CONFIG, "float32")
 
 Memory = dict[str, torch.Tensor]
 
