@@ -67,8 +67,21 @@ class Tap:
         self.bytes_ = bytearray()
         """Of both directions, as they came."""
         self._ends: list[socket.socket] = []
+        self._kept_open: set[socket.socket] = set()
+        """Ends on the side of the other port that do not hear when the connection behind them breaks."""
         self._threads = [threading.Thread(target=self._accept, name="tap")]
         self._threads[0].start()
+
+    def reset(self) -> None:
+        """Break all connections on this side alone, as a firewall does that has forgotten them: those behind it stay.
+
+        Whoever has connected is told at once; the other end knows nothing of it.
+        """
+        near, far = self._ends[::2], self._ends[1::2]
+        self._kept_open |= {*far}
+        for end in near:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Break all connections."""
@@ -98,5 +111,6 @@ class Tap:
             while came := source.recv(1 << 16):
                 self.bytes_ += came
                 to.sendall(came)
-        with contextlib.suppress(OSError):
-            to.shutdown(socket.SHUT_WR)
+        if to not in self._kept_open:
+            with contextlib.suppress(OSError):
+                to.shutdown(socket.SHUT_WR)

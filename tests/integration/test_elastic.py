@@ -2,45 +2,57 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 
 from tandem.coordinator.run.live import LiveEngine, read_live
 from tests.integration.by_hand import assert_same_results, in_folder, undisturbed_run
 from tests.integration.harness import (
+    TIMEOUT_S,
     Command,
     all_gone,
     joins,
     merged,
     process_of,
+    processes_of,
     steps_of,
     wait_until,
     write_config,
 )
 
 NUM_STEPS = 24
+HELD_S = 3.0
+"""How soon an engine has something that waits, if it has anything."""
 HELD = """
+import contextlib
+import os
 import time
 from pathlib import Path
 from tandem.rollout.environments import Score
 
 class Held:
-    '''Scores nothing while the file `hold` is there; digits are worth something.'''
+    '''Scores nothing while the folder `hold` is there, and says in it who waits; digits are worth something.'''
+
+    runs_in = "threads"
 
     def score(self, problem, response):
         while Path("hold").exists():
+            with contextlib.suppress(FileNotFoundError):
+                Path("hold", str(os.getpid())).touch()
             time.sleep(0.02)
         share = sum(character.isdigit() for character in response) / (len(response) + 1)
         return Score(reward=share, correct=share > 0.5)
 """
 CONFIG: dict[str, Any] = {
     "grpo": {"max_num_steps": NUM_STEPS, "val_period": 6},
-    "env": {"held": {"class": "held.Held"}},
+    "env": {"held": {"class": "held.Held", "timeout_s": 600.0}},
     "checkpointing": {"save_period": 4},
 }
 ASYNCHRONOUS: dict[str, Any] = {
@@ -49,6 +61,13 @@ ASYNCHRONOUS: dict[str, Any] = {
     "policy": {"generation": {"colocated": {"enabled": False}}},
     "cluster": {"rollouts": 2, "max_rollouts": 3, "deadlines": {"leave_s": 3.0}},
 }
+
+
+class Engine(Protocol):
+    """The process of one."""
+
+    @property
+    def pid(self) -> int: ...
 
 
 def engines() -> dict[str, LiveEngine]:
@@ -64,28 +83,35 @@ def generates(name: str) -> bool:
 
 def hold() -> None:
     """Have everything wait that is generated from now on."""
-    Path("hold").touch()
+    Path("hold").mkdir()
 
 
 def go_on() -> None:
     """Have it go on."""
-    Path("hold").unlink()
+    Path("hold").rename(f"held-{time.monotonic_ns()}")
+
+
+def is_held(engine: Engine) -> bool:
+    """Tell whether an engine has a sample that waits, so that its group cannot be done."""
+    return Path("hold", str(engine.pid)).exists()
 
 
 def await_engine(name: str) -> None:
-    """Wait until an engine generates."""
+    """Wait until an engine generates, as the run has last said."""
     wait_until(lambda: generates(name), lambda: f"{name} to generate: {engines()}")
 
 
-def hold_with(name: str, other: str) -> None:
-    """Hold everything while an engine generates: of a step it may be done with its groups when the other one is not."""
-    while True:
+def hold_with(engine: Engine) -> None:
+    """Hold everything while an engine generates: of a step it may be done with its groups when others are not."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline:
         hold()
-        wait_until(lambda: generates(name) or generates(other), lambda: f"{name} or {other} to generate: {engines()}")
-        if generates(name):
+        with contextlib.suppress(AssertionError):
+            wait_until(lambda: is_held(engine), lambda: "it to have something", timeout_s=HELD_S)
             return
         go_on()
-        await_engine(name)
+        time.sleep(0.1)
+    raise AssertionError(f"{engine.pid} never has anything to score: {engines()}")
 
 
 def synchronous(run: Command) -> None:
@@ -98,8 +124,8 @@ def synchronous(run: Command) -> None:
         wait_until(lambda: engines().get("rollout-1", engines()["rollout-0"]).version >= 1, lambda: "it to be refitted")
         go_on()
         await_engine("rollout-1")
-        hold_with("rollout-0", "rollout-1")
         first = process_of(run, "rollout")
+        hold_with(first)
         first.send_signal(signal.SIGTERM)
         run.wait_for(r"rollout-0 was told to leave: it gets nothing more, and goes when \d+ rollout groups")
         wait_until(lambda: engines()["rollout-0"].status == "leaving", lambda: "it to be shown")
@@ -155,15 +181,16 @@ def test_asynchronous_runs_go_on_whoever_comes_and_goes(tmp_path: Path, monkeypa
             with Command("rollout", *joins(address), "--join-timeout", "5") as refused:
                 assert refused.wait() == 75
                 assert "the run has its 3 rollout processes (cluster.max_rollouts) already" in refused.output()
-            hold()
-            await_engine("rollout-2")
+            hold_with(added.process)
             added.signal(signal.SIGTERM)  # and it cannot finish
             run.wait_for(r"rollout-2 leaves the run: it was to be gone within 3 s; \d+ rollout groups .* made again")
             assert added.wait() == 0, added.output()
-            await_engine("rollout-0")
-            process_of(run, "rollout").send_signal(signal.SIGTERM)
+            rollouts = processes_of(run, "rollout")
+            wait_until(lambda: any(map(is_held, rollouts)), lambda: f"one to make them: {engines()}")
+            leaving = next(filter(is_held, rollouts))
+            leaving.send_signal(signal.SIGTERM)
             run.wait_for(r"(rollout-[01]) was told to leave")
-            process_of(run, "rollout").kill()  # who was told to leave, and is lost, is not replaced either
+            leaving.kill()  # who was told to leave, and is lost, is not replaced either
             run.wait_for(r"rollout-[01] leaves the run: killed by SIGKILL")
             go_on()
         assert run.wait() == 0, run.output()

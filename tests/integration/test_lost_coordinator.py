@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -177,6 +178,17 @@ def test_a_launched_engine_that_does_not_come_back_is_replaced_and_nothing_outli
         run.signal(signal.SIGKILL)
         assert run.wait() == -signal.SIGKILL
         assert all_gone([*everybody, engine], 20.0) == []
+
+
+def test_a_coordinator_that_is_replaced_counts_with_all_others_that_are() -> None:
+    config = write_config({"grpo": {"max_num_steps": 1000}, "cluster": {"max_replacements": 1}})
+    with Command("coordinator", "up", config, "--supervise") as run:
+        run.wait_for("step 2/1000")
+        coordinator_of(run).kill()
+        run.wait_for("is started again(.|\n)*resuming at(.|\n)*step 4/1000")
+        process_of(run, "rollout").kill()
+        assert run.wait() == 1
+    assert re.search(r"error: rollout-0 failed .*; processes were replaced 1 times before", run.output())
 
 
 def test_services_end_when_no_coordinator_comes() -> None:

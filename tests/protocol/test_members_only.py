@@ -28,6 +28,7 @@ from tandem.common.messages import (
     ResponseToScore,
     ScoreResponses,
     ServiceKind,
+    Shutdown,
     ToRefit,
     ToRollout,
     ToTrainer,
@@ -225,6 +226,29 @@ def test_keys_of_trainers_that_were_lost_on_the_way_are_told_again(registry: Reg
     socket.close()
     context.term()
     trainer.close("done")
+
+
+def test_a_member_that_connects_again_is_heard_and_told_though_its_old_connection_seems_to_be_there(
+    registry: Registry,
+) -> None:
+    """Only its own end of that was broken; nobody has told the coordinator's."""
+    tap = Tap(int(registry.address.rpartition(":")[2]))
+    try:
+        link = join(registry, "refit", tap.address)
+        tap.reset()
+        said: list[Any] = []
+        deadline = time.monotonic() + WAIT_S
+        while not said:
+            assert time.monotonic() < deadline, "it is told nothing any more"
+            registry.send("refit-0", encode(Shutdown(reason="over the new connection")))
+            [*registry.receive(0.05)]
+            said += filter(None, [link.receive(0.0)])
+        link.close("it was told to")
+        (lost,) = events(registry, lambda event: isinstance(event, Lost))
+        assert isinstance(lost, Lost)
+        assert lost.why == "it left: it was told to"
+    finally:
+        tap.close()
 
 
 def test_the_wire_carries_no_configuration_that_can_be_read(registry: Registry) -> None:

@@ -153,6 +153,26 @@ def test_members_are_taken_up_by_name_and_what_the_last_coordinator_asked_for_is
     assert others == [], "nobody is lost, and no answer to the first coordinator counts"
 
 
+def test_who_was_about_to_join_when_the_coordinator_was_lost_joins_the_next_one(cluster: Cluster) -> None:
+    """The first one has heard of its key, and has not welcomed it."""
+    first = cluster.first
+    link: Link[Any] = Link(first.registry.address, "rollout", "late", ToRollout, JOINING)
+    hello = Hello(protocol_version=PROTOCOL_VERSION, service="rollout", host="here", pid=1)
+    thread = threading.Thread(target=link.join, args=(hello, WAIT_S))
+    thread.start()
+    deadline = time.monotonic() + WAIT_S
+    while link.own.public not in first.listening.admitted:
+        assert time.monotonic() < deadline
+        [*first.registry.receive(0.05)]
+    earlier = cluster.earlier()
+    first.die()
+    second = cluster.begin(earlier)
+    second.joined("refit-0", "rollout-0", "rollout-1")
+    thread.join(WAIT_S)
+    assert second.registry.members["rollout-1"].peer.key == link.own.public
+    link.close("the test is over")
+
+
 def told_to_go(link: Link[Any]) -> Shutdown:
     """Return what a member is told, which then goes: else its link would end this process."""
     told = link.receive(WAIT_S)

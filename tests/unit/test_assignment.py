@@ -17,6 +17,7 @@ from tandem.coordinator.scheduler.events import (
     GroupSize,
     Replied,
     Ticked,
+    ToldToLeave,
 )
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.spec import Balance
@@ -219,6 +220,24 @@ def test_of_several_slow_engines_nothing_moves_to_one_of_them() -> None:
     for group in held["rollout-1"]:
         cluster.complete("rollout-2", group)
     assert cluster.plan.phase is Phase.TRAINING
+
+
+def test_a_slow_engine_gets_what_nobody_else_is_there_for_any_more() -> None:
+    cluster = slow_one(timeout_s=5.0)
+    cluster.tick(0.0)
+    assert ("rollout-1", (2, 4)) in prompts(cluster.tick(5.1))
+    assert prompts(lose(cluster, "rollout-1")) == [], "the other one was too slow"
+    assert prompts(cluster.tick(GRPO.deadlines.join + 1)) == [("rollout-0", (1, 3, 5))], "nobody has replaced it"
+
+
+def test_a_slow_engine_gets_what_one_that_leaves_would_have_got() -> None:
+    cluster = slow_one(timeout_s=5.0, engines=3)
+    cluster.tick(0.0)
+    cluster.tick(5.1)
+    assert {member for member, _ in prompts(lose(cluster, "rollout-1"))} == {"rollout-2"}
+    assert {member for member, _ in prompts(cluster.give(ToldToLeave(now=cluster.now, member="rollout-2")))} == {
+        "rollout-0"
+    }
 
 
 def test_what_a_lost_engine_held_moves_on_at_once() -> None:

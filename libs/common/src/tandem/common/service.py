@@ -176,7 +176,7 @@ def run_service(
     gc_tuning.retire_at_exit()
     arguments = _parser(kind).parse_args(argv)
     host = socket.gethostname()
-    identity = f"{kind}-{host}-{os.getpid()}-{secrets.token_hex(4)}"
+    identity = f"{kind}-{host}-{os.getpid()}-{secrets.token_hex(16)}"
     hello = Hello(protocol_version=PROTOCOL_VERSION, service=kind, host=host, pid=os.getpid(), index=arguments.index)
 
     def say_so() -> None:

@@ -25,7 +25,7 @@ class Peer(NamedTuple):
     """Whoever is at the other end of a connection to a `Hub`."""
 
     identity: bytes
-    """Of its socket."""
+    """Of its socket, which keeps it over all its connections, and tells it to nobody else."""
     key: str
     """Which it has proven."""
 
@@ -49,6 +49,9 @@ class Hub:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        # Who connects again has the same identity, and may do so while the connection before seems to be there: where
+        # something between has reset one end alone. Nobody else can take it over, since nobody else knows it.
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.SNDTIMEO, 5000)
         # What is sent is never dropped, nor does the loop wait for a slow receiver. Of what arrives, a connection may
         # have so much waiting here; the rest waits in its own sender.

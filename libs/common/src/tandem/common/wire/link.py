@@ -41,6 +41,10 @@ _FAILURES, _FAILING_S = 5, 2.0
 """So many handshakes may fail, and for so long: a coordinator that ends breaks off some as well."""
 
 
+class _KeyRefused(TandemError):
+    """The coordinator does not accept a key."""
+
+
 class Link(Generic[Incoming]):
     """A process's connection to its coordinator.
 
@@ -84,18 +88,34 @@ class Link(Generic[Incoming]):
         """
         deadline = time.monotonic() + timeout_s
         try:
-            if self._keys.is_joining:
-                dealer = self._new_dealer(f"{self._identity}-joins", self._keys.own)
-                with contextlib.closing(dealer):
-                    said = msgspec.structs.replace(hello, enrols=self.own.public)
-                    self._ask(dealer, said, Enrolled, deadline, timeout_s, is_waiting)
-                is_waiting = None
-            welcome = self._ask(self._dealer, hello, Welcome, deadline, timeout_s, is_waiting)
+            welcome = None
+            while welcome is None:
+                if self._keys.is_joining:
+                    self._enrol(hello, deadline, timeout_s, is_waiting)
+                    is_waiting = None
+                try:
+                    welcome = self._ask(self._dealer, hello, Welcome, deadline, timeout_s, is_waiting)
+                except _KeyRefused:
+                    if not self._keys.is_joining:
+                        raise
+                    # Of the key one coordinator has heard, which is gone; another goes on with the run.
+                    self._disconnect()
         except BaseException:
             self._close_sockets()
             raise
         self._start(hello, welcome)
         return welcome
+
+    def _enrol(self, hello: Hello, deadline: float, timeout_s: float, is_waiting: Callable[[], None] | None) -> None:
+        """Have the coordinator hear the key of this process."""
+        with contextlib.closing(self._new_dealer(f"{self._identity}-joins", self._keys.own)) as dealer:
+            said = msgspec.structs.replace(hello, enrols=self.own.public)
+            self._ask(dealer, said, Enrolled, deadline, timeout_s, is_waiting)
+
+    def _disconnect(self) -> None:
+        """Have a socket whose key was refused connect anew: libzmq does not try again by itself."""
+        with contextlib.suppress(zmq.ZMQError):
+            self._dealer.disconnect(self._coordinator)
 
     def _ask(
         self,
@@ -258,7 +278,7 @@ class _Handshake:
             self._failures.clear()
             self._dealer.send_multipart(self._hello)
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            raise TandemError(f"the coordinator at {self._address} does not accept the key of {self._keys_of}")
+            raise _KeyRefused(f"the coordinator at {self._address} does not accept the key of {self._keys_of}")
         else:
             self._failures.append(time.monotonic())
             if len(self._failures) >= _FAILURES and self._failures[-1] - self._failures[0] > _FAILING_S:

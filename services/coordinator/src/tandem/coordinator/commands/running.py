@@ -84,6 +84,8 @@ def run_to_outcome(
         kinds = [kind for kind, count in launched_processes(config).items() if count]
         environment = config.policy.environment
         with ForkServer(partial(preload, kinds, environment), config.cluster.deadlines.join_s) as fork_server:
+            if supervision is not None:
+                supervision.start()  # not before: what is forked had better have no threads
             from tandem.coordinator.run.invocation import Invocation
             from tandem.coordinator.run.preflight import preflight
             from tandem.coordinator.run.run import run

@@ -31,8 +31,10 @@ from tandem.coordinator.commands.arguments import FAILED, INTERRUPTED
 if TYPE_CHECKING:
     import socket
 
+    from tandem.common.config.schema import Cluster
     from tandem.common.wire import Stalls
 
+_COORDINATOR = (sys.executable, "-m", "tandem.coordinator.cli", "up")
 _GONE_S = 20.0
 """How long what a dead coordinator has started may take to end, before it is killed."""
 _LOOK_S, _LOOKED_S = 0.1, 1.0
@@ -42,11 +44,18 @@ _LOOK_S, _LOOKED_S = 0.1, 1.0
 class Supervisor:
     """Starts coordinators of one run, one after the other."""
 
-    def __init__(self, words: Sequence[str], folder: Path, most: int) -> None:
-        """`words` come after ``coordinator up``, but for how it begins. Of `most` that die others take the place."""
+    def __init__(
+        self, words: Sequence[str], folder: Path, cluster: Cluster, program: Sequence[str] = _COORDINATOR
+    ) -> None:
+        """`words` come after ``coordinator up``, but for how it begins. `cluster` says how often and how long."""
+        self._program = program
         self._words = words
         self._folder = folder
-        self._most = most
+        self._most = cluster.max_replacements
+        self._start_s = cluster.deadlines.join_s
+        """How soon a coordinator shows life for the first time."""
+        self._num_replaced = 0
+        """Processes, and coordinators."""
         self._asked: list[int] = []
         """Signals that asked the run to end."""
         self._pid: int | None = None
@@ -59,7 +68,7 @@ class Supervisor:
         """Children that outlive it, and their names."""
         self._ended: dict[int, tuple[int, float]] = {}
         """Exit codes of children that have just ended, and when."""
-        self._within_s = 0.0
+        self._within_s = self._start_s
         """How soon the coordinator was to show life again."""
 
     def run(self, how: Sequence[str]) -> int:
@@ -67,7 +76,7 @@ class Supervisor:
         before, why = self._run_id(), ""
         adopt_orphans()
         with signals.heard(self._pass_on):
-            for num_deaths in range(self._most + 1):
+            while True:
                 code = self._run_once(how, why)
                 if code >= 0:
                     return code
@@ -77,12 +86,14 @@ class Supervisor:
                 self._await_the_others()
                 if self._asked:
                     return INTERRUPTED
-                if num_deaths == self._most:
+                self._num_replaced += 1
+                if self._num_replaced > self._most:
                     break
                 if "--resume" in how or self._run_id() != before:  # else it died before it had begun
                     how = ["--resume"]
                 print(f"the coordinator was {_verb(why)}; it is started again", flush=True)
-        print(f"error: the coordinator was {_verb(why)}; it was started {num_deaths + 1} times", file=sys.stderr)
+        times = f"; processes were replaced {self._most} times before" if self._most else ""
+        print(f"error: the coordinator was {_verb(why)}{times} (cluster.max_replacements)", file=sys.stderr)
         return FAILED
 
     def _run_once(self, how: Sequence[str], why: str) -> int:
@@ -94,14 +105,14 @@ class Supervisor:
         with ours:
             with theirs:
                 kept = {name: pid for pid, name in self._kept.items()}
-                say(ours, Begun(why, kept))
-                program = [sys.executable, "-m", "tandem.coordinator.cli", "up"]
+                say(ours, Begun(why, kept, self._num_replaced))
                 owner = ["--supervised-by", str(os.getpid()), "--supervision-fd", str(theirs.fileno())]
                 # In a group of its own, so that what a terminal sends to all reaches it once, by way of this process.
                 process = subprocess.Popen(
-                    [*program, *self._words, *how, *owner], process_group=0, pass_fds=[theirs.fileno()]
+                    [*self._program, *self._words, *how, *owner], process_group=0, pass_fds=[theirs.fileno()]
                 )
-            self._pid, self._alive_by, self._silent_s = process.pid, math.inf, None
+            self._pid, self._within_s, self._silent_s = process.pid, self._start_s, None
+            self._alive_by = time.monotonic() + self._start_s
             stalls = Stalls()
             while process.pid not in self._ended:
                 self._look(ours, stalls)
@@ -130,13 +141,14 @@ class Supervisor:
 
     def _hear(self, coordinator: socket.socket) -> None:
         """Take what the coordinator has said."""
-        from tandem.coordinator.run.supervision import Alive, Ended, hear, say, to_supervisor
+        from tandem.coordinator.run.supervision import Alive, Ended, Replaced, hear, say, to_supervisor
 
         while message := hear(coordinator):
             said = to_supervisor.decode(message)
             if isinstance(said, Alive):
-                self._within_s = said.within_s or 0.0
-                self._alive_by = math.inf if said.within_s is None else time.monotonic() + said.within_s
+                self._within_s, self._alive_by = said.within_s, time.monotonic() + said.within_s
+            elif isinstance(said, Replaced):
+                self._num_replaced += said.count
             elif said.pid in self._ended:
                 say(coordinator, Ended(said.pid, self._ended[said.pid][0]))
             else:

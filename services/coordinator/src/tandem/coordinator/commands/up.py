@@ -55,14 +55,14 @@ def _up(arguments: argparse.Namespace) -> int:
         words = [arguments.config, *arguments.overrides, f"--unfinished-code={arguments.unfinished_code}"]
         how = ["--resume"] * arguments.resume + ["--restart"] * arguments.restart
         how += [] if arguments.from_step is None else ["--from", str(arguments.from_step)]
-        return Supervisor(words, Path(config.logger.log_dir), config.cluster.max_replacements).run(how)
+        return Supervisor(words, Path(config.logger.log_dir), config.cluster).run(how)
     mode: Mode = "resume" if arguments.resume else "restart" if arguments.restart else "new"
     words = ["coordinator", "up", arguments.config, *arguments.overrides, "--resume"]
     supervision = None
     if arguments.supervision_fd is not None:
         from tandem.coordinator.run.supervision import Supervision
 
-        supervision = Supervision(arguments.supervision_fd, arguments.supervised_by)
+        supervision = Supervision(arguments.supervision_fd, arguments.supervised_by, config.cluster)
     return run_to_end(
         arguments.config,
         config,

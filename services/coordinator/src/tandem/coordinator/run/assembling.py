@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
 from functools import partial
 
 import msgspec
@@ -38,9 +37,6 @@ from tandem.coordinator.scheduler import RunSpec, Scheduler
 from tandem.coordinator.scheduler.kept import KeptGroup, Place
 
 _ORDERS_OF_A_COORDINATOR = 1 << 32
-_MOST_TIMEOUTS = 2.0
-"""Heartbeat timeouts without a round of the loop, after which its supervisor has another coordinator: services wait for
-it after one, and a disk may have held it up for as long."""
 
 
 class Lasting(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,7 +135,7 @@ def assemble(
         members.interrupts,
         members.limit,
         partial(_find_kept, invocation, samples, start.first_step, limits, run_id, recorder.note),
-        _sign_of_life(invocation),
+        _no_sign if invocation.supervision is None else invocation.supervision.show_life,
     )
 
 
@@ -155,12 +151,8 @@ def _registry(config: Config, opened: Opened, pulse: Pulse, known: KnownMembers)
     return Registry(opened.listening, expected, config_to_json(config), run_id, pulse, replies, most, known)
 
 
-def _sign_of_life(invocation: Invocation) -> Callable[[], None]:
-    """Return what the loop calls in each round."""
-    if invocation.supervision is None:
-        return lambda: None
-    within_s = _MOST_TIMEOUTS * invocation.ready.config.cluster.heartbeat_timeout_s
-    return partial(invocation.supervision.show_life, within_s)
+def _no_sign() -> None:
+    """Show no life to anybody: nobody waits for it."""
 
 
 def _recorder(

@@ -49,7 +49,7 @@ def open_run(invocation: Invocation, stack: contextlib.ExitStack) -> Opened:
     if earlier is not None and listening.hub.address != earlier.address:
         earlier = earlier.without(earlier.staying)  # which find nobody where they look
     stack.callback(listening.hub.close)
-    watchers = Watchers()
+    watchers = Watchers(invocation.supervision)
     if metrics := watchers.listen(config.logger, stack):
         say(f"metrics: {metrics}")
     listener = page_socket(config.logger.page)

@@ -1,10 +1,14 @@
 """What a coordinator and its supervisor tell each other, over a socket pair that is inherited.
 
-    coordinator ─▶ supervisor   `Alive`: a sign of life; `Keep`: a child of the supervisor's outlives the coordinator
+    coordinator ─▶ supervisor   `Alive`: a sign of life; `Keep`: a child of the supervisor's outlives the coordinator;
+                                `Replaced`: processes were
     supervisor ─▶ coordinator   `Begun`, first: what became of the one before; `Ended`: how such a child ended
 
 Engines and the refit service are children of the supervisor (`tandem.coordinator.commands.supervision`): the kernel
 ends them with it, and not with the coordinator, which the supervisor tells how they end.
+
+Signs of life come from the loop of a run, which shows that it goes round. Where there is none, before it, between two
+and after the last, they come from a thread, which shows that the process is not stopped.
 """
 
 from __future__ import annotations
@@ -13,22 +17,33 @@ import contextlib
 import os
 import signal
 import socket
+import threading
 import time
 
 import msgspec
 
+from tandem.common.config.schema import Cluster
 from tandem.coordinator.run.fork_server import Child
 
 _MOST_BYTES = 1 << 16
 _SIGNS = 20
 """Of life, within the time in which there must be one."""
+_MOST_TIMEOUTS = 2.0
+"""Heartbeat timeouts without a round of the loop, after which its supervisor has another coordinator: services wait for
+it after one, and a disk may have held it up for as long."""
 
 
 class Alive(msgspec.Struct, frozen=True, tag=True):
     """The coordinator is alive."""
 
-    within_s: float | None = None
-    """How soon it says so again, at the latest; None if it cannot tell."""
+    within_s: float
+    """How soon it says so again, at the latest."""
+
+
+class Replaced(msgspec.Struct, frozen=True, tag=True):
+    """Processes were replaced that the run has lost."""
+
+    count: int
 
 
 class Keep(msgspec.Struct, frozen=True, tag=True):
@@ -45,6 +60,8 @@ class Begun(msgspec.Struct, frozen=True, tag=True):
     """Why the one before was lost; empty if there was none."""
     kept: dict[str, int] = {}
     """Processes by name."""
+    num_replaced: int = 0
+    """Processes that were, and coordinators."""
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
@@ -55,7 +72,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     """Negative: the signal that ended it."""
 
 
-to_supervisor: msgspec.json.Decoder[Alive | Keep] = msgspec.json.Decoder(Alive | Keep)
+to_supervisor: msgspec.json.Decoder[Alive | Keep | Replaced] = msgspec.json.Decoder(Alive | Keep | Replaced)
 _to_coordinator: msgspec.json.Decoder[Begun | Ended] = msgspec.json.Decoder(Begun | Ended)
 
 
@@ -67,7 +84,7 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
     return ends
 
 
-def say(end: socket.socket, what: Alive | Keep | Begun | Ended) -> None:
+def say(end: socket.socket, what: Alive | Keep | Replaced | Begun | Ended) -> None:
     """Tell the other end something, if it is there and listens."""
     with contextlib.suppress(OSError):
         end.send(msgspec.json.encode(what))
@@ -83,8 +100,8 @@ def hear(end: socket.socket) -> bytes:
 class Supervision:
     """The coordinator's end."""
 
-    def __init__(self, descriptor: int, supervisor: int) -> None:
-        """`supervisor` is the parent of this process."""
+    def __init__(self, descriptor: int, supervisor: int, cluster: Cluster) -> None:
+        """`supervisor` is the parent of this process. `cluster` says how long what may take."""
         self.pid = supervisor
         self._socket = socket.socket(fileno=descriptor)
         self._socket.setblocking(False)
@@ -92,20 +109,40 @@ class Supervision:
         begun = _to_coordinator.decode(hear(self._socket))
         assert isinstance(begun, Begun), "the supervisor says so first"
         self.begun = begun
+        self.num_replaced = begun.num_replaced
+        """Processes that were, in the whole run, and coordinators."""
+        self._round_s, self._start_s = _MOST_TIMEOUTS * cluster.heartbeat_timeout_s, cluster.deadlines.join_s
         self._codes: dict[int, int] = {}
         self._next_sign = 0.0
+        self._is_in_loop = False
 
-    def show_life(self, within_s: float) -> None:
-        """Say that this process is alive, and when it says so again at the latest; to be called often."""
+    def start(self) -> None:
+        """Show from now on that this process is there, by a thread, until it ends."""
+        threading.Thread(target=self._show_presence, name="sign of life", daemon=True).start()
+
+    def _show_presence(self) -> None:
+        while True:
+            if not self._is_in_loop:
+                say(self._socket, Alive(self._start_s))
+            time.sleep(self._start_s / _SIGNS)
+
+    def show_life(self) -> None:
+        """Say that the loop of this process goes round; to be called often."""
+        self._is_in_loop = True
         now = time.monotonic()
         if now >= self._next_sign:
-            self._next_sign = now + within_s / _SIGNS
-            say(self._socket, Alive(within_s))
+            self._next_sign = now + self._round_s / _SIGNS
+            say(self._socket, Alive(self._round_s))
 
     def rest(self) -> None:
-        """Have the supervisor wait for no sign of life."""
-        self._next_sign = 0.0
-        say(self._socket, Alive())
+        """Have the supervisor wait for no round of the loop, but only for this process to be there."""
+        self._is_in_loop, self._next_sign = False, 0.0
+        say(self._socket, Alive(self._start_s))
+
+    def replaced(self, count: int) -> None:
+        """Say that processes were replaced: of so many there may be in the whole run."""
+        self.num_replaced += count
+        say(self._socket, Replaced(count))
 
     def keep(self, name: str, pid: int) -> Child:
         """Have a child of the supervisor's outlive this process; return it."""

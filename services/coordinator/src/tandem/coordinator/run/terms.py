@@ -64,8 +64,10 @@ class Terms:
         """Where the lines of the last term are kept."""
         self._limits = KeptLimits(newest_proven=None)
         """What counts of the samples that are there, as the journal said before it forgot what came after."""
+        supervision = invocation.supervision
         self._past = Past(
             said=Said(began_at=time.monotonic()),
+            num_replaced=0 if supervision is None else supervision.num_replaced,
             next_command_id=first_command_id(opened),
             has_started=opened.earlier is not None and opened.journal.last_step() is not None,
             departed=() if opened.earlier is None else opened.earlier.departed,
@@ -98,8 +100,6 @@ class Terms:
                 finish = self._carry_out_all(start)
                 outcome = finish.outcome
             finally:
-                if self._invocation.supervision is not None:
-                    self._invocation.supervision.rest()
                 self._stop(outcome)
         return finish
 
@@ -183,7 +183,7 @@ class Terms:
             self._note, self._live = loop.recorder.note, loop.recorder.onlookers.live
             resuming = self._resuming(checkpoints)
             try:
-                finish = loop.run()
+                finish = self._run_loop(loop)
                 damage = resuming.damage_in(finish, start)
             except DamagedCheckpoint as damaged:
                 damage = damaged
@@ -191,6 +191,14 @@ class Terms:
                 self._stop("failed")  # before others are read, which takes a while
                 raise resuming.with_way_out(damage, start.first_step - 1)
             return finish, self._to_be_replaced(finish, loop)
+
+    def _run_loop(self, loop: Loop) -> Finish:
+        supervision = self._invocation.supervision
+        try:
+            return loop.run()
+        finally:
+            if supervision is not None:
+                supervision.rest()
 
     def _to_be_replaced(self, finish: Finish, loop: Loop) -> dict[str, str]:
         """Return who was lost, and why, if the run can go on with others in their places; nobody if not."""

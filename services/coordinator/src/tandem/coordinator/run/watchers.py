@@ -1,4 +1,4 @@
-"""What a run is watched by, where that is switched on: its page, Prometheus, OpenTelemetry."""
+"""What a run is watched by, where that is switched on: its page, Prometheus, OpenTelemetry, a supervisor."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from tandem.common.config.schema import Logger
 from tandem.coordinator.page.beside import PageProcess
 from tandem.coordinator.run.journal import RefitRecord, StepRecord
 from tandem.coordinator.run.live import Live
+from tandem.coordinator.run.supervision import Supervision
 from tandem.coordinator.run.timeline import StepSpans
 
 if TYPE_CHECKING:  # each needs an extra
@@ -21,7 +22,8 @@ if TYPE_CHECKING:  # each needs an extra
 class Watchers:
     """Those that are there are told; none is fine."""
 
-    def __init__(self) -> None:
+    def __init__(self, supervision: Supervision | None = None) -> None:
+        self._supervision = supervision
         self._page: PageProcess | None = None
         self._prometheus: Exporter | None = None
         self._tracing: Tracing | None = None
@@ -85,6 +87,8 @@ class Watchers:
 
     def replaced(self, count: int = 1) -> None:
         """Say that processes are replaced; trainers that are started again together are one."""
+        if self._supervision is not None:
+            self._supervision.replaced(count)
         if self._prometheus is not None:
             self._prometheus.replaced(count)
 

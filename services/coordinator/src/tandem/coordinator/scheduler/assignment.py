@@ -134,7 +134,7 @@ class _Load:
         self.busy_since = 0.0
         """When it last was given something and had nothing."""
         self.is_open = True
-        """Whether it gets more: not after it was too slow, until new groups come."""
+        """Whether it gets more: not after it was too slow, until new groups come, or who was faster leaves."""
 
     def clear(self) -> None:
         """Forget what there was to do."""
@@ -163,9 +163,7 @@ class BalancedAssignment:
         """Have groups wait for whoever has room; every engine gets a new chance."""
         self.put_back(groups)
         self._idle_since = None
-        for engine in engines:
-            self._load(engine).is_open = True
-            self._update(engine)
+        self._reopen(engines)
 
     def put_back(self, groups: Sequence[Group]) -> None:
         """Have groups wait for whoever has room, after those of their step that wait already."""
@@ -213,8 +211,10 @@ class BalancedAssignment:
         self._update(engine)
 
     def move(self, engine: str, others: Sequence[str]) -> bool:
-        """Nothing waits for one engine; but it has not become idle when it has nothing to do."""
-        self._leaving.add(engine)
+        """Nothing waits for one engine; but it is not idle when it has nothing to do, and others get a new chance."""
+        if engine not in self._leaving:
+            self._leaving.add(engine)
+            self._reopen(others)
         return False
 
     def forget(self, engine: str) -> None:
@@ -242,6 +242,12 @@ class BalancedAssignment:
         self._waiting.clear()
         for engine, load in self._loads.items():
             load.clear()
+            self._update(engine)
+
+    def _reopen(self, engines: Sequence[str]) -> None:
+        """Give engines more, also those that were too slow."""
+        for engine in engines:
+            self._load(engine).is_open = True
             self._update(engine)
 
     def _load(self, engine: str) -> _Load:

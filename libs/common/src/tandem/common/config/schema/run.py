@@ -270,7 +270,8 @@ class Cluster(Section, frozen=True, kw_only=True):
     takes them up. null: 300 with ``coordinator up --supervise``, and otherwise 0, with which they end."""
     max_replacements: NonNegativeInt = 3
     """New. How many processes of whatever kind may be lost, or hang, and be replaced before the run fails. Trainers
-    are started again together, which counts once. With 0 the first loss ends the run, and ``--resume`` goes on."""
+    are started again together, which counts once; coordinators that ``--supervise`` replaces count as well. With 0
+    the first loss ends the run, and ``--resume`` goes on."""
     links: LinkRates = LinkRates()
     deadlines: Deadlines = Deadlines()
 

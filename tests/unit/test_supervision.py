@@ -1,0 +1,99 @@
+"""A supervisor and what it supervises, which is a program of a few lines here: signs of life, and how often."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import textwrap
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tandem.common.config.schema import Cluster, Deadlines
+from tandem.coordinator.commands.arguments import FAILED
+from tandem.coordinator.commands.supervision import Supervisor
+
+START_S, ROUND_S = 3.0, 1.0
+CLUSTER = Cluster(
+    trainers=1,
+    rollouts=1,
+    launch="all",
+    max_replacements=3,
+    heartbeat_timeout_s=ROUND_S / 2,
+    deadlines=Deadlines(join_s=START_S),
+)
+BEGINS = f"""
+import os, signal, sys, time
+from pathlib import Path
+import msgspec
+from tandem.common.config.schema import Cluster
+from tandem.coordinator.run.supervision import Supervision
+
+cluster = msgspec.json.decode({msgspec.json.encode(CLUSTER)!r}, type=Cluster)
+supervision = Supervision(int(sys.argv[-1]), int(sys.argv[-3]), cluster)
+with Path("lives.txt").open("a") as lives:
+    print(supervision.begun.why, supervision.num_replaced, file=lives)
+life = len(Path("lives.txt").read_text().splitlines())
+"""
+"""What each of these programs begins with: it says how often it has lived."""
+
+
+def supervised(folder: Path, program: str) -> tuple[int, list[str]]:
+    """Supervise a program; return the exit code, and what each of its lives began with."""
+    (folder / "program.py").write_text(BEGINS + textwrap.dedent(program))
+    code = Supervisor([], folder / "run", CLUSTER, [sys.executable, "program.py"]).run([])
+    return code, (folder / "lives.txt").read_text().splitlines()
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("first", ["pass", "supervision.start()", "supervision.show_life(); supervision.rest()"])
+def test_a_coordinator_that_is_stopped_where_no_loop_goes_round_is_missed(folder: Path, first: str) -> None:
+    """From its first moment on, once it has said that it is there, and between loops."""
+    code, lives = supervised(
+        folder,
+        f"""
+        if life == 1:
+            {first}
+            os.kill(os.getpid(), signal.SIGSTOP)
+        """,
+    )
+    assert code == 0
+    assert lives == [" 0", "no sign of life for 3 s 1"]
+
+
+def test_who_takes_long_to_begin_is_not_taken_for_one_that_is_stopped(folder: Path) -> None:
+    code, lives = supervised(folder, f"supervision.start(); time.sleep({1.5 * START_S})")
+    assert (code, lives) == (0, [" 0"])
+
+
+def test_a_loop_that_does_not_go_round_is_missed_though_its_process_is_there(folder: Path) -> None:
+    code, lives = supervised(
+        folder,
+        f"""
+        supervision.start()
+        for _ in range(20):
+            supervision.show_life()
+            time.sleep(0.05)
+        if life == 1:
+            time.sleep({10 * START_S})
+        """,
+    )
+    assert code == 0
+    assert lives == [" 0", "no sign of life for 1 s 1"]
+
+
+def test_one_bound_is_for_all_that_is_replaced_the_coordinator_included(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, lives = supervised(folder, "supervision.replaced(life - 1); os.kill(os.getpid(), signal.SIGKILL)")
+    why = f"killed by {signal.SIGKILL.name}"
+    assert lives == [" 0", f"{why} 1", f"{why} 3"]
+    assert code == FAILED
+    said = f"error: the coordinator was {why}; processes were replaced 3 times before (cluster.max_replacements)\n"
+    assert capsys.readouterr().err == said
