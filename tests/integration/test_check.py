@@ -10,6 +10,7 @@ import pytest
 
 from tandem.common.keys import write_run_keys
 from tandem.common.wire import EXIT_NOT_ADMITTED
+from tandem.coordinator.cli import EXAMPLES
 from tests.integration.by_hand import MEGATRON_TP2
 from tests.integration.harness import GYM, Command, coordinator, joins, merged, steps_of, typed, write_config
 from tests.members import RUN
@@ -217,7 +218,8 @@ def test_too_few_words_are_answered_by_an_example(words: list[str]) -> None:
     ended = typed("coordinator", *words)
     assert ended.returncode == 2
     assert ended.stderr.startswith("usage: coordinator ")
-    assert ended.stderr.endswith("\nexample: coordinator up examples/arithmetic.yaml grpo.max_num_steps=20\n")
+    example = EXAMPLES[words[0] if words[:1] in (["up"], ["check"]) else ""]
+    assert ended.stderr.endswith(f"\nexample: {example}\n")
     if words in (["up"], ["check"]):
         assert "the following arguments are required: CONFIG\n" in ended.stderr
 

@@ -30,6 +30,8 @@ def test_the_commands_of_the_readme_run() -> None:
             more = ["grpo.max_num_steps=3", *SHORT[1:]]
         ended = typed("coordinator", *words, *more, timeout_s=280)
         assert ended.returncode == 0, f"{command}: {ended.stdout[-2000:]}{ended.stderr}"
+        if words[0] == "up":
+            assert re.search(r"the model is in (\S+); talk to it: coordinator chat \S+\n", ended.stdout), ended.stdout
     assert [s.step for s in steps_of("results/arithmetic")] == [0, 1, 2, 3]
     assert Path("results/arithmetic/report.png").exists()
     assert Path("results/spelling/report.json").exists()

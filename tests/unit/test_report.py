@@ -13,8 +13,8 @@ import pytest
 
 from tandem.common.config import build_config, config_to_json
 from tandem.coordinator.cli import main
-from tandem.coordinator.inspect.charts import Line, layer_chart, line_chart
-from tandem.coordinator.inspect.figure import draw_panels
+from tandem.coordinator.inspect.charts import ROUNDING, Line, layer_chart, line_chart
+from tandem.coordinator.inspect.figure import _pyplot, _widen, draw_panels
 from tandem.coordinator.inspect.panels import panels_of
 from tandem.coordinator.inspect.report import format_report, write_report
 from tandem.coordinator.inspect.report_page import page
@@ -130,6 +130,20 @@ def test_eight_panels_are_drawn() -> None:
     assert content[:4] == b"\x89PNG"
     width, height = (int.from_bytes(content[at : at + 4], "big") for at in (16, 20))
     assert width > 2 * height > 1000
+
+
+def test_axes_show_no_rounding_and_no_divergence_from_a_reference_that_is_not_held() -> None:
+    (run,) = load_runs([write_run("run", {"kl": 0.0, "approx_kl": 0.1, "token_mult_prob_error": 1 + 5e-8})])
+    divergence = next(panel for panel in panels_of(["grpo"]) if panel.title == "KL and entropy")
+    assert [curve.name for curve in divergence.drawn([run.curves])[1]] == ["approx_kl"]
+    pyplot = _pyplot()
+    axes = pyplot.figure().subplots()
+    axes.plot([1, 2], [1 + 5e-8, 1 - 5e-8])
+    _widen(axes)
+    low, high = axes.get_ylim()
+    assert (low, high) == (pytest.approx(1 - ROUNDING), pytest.approx(1 + ROUNDING))
+    assert not axes.yaxis.get_major_formatter().get_useOffset()
+    pyplot.close("all")
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,6 @@ from tandem.coordinator.commands import (
 )
 from tandem.coordinator.commands.arguments import BAD_INPUT, FAILED, INTERRUPTED, CarryOut
 
-_EXAMPLE = "example: coordinator up examples/arithmetic.yaml grpo.max_num_steps=20"
 _COMMANDS = (
     init,
     check,
@@ -59,6 +58,30 @@ _COMMANDS = (
     completion,
 )
 """In the order in which help lists them."""
+EXAMPLES = {
+    "": "coordinator up examples/arithmetic.yaml grpo.max_num_steps=20",
+    "init": "coordinator init --algorithm grpo --task chain_sum mine.yaml",
+    "check": "coordinator check examples/arithmetic.yaml",
+    "doctor": "coordinator doctor examples/arithmetic.yaml",
+    "plan": "coordinator plan examples/plans/llama-8b-fsdp8-to-tp2.yaml",
+    "keys": "coordinator keys examples/arithmetic.yaml",
+    "up": "coordinator up examples/arithmetic.yaml grpo.max_num_steps=20",
+    "join": "coordinator join config.yaml cluster.num_nodes=2 --node 1 --coordinator tcp://10.0.0.1:5555",
+    "view": "coordinator view results/arithmetic results/arithmetic_sft",
+    "samples": "coordinator samples results/arithmetic --step 12 --worst",
+    "report": "coordinator report results/arithmetic results/seed1",
+    "diagnose": "coordinator diagnose results/arithmetic",
+    "refits": "coordinator refits results/arithmetic",
+    "replay": "coordinator replay results/arithmetic --from 50 loss_fn.ratio_clip_max=0.28",
+    "eval": "coordinator eval examples/arithmetic.yaml --model results/arithmetic eval.num_tests_per_prompt=8",
+    "merge": "coordinator merge results/arithmetic_lora merged",
+    "serve": "coordinator serve results/arithmetic",
+    "chat": "coordinator chat results/arithmetic",
+    "slurm": "coordinator slurm config.yaml cluster.num_nodes=4 --time 12:00:00 --submit",
+    "kubernetes": "coordinator kubernetes config.yaml --image registry.example/tandem:cuda --claim workspace",
+    "completion": "coordinator completion bash",
+}
+"""What to type, by command: for help, and for who has typed what cannot be."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -91,9 +114,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 class _Parser(argparse.ArgumentParser):
     """Says by an example what to type."""
 
+    @property
+    def example(self) -> str:
+        """Of this command, or of all."""
+        return f"example: {EXAMPLES[self.prog.partition(' ')[2]]}"
+
     def error(self, message: str) -> NoReturn:
         """Print usage, what is wrong and an example; exit with code 2."""
-        self.exit(BAD_INPUT, f"{self.format_usage()}{self.prog}: error: {message}\n{_EXAMPLE}\n")
+        self.exit(BAD_INPUT, f"{self.format_usage()}{self.prog}: error: {message}\n{self.example}\n")
+
+    def format_help(self) -> str:
+        """Return what ``--help`` prints, with an example at its end unless the command says more there."""
+        return super().format_help() if self.epilog else f"{super().format_help()}\n{self.example}\n"
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -113,7 +145,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="coordinator", description="Tandem: post-training for language models.", epilog=_EXAMPLE)
+    parser = _Parser(prog="coordinator", description="Tandem: post-training for language models.")
     parser.add_argument("--version", action="version", version=f"tandem {importlib.metadata.version('tandem')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in _COMMANDS:

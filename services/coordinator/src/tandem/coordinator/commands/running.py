@@ -120,8 +120,25 @@ def _report(config: Config, folder: Path) -> str:
     if config.replay is not None:
         from tandem.coordinator.run.comparison import compare
 
-        said += f"\n{compare(config)}"
-    return said
+        return f"{said}\n{compare(config)}"
+    return f"{said}{_what_next(config, folder)}"
+
+
+def _what_next(config: Config, folder: Path) -> str:
+    """Say where the model is, and what to type to talk to it, or to make one of adapters."""
+    from tandem.common import lora
+    from tandem.coordinator.run.replay import checkpoints_of
+
+    checkpoints = checkpoints_of(folder, config)
+    steps = checkpoints.steps()
+    if not steps:
+        return ""
+    policy = checkpoints.folder_of(steps[-1]) / "policy"
+    run = shlex.quote(str(folder))
+    if (policy / lora.CONFIG).exists():
+        return f"\nthe adapters are in {policy}; make a plain model of them: coordinator merge {run} FOLDER"
+    writes = config.declaration.head == "vocabulary"
+    return f"\nthe model is in {policy}{f'; talk to it: coordinator chat {run}' if writes else ''}"
 
 
 def _evaluated(folder: Path) -> str:

@@ -47,11 +47,11 @@ def write_table(folder: Path, evaluation: Evaluation) -> None:
 
 def print_table(evaluation: Evaluation, config: Config, console: Console) -> None:
     """Print the table, and what it says."""
+    longest = max(len(row.model) for row in evaluation.models)
     if not console.is_terminal:
-        console.width = max(console.width, _WIDTH)
+        console.width = max(console.width, _WIDTH + longest)
     many = evaluation.num_tests_per_prompt > 1
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    longest = max(len(row.model) for row in evaluation.models)
     table.add_column("model", overflow="fold", min_width=min(longest, _WIDTH // 3))
     ks = sorted({k for row in evaluation.models for k in row.pass_at if k > 1})
     voted = sorted({k for row in evaluation.models for k in row.majority_at or {} if k > 2})

@@ -18,7 +18,7 @@ _WIDTH, _HEIGHT = 520, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 56, 12, 28
 _COLUMNS = 300
 _TICKS = 4
-_ROUNDING = 1e-4
+ROUNDING = 1e-4
 """Values that differ by less, relative to them, are told apart by no axis."""
 _LARGE = 1e6
 """Ticks of larger values are written in powers of ten."""
@@ -109,8 +109,8 @@ class _Axis(NamedTuple):
         """Return an axis of these values; such as are equal but for rounding lie in the middle, zeros at its end."""
         if low == high == 0:
             high = 1.0
-        elif high - low < _ROUNDING * max(abs(low), abs(high)):
-            reach = max(abs(low), abs(high)) * _ROUNDING
+        elif high - low < ROUNDING * max(abs(low), abs(high)):
+            reach = max(abs(low), abs(high)) * ROUNDING
             low, high = low - reach, high + reach
         return _Axis(low, high, first, last)
 

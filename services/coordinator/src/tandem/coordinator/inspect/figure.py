@@ -11,6 +11,7 @@ from typing import Any
 
 from tandem.common import gc_tuning
 from tandem.common.algorithms import ALGORITHMS
+from tandem.coordinator.inspect.charts import ROUNDING
 from tandem.coordinator.inspect.panels import PHASES, SECONDS, Curve, Panel, panels_of
 from tandem.coordinator.inspect.side_by_side import Run
 from tandem.coordinator.inspect.summary import RunSummary
@@ -39,6 +40,9 @@ def draw_panels(runs: Sequence[Run], path: Path) -> None:
             _stack(place, runs[0])
         else:
             _draw(place, panel, runs)
+    for place in axes.flat:
+        place.set_xlabel("step", fontsize="small")
+        place.xaxis.get_major_locator().set_params(integer=True)
     figure.tight_layout()
     figure.savefig(path, dpi=90)
     pyplot.close(figure)
@@ -49,7 +53,7 @@ def _draw(axes: Any, panel: Panel, runs: Sequence[Run]) -> None:
     left, right = panel.drawn([run.curves for run in runs])
     if not left and not right:
         axes.text(0.5, 0.5, panel.missing, ha="center", va="center", transform=axes.transAxes, color="grey")
-        axes.set_xticks([])
+        axes.tick_params(labelbottom=False, bottom=False)
         axes.set_yticks([])
         return
     sides = [(axes, left)] if left else []
@@ -62,9 +66,20 @@ def _draw(axes: Any, panel: Panel, runs: Sequence[Run]) -> None:
             lines += _lines(side, curve, number, runs)
             number += 1
         side.tick_params(labelsize="small")
+        _widen(side)
         if len(sides) > 1:
             side.set_ylabel(", ".join(curve.label for curve in curves), fontsize="small")
     axes.legend(handles=lines, fontsize="x-small").set_zorder(9)
+
+
+def _widen(side: Any) -> None:
+    """Have an axis show no differences that rounding makes, which it would label by an offset that nobody can read."""
+    low, high = side.get_ylim()
+    least = ROUNDING * max(abs(low), abs(high))
+    if high - low < least:
+        middle = (low + high) / 2
+        side.set_ylim(middle - least, middle + least)
+    side.ticklabel_format(axis="y", useOffset=False)
 
 
 def _lines(side: Any, curve: Curve, number: int, runs: Sequence[Run]) -> list[Any]:

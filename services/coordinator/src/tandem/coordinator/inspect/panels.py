@@ -35,8 +35,13 @@ class Panel(msgspec.Struct, frozen=True, kw_only=True):
     """What is said where no run has any of these."""
 
     def drawn(self, curves: Iterable[Mapping[str, Points]]) -> tuple[list[Curve], list[Curve]]:
-        """Return the curves of both axes that some run has."""
-        known = {name for of_run in curves for name, points in of_run.items() if points}
+        """Return the curves of both axes that some run has; one without a reference has a KL of 0 from it."""
+        known = {
+            name
+            for of_run in curves
+            for name, points in of_run.items()
+            if (points if name != "kl" else any(value for _, value in points))
+        }
         left, right = ([curve for curve in axis if curve.name in known] for axis in (self.left, self.right))
         return left, right
 

@@ -88,8 +88,7 @@ def format_breakdown(summary: RunSummary) -> str:
     total = summary.median_seconds.get("total", 0.0)
     rows = ["median step       seconds  share"]
     for name, label in _BREAKDOWN.items():
-        if name in summary.median_seconds:
-            seconds = summary.median_seconds[name]
+        if seconds := summary.median_seconds.get(name):
             rows.append(f"  {label:<22} {seconds:7.3f}  {seconds / total if total else 0.0:5.1%}")
     rows += _memory_table(summary)
     lengths = summary.curves.get("mean_generation_length", [])

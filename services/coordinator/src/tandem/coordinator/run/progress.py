@@ -65,8 +65,8 @@ def step_line(record: StepRecord, last_step: int, times: str = "") -> str:
     """Describe a step that is done in one line; `times` says how far that is."""
     metrics, seconds = record.metrics, record.seconds
     parts = [f"step {record.step}/{last_step}"]
-    for name, label in (*_curves_of(metrics), *_POLICY, ("avg_trajectory_age", "mean age")):
-        if name in metrics and not (name == "kl" and metrics[name] == 0.0):
+    for name, label in (*_curves_of(metrics), *_policy_of(metrics), ("avg_trajectory_age", "mean age")):
+        if name in metrics:
             parts.append(f"{label} {metrics[name]:.3f}")
     if "val_loss" in metrics:
         parts.append(f"held-out loss {metrics['val_loss']:.3f}")
@@ -117,8 +117,10 @@ def _curves_of(metrics: Mapping[str, float]) -> tuple[tuple[str, str], ...]:
     return (first, ("val_accuracy", "held-out accuracy"), ("loss", "loss"))
 
 
-_POLICY = (("kl", "kl"), ("entropy", "entropy"))
-"""Of the policy, with their labels."""
+def _policy_of(metrics: Mapping[str, float]) -> tuple[tuple[str, str], ...]:
+    """Return those of the policy. Where no reference is held, its divergence is that of a step from the one before."""
+    divergence = ("kl", "kl") if metrics.get("kl") else ("approx_kl", "kl of the step")
+    return (divergence, ("entropy", "entropy"))
 
 
 def shares(seconds: Mapping[str, float]) -> str:
@@ -199,9 +201,10 @@ class Progress:
 
     def _curves(self) -> list[RenderableType]:
         lines: list[RenderableType] = []
-        for name, label in (*_curves_of(self._records[-1].metrics if self._records else {}), *_POLICY):
+        newest = self._records[-1].metrics if self._records else {}
+        for name, label in (*_curves_of(newest), *_policy_of(newest)):
             values = [record.metrics[name] for record in self._records if name in record.metrics]
-            if values and (name != "kl" or any(values)):
+            if values:
                 lines.append(Text(f"{label:>18} {values[-1]:7.3f}  {sparkline(values)}"))
         return lines
 
