@@ -218,6 +218,20 @@ class MisbehavesInThreads(Misbehaves):
     runs_in = "threads"
 
 
+class Unmade(Misbehaves):
+    """The same; while there is a file of that name, making it does what that says."""
+
+    def __init__(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            match Path("unmade").read_text():
+                case "exit":
+                    os._exit(5)
+                case "raise":
+                    raise OSError("no licence")
+                case "hang":
+                    time.sleep(WAIT_S)
+
+
 class Asks:
     """Waits, together with others."""
 

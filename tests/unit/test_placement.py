@@ -9,7 +9,7 @@ import pytest
 from tandem.common.config import build_config
 from tandem.common.config.schema import Config
 from tandem.common.errors import ConfigError
-from tandem.common.placement import VISIBLE, first_gpu_of_engines, visible_to_engine, visible_to_reward_model
+from tandem.common.placement import VISIBLE, first_gpu_of_engines, visible_to_engine, visible_to_reward_models
 
 
 def config_of(cluster: dict[str, Any], *, backend: str = "vllm", **colocated: Any) -> Config:
@@ -65,22 +65,52 @@ def with_reward_model(gpus: int, cluster: dict[str, Any], **colocated: Any) -> C
     return build_config(config)
 
 
+def of_reward_model(config: Config, index: int, environment: dict[str, str]) -> str:
+    (visible,) = visible_to_reward_models(config, index, environment).values()
+    return visible
+
+
 def test_reward_models_have_the_last_gpus_that_are_set_aside_for_them_or_those_of_their_engines() -> None:
     aside = with_reward_model(4, {}, enabled=True)
     assert (aside.cluster.trainers, aside.cluster.rollouts) == (4, 4)
-    assert [visible_to_reward_model(aside, index, {}) for index in range(5)] == ["4", "5", "6", "7", "4"]
-    assert visible_to_reward_model(aside, 1, {VISIBLE: "a,b,c,d,e,f,g,h"}) == "f"
+    assert [of_reward_model(aside, index, {}) for index in range(5)] == ["4", "5", "6", "7", "4"]
+    assert of_reward_model(aside, 1, {VISIBLE: "a,b,c,d,e,f,g,h"}) == "f"
     assert visible_to_engine(aside, 1, {}) == "1,2,3,4,5,6,7,0"
     disjoint = with_reward_model(1, {}, enabled=False, resources={"gpus_per_node": 3})
     assert (disjoint.cluster.trainers, disjoint.cluster.rollouts) == (4, 3)
     assert first_gpu_of_engines(disjoint) == 4
-    assert visible_to_reward_model(disjoint, 2, {}) == "7"
+    assert of_reward_model(disjoint, 2, {}) == "7"
     shared = with_reward_model(0, {}, enabled=True)
     assert shared.cluster.trainers == 8
-    assert [visible_to_reward_model(shared, index, {}) for index in (0, 5)] == ["0", "5"]
-    assert visible_to_reward_model(shared, 0, {VISIBLE: ""}) == ""
+    assert [of_reward_model(shared, index, {}) for index in (0, 5)] == ["0", "5"]
+    assert of_reward_model(shared, 0, {VISIBLE: ""}) == ""
     with pytest.raises(ConfigError, match=r"cluster\.trainers: needs 5 GPUs"):
         with_reward_model(1, {"trainers": 5}, enabled=False, resources={"gpus_per_node": 3})
+
+
+def test_each_of_several_reward_models_has_gpus_of_its_own() -> None:
+    sets = [{"data_path": f"{name}.jsonl", "env_name": name} for name in ("kind", "right", "short")]
+    entries = {
+        name: {"model_name": name, "resources": {"gpus_per_node": gpus}}
+        for name, gpus in (("kind", 1), ("right", 2), ("short", 0))
+    }
+    config = build_config(
+        {
+            "grpo": {},
+            "policy": {"model_name": "model", "generation": {"backend": "vllm"}},
+            "data": {"train": sets},
+            "env": entries,
+            "cluster": {"gpus_per_node": 7},
+        }
+    )
+    assert (config.cluster.trainers, config.cluster.rollouts) == (4, 4)
+    found = [visible_to_reward_models(config, index, {}) for index in range(3)]
+    assert [tuple(each.values()) for each in found] == [("4", "5", "0"), ("4", "6", "1"), ("4", "5", "2")]
+    assert [*found[0]] == ["kind", "right", "short"]
+    named = visible_to_reward_models(config, 1, {VISIBLE: "a,b,c,d,e,f,g"})
+    assert named == {"kind": "e", "right": "g", "short": "b"}
+    few = {VISIBLE: "a,b"}  # fewer than are set aside
+    assert visible_to_reward_models(config, 1, few) == dict.fromkeys(entries, "b")
 
 
 def test_on_several_nodes_engines_count_on() -> None:

@@ -139,6 +139,26 @@ def test_it_has_a_process_of_its_own_which_is_replaced(folder: Path) -> None:
         assert len({killed.pid, stuck.pid, worker(others).pid}) == 3
 
 
+def test_samples_are_dropped_while_it_cannot_be_loaded_again(tmp_path: Path) -> None:
+    """Where nothing else is said of samples that it does not score."""
+    folder, others = write_reward_model(tmp_path / "rm"), below()
+    expected = [Score(reward, correct=reward >= 0.5) for reward in rewards(made(folder), RESPONSES)]
+    scorer = Scorer(described(folder, correct_from=0.5))
+    with contextlib.closing(scorer):
+        scorer.await_ready()
+        weights = folder / "model.safetensors"
+        weights.rename(folder / "elsewhere")
+        worker(others).kill()
+        lost = results(scorer, "1", "2", of=SUM)
+        assert all(isinstance(each, Unscored) and each.dropped for each in lost)
+        said_of = (
+            f"attempts: env.reward_model.model_name: cannot load '{folder}': Error no file named model.safetensors"
+        )
+        assert all(isinstance(each, Unscored) and said_of in each.failure for each in lost), lost
+        (folder / "elsewhere").rename(weights)
+        assert results(scorer, *RESPONSES, of=SUM) == expected
+
+
 def test_what_takes_too_long_again_and_again_is_not_scored(folder: Path) -> None:
     """It is tried among others, once more, and then by itself."""
     scorer = Scorer(described(folder, timeout_s=0.0001))

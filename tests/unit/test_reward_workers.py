@@ -25,6 +25,7 @@ from tandem.common.messages import Problem
 from tandem.rollout.environments import Score, Turn
 from tandem.rollout.environments.outcomes import checked
 from tandem.rollout.environments.scorer import Scorer, Unscored
+from tandem.rollout.environments.workers import WorkerPool
 
 Start = Callable[[Config], Scorer]
 
@@ -155,6 +156,52 @@ def test_a_problem_that_cannot_travel_is_said(start: Start, metadata: dict[str, 
     assert found[0].dropped
     assert found[0].failure.startswith("environment 'mine': the problem cannot be sent to a worker process: ")
     assert found[1] == Score(2.0, True)
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("exit", "making the environment failed: its worker process ended: it exited with code 5"),
+        ("raise", "OSError: no licence"),
+        ("hang", "the environment was not made within 0.5 s"),
+    ],
+)
+def test_what_waits_for_a_worker_that_cannot_be_replaced_has_failed_and_then_it_is_tried_again(
+    start: Start, how: str, why: str
+) -> None:
+    scorer = start(here("Unmade", on_error="zero"))
+    assert isinstance(scorer._pool, WorkerPool)
+    scorer._pool._build_s = 0.5 if how == "hang" else 300.0
+    Path("unmade").write_text(how)
+    found = failures(results(scorer, "exit", "abc", "abcd"))
+    assert str(found[0]).endswith("its worker process ended: it exited with code 3")
+    prefix = "environment 'mine', problem 'p1': no worker process could take another's place in 3 attempts: env.mine: "
+    assert found[1:] == [prefix + why] * 2
+    Path("unmade").unlink()
+    assert results(scorer, "abcde") == [Score(5.0, True)]
+
+
+def test_others_go_on_where_one_worker_cannot_be_replaced(start: Start) -> None:
+    scorer = start(here("Unmade", on_error="zero", num_workers=2))
+    while len({result.reward for result in results(scorer, *["pid"] * 9) if isinstance(result, Score)}) < 2:
+        time.sleep(0.02)  # until both are there
+    Path("unmade").write_text("exit")
+    found = failures(results(scorer, "exit"))
+    until = time.monotonic() + 4  # longer than its three attempts
+    while time.monotonic() < until:
+        found += failures(results(scorer, "abc"))
+        time.sleep(0.1)
+    assert sum(failure is not None for failure in found) == 1
+
+
+def test_a_worker_that_cannot_be_replaced_ends_the_run_where_failures_do(start: Start) -> None:
+    scorer = start(here("Unmade"))
+    (pid,) = (result.reward for result in results(scorer, "pid") if isinstance(result, Score))
+    Path("unmade").write_text("raise")
+    os.kill(int(pid), signal.SIGKILL)
+    assert gone([int(pid)])
+    with pytest.raises(RewardError, match=r"problem 'p1': no worker process .* env\.mine: OSError: no licence$"):
+        results(scorer, "abc")
 
 
 # --- coroutines ------------------------------------------------------------------------------------------------------

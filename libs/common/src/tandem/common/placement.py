@@ -15,8 +15,8 @@ if TYPE_CHECKING:  # the configuration's own checks import this module, and its 
     from tandem.common.config.schema import Config
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-VISIBLE_TO_REWARD_MODEL = "TANDEM_REWARD_MODEL_DEVICES"
-"""What `VISIBLE` is to be in the reward models of a rollout process."""
+VISIBLE_TO_REWARD_MODELS = "TANDEM_REWARD_MODEL_DEVICES"
+"""What `VISIBLE` is to be in each reward model of a rollout process: a JSON object, by its name in ``env``."""
 
 
 def first_gpu_of_engines(config: Config) -> int:
@@ -44,15 +44,20 @@ def gpus_of_reward_models(config: Config) -> int:
     return sum(entry.resources.gpus_per_node for entry in config.reward_models.values())
 
 
-def visible_to_reward_model(config: Config, index: int, environment: Mapping[str, str]) -> str:
-    """Return the value of `VISIBLE` for the reward model beside engine `index`: one of those set aside, or its first.
+def visible_to_reward_models(config: Config, index: int, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the value of `VISIBLE` for each reward model beside engine `index`: one of its own GPUs, or its first.
 
-    What `environment` says is visible is what there is, before `visible_to_engine` turns it.
+    Each has those that are set aside for it. What `environment` says is visible is what there is, before
+    `visible_to_engine` turns it.
     """
     gpus, aside = _gpus(config, environment), gpus_of_reward_models(config)
-    if aside and len(gpus) > aside:
-        return gpus[len(gpus) - aside + index % aside]
-    return visible_to_engine(config, index, environment).partition(",")[0]
+    shared = visible_to_engine(config, index, environment).partition(",")[0]
+    first, found = len(gpus) - aside, dict[str, str]()
+    for name, entry in config.reward_models.items():
+        own = entry.resources.gpus_per_node if aside and len(gpus) > aside else 0
+        found[name] = gpus[first + index % own] if own else shared
+        first += own
+    return found
 
 
 def visible_to_engine(config: Config, index: int, environment: Mapping[str, str]) -> str:

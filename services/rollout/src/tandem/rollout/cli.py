@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import sys
 from collections.abc import Sequence
 
 from tandem.common.messages import ToRollout
-from tandem.common.placement import VISIBLE, VISIBLE_TO_REWARD_MODEL, visible_to_engine, visible_to_reward_model
+from tandem.common.placement import VISIBLE, VISIBLE_TO_REWARD_MODELS, visible_to_engine, visible_to_reward_models
 from tandem.common.process_lifetime import adopt_orphans, end_descendants
 from tandem.common.service import Member, Service, run_service
 from tandem.common.threads import num_threads
@@ -31,7 +32,8 @@ def preload() -> None:
 
 
 def _make(member: Member) -> Service:
-    os.environ[VISIBLE_TO_REWARD_MODEL] = visible_to_reward_model(member.config, member.index, os.environ)
+    visible = visible_to_reward_models(member.config, member.index, os.environ)
+    os.environ[VISIBLE_TO_REWARD_MODELS] = json.dumps(visible)
     if member.config.policy.generation.backend == "vllm":
         os.environ[VISIBLE] = visible_to_engine(member.config, member.index, os.environ)
         insides.prepare_environment(num_threads(member.config, "rollouts", len(os.sched_getaffinity(0))))

@@ -8,6 +8,7 @@ and a batch that is not full is filled up. Within one shape, a row's numbers dep
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +21,7 @@ from tandem.common.config.schema import Environment as Settings
 from tandem.common.errors import ConfigError, DataError, TandemError
 from tandem.common.messages import Problem
 from tandem.common.model_sizes import local_folder, max_positions_in
-from tandem.common.placement import VISIBLE, VISIBLE_TO_REWARD_MODEL
+from tandem.common.placement import VISIBLE, VISIBLE_TO_REWARD_MODELS
 from tandem.common.returned import line
 from tandem.common.tokenizer import Messages, load_reward_model_tokenizer
 from tandem.rollout.environments.environment import Score
@@ -39,8 +40,8 @@ class RewardModel:
         self.batch_size = settings.batch_size
         self._tokenizer = load_reward_model_tokenizer(self._key, settings)
         torch.set_num_threads(num_threads)
-        if VISIBLE_TO_REWARD_MODEL in os.environ:
-            os.environ[VISIBLE] = os.environ[VISIBLE_TO_REWARD_MODEL]
+        if VISIBLE_TO_REWARD_MODELS in os.environ:
+            os.environ[VISIBLE] = json.loads(os.environ[VISIBLE_TO_REWARD_MODELS])[name]
         self._device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
         self._model: Any = _load(self._key, settings).to(self._device).eval()
         config = self._model.config

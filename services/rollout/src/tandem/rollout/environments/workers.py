@@ -40,6 +40,8 @@ _BATCHES = 3
 """So many batches are with a worker that scores batches at once: one that it scores, others to choose the next from."""
 _PATIENCE_S = 1.0
 _CLOSE_S = 0.5
+_MOST_UNMADE, _PAUSE_S = 3, 0.5
+"""So many workers in a row may fail to take another's place, each after a longer pause, before what waits is lost."""
 _MOST_IDLE_DEATHS = 10
 """Of workers that had nothing to do, since the last answer of any."""
 _imported = msgspec.msgpack.Decoder(Imported)
@@ -103,9 +105,11 @@ class ForkServer:
 class _Worker:
     """One worker process, and the jobs that it has."""
 
-    def __init__(self, calls: socket.socket, lifeline: socket.socket, most_at_once: int) -> None:
+    def __init__(self, calls: socket.socket, lifeline: socket.socket, most_at_once: int, *, is_first: bool) -> None:
         """`most_at_once`: calls that it may have, if its environment is asynchronous."""
         self.calls = calls
+        self.is_first = is_first
+        """Whether it is no other's replacement."""
         self._most_at_once = most_at_once
         self.lifeline = lifeline
         self.calls.setblocking(False)
@@ -200,6 +204,10 @@ class WorkerPool:
         self._error: Exception | None = None
         self._first: queue.SimpleQueue[Ready | None] = queue.SimpleQueue()
         self._idle_deaths = 0
+        self._num_unmade = 0
+        """Workers that failed to take the place of others, since one did."""
+        self._vacancies: list[float] = []
+        """When to try again to fill places."""
         self._is_closing = False
         self._is_woken = False
         self._woken, self._wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -243,8 +251,9 @@ class WorkerPool:
     def _run(self) -> None:
         try:
             for _ in range(self._settings.num_workers):
-                self._hire()
+                self._hire(is_first=True)
             while not self._is_closing:
+                self._fill_vacancies()
                 self._assign()
                 for key, _ in self._selector.select(self._patience()):
                     if key.data is None:
@@ -262,11 +271,18 @@ class WorkerPool:
             self._let_go()
             self._selector.close()
 
-    def _hire(self) -> None:
-        worker = _Worker(*self._server.fork(), self._most_at_once)
+    def _hire(self, *, is_first: bool = False) -> None:
+        worker = _Worker(*self._server.fork(), self._most_at_once, is_first=is_first)
         worker.outgoing += self._begin
         self._workers.add(worker)
         self._selector.register(worker.calls, selectors.EVENT_READ, worker)
+
+    def _fill_vacancies(self) -> None:
+        now = time.monotonic()
+        due = [at for at in self._vacancies if at <= now]
+        self._vacancies = [at for at in self._vacancies if at > now]
+        for _ in due:
+            self._hire()
 
     def _assign(self) -> None:
         """Send waiting jobs to the workers that have least to do."""
@@ -324,7 +340,9 @@ class WorkerPool:
         if worker.ready is None:
             worker.ready = _ready.decode(message)
             if worker.ready.error:
-                raise ConfigError(worker.ready.error)
+                self._miss(worker, worker.ready.error)
+                return
+            self._num_unmade = 0
             self._first.put(worker.ready)
             return
         answer = _answers.decode(message)
@@ -333,27 +351,27 @@ class WorkerPool:
             self.done.put((job, answer.outcome))
 
     def _patience(self) -> float:
-        due = min((w.due(self._build_s, self._timeout_s) for w in self._workers), default=float("inf"))
-        return max(0.0, min(_PATIENCE_S, due - time.monotonic()))
+        due = (worker.due(self._build_s, self._timeout_s) for worker in self._workers)
+        return max(0.0, min(_PATIENCE_S, min((*due, *self._vacancies), default=math.inf) - time.monotonic()))
 
     def _end_the_slow(self) -> None:
         now = time.monotonic()
         for worker in [*self._workers]:
             if now >= worker.due(self._build_s, self._timeout_s):
                 if worker.ready is None:
-                    raise ConfigError(f"env.{self._name}: the environment was not made within {self._build_s:g} s")
-                self._lose(worker, timed_out(self._timeout_s))
+                    self._miss(worker, f"env.{self._name}: the environment was not made within {self._build_s:g} s")
+                else:
+                    self._lose(worker, timed_out(self._timeout_s))
 
     def _lose(self, worker: _Worker, failure: Failure) -> None:
         """End a worker, put another in its place, and find out which of its jobs is to blame."""
-        self._workers.remove(worker)
-        self._selector.unregister(worker.calls)
+        if worker.ready is None:
+            self._miss(worker, f"env.{self._name}: making the environment failed: {failure.what}")
+            return
         if failure.timed_out:
             with contextlib.suppress(OSError):
                 worker.lifeline.send(TRACE)  # where it is stuck, for the log
-        worker.close()
-        if worker.ready is None:
-            raise ConfigError(f"env.{self._name}: making the environment failed: {failure.what}")
+        self._end(worker)
         jobs = [*worker.jobs.values()]
         self._idle_deaths += not jobs
         if self._idle_deaths > _MOST_IDLE_DEATHS:
@@ -367,6 +385,31 @@ class WorkerPool:
         else:
             self._blame(jobs, failure, are_beside=worker.is_async or bool(worker.batch_size))
         self._hire()
+
+    def _miss(self, worker: _Worker, why: str) -> None:
+        """End a worker that has not made its environment, and try again if it was to take another's place.
+
+        Where that fails again and again and there is no other worker, what waits has failed: `on_error` decides. Raises
+        `ConfigError` for the first workers: the environment cannot be made.
+        """
+        self._end(worker)
+        if worker.is_first:
+            raise ConfigError(why)
+        self._num_unmade += 1
+        self._vacancies.append(time.monotonic() + _PAUSE_S * self._num_unmade)
+        if self._num_unmade < _MOST_UNMADE or any(each.ready is not None for each in self._workers):
+            return
+        failure = Failure(line(f"no worker process could take another's place in {self._num_unmade} attempts: {why}"))
+        for job in (*self._suspects, *self._waiting):
+            self.done.put((job, failure))
+        self._suspects.clear()
+        self._waiting.clear()
+        self._num_unmade = 0  # what comes next is tried as often
+
+    def _end(self, worker: _Worker) -> None:
+        self._workers.remove(worker)
+        self._selector.unregister(worker.calls)
+        worker.close()
 
     def _blame(self, jobs: list[Job], failure: Failure, *, are_beside: bool) -> None:
         """Take for guilty the first job of a worker that was lost, or of those beside each other the only one."""
