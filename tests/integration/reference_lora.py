@@ -12,6 +12,7 @@ import peft
 import pytest
 import torch
 import transformers
+from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
 
 from tandem.common.batch import TrainingBatch
@@ -20,8 +21,8 @@ from tests.integration.trainer_harness import ADAMW
 
 TOLERANCE = 1e-5
 RANK, ALPHA = 4, 16
-FUSED = (("self_attn", "qkv"), ("mlp", ("gate", "up")))
-"""The projections that Megatron-Core's layers fuse."""
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""The layers that Megatron-Core's fuse."""
 Loss = Callable[[Any, TrainingBatch], torch.Tensor]
 """Of a model and a batch, with gradient."""
 
@@ -84,11 +85,12 @@ def write_adapters(folder: Path, into: Path, *, shares: bool = False) -> Start:
 
 def _tie(model: Any) -> None:
     """Give what Megatron-Core fuses one ``lora_A``."""
-    for layer in model.model.layers:
-        for module, parts in FUSED:
-            first, *others = (getattr(getattr(layer, module), f"{part}_proj").lora_A["default"] for part in parts)
-            for other in others:
-                other.weight = first.weight
+    for module in model.modules():
+        for names in FUSED:
+            if all(isinstance(getattr(module, name, None), LoraLayer) for name in names):
+                first, *others = (getattr(module, name).lora_A["default"] for name in names)
+                for other in others:
+                    other.weight = first.weight
 
 
 def state_of(adapted: Any) -> dict[str, torch.Tensor]:
