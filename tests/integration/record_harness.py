@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,9 @@ from tandem.common.config import load_config
 from tandem.common.sample_files import FOLDER, SHARD
 from tandem.common.sample_record import RecordedSample, read_step, steps
 from tandem.coordinator.algorithms.grpo import training_batch
-from tandem.coordinator.run.journal import read_journal
+from tandem.coordinator.run.journal import StepRecord, read_journal
 from tandem.coordinator.scheduler.groups import SampleRecord
-from tests.integration.harness import steps_of
+from tests.integration.harness import Command, steps_of, wait_until
 
 TWO: dict[str, Any] = {
     "cluster": {"rollouts": 2},
@@ -56,3 +57,16 @@ def assert_recorded(run: str | Path, config: Path) -> dict[int, list[RecordedSam
     leftover = [path for path in (Path(run) / FOLDER).rglob("*") if path.is_file() and path.suffix != SHARD]
     assert leftover == [], f"nothing else is left behind: {leftover}"
     return record
+
+
+def kill_after(config: Path, step: int, *arguments: str, recorded: str | None = None) -> list[StepRecord]:
+    """Kill a run's coordinator once a step is done, and a shard of the record written; return what it had done."""
+    with Command("coordinator", "up", config, *arguments) as run:
+        run.wait_for(rf"step {step}/\d+")
+        if recorded is not None:
+            wait_until(Path(recorded).exists, lambda: recorded)
+        services = run.children()
+        run.signal(signal.SIGKILL)
+        run.wait()
+    wait_until(lambda: not any(each.is_running() and each.status() != "zombie" for each in services), lambda: "its end")
+    return steps_of()

@@ -48,6 +48,30 @@ def compared(
     return kept, own / own.sum(dim=-1, keepdim=True)
 
 
+def distillation_loss(
+    student: Any,
+    teachers: Sequence[Any],
+    batch: TrainingBatch,
+    loss: Mapping[str, Any],
+    *,
+    topk: int,
+    temperature: float = 1.0,
+    teacher_of: Sequence[int] = (),
+) -> torch.Tensor:
+    """The mean of the counted tokens; sequence i learns from the teacher `teacher_of[i]`, by default the first."""
+    samples = sequences_of(batch)
+    total = torch.zeros(())
+    for row, sample in enumerate(samples):
+        model = teachers[teacher_of[row] if teacher_of else 0]
+        with torch.no_grad():
+            teacher = distributions_of(model, sample["token_ids"], temperature)[sample["mask"]]
+        own = distributions_of(student, sample["token_ids"], temperature)[sample["mask"]]
+        pair = compared(teacher, own, topk, bool(loss.get("zero_outside_topk")))
+        distances = distance(*pair, loss["kl_type"], loss.get("mixed_kl_weight", 0.5))
+        total = total + distances.sum() / sum(int(each["mask"].sum()) for each in samples)
+    return total
+
+
 def plain_distillation(
     folder: Path,
     teachers: Sequence[Path],
@@ -59,22 +83,15 @@ def plain_distillation(
     teacher_of: Sequence[int] = (),
     decays_vectors: bool = True,
 ) -> Numbers:
-    """One optimizer step a batch; sequence i learns from the teacher `teacher_of[i]`, by default the first."""
+    """One optimizer step a batch, as `distillation_loss` has it."""
     student = transformers.AutoModelForCausalLM.from_pretrained(folder)
     models = [transformers.AutoModelForCausalLM.from_pretrained(each) for each in teachers]
     optimizer = adamw(student, decays_vectors=decays_vectors)
     steps = []
     for batch in batches:
-        samples = sequences_of(batch)
-        total = torch.zeros(())
-        for row, sample in enumerate(samples):
-            model = models[teacher_of[row] if teacher_of else 0]
-            with torch.no_grad():
-                teacher = distributions_of(model, sample["token_ids"], temperature)[sample["mask"]]
-            own = distributions_of(student, sample["token_ids"], temperature)[sample["mask"]]
-            pair = compared(teacher, own, topk, bool(loss.get("zero_outside_topk")))
-            distances = distance(*pair, loss["kl_type"], loss.get("mixed_kl_weight", 0.5))
-            total = total + distances.sum() / sum(int(each["mask"].sum()) for each in samples)
+        total = distillation_loss(
+            student, models, batch, loss, topk=topk, temperature=temperature, teacher_of=teacher_of
+        )
         total.backward()  # type: ignore[no-untyped-call]
         norm = torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
         optimizer.step()

@@ -58,10 +58,21 @@ def advantages_of(rewards: torch.Tensor, values: torch.Tensor, discount: float =
 
 
 def plain_ppo(
-    folder: Path, batches: Sequence[TrainingBatch], *, size: int, epochs: int, kl: float = 0.0, skipped: int = 0
+    folder: Path,
+    batches: Sequence[TrainingBatch],
+    *,
+    size: int,
+    epochs: int,
+    kl: float = 0.0,
+    skipped: int = 0,
+    policy: Any = None,
 ) -> PlainPpo:
-    """PPO clipped at 0.2, k1 divergences in the rewards; the policy sits the first `skipped` batches out."""
-    policy, value = plain_models(folder)
+    """PPO clipped at 0.2, k1 divergences in the rewards; the policy sits the first `skipped` batches out.
+
+    `policy`: another than the model in the folder, which is the reference.
+    """
+    own, value = plain_models(folder)
+    policy = own if policy is None else policy
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder)
     optimizers = {model: torch.optim.AdamW(model.parameters(), **OPTIMIZER) for model in (policy, value)}
     steps: dict[Any, list[tuple[float, float]]] = {policy: [], value: []}

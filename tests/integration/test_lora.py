@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,8 +21,16 @@ from tandem.coordinator.cli import main
 from tandem.coordinator.run.found_models import models_in
 from tandem.trainer.backends.dtensor import DTensorBackend
 from tests.integration.reference import logprobs_of, sequences_of
+from tests.integration.reference_lora import (
+    Start,
+    Trained,
+    assert_same_training,
+    plain_steps,
+    sft_loss,
+    without_warnings,
+    write_adapters,
+)
 from tests.integration.trainer_harness import (
-    ADAMW,
     digest_of,
     evaluate_on,
     make_batch,
@@ -52,51 +59,24 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 class Plain(NamedTuple):
     """A plain loop's model before training, and what training came to."""
 
-    folder: Path
-    start: Path
-    """Adapters that both begin with: both matrices other than zero."""
-    steps: list[tuple[float, float]]
-    adapters: dict[str, torch.Tensor]
-    reference_T: list[torch.Tensor]
-    """Log-probabilities of each sequence of the first batch without adapters."""
+    start: Start
+    trained: Trained
+
+    @property
+    def folder(self) -> Path:
+        return self.start.folder
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Plain:
     """SFT of adapters, a conversation at a time."""
     folder = make_model(tmp_path_factory.mktemp("model"), "qwen3")
-    start = tmp_path_factory.mktemp("adapters")
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    with torch.no_grad():
-        reference_T = [logprobs_of(model, each["token_ids"]) for each in sequences_of(BATCHES[0])]
-    settings = peft.LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
-    with warnings.catch_warnings():  # PEFT asks for a name that transformers will drop
-        warnings.simplefilter("ignore", FutureWarning)
-        adapted = peft.get_peft_model(model, settings)
-    torch.manual_seed(5)
-    trained = {name: each for name, each in adapted.named_parameters() if each.requires_grad}
-    with torch.no_grad():
-        for parameter in trained.values():
-            parameter.normal_(std=0.1)
-    adapted.save_pretrained(start)
-    optimizer = torch.optim.AdamW(trained.values(), **ADAMW)
-    steps = []
-    for batch in BATCHES:
-        num_tokens = int(batch.loss_mask_T.sum())
-        loss = torch.zeros(())
-        for each in sequences_of(batch):
-            loss = loss - logprobs_of(adapted, each["token_ids"])[each["mask"]].sum() / num_tokens
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        steps.append((loss.item(), norm.item()))
-    state = peft.get_peft_model_state_dict(adapted)
-    return Plain(folder, start, steps, {name: each.clone() for name, each in state.items()}, reference_T)
+    start = write_adapters(folder, tmp_path_factory.mktemp("adapters"))
+    return Plain(start, plain_steps(start, BATCHES, sft_loss))
 
 
 def config_of(plain: Plain, dtensor: dict[str, Any], policy: dict[str, Any], **keys: Any) -> Config:
-    lora = {**LORA, "restore_from": str(plain.start)}
+    lora = {**LORA, "restore_from": str(plain.start.adapters)}
     return make_config(
         plain.folder, **{"algorithm": "sft", **keys}, dtensor_cfg={**dtensor, "lora_cfg": lora}, **policy
     )
@@ -127,20 +107,10 @@ def test_three_steps_are_those_of_plain_peft(
 ) -> None:
     config = config_of(plain, dtensor, policy, trainers=num_ranks)
     for steps, names in run_ranks(num_ranks, rank, config, tmp_path):
-        for (loss, norm), (expected_loss, expected_norm) in zip(steps, plain.steps, strict=True):
-            assert loss == pytest.approx(expected_loss, abs=1e-5)
-            assert norm == pytest.approx(expected_norm, rel=1e-5)
+        assert_same_training(steps, tmp_path / "policy", plain.start, plain.trained)
         assert "model.layers.1.mlp.down_proj.weight" in names
         assert "model.layers.1.mlp.down_proj.lora_B.weight" in names
         assert not [name for name in names if "base_" in name or "default" in name]
-    model = transformers.AutoModelForCausalLM.from_pretrained(plain.folder)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        loaded = peft.PeftModel.from_pretrained(model, tmp_path / "policy")
-    found = peft.get_peft_model_state_dict(loaded)
-    assert found.keys() == plain.adapters.keys()
-    for name, expected in plain.adapters.items():
-        torch.testing.assert_close(found[name], expected, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def smoke_rank(rank: int, config: Config, other: Config, batches: list[TrainingBatch]) -> Any:
@@ -201,8 +171,7 @@ def test_it_is_resumed_to_the_bit_and_merged(plain: Plain, tmp_path: Path, capfd
     policy, target = tmp_path / "step_3" / "policy", tmp_path / "merged"
     assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json"} <= {p.name for p in policy.iterdir()}
     assert main(["merge", str(tmp_path / "step_3"), str(target)]) == 0, capfd.readouterr().err
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
+    with without_warnings():
         base = transformers.AutoModelForCausalLM.from_pretrained(plain.folder)
         expected = peft.PeftModel.from_pretrained(base, policy).merge_and_unload().state_dict()
     merged = transformers.AutoModelForCausalLM.from_pretrained(target)
@@ -248,8 +217,7 @@ def test_a_mixture_of_experts_has_adapters_beside_its_experts(tmp_path: Path) ->
         assert all(norm > 0 for norm in norms)
         assert adapted
         assert not [name for name in adapted if ".experts." in name]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
+    with without_warnings():
         base = transformers.AutoModelForCausalLM.from_pretrained(folder)
         loaded = peft.PeftModel.from_pretrained(base, tmp_path / "policy")
     batch = make_batch(2, seed=3)

@@ -99,9 +99,10 @@ def test_a_run_that_is_resumed_ends_with_the_same_bits(whole: Path) -> None:
     assert_same(Path("run"), whole, resumed_at=5)
 
 
-def test_adapters_of_megatron_core_reach_engines_in_the_layers_of_a_checkpoint() -> None:
-    """Where queries, keys and values share one matrix in training."""
-    make_model(Path("base"))
+@pytest.mark.parametrize("architecture", ["qwen3", "phi3"])
+def test_adapters_of_megatron_core_reach_engines_in_the_layers_of_a_checkpoint(architecture: str) -> None:
+    """Where queries, keys and values share one matrix in training, or are one layer of the checkpoint as well."""
+    make_model(Path("base"), architecture)
     policy: dict[str, Any] = {
         **SETTINGS["policy"],
         "dtensor_cfg": {"enabled": False},

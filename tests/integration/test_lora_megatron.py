@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import shutil
-import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import peft
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from tandem.common.config import Config
 from tandem.common.errors import TandemError
 from tandem.common.lora import is_adapter
 from tandem.trainer.backends import make_backend
-from tests.integration.megatron_harness import CP2, OPTIMIZER, PP2, SP, TP2, VIRTUAL, make_checkpoint, tensors_in
-from tests.integration.reference import logprobs_of, sequences_of
+from tests.integration.megatron_harness import CP2, EP2, OPTIMIZER, PP2, SP, TP2, VIRTUAL, make_checkpoint, tensors_in
+from tests.integration.reference_lora import (
+    Start,
+    Trained,
+    assert_same_training,
+    plain_steps,
+    sft_loss,
+    write_adapters,
+)
 from tests.integration.trainer_harness import (
-    ADAMW,
     digest_of,
     make_config,
     make_groups,
@@ -34,69 +37,50 @@ pytestmark = pytest.mark.usefixtures("rank_server")
 
 BATCHES = [make_groups(2, 2, 2, 2, seed=seed) for seed in range(3)]
 FULL = {"activation_checkpointing": True}
-CASES: dict[str, tuple[int, dict[str, Any]]] = {
-    "recomputed": (1, FULL),
-    "TP2": (2, TP2),
-    "TP2+SP+DP2": (4, TP2 | SP),
-    "PP2 with virtual stages": (2, PP2 | VIRTUAL),
-    "CP2": (2, CP2),
+BALANCED = {"moe_router_bias_update_rate": 0.01}
+"""Which would change what routers add to their scores, and so the base."""
+CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "recomputed": ("qwen3 tied", 1, FULL),
+    "TP2": ("qwen3 tied", 2, TP2),
+    "TP2+SP+DP2": ("qwen3 tied", 4, TP2 | SP),
+    "PP2 with virtual stages": ("qwen3 tied", 2, PP2 | VIRTUAL),
+    "CP2": ("qwen3 tied", 2, CP2),
+    "fused in the checkpoint": ("phi3", 1, {}),
+    "fused in the checkpoint, TP2+SP": ("phi3", 2, TP2 | SP),
+    "fused in the checkpoint, PP2": ("phi3", 2, PP2),
+    "shared experts, TP2+SP+EP2": ("glm4_moe", 2, TP2 | SP | EP2 | BALANCED),
 }
+
+
+MODELS = {"qwen3 tied": True, "phi3": False, "glm4_moe": True}
+"""And whether Megatron-Core fuses what a checkpoint has apart."""
 
 
 class Plain(NamedTuple):
     """What a plain loop comes to."""
 
-    folder: Path
-    start: Path
-    """Adapters that both begin with: both matrices other than zero."""
-    steps: list[tuple[float, float]]
-    adapters: dict[str, torch.Tensor]
+    start: Start
+    trained: Trained
+
+    @property
+    def folder(self) -> Path:
+        return self.start.folder
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Plain:
-    """SFT of adapters, a conversation at a time."""
-    folder, start = make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3 tied"), tmp_path_factory.mktemp("adapters")
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    settings = peft.LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
-    with warnings.catch_warnings():  # PEFT asks for a name that transformers will drop
-        warnings.simplefilter("ignore", FutureWarning)
-        adapted = peft.get_peft_model(model, settings)
-    for layer in model.model.layers:
-        for fused in (("self_attn", "qkv"), ("mlp", ("gate", "up"))):
-            first, *others = (getattr(getattr(layer, fused[0]), f"{part}_proj").lora_A["default"] for part in fused[1])
-            for other in others:
-                other.weight = first.weight
-    torch.manual_seed(5)
-    trained = [each for each in adapted.parameters() if each.requires_grad]
-    with torch.no_grad():
-        for parameter in trained:
-            parameter.normal_(std=0.1)
-    save(adapted, start)
-    optimizer = torch.optim.AdamW(trained, **ADAMW)
-    steps = []
-    for batch in BATCHES:
-        num_tokens = int(batch.loss_mask_T.sum())
-        loss = torch.zeros(())
-        for each in sequences_of(batch):
-            loss = loss - logprobs_of(adapted, each["token_ids"])[each["mask"]].sum() / num_tokens
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        steps.append((loss.item(), norm.item()))
-    return Plain(folder, start, steps, {name: each.clone() for name, each in state_of(adapted).items()})
+def plains(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Plain]:
+    """SFT of adapters of each model, a conversation at a time."""
+    found = {}
+    for model, shares in MODELS.items():
+        folder = make_checkpoint(tmp_path_factory.mktemp("model"), model)
+        start = write_adapters(folder, tmp_path_factory.mktemp("adapters"), shares=shares)
+        found[model] = Plain(start, plain_steps(start, BATCHES, sft_loss))
+    return found
 
 
-def state_of(adapted: Any) -> dict[str, torch.Tensor]:
-    state: dict[str, torch.Tensor] = peft.get_peft_model_state_dict(adapted)
-    return state
-
-
-def save(adapted: Any, folder: Path) -> None:
-    """PEFT leaves a tensor that has two names out under one of them."""
-    adapted.save_pretrained(folder)
-    save_file({name: each.clone() for name, each in state_of(adapted).items()}, folder / "adapter_model.safetensors")
+@pytest.fixture
+def plain(plains: dict[str, Plain]) -> Plain:
+    return plains["qwen3 tied"]
 
 
 def config_of(folder: Path, megatron: dict[str, Any], peft: dict[str, Any], **keys: Any) -> Config:
@@ -124,22 +108,17 @@ def rank(rank: int, config: Config, folder: Path) -> Any:
     return [(each["loss"], each["grad_norm"]) for each in metrics]
 
 
-@pytest.mark.parametrize(("num_ranks", "megatron"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(("model", "num_ranks", "megatron"), CASES.values(), ids=CASES)
 def test_three_steps_are_those_of_plain_peft(
-    num_ranks: int, megatron: dict[str, Any], plain: Plain, tmp_path: Path
+    model: str, num_ranks: int, megatron: dict[str, Any], plains: dict[str, Plain], tmp_path: Path
 ) -> None:
-    config = config_of(plain.folder, megatron, {"restore_from": str(plain.start)}, trainers=num_ranks)
+    start, trained = plains[model]
+    adapters = {"restore_from": str(start.adapters)}
+    if model == "glm4_moe":
+        adapters["exclude_modules"] = ["*.mlp.experts.*"]
+    config = config_of(start.folder, megatron, adapters, trainers=num_ranks)
     for steps in run_ranks(num_ranks, rank, config, tmp_path):
-        for (loss, norm), (expected_loss, expected_norm) in zip(steps, plain.steps, strict=True):
-            assert loss == pytest.approx(expected_loss, abs=1e-5)
-            assert norm == pytest.approx(expected_norm, rel=1e-5)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        model = transformers.AutoModelForCausalLM.from_pretrained(plain.folder)
-        found = state_of(peft.PeftModel.from_pretrained(model, tmp_path / "policy"))
-    assert found.keys() == plain.adapters.keys()
-    for name, expected in plain.adapters.items():
-        torch.testing.assert_close(found[name], expected, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+        assert_same_training(steps, tmp_path / "policy", start, trained)
 
 
 def resume_rank(rank: int, config: Config, num: int, checkpoint: Path | None, folder: Path | None) -> Any:
@@ -181,7 +160,7 @@ def reference_rank(rank: int, config: Config, other: Config) -> Any:
 
 def test_the_reference_is_the_base_and_no_second_copy(plain: Plain) -> None:
     keys: dict[str, Any] = {"algorithm": "dpo", "train_global_batch_size": 4, "train_micro_batch_size": 2}
-    config = config_of(plain.folder, TP2, {"restore_from": str(plain.start)}, **keys, trainers=2)
+    config = config_of(plain.folder, TP2, {"restore_from": str(plain.start.adapters)}, **keys, trainers=2)
     other = make_config(plain.folder, **keys, megatron_cfg={"enabled": True, "optimizer": OPTIMIZER, **TP2}, trainers=2)
     for mine, policy, held, metrics, theirs, _, held_there, _ in run_ranks(2, reference_rank, config, other):
         assert (held, held_there) == (["policy"], ["policy", "reference"])
@@ -215,15 +194,17 @@ def test_what_can_have_adapters_beside_experts(tmp_path: Path) -> None:
 
 def test_what_is_refused(plain: Plain, tmp_path: Path) -> None:
     experts = make_checkpoint(tmp_path / "experts", "qwen3_moe")
-    latent = make_checkpoint(tmp_path / "latent", "deepseek_v3")
     uneven = tmp_path / "uneven"
-    shutil.copytree(plain.start, uneven)
+    shutil.copytree(plain.start.adapters, uneven)
     tensors = load_file(uneven / "adapter_model.safetensors")
     tensors["base_model.model.model.layers.2.self_attn.k_proj.lora_A.weight"] += 1.0
     save_file(tensors, uneven / "adapter_model.safetensors")
     cases = [
-        (experts, {}, "adapters of routed experts (decoder.layers.0.mlp.experts.linear_fc1) are not built"),
-        (latent, {}, "adapters of latent attention are not built"),
+        (
+            experts,
+            {"exclude_modules": ["*.layers.0.mlp.experts.*"]},
+            "adapters of routed experts (decoder.layers.1.mlp.experts.linear_fc1) are not built",
+        ),
         (
             plain.folder,
             {"target_modules": ["linear_kqv"]},
@@ -232,7 +213,7 @@ def test_what_is_refused(plain: Plain, tmp_path: Path) -> None:
         (plain.folder, {"restore_from": str(uneven)}, "model.layers.2.self_attn.k_proj differ"),
         (
             plain.folder,
-            {"restore_from": str(plain.start), "dim": 8},
+            {"restore_from": str(plain.start.adapters), "dim": 8},
             "has r 4 and lora_alpha 16, the configuration has",
         ),
     ]

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -15,6 +14,7 @@ from tandem.common.batch import TrainingBatch
 from tandem.common.config import Config
 from tandem.trainer.backends import make_backend
 from tests.integration.megatron_harness import make_checkpoint
+from tests.integration.reference_preferences import BETA, SFT_WEIGHT, plain_dpo
 from tests.integration.trainer_harness import (
     ADAMW,
     digest_of,
@@ -31,7 +31,11 @@ pytestmark = pytest.mark.usefixtures("rank_server")
 TOLERANCE = 1e-6
 # Megatron-Core does not decay vectors, torch does.
 OPTIMIZER = ADAMW | {"weight_decay": 0.0}
-DPO: dict[str, Any] = {"reference_policy_kl_penalty": 0.3, "sft_loss_weight": 0.2, "sft_average_log_probs": True}
+DPO: dict[str, Any] = {
+    "reference_policy_kl_penalty": BETA,
+    "sft_loss_weight": SFT_WEIGHT,
+    "sft_average_log_probs": True,
+}
 
 
 def pairs_config(folder: Path, dpo: dict[str, Any] | None = None, *, trainers: int = 1, **policy: Any) -> Config:
@@ -75,37 +79,6 @@ def save_rank(rank: int, config: Config, batches: Sequence[TrainingBatch], folde
     for batch in batches:
         train_on(backend, batch, config)
     backend.save(folder).num_bytes.result()
-
-
-def responses(model: Any, batch: TrainingBatch) -> list[torch.Tensor]:
-    """Log-probabilities of the counted tokens of each sequence, which goes through the model alone."""
-    found = []
-    for length, end in zip(batch.lengths_S, np.cumsum(batch.lengths_S), strict=True):
-        token_ids = torch.from_numpy(batch.token_ids_T[end - length : end].astype(np.int64))
-        mask = torch.from_numpy(batch.loss_mask_T[end - length : end])[1:]
-        logits_TV = model(input_ids=token_ids[None]).logits[0, :-1]
-        found.append(logits_TV.log_softmax(dim=-1).gather(1, token_ids[1:, None])[:, 0][mask])
-    return found
-
-
-def plain_dpo(model: Any, reference: Any, batch: TrainingBatch, beta: float = 0.3) -> tuple[torch.Tensor, Any]:
-    """Loss, with gradient, and what there is to report."""
-    policy = responses(model, batch)
-    with torch.no_grad():
-        before = responses(reference, batch)
-    rewards = [(now - then).sum() for now, then in zip(policy, before, strict=True)]
-    margins = torch.stack([a - b for a, b in zip(rewards[::2], rewards[1::2], strict=True)])
-    preference_loss = -torch.log(torch.sigmoid(beta * margins)).mean()
-    sft_loss = -torch.stack([logprobs.mean() for logprobs in policy[::2]]).mean()
-    metrics = {
-        "preference_loss": preference_loss,
-        "sft_loss": sft_loss,
-        "accuracy": (margins > 0).float().mean(),
-        "rewards_chosen_mean": torch.stack(rewards[::2]).mean(),
-        "rewards_rejected_mean": torch.stack(rewards[1::2]).mean(),
-        "num_valid_samples": torch.tensor(len(margins)),
-    }
-    return preference_loss + 0.2 * sft_loss, {name: float(value.detach()) for name, value in metrics.items()}
 
 
 def megatron(**sizes: Any) -> dict[str, Any]:

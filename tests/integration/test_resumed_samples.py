@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from pathlib import Path
 
@@ -12,8 +11,8 @@ from tandem.common.sample_files import files
 from tandem.common.sample_record import RecordedSample
 from tandem.coordinator.run.journal import StepRecord
 from tests.integration.by_hand import assert_same_results, undisturbed_run
-from tests.integration.harness import Command, coordinator, deterministic, merged, steps_of, wait_until, write_config
-from tests.integration.record_harness import TWO, assert_recorded, record_of
+from tests.integration.harness import coordinator, deterministic, merged, steps_of, write_config
+from tests.integration.record_harness import TWO, assert_recorded, kill_after, record_of
 
 LONG = merged(TWO, {"grpo": {"max_num_steps": 11}, "checkpointing": {"save_period": 5, "keep_top_k": None}})
 
@@ -21,19 +20,6 @@ LONG = merged(TWO, {"grpo": {"max_num_steps": 11}, "checkpointing": {"save_perio
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return undisturbed_run(tmp_path_factory.mktemp("undisturbed"), LONG)
-
-
-def kill_after(config: Path, step: int, *arguments: str, recorded: str | None = None) -> list[StepRecord]:
-    """Kill a run's coordinator once a step is done, and a shard of the record written; return what it had done."""
-    with Command("coordinator", "up", config, *arguments) as run:
-        run.wait_for(rf"step {step}/\d+")
-        if recorded is not None:
-            wait_until(Path(recorded).exists, lambda: recorded)
-        services = run.children()
-        run.signal(signal.SIGKILL)
-        run.wait()
-    wait_until(lambda: not any(each.is_running() and each.status() != "zombie" for each in services), lambda: "its end")
-    return steps_of()
 
 
 def tokens_of(rows: list[RecordedSample]) -> dict[tuple[int, int], list[int]]:

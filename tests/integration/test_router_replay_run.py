@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tandem.common.errors import ConfigError
 from tandem.common.routed_experts import COLUMN, RoutedExperts
 from tandem.common.sample_record import read_step
 from tests.integration.harness import coordinator, merged, steps_of, weights_of, write_config
+from tests.integration.record_harness import kill_after, record_of
 
 EXPERTS = RoutedExperts(num_layers=3, num_experts=8, top_k=2)
 TALKS = """
@@ -59,17 +61,32 @@ REPLAYED: dict[str, Any] = {
 }
 
 
+RESUMED = merged(
+    REPLAYED,
+    {
+        "grpo": {"max_num_steps": 7, "async_grpo": {"enabled": False}},
+        "policy": {"generation": {"async_engine": False, "colocated": {"enabled": True}}},
+        "checkpointing": {"save_period": 3, "keep_top_k": None},
+    },
+)
+
+
+def write_replayed(settings: dict[str, Any]) -> Path:
+    """Write a configuration, and the environment that it names."""
+    Path("talking.py").write_text(TALKS)
+    config = write_config(settings)
+    written = yaml.safe_load(config.read_text())
+    del written["policy"]["new_model"]["config"]["head_dim"]  # which this type does not have
+    config.write_text(yaml.safe_dump(written))
+    return config
+
+
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("recorded")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        Path("talking.py").write_text(TALKS)
-        config = write_config(REPLAYED)
-        settings = yaml.safe_load(config.read_text())
-        del settings["policy"]["new_model"]["config"]["head_dim"]  # which this type does not have
-        config.write_text(yaml.safe_dump(settings))
-        run = coordinator("up", config)
+        run = coordinator("up", write_replayed(REPLAYED))
     assert run.returncode == 0, run.stdout + run.stderr
     return folder
 
@@ -101,6 +118,35 @@ def test_a_replay_of_the_record_gives_the_same_weights_and_none_without_routes(r
     other = coordinator("replay", run, "policy.router_replay.enabled=false", "logger.log_dir=other")
     assert other.returncode == 0, other.stdout + other.stderr
     assert weights_of("other/checkpoints/step_3") != weights_of("run/checkpoints/step_3")
+
+
+def test_a_run_that_is_resumed_replays_the_routes_of_recorded_samples() -> None:
+    config = write_replayed(RESUMED)
+    whole = coordinator("up", config, "logger.log_dir=whole")
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    last = kill_after(config, 5)[-1].step
+    assert 5 <= last < 7
+    before, since = routes_of("run"), time.time()
+    resumed = coordinator("up", config, "--resume")
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert "had been generated, and are not generated again" in resumed.stdout
+    # Steps 4 and 5 are trained anew on samples of the record; where tokens went to other experts, weights would differ.
+    for step in steps_of("run"):
+        if 3 < step.step <= last:
+            made = [sample.finished_at for sample in read_step("run/samples", step.step)]
+            assert max(made) < since < step.committed_at
+    assert weights_of("run/checkpoints/step_6") == weights_of("whole/checkpoints/step_6")
+    again = routes_of("run")
+    assert before.items() <= again.items()
+    assert again == routes_of("whole")
+
+
+def routes_of(run: str) -> dict[tuple[int, int, int], bytes]:
+    """Return where the tokens of each sample of a record went."""
+    samples = ((step, each) for step, rows in record_of(run).items() for each in rows)
+    return {
+        (step, each.scored.group, each.scored.sample): each.arrays.columns[COLUMN].tobytes() for step, each in samples
+    }
 
 
 DENSE = {"policy": {"new_model": {"config": {"model_type": "qwen3"}}}}

@@ -59,6 +59,10 @@ def test_megatrons_fused_layers_are_several_of_a_checkpoint() -> None:
         "decoder.layers.1.mlp.linear_fc1": ("model.layers.1.mlp.gate_proj", "model.layers.1.mlp.up_proj"),
         "decoder.layers.1.mlp.linear_fc2": ("model.layers.1.mlp.down_proj",),
     }
+    fused = linear_layers(from_config({"model_type": "phi3", **sizes, **heads}))
+    assert fused.keys() == linear.keys()
+    assert fused["decoder.layers.1.self_attention.linear_qkv"] == ("model.layers.1.self_attn.qkv_proj",)
+    assert fused["decoder.layers.1.mlp.linear_fc1"] == ("model.layers.1.mlp.gate_up_proj",)
     layers = [layer for name in found for layer in linear[name]]
     adapted = model.with_adapters(layers, 4)
     assert adapted.shape_of("model.layers.{layer}.self_attn.k_proj.lora_B.weight") == (16, 4)
@@ -97,6 +101,68 @@ def test_what_cannot_be_is_one_line(
     with pytest.raises(ConfigError) as raised:
         sft(**settings)
     assert expected in str(raised.value)
+
+
+MOE = {
+    "new_model": {"characters": "01", "config": {"model_type": "qwen3_moe", "num_hidden_layers": 2, "num_experts": 4}}
+}
+LATENT = {"new_model": {"characters": "01", "config": {"model_type": "deepseek_v3"}}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"peft": {}}, 'but adapters of routed experts are not built: leave them out with ["*.mlp.experts.*"]'),
+        ({"peft": {"target_modules": ["*.linear_fc2"]}}, "but adapters of routed experts are not built"),
+        ({"lora": {"target_modules": ["q_proj", "*.experts.*"]}}, "lora_cfg.target_modules: '*.experts.*' names"),
+        ({"lora": {"target_modules": ["*experts.3.up_proj"]}}, "'*experts.3.up_proj' names routed experts, and"),
+        ({"lora": {"target_modules": ["*.experts.gate_up_proj"]}}, "adapters of them are not built"),
+    ],
+)
+def test_adapters_of_routed_experts_are_refused_before_anything_starts(settings: dict[str, Any], expected: str) -> None:
+    lora = {"match_all_linear": False, **settings["lora"]} if "lora" in settings else None
+    with pytest.raises(ConfigError) as raised:
+        sft(lora, settings.get("peft"), **MOE)
+    assert expected in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("lora", "peft"),
+    [
+        ({}, None),
+        ({"match_all_linear": False, "target_modules": ["q_proj", "*.shared_experts.*"]}, None),
+        (None, {"exclude_modules": ["*.mlp.experts.*"]}),
+        (None, {"target_modules": ["linear_qkv", "linear_proj"]}),
+    ],
+)
+def test_what_lies_beside_routed_experts_has_adapters(lora: dict[str, Any] | None, peft: dict[str, Any] | None) -> None:
+    said = [line for line in notices(sft(lora, peft, **MOE)) if "routed experts have no adapters" in line]
+    assert len(said) == (peft is None)
+    assert not [line for line in notices(sft(lora, peft)) if "experts" in line]
+
+
+def test_adapters_of_latent_attention_are_refused_with_the_list_of_what_has_some() -> None:
+    with pytest.raises(
+        ConfigError, match=r"peft.enabled: true, but Megatron-Core trains adapters of llama, .*phi3"
+    ) as e:
+        sft(peft={}, **LATENT)
+    assert "not of deepseek_v3, whose attention is latent" in str(e.value)
+    assert sft(**LATENT).policy.adapters is not None
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "section"), [("distillation", "teacher"), ("off_policy_distillation", "teacher"), ("ppo", "value")]
+)
+def test_a_model_beside_the_policy_is_no_folder_of_adapters(algorithm: str, section: str, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    settings: dict[str, Any] = {
+        "algorithm": algorithm,
+        "policy": {"model_name": "model"},
+        section: {"model_name": str(tmp_path)},
+        "data": {"dataset_name": "reasoning_gym", "task": "chain_sum"},
+    }
+    with pytest.raises(ConfigError, match=rf"{section}.model_name: .* holds adapters and no model: `coord"):
+        build_config(settings)
 
 
 def test_the_head_of_a_reward_model_is_not_left_as_it_is() -> None:

@@ -7,9 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from safetensors.torch import load_file
 
+from tandem.coordinator.run.journal import read_journal
 from tests.integration.by_hand import in_folder
 from tests.integration.harness import Command, coordinator, merged, process_of, steps_of, write_config
+from tests.integration.trainer_harness import make_model
 from tests.vllm.run_harness import JUDGE, NUM_STEPS, SEVENS, curve
 
 
@@ -62,6 +65,29 @@ def test_a_mixture_of_experts_trains_with_vllm() -> None:
     ended = coordinator("up", path, "policy.generation.backend=vllm", timeout_s=240.0)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert curve("run", "token_mult_prob_error").max() < 1.001
+
+
+def test_vllm_holds_the_base_and_merges_the_adapters_of_every_version() -> None:
+    make_model(Path("base"), hidden_size=64, head_dim=32)
+    policy = {
+        "model_name": "base",
+        "new_model": None,
+        "dtensor_cfg": {"lora_cfg": {"enabled": True, "dim": 2}},
+        "generation": SEVENS["policy"]["generation"],
+        "optimizer": {"kwargs": {"lr": 1.0e-2}},
+    }
+    over = {"policy": policy, "cluster": SEVENS["cluster"], "refit": {"verify": "full", "alias": "never"}}
+    config = write_config({**over, "checkpointing": {"save_period": 1, "metric_name": "reward"}})
+    ended = coordinator("up", config, "policy.generation.backend=vllm", timeout_s=240.0)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    # Trainers do not merge: they add what the adapters say to what the layer does.
+    assert curve("run", "token_mult_prob_error").max() < 1.001
+    with read_journal(Path("run")) as journal:
+        moved = [sum(record.num_bytes.values()) for record in journal.refits()]
+    newest = max(Path("run/checkpoints").glob("step_*"), key=lambda folder: int(folder.name.partition("_")[2]))
+    adapters = load_file(newest / "policy" / "adapter_model.safetensors")
+    assert set(moved[1:]) == {sum(tensor.nbytes for tensor in adapters.values())}
+    assert moved[0] > moved[1]
 
 
 def test_a_run_generates_in_float8() -> None:

@@ -11,6 +11,9 @@ FUSED_HEADS = ("phi3",)
 MEGATRON = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "mistral", "phi3", "glm4_moe")
 """Those that Megatron-Core's GPTModel computes as transformers does, and whose shards are described."""
 
+MEGATRON_ADAPTERS = tuple(family for family in MEGATRON if family != "deepseek_v3")
+"""Those of them whose linear layers can have low-rank adapters there: latent attention has others."""
+
 VLLM = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma3_text", "phi3", "glm4_moe")
 """Those of vLLM whose every weight is computed with from the parameter that a refit writes."""
 

@@ -13,7 +13,7 @@ from tandem.common.config.problem import shown
 from tandem.common.config.schema import MODELS, Config, Optimizer
 from tandem.common.config.schema.loss import OF_ANY_LOSS
 from tandem.common.config.unsupported import value_at, without_effect_yet
-from tandem.common.model_sizes import model_sizes
+from tandem.common.model_sizes import expert_sizes, model_config, model_sizes
 from tandem.common.sources import package_folder
 
 _MEGATRON = "policy.megatron_cfg"
@@ -125,6 +125,8 @@ def _adapters(config: Config) -> Iterator[str]:
         yield _vain(f"{key}.use_triton", True, "torch multiplies")
     if lora.match_all_linear and lora.target_modules:
         yield _vain(f"{key}.target_modules", list(lora.target_modules), f"{key}.match_all_linear is true")
+    if expert_sizes(model_config(policy) or {}) is not None:
+        yield f"{key}: routed experts have no adapters and stay as they are; attention has some, and shared experts"
 
 
 def _data_parallel(config: Config) -> Iterator[str]:

@@ -99,9 +99,9 @@ class Geometry(msgspec.Struct, frozen=True):
     def rows_of(self, part: str) -> tuple[str, int]:
         """Return the layer of a checkpoint that has the rows of a projection, and the first of them.
 
-        `part` is one of q, k, v, gate and up.
+        `part` is one of q, k, v, o, gate, up and down.
         """
-        if self.model_type != "phi3":
+        if self.model_type != "phi3" or part in ("o", "down"):
             return f"{part}_proj", 0
         assert isinstance(self.attention, Attention), "phi3 has heads"
         heads = self.attention

@@ -25,6 +25,7 @@ from tandem.refit.adapters.geometry import (
     SCALAR_HEAD,
     Attention,
     Experts,
+    Geometry,
     LatentAttention,
 )
 from tandem.refit.adapters.parameters import Fill, RankBuilder, cut, gate_and_up, stack
@@ -32,12 +33,12 @@ from tandem.refit.layout import Box, Layout, whole
 
 _ATTENTION = LAYER + "self_attn."
 _PARTS = {
-    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
-    "linear_proj": ("o_proj",),
-    "linear_fc1": ("gate_proj", "up_proj"),
-    "linear_fc2": ("down_proj",),
+    "linear_qkv": ("q", "k", "v"),
+    "linear_proj": ("o",),
+    "linear_fc1": ("gate", "up"),
+    "linear_fc2": ("down",),
 }
-"""What a checkpoint has of each linear layer. An adapter of one that fuses several has one ``lora_A`` for all."""
+"""The projections that each linear layer makes. Its adapter has one ``lora_A`` for all of them."""
 _HERE = "{layer}."
 
 
@@ -53,12 +54,17 @@ def linear_layers(model: ModelShape) -> dict[str, tuple[str, ...]]:
         here, there = f"decoder.layers.{number}.", LAYER.format(layer=number)
         for module, part in ("self_attention.", "self_attn."), ("mlp.", "mlp."), ("mlp.shared_experts.",) * 2:
             for name, parts in _PARTS.items():
-                layers = tuple(f"{there}{part}{each}" for each in parts)
+                layers = tuple(f"{there}{part}{each}" for each in _layers_of(parts, model.known))
                 if f"{layers[0]}.weight" in model.index:
                     found[f"{here}{module}{name}"] = layers
         if number in sparse:
             found |= {f"{here}mlp.experts.{name}": () for name in ("linear_fc1", "linear_fc2")}
     return found
+
+
+def _layers_of(parts: Sequence[str], geometry: Geometry) -> list[str]:
+    """Return the layers of a checkpoint that make these projections, which may be one, by the last of their names."""
+    return list(dict.fromkeys(geometry.rows_of(part)[0] for part in parts))
 
 
 class Coordinates(msgspec.Struct, frozen=True):
@@ -203,7 +209,7 @@ class _Rank:
         # With more ranks than groups, a rank has a part of a group.
         mine = cut((sizes.num_kv_heads * num_rows,), 0, self._at.tp, self._sizes.tp)
         kinds: list[tuple[str, tuple[int, ...]]] = [("weight", (hidden,)), ("bias", ())]
-        adapter = self._model.shape_of(f"{_ATTENTION}q_proj.{lora.B}")
+        adapter = self._model.shape_of(f"{_ATTENTION}{self._geometry.rows_of('q')[0]}.{lora.B}")
         kinds += [(lora.B, adapter[1:])] if adapter is not None else []
         for kind, columns in kinds:
             window = Box((*mine.start, *(0 for _ in columns)), (*mine.shape, *columns))
@@ -216,7 +222,7 @@ class _Rank:
                 fills += [] if fill is None else [fill]
             if fills and self._model.shape_of(fills[0].tensor) is not None:
                 self._builder.parameter(f"{_HERE}self_attention.linear_qkv.{kind}", window.shape, fills)
-        self._repeated(f"{_HERE}self_attention.linear_qkv", [f"{_ATTENTION}{part}_proj" for part in "qkv"])
+        self._repeated(f"{_HERE}self_attention.linear_qkv", _ATTENTION)
         for part in "qk":
             name = f"{_HERE}self_attention.{part}_layernorm.weight"
             self._builder.whole(name, f"{_ATTENTION}{part}_norm.weight")
@@ -256,7 +262,7 @@ class _Rank:
             if parts:
                 _, box = parts[0]
                 self._builder.parameter(f"{here}linear_fc1.{kind}", (2 * box.shape[0], *box.shape[1:]), stack(*parts))
-        self._repeated(f"{here}linear_fc1", [f"{there}{part}_proj" for part in ("gate", "up")])
+        self._repeated(f"{here}linear_fc1", there)
         for kind in ("weight", lora.A):
             self._cut(f"{here}linear_fc2.{kind}", f"{there}down_proj.{kind}", dim=1)
         self._builder.whole(f"{here}linear_fc2.{lora.B}", f"{there}down_proj.{lora.B}")
@@ -288,8 +294,10 @@ class _Rank:
         self._builder.parameter(here + name.format(fc="fc1"), (2 * n, hidden), first, experts)
         self._builder.parameter(here + name.format(fc="fc2"), (hidden, n), second, experts)
 
-    def _repeated(self, name: str, layers: Sequence[str]) -> None:
-        """Add the ``lora_A`` of an adapter, which each of these layers of a checkpoint has."""
+    def _repeated(self, name: str, there: str) -> None:
+        """Add the ``lora_A`` of an adapter, which each layer of a checkpoint has that this one is made of."""
+        parts = _PARTS[name.rpartition(".")[2]]
+        layers = [f"{there}{layer}" for layer in _layers_of(parts, self._geometry)]
         shape = self._model.shape_of(f"{layers[0]}.{lora.A}")
         if shape is not None:
             fills = [Fill(f"{layer}.{lora.A}", whole(shape), (0, 0)) for layer in layers]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from tandem.common.config.checks.rule import Rule
 from tandem.common.config.problem import Invalid, shown
 from tandem.common.config.schema import Config
-from tandem.common.lora import CONFIG
+from tandem.common.families import MEGATRON_ADAPTERS
+from tandem.common.lora import CONFIG, matches, why_no_model
+from tandem.common.model_sizes import expert_sizes, model_config
 
+_LATENT = "deepseek_v3"
+_ROUTED = re.compile("(?<!shared_)experts")
 DTENSOR, MEGATRON = "policy.dtensor_cfg.lora_cfg", "policy.megatron_cfg.peft"
 
 
@@ -45,9 +50,56 @@ def engines_can_merge_adapters(config: Config) -> None:
         raise Invalid("policy.generation.vllm_cfg.precision", what)
 
 
+def megatron_has_adapters_of_the_family(config: Config) -> None:
+    """Latent attention has layers that no adapter is built for."""
+    policy, model = config.policy, model_config(config.policy) or {}
+    if policy.megatron_cfg.enabled and policy.adapters and model.get("model_type") == _LATENT:
+        known = ", ".join(MEGATRON_ADAPTERS)
+        what = f"true, but Megatron-Core trains adapters of {known} here, not of {_LATENT}, whose attention is latent"
+        raise Invalid(f"{MEGATRON}.enabled", what)
+
+
+def routed_experts_have_no_adapters(config: Config) -> None:
+    """Nothing is left as it is that the configuration says has adapters.
+
+    Trainers know which layers have experts, and refuse what fits those of some layers only.
+    """
+    policy, lora = config.policy, config.policy.dtensor_cfg.lora_cfg
+    adapters, model = policy.adapters, model_config(policy)
+    if adapters is None:
+        return
+    if not policy.megatron_cfg.enabled:
+        named = [each for each in lora.target_modules if _ROUTED.search(each) and not lora.match_all_linear]
+        if named:
+            what = f"{shown(named[0])} names routed experts, and adapters of them are not built"
+            raise Invalid(f"{DTENSOR}.target_modules", f"{what}: those of a layer are one parameter, no linear layers")
+        return
+    experts = None if model is None else expert_sizes(model)
+    layers = range(experts.num_layers) if experts is not None else ()
+    for each in ("linear_fc1", "linear_fc2"):
+        names = [f"decoder.layers.{layer}.mlp.experts.{each}" for layer in layers]
+        has_some = [matches(name, adapters.patterns) and not matches(name, adapters.exclude_modules) for name in names]
+        if names and all(has_some):
+            what = f"{shown(list(adapters.exclude_modules))}, but adapters of routed experts are not built"
+            raise Invalid(f"{MEGATRON}.exclude_modules", f'{what}: leave them out with ["*.mlp.experts.*"]')
+
+
+def models_beside_the_policy_are_no_adapters(config: Config) -> None:
+    """A teacher is read whole, as is what a value model begins with."""
+    sections = dict(config.teacher_sections)
+    if config.value is not None and "value" in config.declaration.holds(config):
+        sections["value.model_name"] = config.value
+    for key, section in sections.items():
+        if (why := why_no_model(Path(section.model_name))) is not None:
+            raise Invalid(key, why)
+
+
 RULES: tuple[Rule, ...] = (
     restored_adapters_exist,
     adapters_have_the_type_of_the_weights,
     adapters_are_of_a_language_model,
     engines_can_merge_adapters,
+    megatron_has_adapters_of_the_family,
+    routed_experts_have_no_adapters,
+    models_beside_the_policy_are_no_adapters,
 )

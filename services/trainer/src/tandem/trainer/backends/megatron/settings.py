@@ -126,12 +126,15 @@ def _transformer(section: schema.Model, model: Mapping[str, Any], notices: list[
         # The loss is a sum over everything already: gradients are added up over ranks, never averaged.
         "calculate_per_token_loss": True,
     }
-    _set_right(arguments, has_experts=has_experts, replays=section.router_replay.enabled, notices=notices)
+    replays, adapts = section.router_replay.enabled, section.adapters is not None
+    _set_right(arguments, has_experts=has_experts, replays=replays, adapts=adapts, notices=notices)
     made = MLATransformerConfig if arguments.get("multi_latent_attention") else TransformerConfig
     return made(**arguments)
 
 
-def _set_right(arguments: dict[str, Any], *, has_experts: bool, replays: bool, notices: list[str]) -> None:
+def _set_right(
+    arguments: dict[str, Any], *, has_experts: bool, replays: bool, adapts: bool, notices: list[str]
+) -> None:
     """Change what Megatron-Core would take, and give wrong numbers or an error much later."""
 
     def set_(key: str, value: object, why: str) -> None:
@@ -141,6 +144,8 @@ def _set_right(arguments: dict[str, Any], *, has_experts: bool, replays: bool, n
 
     if replays:
         set_("moe_router_fusion", False, "the kernel chooses experts itself, and policy.router_replay gives them")
+    if adapts:
+        set_("moe_router_bias_update_rate", 0.0, "the bias is the base's, which stays as it is beside adapters")
     has_tensor_ranks = arguments["tensor_model_parallel_size"] > 1
     if arguments["sequence_parallel"] and not has_tensor_ranks:
         set_("sequence_parallel", False, "it needs tensor_model_parallel_size above 1")
