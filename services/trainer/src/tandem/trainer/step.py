@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tandem.common.assignment import batches_of_samples
+from tandem.common.assignment import NO_RANK, batches_of_samples
 from tandem.common.batch import BatchTable, Float32s, TrainingBatch
 from tandem.common.columns import TEACHER, Column, Model, Source
 from tandem.common.config import Config
@@ -28,6 +28,7 @@ from tandem.trainer import packing
 from tandem.trainer.advantages import Finisher, Scored
 from tandem.trainer.backend import Backend, LossOfMicroBatch
 from tandem.trainer.batching import Batching
+from tandem.trainer.exchange import BatchExchange, Exchange
 from tandem.trainer.logprob_errors import kept_sequences, mult_prob_errors
 from tandem.trainer.losses import Counts, Loss, make_loss
 from tandem.trainer.losses.own import blamed
@@ -70,6 +71,7 @@ def train(
     *,
     trained: Sequence[Model] | None = None,
     keeps_logprobs: bool = False,
+    exchange: Exchange | None = None,
 ) -> TrainResult:
     """Train on one batch: an optimizer step for each ``train_global_batch_size`` consecutive sequences (DPO: pairs).
 
@@ -86,16 +88,19 @@ def train(
         trained: the models to train, in that order; None for all that the algorithm trains.
         keeps_logprobs: whether the policy's log-probabilities of the share's tokens are kept: those of the pass that
             computes them, or where there is none, those that the loss has.
+        exchange: with the other trainers, where some models have processes of their own; None: all are here.
 
     Raises `TrainingError` if a loss or gradient is no finite number; that model's weights are then those of the
     optimizer step before.
 
     """
-    shares = _Share(backend, table, share, config)
+    shares = _Share(backend, table, share, config, exchange)
     seconds = {"policy_training": 0.0, "logprobs": 0.0, "reference_logprobs": 0.0}
     columns = shares.columns(seconds)
     kept = _KeptLogprobs(share, shares.policy_logprobs_T)
-    parts: dict[Model, list[dict[str, float]]] = {model: [] for model in trained or config.declaration.trains}
+    parts: dict[Model, list[dict[str, float]]] = {
+        model: [] for model in trained or config.declaration.trains if shares.holds(model)
+    }
     for _ in range(config.num_passes):
         for model, found in parts.items():
             beside = kept.beside if keeps_logprobs and model == "policy" else _unchanged
@@ -103,7 +108,7 @@ def train(
                 found += [_optimized(shares, rows, columns, model, beside) for rows in shares.global_batches]
     policy = parts.get("policy", [])
     return TrainResult(
-        metrics=_metrics_of_step(parts) | shares.numbers() | shares.metrics,
+        metrics=_metrics_of_step(parts) | (shares.numbers() | shares.metrics if shares.holds("policy") else {}),
         seconds=seconds,
         has_update=any(part["grad_norm"] > 0 and part["learning_rate"] > 0 for part in policy),
         logprobs=kept.of_tokens if keeps_logprobs and kept.is_whole(bool(policy)) else None,
@@ -116,8 +121,11 @@ def evaluate(
     share: TrainingBatch,
     config: Config,
     parts: Mapping[str, int] | None = None,
+    exchange: Exchange | None = None,
 ) -> dict[str, float]:
     """Return the loss of the whole batch, what it reports, and how much there is of it; nothing is trained.
+
+    Nothing is returned where the policy is not held.
 
     Args:
         backend: of this rank.
@@ -125,15 +133,17 @@ def evaluate(
         share: what it assigns to this rank.
         config: of the run.
         parts: sequences of each part of the batch, in order, of which the same is returned as ``PART/METRIC``.
+        exchange: as for `train`.
 
     """
     if not parts:
-        return _evaluated(backend, table, share, config)[0]
+        return _evaluated(backend, table, share, config, exchange)[0]
+    rank = NO_RANK if exchange is not None and not exchange.world.has_policy else backend.data_parallel_rank
     found, first, first_own = {}, 0, 0
     for name, count in parts.items():
         part = table.take(slice(first, first + count))
-        num_own = len(part.rows_of(backend.data_parallel_rank))
-        found[name] = _evaluated(backend, part, share.part(first_own, num_own), config)
+        num_own = len(part.rows_of(rank))
+        found[name] = _evaluated(backend, part, share.part(first_own, num_own), config, exchange)
         first, first_own = first + count, first_own + num_own
     assert first == len(table), "the parts are the batch"
     num_counted = max(1, sum(counted for _, counted in found.values()))
@@ -145,15 +155,18 @@ def evaluate(
 
 
 def _evaluated(
-    backend: Backend, table: BatchTable, share: TrainingBatch, config: Config
+    backend: Backend, table: BatchTable, share: TrainingBatch, config: Config, exchange: Exchange | None
 ) -> tuple[dict[str, float], int]:
-    """Return the metrics of a batch, and what its means divide by."""
-    shares = _Share(backend, table, share, config)
+    """Return the metrics of a batch, and what its means divide by; nothing where the policy is not held."""
+    shares = _Share(backend, table, share, config, exchange)
+    size = config.data_set_section.val_micro_batch_size
+    columns = shares.columns({}, size)
+    if not shares.holds("policy"):
+        return {}, 0
     counts = shares.counts(range(len(table)))
     loss = make_loss(config, counts, backend.device)
-    size = config.data_set_section.val_micro_batch_size
     total = torch.zeros(1, dtype=torch.float64, device=backend.device)
-    for micro_batch, scores_BT in shares.scored("policy", size, shares.columns({}, size)):
+    for micro_batch, scores_BT in shares.scored("policy", size, columns):
         total += loss(micro_batch, scores_BT)
     metrics = (
         shares.reported(loss, "policy") | _numbers(config, counts) | {"loss": float(backend.sum_over_ranks(total)[0])}
@@ -196,10 +209,20 @@ class _KeptLogprobs:
 class _Share:
     """This rank's share of a batch; rows are those of the whole batch's table."""
 
-    def __init__(self, backend: Backend, table: BatchTable, batch: TrainingBatch, config: Config) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        table: BatchTable,
+        batch: TrainingBatch,
+        config: Config,
+        exchange: Exchange | None = None,
+    ) -> None:
         self.backend = backend
         self.config = config
-        self._portions = _portions(backend, table, batch, config)
+        self._exchange = None if exchange is None else BatchExchange(exchange, table, config)
+        models = config.declaration.holds(config) if exchange is None else exchange.world.models
+        own = None if self._exchange is None else self._exchange.portion(backend, batch)
+        self._portions = _portions(backend, table, batch, config, models) if own is None else {models[0]: own}
         self._cuts = {model: _Cut.of(model, backend, each, config) for model, each in self._portions.items()}
         self._moved: dict[tuple[Model, Column], NDArray[Any]] = {}
         """Columns as models read them that divide the ranks otherwise than the policy."""
@@ -212,6 +235,10 @@ class _Share:
         self._teacher_S = table.columns.get(f"{TEACHER}_S", np.zeros(len(table), dtype=np.int32))
         size = config.policy.train_global_batch_size * config.sequences_per_sample
         self.global_batches = batches_of_samples(table.branch_S, size)
+
+    def holds(self, model: Model) -> bool:
+        """Tell whether this rank has its part of a model."""
+        return model in self._portions
 
     @property
     def _batch(self) -> TrainingBatch:
@@ -246,12 +273,40 @@ class _Share:
     def columns(self, seconds: dict[str, float], size: int | None = None) -> dict[Column, NDArray[Any]]:
         """Return what losses read of each token of the share; models score it in micro-batches of `size`.
 
-        The time that takes is added to `seconds`.
+        The time that takes is added to `seconds`: of a model with processes of its own, that of waiting for it.
         """
+        scored_by = self.config.declaration.scored_by(self.config, self._num_steps)
         scores: dict[Column, NDArray[Any]] = {}
-        for model in self.config.declaration.scored_by(self.config, self._num_steps):
+        for model in filter(self.holds, scored_by):
             with _timed(seconds, _SCORING[model]):
                 scores |= self.said(model, size)
+        if self._exchange is None:
+            return self._finished(scores)
+        for world in self._exchange.elsewhere:
+            said = [column for column in self._read if column.model == world.name]
+            with _timed(seconds, _SCORING[world.name]):
+                scores |= self._exchange.columns(world.name, "policy", said, scores, self._own)
+        columns = self._finished(scores) if self.holds("policy") else {}
+        if self.config.largest_logprob_error is not None:
+            self._keep(self._exchange.tell(self._counted_S > 0))
+        for world in self._exchange.elsewhere:
+            if world.name in self.config.declaration.trains:
+                read = [*self.config.declaration.columns_of(self.config, self._num_steps, world.name)]
+                columns |= self._exchange.columns("policy", world.name, read, columns, self._own)
+        return columns
+
+    @property
+    def _read(self) -> tuple[Column, ...]:
+        """What the losses of all models read in this step."""
+        return self.config.declaration.all_columns(self.config, self._num_steps)
+
+    @property
+    def _own(self) -> Portion:
+        """What this rank works on: that of the policy, or where it does not hold it, of its only model."""
+        return next(iter(self._portions.values()))
+
+    def _finished(self, scores: dict[Column, NDArray[Any]]) -> dict[Column, NDArray[Any]]:
+        """Return what losses read, from what all models say of the share's tokens."""
         first: dict[Source, Float32s] = {
             column.source: values_T for column, values_T in scores.items() if not column.number
         }
@@ -272,7 +327,7 @@ class _Share:
             made, metrics = finish(config, known)
             self.metrics |= metrics
             columns |= made
-        for column in config.declaration.all_columns(config, self._num_steps):
+        for column in self._read:
             if column not in columns:
                 columns[column] = self._batch.of_tokens(column.name)
         return columns
@@ -285,20 +340,23 @@ class _Share:
         errors = self.backend.sum_over_ranks(errors_S).cpu().numpy()
         kept_S, metrics = kept_sequences(errors, self._counted_S, self._rewards_S, threshold)
         self.metrics |= metrics
+        self._keep(kept_S)
+
+    def _keep(self, kept_S: NDArray[np.bool_]) -> None:
+        """Have no token count of the other sequences."""
         self._counted_S = np.where(kept_S, self._counted_S, 0)
         for portion in self._portions.values():
             portion.keep(kept_S)
 
     def said(self, model: Model, size: int | None = None) -> dict[Column, NDArray[Any]]:
         """Return the columns of what a model says of the share's counted tokens; zeros elsewhere."""
-        portion, policys = self._portions[model], self._portions["policy"]
-        read = self.config.declaration.all_columns(self.config, self._num_steps)
-        found = {column: self._nothing(column, portion) for column in read if column.model == model}
+        portion = self._portions[model]
+        found = {column: self._nothing(column, portion) for column in self._read if column.model == model}
         for number in range(self.config.num_of(model)):
             for micro_batch, scores_BT in self.scored(model, size, number=number):
                 for column, values_T in found.items():
                     packing.unpad_into(values_T, scores_BT[column.number], portion.batch, micro_batch.rows)
-        return {column: portion.moved_to(policys, values_T) for column, values_T in found.items()}
+        return {column: portion.moved_to(self._own, values_T) for column, values_T in found.items()}
 
     def _nothing(self, column: Column, portion: Portion) -> NDArray[Any]:
         rows = () if column.num_each is None else (column.num_each(self.config),)
@@ -333,7 +391,7 @@ class _Share:
         """Return a column of the policy's tokens as one of a model's."""
         key = model, column
         if key not in self._moved:
-            self._moved[key] = self._portions["policy"].moved_to(self._portions[model], values_T)
+            self._moved[key] = self._own.moved_to(self._portions[model], values_T)
         return self._moved[key]
 
     def _pad(self, group: Sequence[int], model: Model, columns: Columns | None = None) -> MicroBatch:
@@ -379,13 +437,16 @@ class _Cut(NamedTuple):
         return cls(batching, prompts, replayed_experts(config, model))
 
 
-def _portions(backend: Backend, table: BatchTable, batch: TrainingBatch, config: Config) -> dict[Model, Portion]:
-    """Return what each model works on: the share, or what another division of the ranks makes of it. Collective."""
+def _portions(
+    backend: Backend, table: BatchTable, batch: TrainingBatch, config: Config, models: Sequence[Model]
+) -> dict[Model, Portion]:
+    """Return what each of the models, the policy first, works on: the share, or what another division of the ranks makes
+    of it. Collective."""
     policys = backend.replicas("policy")
     own = Portion(policys, table, batch)
     by_sizes = {policys.sizes: own}
     found: dict[Model, Portion] = {}
-    for model in config.declaration.holds(config):
+    for model in models:
         replicas = backend.replicas(model)
         if replicas.sizes not in by_sizes:
             by_sizes[replicas.sizes] = own.for_model(model, replicas, config)

@@ -347,7 +347,7 @@ def _num_validation(look: Look) -> Any:
 
 
 def _gpus(look: Look) -> tuple[int, int] | None:
-    """Return how many GPUs are for training and generation, and how many of them are set aside for generation.
+    """Return how many GPUs are for the policy and generation, and how many of them are set aside for generation.
 
     None if it is not said.
     """
@@ -356,12 +356,18 @@ def _gpus(look: Look) -> tuple[int, int] | None:
         return None
     if nodes == 1:
         gpus -= _gpus_of_reward_models(look)
-    algorithm = _algorithm_of(look)
+    algorithm, of_others = _algorithm_of(look), _processes_of_others(look)
     if algorithm is None or not algorithm.rolls_out or look(f"{_COLOCATED}.enabled") is not False:
-        return nodes * gpus, 0
+        return nodes * gpus - of_others, 0
     key, each = ("gpus_per_node", 1) if nodes == 1 else ("num_nodes", gpus)
     aside = look(f"{_COLOCATED}.resources.{key}")
-    return (nodes * gpus, aside * each) if isinstance(aside, int) else None
+    return (nodes * gpus - of_others, aside * each) if isinstance(aside, int) else None
+
+
+def _processes_of_others(look: Look) -> int:
+    """Return how many processes are for models beside the policy."""
+    given = (look(f"cluster.processes_of.{model}") for model in MODELS if model != "policy")
+    return sum(num for num in given if isinstance(num, int))
 
 
 def _gpus_of_reward_models(look: Look) -> int:
@@ -397,6 +403,8 @@ def _launch(look: Look) -> Any:
     """Everything, or what is for the first of several nodes: ranks and engines are counted through the nodes."""
     nodes, here = look("cluster.num_nodes"), look("cluster.gpus_per_node")
     trainers, rollouts = look("cluster.trainers"), look("cluster.rollouts")
+    if isinstance(trainers, int):
+        trainers += _processes_of_others(look)
     sizes = (nodes, here, trainers, rollouts)
     if not all(isinstance(size, int) for size in sizes) or nodes <= 1 or here <= 0:
         return "all"
@@ -491,8 +499,8 @@ DERIVED = (
     ),
     Derived(
         key="cluster.trainers",
-        text="one for each GPU of the cluster, but for those that `policy.generation.colocated.resources`, or the "
-        "`resources` of a reward model, set aside",
+        text="one for each GPU of the cluster, but for those that `policy.generation.colocated.resources`, the "
+        "`resources` of a reward model, or `cluster.processes_of` set aside",
         compute=_trainers,
     ),
     Derived(
