@@ -37,6 +37,7 @@ from tandem.trainer.backend import Backend
 from tandem.trainer.backends import make_backend
 from tandem.trainer.backends.dtensor import DTensorBackend
 from tandem.trainer.exchange import Exchange, meet
+from tandem.trainer.share import Share
 
 VOCABULARY = 24
 DEADLINE_S = 120.0
@@ -256,7 +257,7 @@ def share_of(
 
 def said_by(backend: Backend, batch: TrainingBatch, config: Config, model: Model) -> NDArray[np.float32]:
     """Return the first number that a model says of each token of this rank's share of a whole batch."""
-    shares = step._Share(backend, *share_of(backend, batch, config), config)
+    shares = Share(backend, *share_of(backend, batch, config), config)
     portion = shares._portions[model]
     values_T = np.zeros(len(portion.batch.token_ids_T), dtype=np.float32)
     for micro_batch, scores_BT in shares.scored(model):

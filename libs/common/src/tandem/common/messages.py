@@ -194,12 +194,12 @@ class RendezvousOpened(Message, frozen=True, kw_only=True, tag=True):
 
 
 class BuildTrainer(Command, frozen=True, kw_only=True, tag=True):
-    """Every rank joins the process group and builds the models that it holds, with the optimizers of those it trains."""
+    """Every rank joins its process group and builds the models that it holds, and the optimizers of those it trains."""
 
     rendezvous_host: Name
     rendezvous_port: Port
     world_size: Positive
-    """Trainers of the run. Those that hold the same models are a process group; all of them exchange what models say."""
+    """Trainers of the run. Those that hold the same models are a process group; all exchange what their models say."""
     version: Count
     """Weight version that the weights to start from count as: the number of training steps behind them."""
     checkpoint: str = ""
@@ -254,8 +254,8 @@ class Trained(Message, frozen=True, kw_only=True, tag=True):
     these."""
     seconds: SecondsByPhase
     """Seconds by phase: ``policy_training``, ``logprobs``, ``reference_logprobs``, and of a value model ``values`` and
-    ``value_training``, of a teacher ``teacher_logprobs``. Empty from a process that does not hold the policy; of a model
-    that has processes of its own, they are those of waiting for it."""
+    ``value_training``, of a teacher ``teacher_logprobs``. Of a model with processes of its own they are those of
+    waiting for it. Empty from a process that does not hold the policy."""
     compute_s: Seconds
     """Of these, the rank's own work: what it spent outside of collective operations."""
     waited_s: Seconds

@@ -57,7 +57,7 @@ class Replicas(msgspec.Struct, frozen=True, kw_only=True):
 class Backend(Protocol):
     """The models that a rank holds, and their optimizers: the policy, and what else the algorithm's declaration names.
 
-    Or, in processes that are there for one model, that one alone. What is said of a rank is of the first model it holds.
+    Or, in processes that are there for one model, that one alone. What is said of a rank is of the first that it holds.
     """
 
     data_parallel_rank: int

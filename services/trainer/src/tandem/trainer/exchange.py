@@ -1,9 +1,9 @@
 """What passes between trainers that hold different models: tokens to a model, and what it says of them to the policy.
 
-Where some models have processes of their own (`tandem.common.worlds`), one group spans all trainers of the run. Each does
-first what it can by itself, so that all models score at the same time, and then all call the same methods of `Exchange`
-in the same order. They wait there for each other, for as long as the group's time-out. Numbers travel as they are, from
-the one process that speaks for its replica to all others, each of which keeps what it needs; nothing is summed.
+Where some models have processes of their own (`tandem.common.worlds`), one group spans all trainers of the run. Each
+does first what it can by itself, so that all models score at the same time, and then all call the same methods of
+`BatchExchange` in the same order. They wait there for each other, at most for the group's time-out. Numbers travel as
+they are, from the one process that speaks for its replica to all others, each of which keeps what it needs.
 
 Shapes: ``S`` sequences of the whole batch; ``T`` tokens of what a process works on.
 """
@@ -127,7 +127,7 @@ class BatchExchange:
     def columns(
         self, source: Model, target: Model, names: list[Column], columns: Mapping[Column, NDArray[Any]], own: Portion
     ) -> dict[Column, NDArray[Any]]:
-        """Bring columns of tokens from one world to another; return them in that one, and nothing in others. Collective.
+        """Bring columns of tokens from one world to another; return them there, and nothing elsewhere. Collective.
 
         `own` is what this process works on, and has the columns of if it is of the source's world.
         """

@@ -137,7 +137,7 @@ class DTensorBackend:
 
 
 def _arranged(config: Config, models: Sequence[Model], device: torch.device) -> dict[Model, Ranks]:
-    """Return the ranks as each of the models has them, arranged once for all that have the same parallel sizes. Collective."""
+    """Return the ranks as each model has them, arranged once for all that have the same parallel sizes. Collective."""
     by_sizes: dict[tuple[int, int], list[Model]] = {}
     for name in models:
         sizes = config.settings_of(name).dtensor_cfg

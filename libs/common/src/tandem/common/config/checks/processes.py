@@ -1,4 +1,4 @@
-"""Rules for models with processes of their own: there must be such a model, and its processes must make whole replicas."""
+"""Rules for models with processes of their own: the run must hold them, and the processes make whole replicas."""
 
 from __future__ import annotations
 
@@ -41,10 +41,8 @@ def the_processes_make_whole_replicas(config: Config) -> None:
             continue
         section, settings = "policy" if model == "reference" else model, config.settings_of(model)
         if num % settings.model_parallel_size:
-            raise Invalid(
-                f"{KEY}.{model}",
-                f"{num} is not a multiple of {settings.model_parallel_size}, the product of {factors(settings, section)}",
-            )
+            each, product = settings.model_parallel_size, factors(settings, section)
+            raise Invalid(f"{KEY}.{model}", f"{num} is not a multiple of {each}, the product of {product}")
 
 
 def there_are_gpus_for_all(config: Config) -> None:

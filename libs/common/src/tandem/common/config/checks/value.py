@@ -22,8 +22,8 @@ _MEGATRON = (
     "megatron_cfg.expert_model_parallel_size",
     "megatron_cfg.expert_tensor_parallel_size",
 )
-"""Keys of ``value`` that must be what they are of ``policy``: both see the same batches, and Megatron-Core divides ranks
-once for all models that they hold."""
+"""Keys of ``value`` that must be what they are of ``policy``: both see the same batches, and Megatron-Core divides
+ranks once for all models that they hold."""
 
 
 def there_is_a_value_model(config: Config) -> None:

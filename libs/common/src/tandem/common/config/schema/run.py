@@ -234,8 +234,8 @@ class LinkRates(Section, frozen=True, kw_only=True):
 
 
 class ProcessesOf(Section, frozen=True, kw_only=True):
-    """Trainer processes that hold one model alone, beside `cluster.trainers`: it scores, and a value model trains, while
-    the policy does. 0: the model lives in the policy's processes, which use it in turns."""
+    """Trainer processes that hold one model alone, beside `cluster.trainers`: it scores, and a value model trains,
+    while the policy does. 0: the model lives in the policy's processes, which use it in turns."""
 
     reference: NonNegativeInt = 0
     """New. Processes of the policy before any training. Its parallel sizes are the policy's."""
