@@ -232,13 +232,14 @@ def test_models_with_processes_of_their_own_are_the_same_and_go_on_anywhere(
     processes_of, num_ranks, policy, value = OWN[case]
     apart = ppo_config(model, policy, value, num_ranks, processes_of)
     ranks = run_ranks(apart.num_trainers, train_steps, apart, BATCHES[:2], tmp_path)
-    together = ppo_config(model, {}, {}, 1)
-    last = run_ranks(1, train_steps, together, BATCHES[2:], tmp_path, 3)[0]
-    of_policy, of_value = ranks[0], ranks[worlds_of(apart)[-1].first]
-    assert {name.partition("/")[0] for each in of_value for name in each} == {"value"}
-    assert_plain(
-        [policy | value for policy, value in zip(of_policy, of_value, strict=True)] + last, tmp_path / "step_3", plain
-    )
+    # An optimizer's state is read by the backend that wrote it.
+    then = apart if "Megatron" in case else ppo_config(model, {}, {}, 1)
+    last = run_ranks(then.num_trainers, train_steps, then, BATCHES[2:], tmp_path, 3)
+    of_value = worlds_of(apart)[-1].first
+    assert {name.partition("/")[0] for each in ranks[of_value] for name in each} == {"value"}
+    metrics = [policy | value for policy, value in zip(ranks[0], ranks[of_value], strict=True)]
+    metrics += [last[0][0] | last[of_value if then is apart else 0][0]]
+    assert_plain(metrics, tmp_path / "step_3", plain)
 
 
 def assert_plain(metrics: Sequence[dict[str, float]], saved: Path, plain: PlainPpo) -> None:
