@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -39,6 +40,9 @@ GENERATED = {"reasoning_gym": "reasoning_gym", "sliding_puzzle": "sliding_puzzle
 
 Look = Callable[[str], Any]
 """The value at a key as it stands, its plain default if it is not set, else None."""
+
+
+_PROCESSES_OF = "cluster.processes_of"
 
 
 class Derived(msgspec.Struct, frozen=True, kw_only=True):
@@ -366,8 +370,21 @@ def _gpus(look: Look) -> tuple[int, int] | None:
 
 def _processes_of_others(look: Look) -> int:
     """Return how many processes are for models beside the policy."""
-    given = (look(f"cluster.processes_of.{model}") for model in MODELS if model != "policy")
+    given = (look(f"{_PROCESSES_OF}.{model}") for model in MODELS if model != "policy")
     return sum(num for num in given if isinstance(num, int))
+
+
+def _processes_of_teachers(look: Look) -> Any:
+    """As NeMo-RL has it: so many for each teacher that is loaded."""
+    key = "on_policy_distillation"
+    names = look(f"{key}.teacher_model_by_agent_name")
+    if not (isinstance(names, dict) and look(f"{key}.enabled") and look(f"{key}.non_colocated_teachers.enabled")):
+        return 0
+    num = len({*names.values()} if look(f"{key}.deduplicate_shared_teacher_checkpoints") is not False else names)
+    sizes = (
+        look(f"{key}.non_colocated_teachers.default_teacher_cfg.{each}") for each in ("num_nodes", "gpus_per_node")
+    )
+    return num * math.prod(size for size in sizes if isinstance(size, int))
 
 
 def _gpus_of_reward_models(look: Look) -> int:
@@ -496,6 +513,12 @@ DERIVED = (
         key="data.num_validation",
         text="null where `data` says otherwise what is held out, else 256",
         compute=_num_validation,
+    ),
+    Derived(
+        key=f"{_PROCESSES_OF}.teacher",
+        text="where `on_policy_distillation.non_colocated_teachers` is enabled the GPUs of its `default_teacher_cfg`, "
+        "for each teacher; else 0",
+        compute=_processes_of_teachers,
     ),
     Derived(
         key="cluster.trainers",

@@ -45,6 +45,19 @@ def the_processes_make_whole_replicas(config: Config) -> None:
             raise Invalid(f"{KEY}.{model}", f"{num} is not a multiple of {each}, the product of {product}")
 
 
+def teachers_have_stages_on_megatron_core(config: Config) -> None:
+    """FSDP2 has no pipeline."""
+    routes = config.routes
+    if routes is None or not routes.non_colocated_teachers.enabled or config.teacher is not None:
+        return
+    stages = routes.non_colocated_teachers.default_teacher_cfg.pipeline_model_parallel_size
+    if stages > 1 and not config.policy.megatron_cfg.enabled:
+        raise Invalid(
+            "on_policy_distillation.non_colocated_teachers.default_teacher_cfg.pipeline_model_parallel_size",
+            f"{stages}, but policy.megatron_cfg.enabled is false, and the teachers are like the policy",
+        )
+
+
 def there_are_gpus_for_all(config: Config) -> None:
     """Two trainers do not share a GPU."""
     cluster = config.cluster
@@ -62,5 +75,6 @@ RULES: tuple[Rule, ...] = (
     the_models_are_held,
     the_reference_stands_alone,
     the_processes_make_whole_replicas,
+    teachers_have_stages_on_megatron_core,
     there_are_gpus_for_all,
 )

@@ -279,6 +279,8 @@ class Config(Section, frozen=True, kw_only=True):
         section: Model | None = self.teacher
         if section is None:
             section = Teacher(**{field: getattr(self.policy, field) for field in Model.__struct_fields__})
+            if self.routes is not None and self.routes.non_colocated_teachers.enabled:
+                section = self.routes.non_colocated_teachers.default_teacher_cfg.applied_to(section)
         if not name or name == section.model_name:
             return section
         tokenizer = msgspec.structs.replace(section.tokenizer, name=name)
