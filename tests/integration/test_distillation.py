@@ -103,7 +103,7 @@ def test_three_steps_are_those_of_a_plain_loop(case: str, student: Path, teacher
 OWN: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
     "one process each": (1, 1, {}, {}),
     "a tensor-parallel teacher": (1, 2, {}, TP2),
-    "a tensor-parallel student": (2, 1, TP2, {}),
+    "a tensor-parallel student": (2, 1, TP2, {"dtensor_cfg": {"tensor_parallel_size": 1}}),
     "two packed ranks, one teacher": (2, 1, PACKED, BY_TOKENS),
     "two teachers' ranks": (1, 2, {}, {}),
     "Megatron-Core, a teacher by FSDP2": (2, 1, {"megatron_cfg": MEGATRON_TP2}, {"megatron_cfg": {"enabled": False}}),
@@ -112,7 +112,7 @@ OWN: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
         2,
         2,
         {"megatron_cfg": MEGATRON_TP2},
-        {"megatron_cfg": {**ONE_RANK, **PP2}},
+        {"megatron_cfg": {"enabled": True, "tensor_model_parallel_size": 1, **PP2}},
     ),
 }
 """Processes of the student and of the teacher, and keys of ``policy`` and ``teacher``."""

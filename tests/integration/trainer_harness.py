@@ -227,13 +227,16 @@ def make_batch(num_sequences: int = 8, *, seed: int = 0, max_length: int = 14) -
     )
 
 
+_STORE: list[Any] = []
+"""Where the processes of a test meet: one, in each of them."""
+
+
 def begin(rank: int, config: Config, checkpoint: Path | None = None) -> tuple[Backend, Exchange | None]:
     """Build what a rank holds; where models have processes of their own, after these have become groups."""
     os.environ["NRL_MEGATRON_CHECKPOINT_DIR"] = f"{config.policy.model_name}-converted"
     if len(config.processes_of) == 1:
         return make_backend(config, checkpoint=checkpoint), None
-    store = dist.distributed_c10d._get_default_store()
-    dist.destroy_process_group()
+    (store,) = _STORE
     exchange = meet(config, rank, store, "127.0.0.1", 60.0)
     return make_backend(config, checkpoint=checkpoint, world=world_at(config, rank)), exchange
 
@@ -416,11 +419,14 @@ def _rank(end: Connection, rank: int, world_size: int, port: int, function: Call
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=60)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    _STORE.append(store)
+    if not any(isinstance(each, Config) and len(each.processes_of) > 1 for each in args):  # else `begin` does it
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     try:
         end.send((None, function(rank, *args)))
     except BaseException:
         end.send((traceback.format_exc(), None))
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
         end.close()
