@@ -16,15 +16,19 @@ from tandem.common.batch import TrainingBatch
 from tandem.common.config import Config
 from tandem.trainer import step
 from tandem.trainer.backends.dtensor import DTensorBackend
+from tests.integration import megatron_harness
 from tests.integration.reference import adamw, assert_same_steps, logprobs_of, sequences_of, trained_weights
 from tests.integration.reference_distillation import plain_distillation
 from tests.integration.trainer_harness import (
+    begin,
+    evaluate_on,
     evaluate_rank,
     make_config,
     make_groups,
     make_model,
     run_ranks,
     share_of,
+    train_on,
     train_rank,
 )
 
@@ -38,6 +42,9 @@ LARGER = {"hidden_size": 48, "num_hidden_layers": 3, "intermediate_size": 64}
 PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 48, "logprob_mb_tokens": 48}}
 BY_TOKENS = {"dynamic_batching": {"enabled": True, "train_mb_tokens": 40, "logprob_mb_tokens": 80}}
 TP2 = {"dtensor_cfg": {"tensor_parallel_size": 2}}
+ONE_RANK = {"enabled": True, "optimizer": megatron_harness.OPTIMIZER}
+MEGATRON_TP2 = {**ONE_RANK, **megatron_harness.TP2}
+PP2 = megatron_harness.PP2
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "one rank, mixed": (1, {"kl_type": "mixed", "mixed_kl_weight": 0.3}, {}, {}),
     "one rank, forward over all tokens": (1, {"kl_type": "forward", "zero_outside_topk": True}, {}, {}),
@@ -91,6 +98,86 @@ def test_three_steps_are_those_of_a_plain_loop(case: str, student: Path, teacher
             tensor, expected.weights[name], rtol=0, atol=TOLERANCE, msg=lambda m, n=name: f"{n}: {m}"
         )
     assert all(0 < each["topk_probability"] < 1 and each["teacher_entropy"] > 0 for each in metrics)
+
+
+OWN: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
+    "one process each": (1, 1, {}, {}),
+    "a tensor-parallel teacher": (1, 2, {}, TP2),
+    "a tensor-parallel student": (2, 1, TP2, {"dtensor_cfg": {"tensor_parallel_size": 1}}),
+    "two packed ranks, one teacher": (2, 1, PACKED, BY_TOKENS),
+    "two teachers' ranks": (1, 2, {}, {}),
+    "Megatron-Core, a teacher by FSDP2": (2, 1, {"megatron_cfg": MEGATRON_TP2}, {"megatron_cfg": {"enabled": False}}),
+    "FSDP2, a pipelined teacher by Megatron-Core": (1, 2, {}, {"megatron_cfg": {"enabled": True, **PP2}}),
+    "Megatron-Core, a teacher of other sizes": (
+        2,
+        2,
+        {"megatron_cfg": MEGATRON_TP2},
+        {"megatron_cfg": {"enabled": True, "tensor_model_parallel_size": 1, **PP2}},
+    ),
+}
+"""Processes of the student and of the teacher, and keys of ``policy`` and ``teacher``."""
+
+
+def train_apart(rank: int, config: Config, batches: Sequence[TrainingBatch], folder: Path) -> list[dict[str, float]]:
+    backend, exchange = begin(rank, config)
+    metrics = [train_on(backend, batch, config, exchange).metrics for batch in batches]
+    backend.save(folder).num_bytes.result()
+    return metrics
+
+
+@pytest.mark.parametrize("case", OWN)
+def test_a_teacher_with_processes_of_its_own_teaches_the_same(
+    case: str, student: Path, teacher: Path, tmp_path: Path
+) -> None:
+    num_ranks, num_teachers, policy, others = OWN[case]
+    is_megatron = "megatron_cfg" in policy
+    config = make_config(
+        student,
+        algorithm="distillation",
+        loss={"kl_type": "reverse"},
+        teacher={"model_name": str(teacher), **others},
+        topk=TOPK,
+        temperature=TEMPERATURE,
+        trainers=num_ranks,
+        processes_of={"teacher": num_teachers},
+        **policy,
+    )
+    expected = plain_distillation(
+        student,
+        [teacher],
+        BATCHES,
+        {"kl_type": "reverse"},
+        topk=TOPK,
+        temperature=TEMPERATURE,
+        decays_vectors=not is_megatron,
+    )
+    ranks = run_ranks(config.num_trainers, train_apart, config, BATCHES, tmp_path)
+    assert_same_steps(ranks[0], expected.steps, TOLERANCE)
+    assert not any(each for metrics in ranks[num_ranks:] for each in metrics), "the student's say all"
+    for name, tensor in trained_weights(tmp_path).items():
+        torch.testing.assert_close(
+            tensor, expected.weights[name], rtol=0, atol=TOLERANCE, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def evaluate_apart(rank: int, config: Config, batch: TrainingBatch) -> dict[str, float]:
+    backend, exchange = begin(rank, config)
+    return evaluate_on(backend, batch, config, {"first": 3, "second": 5}, exchange)
+
+
+def test_a_teacher_with_processes_of_its_own_is_compared_on_what_is_held_out(student: Path, teacher: Path) -> None:
+    config = make_config(
+        student,
+        algorithm="off_policy_distillation",
+        loss={"kl_type": "forward"},
+        teacher={"model_name": str(teacher)},
+        topk=TOPK,
+        processes_of={"teacher": 1},
+    )
+    expected = plain_distillation(student, [teacher], BATCHES, {"kl_type": "forward"}, topk=TOPK)
+    validated, nothing = run_ranks(2, evaluate_apart, config, BATCHES[0])
+    assert validated["loss"] == pytest.approx(expected.steps[0][0], abs=TOLERANCE)
+    assert nothing == {}
 
 
 def test_recorded_text_is_learned_and_validated_in_the_same_way(student: Path, teacher: Path) -> None:

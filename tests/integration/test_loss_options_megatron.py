@@ -20,9 +20,9 @@ import transformers
 from tandem.common.batch import Float32s
 from tandem.common.columns import PREVIOUS_LOGPROBS, REFERENCE_LOGPROBS
 from tandem.common.config import Config
-from tandem.trainer import step
 from tandem.trainer.backends import make_backend
 from tandem.trainer.losses import make_loss
+from tandem.trainer.share import Share
 from tests.integration.megatron_harness import make_checkpoint
 from tests.integration.reference import logprobs_of, sequences_of
 from tests.integration.trainer_harness import make_batch, make_config, run_ranks, share_of
@@ -260,7 +260,7 @@ def step_each(
         table, share = share_of(backend, BATCH, config)
         own_T = np.repeat(table.rank_S == backend.data_parallel_rank, table.lengths_S)
         previous_T, reference_T = (each_T[own_T] for each_T in others)
-        shares = step._Share(backend, table, share, config)
+        shares = Share(backend, table, share, config)
         said: Any = {"policy": previous_T, "reference": reference_T}
         read = config.declaration.all_columns(config, shares._num_steps)
         columns = shares.columns_with({column: said[column.model] for column in read if column.model}, said)

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from tandem.common.batch import TrainingBatch
 from tandem.common.config import Config
 from tandem.common.config.schema import Ppo
+from tandem.common.worlds import worlds_of
 from tandem.trainer import step
 from tandem.trainer.backends import make_backend
 from tandem.trainer.backends.dtensor import DTensorBackend
@@ -37,6 +38,7 @@ from tests.integration.reference_ppo import (
     values_of,
 )
 from tests.integration.trainer_harness import (
+    begin,
     make_config,
     make_groups,
     make_model,
@@ -107,7 +109,13 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 """Ranks, and keys of ``policy`` and ``value``."""
 
 
-def ppo_config(model: Path, policy: Mapping[str, Any], value: Mapping[str, Any], trainers: int = 1) -> Config:
+def ppo_config(
+    model: Path,
+    policy: Mapping[str, Any],
+    value: Mapping[str, Any],
+    trainers: int = 1,
+    processes_of: Mapping[str, int] | None = None,
+) -> Config:
     return make_config(
         model,
         algorithm="ppo",
@@ -116,6 +124,7 @@ def ppo_config(model: Path, policy: Mapping[str, Any], value: Mapping[str, Any],
         value={"optimizer": TORCH, **value},
         value_loss={"scale": SCALE, "cliprange": VALUE_CLIP},
         trainers=trainers,
+        processes_of=processes_of,
         **{"train_global_batch_size": SIZE, "optimizer": TORCH, **policy},
     )
 
@@ -125,12 +134,11 @@ def train_steps(
 ) -> list[dict[str, float]]:
     """Train on batches as the steps from `first` on, and save; go on from the checkpoint before it if there is one."""
     checkpoint = folder / f"step_{first - 1}" if first > 1 else None
-    os.environ["NRL_MEGATRON_CHECKPOINT_DIR"] = f"{config.policy.model_name}-converted"
-    backend = make_backend(config, checkpoint=checkpoint)
+    backend, exchange = begin(rank, config, checkpoint)
     metrics = []
     for number, batch in enumerate(batches, start=first):
-        trained = config.trained_in(number)
-        metrics.append(step.train(backend, *share_of(backend, batch, config), config, trained=trained).metrics)
+        trained, shared = config.trained_in(number), share_of(backend, batch, config, exchange=exchange)
+        metrics.append(step.train(backend, *shared, config, trained=trained, exchange=exchange).metrics)
     target = folder / f"step_{first - 1 + len(batches)}"
     backend.save(target).num_bytes.result()
     return metrics
@@ -193,7 +201,49 @@ def test_three_steps_are_those_of_a_plain_loop(case: str, model: Path, plain: Pl
     ranks = run_ranks(num_ranks, train_steps, config, BATCHES, tmp_path)
     metrics = ranks[0]
     assert all(other == metrics for other in ranks), "every rank reports the same"
+    assert_plain(metrics, tmp_path / "step_3", plain)
 
+
+OWN: dict[str, tuple[dict[str, int], int, dict[str, Any], dict[str, Any]]] = {
+    "one process each": ({"reference": 1, "value": 1}, 1, {}, {}),
+    "one policy, tensor-parallel values": ({"value": 2}, 1, {}, {"dtensor_cfg": {"tensor_parallel_size": 2}}),
+    "two packed ranks, values one by one": ({"value": 1}, 2, PACKED, ONE_BY_ONE),
+    "tensor-parallel policy and reference, two ranks of values": (
+        {"reference": 2, "value": 2},
+        2,
+        {"dtensor_cfg": {"tensor_parallel_size": 2}},
+        BY_TOKENS,
+    ),
+    "Megatron-Core, two stages, values by FSDP2": (
+        {"value": 1},
+        2,
+        {"megatron_cfg": MEGATRON | PP2},
+        {"megatron_cfg": {"enabled": False}},
+    ),
+    "FSDP2, tensor-parallel values by Megatron-Core": ({"value": 2}, 1, {}, {"megatron_cfg": MEGATRON | TP2}),
+}
+"""Processes of models, of the policy, and keys of ``policy`` and ``value``."""
+
+
+@pytest.mark.parametrize("case", OWN)
+def test_models_with_processes_of_their_own_are_the_same_and_go_on_anywhere(
+    case: str, model: Path, plain: PlainPpo, tmp_path: Path
+) -> None:
+    processes_of, num_ranks, policy, value = OWN[case]
+    apart = ppo_config(model, policy, value, num_ranks, processes_of)
+    ranks = run_ranks(apart.num_trainers, train_steps, apart, BATCHES[:2], tmp_path)
+    # An optimizer's state is read by the backend that wrote it.
+    then = apart if "Megatron" in case else ppo_config(model, {}, {}, 1)
+    last = run_ranks(then.num_trainers, train_steps, then, BATCHES[2:], tmp_path, 3)
+    of_value = worlds_of(apart)[-1].first
+    assert {name.partition("/")[0] for each in ranks[of_value] for name in each} == {"value"}
+    metrics = [policy | value for policy, value in zip(ranks[0], ranks[of_value], strict=True)]
+    metrics += [last[0][0] | last[of_value if then is apart else 0][0]]
+    assert_plain(metrics, tmp_path / "step_3", plain)
+
+
+def assert_plain(metrics: Sequence[dict[str, float]], saved: Path, plain: PlainPpo) -> None:
+    """Compare all steps, and the weights that they end with, with those of the plain loop."""
     assert "loss" not in metrics[0], "the policy is not trained before its first step"
     for name, is_norm in (("loss", False), ("grad_norm", True)):
         column = int(is_norm)
@@ -201,7 +251,6 @@ def test_three_steps_are_those_of_a_plain_loop(case: str, model: Path, plain: Pl
         assert_same_steps(values, [each[column] for each in plain.value_steps], is_norm=is_norm)
         found = [each[name] for each in metrics[WARM_UP:]]
         assert_same_steps(found, [each[column] for each in plain.policy_steps], is_norm=is_norm)
-    saved = tmp_path / "step_3"
     assert_same_weights(transformers.AutoModelForCausalLM.from_pretrained(saved / "policy"), plain.policy)
     trained = transformers.AutoModelForTokenClassification.from_pretrained(saved / "value")
     assert_same_weights(trained, plain.value)

@@ -23,17 +23,21 @@ import transformers
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 
-from tandem.common.assignment import Assignment
+from tandem.common.assignment import NO_RANK, Assignment
 from tandem.common.batch import BatchTable, TrainingBatch
 from tandem.common.columns import Model
 from tandem.common.config import Config, build_config
 from tandem.common.config.schema import NewModel
 from tandem.common.tokenizer import write_new_model
+from tandem.common.worlds import world_at
 from tandem.refit.digests.task import combine, digest_layout
 from tandem.refit.program import Verification
 from tandem.trainer import box_files, packing, policy_files, step
 from tandem.trainer.backend import Backend
+from tandem.trainer.backends import make_backend
 from tandem.trainer.backends.dtensor import DTensorBackend
+from tandem.trainer.exchange import Exchange, meet
+from tandem.trainer.share import Share
 
 VOCABULARY = 24
 DEADLINE_S = 120.0
@@ -162,13 +166,14 @@ def make_config(
     routes: Mapping[str, Any] | None = None,
     temperature: float = 1.0,
     trainers: int = 1,
+    processes_of: Mapping[str, int] | None = None,
     **policy: Any,
 ) -> Config:
     """Return a configuration whose ``policy``, ``loss_fn``, ``dpo``, ``rm`` and ``ppo`` sections have the given keys.
 
     So have ``value``, ``teacher`` (of whose likeliest tokens `topk` count) and, from `value_loss`, ``value_loss_fn``.
 
-    `trainers` matters only where several share a copy of the model.
+    `trainers` matters only where several share a copy of the model, or models have `processes_of` their own.
     """
     settings: dict[str, Any] = {
         "algorithm": algorithm,
@@ -199,7 +204,7 @@ def make_config(
             **policy,
         },
         "data": {"dataset_name": "reasoning_gym", "task": "chain_sum", "rejected_template": "no"},
-        "cluster": {"trainers": trainers},
+        "cluster": {"trainers": trainers, "processes_of": processes_of or {}},
     }
     return build_config(settings)
 
@@ -222,20 +227,40 @@ def make_batch(num_sequences: int = 8, *, seed: int = 0, max_length: int = 14) -
     )
 
 
+_STORE: list[Any] = []
+"""Where the processes of a test meet: one, in each of them."""
+
+
+def begin(rank: int, config: Config, checkpoint: Path | None = None) -> tuple[Backend, Exchange | None]:
+    """Build what a rank holds; where models have processes of their own, after these have become groups."""
+    os.environ["NRL_MEGATRON_CHECKPOINT_DIR"] = f"{config.policy.model_name}-converted"
+    if len(config.processes_of) == 1:
+        return make_backend(config, checkpoint=checkpoint), None
+    (store,) = _STORE
+    exchange = meet(config, rank, store, "127.0.0.1", 60.0)
+    return make_backend(config, checkpoint=checkpoint, world=world_at(config, rank)), exchange
+
+
 def share_of(
-    backend: Backend, batch: TrainingBatch, config: Config, parts: Sequence[int] = ()
+    backend: Backend,
+    batch: TrainingBatch,
+    config: Config,
+    parts: Sequence[int] = (),
+    exchange: Exchange | None = None,
 ) -> tuple[BatchTable, TrainingBatch]:
     """Return the table of a whole batch, as the coordinator would assign it, and this rank's share."""
-    assignment = Assignment.of(config, shares_prompts=backend.shares_prompts)
-    # Whatever `config` says, there are as many ranks as the test has started.
-    assignment = msgspec.structs.replace(assignment, num_ranks=backend.data_parallel_size)
+    assignment, rank = Assignment.of(config, shares_prompts=backend.shares_prompts), backend.data_parallel_rank
+    if exchange is None:  # whatever `config` says, there are as many ranks as the test has started
+        assignment = msgspec.structs.replace(assignment, num_ranks=backend.data_parallel_size)
+    elif not exchange.world.has_policy:
+        rank = NO_RANK
     table = assignment.assign(batch.table(), parts)
-    return table, batch.take(table.rows_of(backend.data_parallel_rank))
+    return table, batch.take(table.rows_of(rank))
 
 
 def said_by(backend: Backend, batch: TrainingBatch, config: Config, model: Model) -> NDArray[np.float32]:
     """Return the first number that a model says of each token of this rank's share of a whole batch."""
-    shares = step._Share(backend, *share_of(backend, batch, config), config)
+    shares = Share(backend, *share_of(backend, batch, config), config)
     portion = shares._portions[model]
     values_T = np.zeros(len(portion.batch.token_ids_T), dtype=np.float32)
     for micro_batch, scores_BT in shares.scored(model):
@@ -243,16 +268,23 @@ def said_by(backend: Backend, batch: TrainingBatch, config: Config, model: Model
     return portion.moved_to(shares._portions["policy"], values_T)
 
 
-def train_on(backend: Backend, batch: TrainingBatch, config: Config) -> step.TrainResult:
+def train_on(
+    backend: Backend, batch: TrainingBatch, config: Config, exchange: Exchange | None = None
+) -> step.TrainResult:
     """Train on this rank's share of a whole batch."""
-    return step.train(backend, *share_of(backend, batch, config), config)
+    return step.train(backend, *share_of(backend, batch, config, exchange=exchange), config, exchange=exchange)
 
 
 def evaluate_on(
-    backend: Backend, batch: TrainingBatch, config: Config, parts: Mapping[str, int] | None = None
+    backend: Backend,
+    batch: TrainingBatch,
+    config: Config,
+    parts: Mapping[str, int] | None = None,
+    exchange: Exchange | None = None,
 ) -> dict[str, float]:
     """Evaluate this rank's share of a whole batch."""
-    return step.evaluate(backend, *share_of(backend, batch, config, [*(parts or {}).values()]), config, parts)
+    shared = share_of(backend, batch, config, [*(parts or {}).values()], exchange)
+    return step.evaluate(backend, *shared, config, parts, exchange)
 
 
 def digest_of(backend: Backend, dtype: str = "float32") -> int:
@@ -387,11 +419,14 @@ def _rank(end: Connection, rank: int, world_size: int, port: int, function: Call
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=60)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    _STORE.append(store)
+    if not any(isinstance(each, Config) and len(each.processes_of) > 1 for each in args):  # else `begin` does it
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     try:
         end.send((None, function(rank, *args)))
     except BaseException:
         end.send((traceback.format_exc(), None))
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
         end.close()

@@ -19,12 +19,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.common.batch import BatchTable
+from tandem.common.columns import Model
 from tandem.common.config import Config
 
 Ints = NDArray[np.int32] | NDArray[np.int64]
 
 EMPTY_ROW = -1
 """Stands for a row that holds no sequence: it evens out the ranks' shares and counts nowhere."""
+NO_RANK = -1
+"""In the place of the data-parallel rank of a trainer that does not hold the policy: no sequence is assigned to it."""
 NO_PROMPT = -1
 """In the place of a prompt's number: the sequence shares its prompt with no other."""
 
@@ -145,24 +148,28 @@ def by_prompt(rows: Sequence[int], lengths_S: Sequence[int] | Ints, prompt_S: In
     return list(runs.values())
 
 
-def data_parallel_ranks(config: Config) -> list[int]:
-    """Return the data-parallel rank of each trainer, by its index: those of one model-parallel group have the same.
+def data_parallel_ranks(config: Config, model: Model = "policy") -> list[int]:
+    """Return the data-parallel rank of each trainer of the policy, or of the processes that another model has.
 
-    Both backends count tensor ranks fastest, then context ranks, then data ranks; Megatron-Core's pipeline stages come
-    last of all.
+    Those of one model-parallel group have the same. Both backends count tensor ranks fastest, then context ranks, then
+    data ranks; Megatron-Core's pipeline stages come last of all.
     """
-    policy = config.policy
-    stages = policy.megatron_cfg.pipeline_model_parallel_size if policy.megatron_cfg.enabled else 1
-    group_size = policy.model_parallel_size // stages
-    return [rank // group_size % config.data_parallel_size for rank in range(config.cluster.trainers)]
+    settings, num_trainers = config.settings_of(model), config.processes_of[model]
+    group_size = settings.model_parallel_size // _stages(config, model)
+    num_ranks = num_trainers // settings.model_parallel_size
+    return [rank // group_size % num_ranks for rank in range(num_trainers)]
 
 
-def scoring_trainers(config: Config) -> list[int]:
-    """Return, for each data-parallel rank, the index of one trainer that has what its model says of its tokens.
+def scoring_trainers(config: Config, model: Model = "policy") -> list[int]:
+    """Return, for each data-parallel rank, the place of one trainer that has what its model says of its tokens.
 
     It is the first of the last pipeline stage, where the output layer is.
     """
-    ranks = data_parallel_ranks(config)
-    stages = config.policy.megatron_cfg.pipeline_model_parallel_size if config.policy.megatron_cfg.enabled else 1
-    first = len(ranks) - len(ranks) // stages
-    return [first + ranks[first:].index(rank) for rank in range(config.data_parallel_size)]
+    ranks = data_parallel_ranks(config, model)
+    first = len(ranks) - len(ranks) // _stages(config, model)
+    return [first + ranks[first:].index(rank) for rank in sorted({*ranks})]
+
+
+def _stages(config: Config, model: Model) -> int:
+    megatron = config.settings_of(model).megatron_cfg
+    return megatron.pipeline_model_parallel_size if megatron.enabled else 1

@@ -194,11 +194,12 @@ class RendezvousOpened(Message, frozen=True, kw_only=True, tag=True):
 
 
 class BuildTrainer(Command, frozen=True, kw_only=True, tag=True):
-    """Every rank joins the process group and builds model, optimizer and, if the loss needs one, the reference."""
+    """Every rank joins its process group and builds the models that it holds, and the optimizers of those it trains."""
 
     rendezvous_host: Name
     rendezvous_port: Port
     world_size: Positive
+    """Trainers of the run. Those that hold the same models are a process group; all exchange what their models say."""
     version: Count
     """Weight version that the weights to start from count as: the number of training steps behind them."""
     checkpoint: str = ""
@@ -208,7 +209,7 @@ class BuildTrainer(Command, frozen=True, kw_only=True, tag=True):
 
 
 class TrainerBuilt(Message, frozen=True, kw_only=True, tag=True):
-    """The rank is ready and its weights lie where other processes can read them."""
+    """The rank is ready and the policy's weights lie where other processes can read them."""
 
     command_id: Count
     version: Count
@@ -217,7 +218,7 @@ class TrainerBuilt(Message, frozen=True, kw_only=True, tag=True):
     shares_prompts: bool
     """Whether it computes a prompt once for all of its samples, so that these had better stay together."""
     layout: Encoded
-    """An encoded `tandem.refit.layout.Layout`: what this rank holds, and where."""
+    """An encoded `tandem.refit.layout.Layout`: what this rank holds of the policy, and where; it may be nothing."""
 
 
 class Listener(Message, frozen=True, kw_only=True):
@@ -249,10 +250,12 @@ class Trained(Message, frozen=True, kw_only=True, tag=True):
     step: Count
     version: Count
     metrics: Metrics
-    """Rank 0's metrics, already reduced over all ranks; empty from the others."""
+    """Metrics of the models that it holds, already reduced over all ranks that do; empty from all but the first of
+    these."""
     seconds: SecondsByPhase
     """Seconds by phase: ``policy_training``, ``logprobs``, ``reference_logprobs``, and of a value model ``values`` and
-    ``value_training``, of a teacher ``teacher_logprobs``."""
+    ``value_training``, of a teacher ``teacher_logprobs``. Of a model with processes of its own they are those of
+    waiting for it. Empty from a process that does not hold the policy."""
     compute_s: Seconds
     """Of these, the rank's own work: what it spent outside of collective operations."""
     waited_s: Seconds

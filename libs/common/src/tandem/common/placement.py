@@ -1,7 +1,8 @@
 """Decide which GPUs of the cluster a process takes.
 
 GPUs are counted over all nodes, and every node has ``cluster.gpus_per_node`` of them: number 9 is the second of the
-second node where there are eight. Trainers take one each, from the first on. Engines take as many as each needs: the
+second node where there are eight. Trainers take one each, from the first on, those
+of models with processes of their own after the policy's. Engines take as many as each needs: the
 same ones where training and generation take turns, where they do not those that are set aside for generation. Reward
 models have the last ones of a single node, if any are set aside for them, and else share those of their engines.
 """
@@ -28,7 +29,7 @@ def first_gpu_of_engines(config: Config) -> int:
         return (cluster.num_nodes - colocated.resources.num_nodes) * cluster.gpus_per_node
     if cluster.num_nodes == 1 and colocated.resources.gpus_per_node is not None:
         return cluster.gpus_per_node - gpus_of_reward_models(config) - colocated.resources.gpus_per_node
-    return cluster.trainers
+    return config.num_trainers
 
 
 def gpus_per_engine(config: Config) -> int:

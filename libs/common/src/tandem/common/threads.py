@@ -43,7 +43,8 @@ def num_threads(config: Config, kind: Literal["trainers", "rollouts"], num_cores
     if cluster.threads_per_process is not None:
         return cluster.threads_per_process
     if isinstance(cluster.launch, str):
-        num_here: int = getattr(cluster, kind) if cluster.launch == "all" else 1
+        num_all = config.num_trainers if kind == "trainers" else cluster.rollouts
+        num_here = num_all if cluster.launch == "all" else 1
     else:
         num_here = getattr(cluster.launch, kind)
     if kind == "rollouts" and config.policy.generation.backend == "vllm":

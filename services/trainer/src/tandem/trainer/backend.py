@@ -55,12 +55,15 @@ class Replicas(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Backend(Protocol):
-    """The models that a rank holds: the policy, what else the algorithm's declaration names, and their optimizers."""
+    """The models that a rank holds, and their optimizers: the policy, and what else the algorithm's declaration names.
+
+    Or, in processes that are there for one model, that one alone. What is said of a rank is of the first that it holds.
+    """
 
     data_parallel_rank: int
     data_parallel_size: int
     num_parameters: int
-    """Of the whole policy."""
+    """Of the whole model, the policy where that is held."""
     device: torch.device
     shares_prompts: bool
     """Whether its models take `MicroBatch.shared_prompts`."""
@@ -87,7 +90,7 @@ class Backend(Protocol):
         ...
 
     def replicas(self, model: Model) -> Replicas:
-        """Return how a model divides the ranks; the policy as `data_parallel_rank` and its like say."""
+        """Return how a model divides the ranks; the first as `data_parallel_rank` and its like say."""
         ...
 
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:

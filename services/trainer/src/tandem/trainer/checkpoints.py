@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -94,9 +94,16 @@ def optimizer_folder(model: Model) -> str:
 
 
 def save(
-    folder: Path, states: Mapping[Model, State], config: Config, *, max_file_bytes: int = MAX_FILE_BYTES
+    folder: Path,
+    states: Mapping[Model, State],
+    config: Config,
+    *,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    first_writer: int = 0,
 ) -> Writing:
     """Copy the states and begin to write the copies under `folder`; from then on the states may change.
+
+    Processes of another group may write other models there: `first_writer` is the number of this group's first.
 
     Where the copies have no room in the memory of some host, all is written before this returns, and memory holds a
     file's worth. Collective. Raises `CheckpointError` for an optimizer whose state cannot be saved; what cannot be
@@ -112,7 +119,7 @@ def save(
     )
     shortage = _shortage(needed)
     copies = [_copy(name, state, writers[name], is_lazy=bool(shortage)) for name, state in states.items()]
-    write = partial(_write, folder, copies, config, max_file_bytes)
+    write = partial(_write, folder, copies, config, max_file_bytes, first_writer + dist.get_rank())
     num_bytes: Future[int] = Future()
     if shortage:
         _run(write, num_bytes)
@@ -168,14 +175,15 @@ def _shortage(num_bytes: int) -> str:
     return ""
 
 
-def _write(folder: Path, copies: Iterable[_Copy], config: Config, max_file_bytes: int) -> int:
+def _write(folder: Path, copies: Iterable[_Copy], config: Config, max_file_bytes: int, writer: int) -> int:
     """Write what this rank has to write, and sync it; return the bytes. Raises `CheckpointError`."""
     files: dict[str, FileRecord] = {}
     for copy in copies:
         files |= _write_model(folder, copy, config)
         files |= _write_optimizer(folder, copy, max_file_bytes)
     with as_checkpoint_error(f"cannot write {folder}"):
-        num_bytes = sync([manifest.write_part(folder, dist.get_rank(), files)])
+        folder.mkdir(parents=True, exist_ok=True)  # who trains nothing has made nothing in it
+        num_bytes = sync([manifest.write_part(folder, writer, files)])
         sync_folder(folder)
     return num_bytes + sum(record.size for record in files.values())
 
@@ -241,16 +249,24 @@ def files_of_model(source: str) -> list[Files]:
     return [] if found is None else [(found[0], found[1].files)]
 
 
-def files_to_load(config: Config, checkpoint: Path | None) -> list[Files]:
-    """Return what was written to all that a backend loads at its start. Raises `DamagedCheckpoint`."""
-    held, trained = config.declaration.holds(config), config.declaration.trains
+def files_to_load(config: Config, checkpoint: Path | None, held: Collection[Model]) -> list[Files]:
+    """Return what was written to all that a backend loads at its start, which holds these models.
+
+    With the policy, that is all of the checkpoint but what others hold. Raises `DamagedCheckpoint`.
+    """
+    trained = config.declaration.trains
     # A model that is trained comes from the checkpoint, if there is one; what adapters belong to never does.
     kept = [model for model in trained if config.settings_of(model).adapters is None]
     read = [model for model in held if checkpoint is None or model not in kept]
     sources = dict.fromkeys(
         config.settings_of(model, number).model_name for model in read for number in range(config.num_of(model))
     )
+    others = {folder for model in trained if model not in held for folder in (model, optimizer_folder(model))}
     parts = [] if checkpoint is None else files_of(checkpoint)
+    parts = [
+        (folder, {name: each for name, each in files.items() if Path(name).parts[0] not in others})
+        for folder, files in parts
+    ]
     return [*parts, *(files for source in sources for files in files_of_model(source))]
 
 

@@ -34,28 +34,18 @@ class Portion:
         assert table.lengths_S[own].tolist() == batch.lengths_S.tolist(), "the share is what the table says"
         self.place_of = {EMPTY_ROW: EMPTY_ROW} | {row: place for place, row in enumerate(own.tolist())}
         """The place in the portion of each row of the table that is in it."""
-        self._token_of_T = _tokens_of(table, own)
+        self.token_of_T = tokens_of(table, own)
+        """Where the tokens of the portion lie when all of the batch lie end to end."""
 
     def for_model(self, model: Model, replicas: Replicas, config: Config) -> Portion:
         """Return what a model with other replicas works on. Collective: its tokens come from the ranks of this one."""
-        assignment, settings = Assignment.of(config, shares_prompts=False), config.settings_of(model)
-        by_tokens = settings.sequence_packing.enabled or settings.dynamic_batching.enabled
-        divided = msgspec.structs.replace(assignment, num_ranks=replicas.size, by_tokens=by_tokens)
-        table = divided.assign(self.table)
+        table = divided(self.table, model, replicas.size, config)
         own = table.rows_of(replicas.rank)
-        tokens = _tokens_of(table, own)
+        tokens = tokens_of(table, own)
         token_ids_T, loss_mask_T = (
             self._everywhere(values_T)[tokens] for values_T in (self.batch.token_ids_T, self.batch.loss_mask_T)
         )
-        batch = TrainingBatch(
-            lengths_S=table.lengths_S[own],
-            token_ids_T=token_ids_T.astype(np.int32),
-            loss_mask_T=loss_mask_T.astype(np.bool_),
-            generation_logprobs_T=np.zeros(len(tokens), dtype=np.float32),  # columns come with `moved_to`
-            advantages_S=table.advantages_S[own],
-            rewards_S=table.rewards_S[own],
-        )
-        return Portion(replicas, table, batch)
+        return Portion(replicas, table, batch_of(table, own, token_ids_T, loss_mask_T))
 
     def keep(self, kept_S: NDArray[np.bool_]) -> None:
         """Have no token count of the batch's other sequences."""
@@ -66,17 +56,38 @@ class Portion:
         """Return numbers of this portion's tokens as the numbers of another one's. Collective."""
         if other is self:
             return values_T
-        return self._everywhere(values_T)[other._token_of_T].astype(values_T.dtype)
+        return self._everywhere(values_T)[other.token_of_T].astype(values_T.dtype)
 
     def _everywhere(self, values_T: NDArray[Any]) -> NDArray[np.float64]:
         """Return numbers of all tokens of the batch from those of each rank's portion."""
         whole = np.zeros((int(self.table.lengths_S.sum(dtype=np.int64)), *values_T.shape[1:]))
-        whole[self._token_of_T] = values_T
+        whole[self.token_of_T] = values_T
         found: NDArray[np.float64] = self.replicas.sum(torch.from_numpy(whole)).cpu().numpy()
         return found
 
 
-def _tokens_of(table: BatchTable, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+def divided(table: BatchTable, model: Model, num_ranks: int, config: Config) -> BatchTable:
+    """Return the table of a batch as so many replicas of a model divide it, by its section."""
+    assignment, settings = Assignment.of(config, shares_prompts=False), config.settings_of(model)
+    by_tokens = settings.sequence_packing.enabled or settings.dynamic_batching.enabled
+    return msgspec.structs.replace(assignment, num_ranks=num_ranks, by_tokens=by_tokens).assign(table)
+
+
+def batch_of(
+    table: BatchTable, rows: NDArray[np.int64], token_ids_T: NDArray[Any], loss_mask_T: NDArray[Any]
+) -> TrainingBatch:
+    """Return some sequences of a table with their tokens; what else there is of these comes as columns."""
+    return TrainingBatch(
+        lengths_S=table.lengths_S[rows],
+        token_ids_T=token_ids_T.astype(np.int32),
+        loss_mask_T=loss_mask_T.astype(np.bool_),
+        generation_logprobs_T=np.zeros(len(token_ids_T), dtype=np.float32),
+        advantages_S=table.advantages_S[rows],
+        rewards_S=table.rewards_S[rows],
+    )
+
+
+def tokens_of(table: BatchTable, rows: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return where the tokens of some sequences lie when all of the batch lie end to end."""
     ends = np.cumsum(table.lengths_S, dtype=np.int64)
     spans = (np.arange(ends[row] - table.lengths_S[row], ends[row]) for row in rows)

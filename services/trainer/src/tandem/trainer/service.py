@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tandem.common import gc_tuning
-from tandem.common.assignment import data_parallel_ranks, scoring_trainers
+from tandem.common.assignment import NO_RANK, data_parallel_ranks, scoring_trainers
 from tandem.common.batch import BatchTable, GivenTokens, TrainingBatch
 from tandem.common.config import Config
 from tandem.common.errors import WireError
@@ -60,11 +60,13 @@ from tandem.common.routed_experts import replayed_experts
 from tandem.common.service import Member
 from tandem.common.threads import limit_threads
 from tandem.common.wire import Arrays
+from tandem.common.worlds import world_at
 from tandem.refit import layout
 from tandem.refit.endpoint import Endpoint, Weights
 from tandem.trainer import step
 from tandem.trainer.backend import Backend, Writing
 from tandem.trainer.backends import make_backend, shards
+from tandem.trainer.exchange import Exchange, meet
 from tandem.trainer.fetching import SampleFetcher
 from tandem.trainer.losses.own import try_out
 from tandem.trainer.waiting import measured
@@ -72,6 +74,8 @@ from tandem.trainer.waiting import measured
 if TYPE_CHECKING:
     from tandem.trainer.logprob_recorder import LogprobRecorder
 
+NO_LAYOUT = layout.encode(layout.LayoutBuilder("").build())
+"""What a process has for engines that does not hold the policy."""
 _FETCH_SHARE = 0.25
 """Of the deadline of a training step that fetching its samples may take."""
 
@@ -83,8 +87,11 @@ class TrainerService:
         self._member = member
         self._config = member.config
         self._vocabulary = vocabulary_size(member.config.policy)
-        self._rank = data_parallel_ranks(member.config)[member.index]
+        self._world = world_at(member.config, member.index)
+        self._rank = data_parallel_ranks(member.config)[member.index] if self._world.has_policy else NO_RANK
         self._store: TCPStore | None = None
+        self._exchange: Exchange | None = None
+        """With trainers that hold other models; None where all hold the same."""
         self._backend: Backend | None = None
         self._weights: Weights | None = None
         self._endpoint: Endpoint | None = None
@@ -113,7 +120,7 @@ class TrainerService:
                 with self._member.phase(f"evaluating step {order.step}"):
                     self._evaluate(order, self._table(order, arrays), arrays)
             case InstallProgram() | ConnectMesh() | Refit() | Attest():
-                assert self._endpoint is not None, "the coordinator orders BuildTrainer first"
+                assert self._endpoint is not None, "the coordinator orders BuildTrainer first, of who holds the policy"
                 self._endpoint.handle(order)
             case CopyWeights():
                 with self._member.phase(f"copying the weights of version {order.version}"):
@@ -142,6 +149,8 @@ class TrainerService:
             self._weights.close()
         if self._backend is not None:
             self._backend.close()
+        if self._exchange is not None:
+            self._exchange.close()
         if dist.is_initialized():
             dist.destroy_process_group()
         self._store = None
@@ -189,8 +198,13 @@ class TrainerService:
         try:
             yield backend
         finally:
-            if self._config.takes_turns:
+            if self._takes_turns:
                 backend.offload()
+
+    @property
+    def _takes_turns(self) -> bool:
+        """Whether this process shares its device with engines: they are where the policy is."""
+        return self._config.takes_turns and self._world.has_policy
 
     def _open_rendezvous(self, order: OpenRendezvous) -> None:
         host = address_towards(self._member.coordinator)
@@ -220,22 +234,20 @@ class TrainerService:
             self._store = TCPStore(
                 order.rendezvous_host, order.rendezvous_port, is_master=False, timeout=timeout, use_libuv=False
             )
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-            store=self._store,
-            rank=self._member.index,
-            world_size=order.world_size,
-            timeout=timeout,
-        )
+        assert order.world_size == self._config.num_trainers, "the coordinator has the same configuration"
+        self._exchange = meet(self._config, self._member.index, self._store, own, order.deadline_s)
         resume_from = Path(order.checkpoint) if order.checkpoint else None
-        self._backend = make_backend(self._config, checkpoint=resume_from)
-        assert self._backend.data_parallel_rank == self._rank, "the coordinator sends shares by this number"
-        if self._config.takes_turns:
+        self._backend = make_backend(self._config, checkpoint=resume_from, world=self._world)
+        if self._takes_turns:
             self._backend.offload()
-        self._weights = self._backend.weights()
-        if self._config.keeps_copy:
-            self._weights = shards.copy_of(self._weights)
-        self._endpoint = Endpoint(self._member, self._weights)
+        encoded = NO_LAYOUT
+        if self._world.has_policy:
+            assert self._backend.data_parallel_rank == self._rank, "the coordinator sends shares by this number"
+            self._weights = self._backend.weights()
+            if self._config.keeps_copy:
+                self._weights = shards.copy_of(self._weights)
+            self._endpoint = Endpoint(self._member, self._weights)
+            encoded = layout.encode(self._weights.layout)
         self._version = order.version
         if torch.cuda.is_available():
             self._gpus.begin(self._member.index, 1)
@@ -249,7 +261,7 @@ class TrainerService:
             version=self._version,
             num_parameters=self._backend.num_parameters,
             shares_prompts=self._backend.shares_prompts,
-            layout=layout.encode(self._weights.layout),
+            layout=encoded,
         )
         self._member.reply(order.command_id, reply)
 
@@ -269,19 +281,27 @@ class TrainerService:
             with self._member.phase(f"fetching the samples of step {order.step}"):
                 timeout_s = _FETCH_SHARE * order.deadline_s
                 share, missing = self._fetcher.fetch(order.step, table, rows, order.sources, timeout_s)
-            if not _all_have(share):
+            if not self._all_have(share):
                 lack = SamplesMissing(command_id=order.command_id, step=order.step, members=missing)
                 self._member.reply(order.command_id, lack)
                 return
             assert share is not None, "all have theirs, so has this rank"
         else:
             share = self._given_share(order, table, arrays)
-        assert self._endpoint is not None, "the coordinator orders BuildTrainer first"
-        self._endpoint.abandon_digest()
+        if self._endpoint is not None:
+            self._endpoint.abandon_digest()
         self._memory.begin()
         with self._training_state() as backend, measured(backend.device) as time:
             trained, keeps = self._config.trained_in(order.step), self._recorder is not None
-            result = step.train(backend, table, share, self._config, trained=trained, keeps_logprobs=keeps)
+            result = step.train(
+                backend,
+                table,
+                share,
+                self._config,
+                trained=trained,
+                keeps_logprobs=keeps,
+                exchange=self._exchange,
+            )
         self._fetcher.clear()
         self._version = order.step
         if self._recorder is not None and result.logprobs is not None:
@@ -292,8 +312,8 @@ class TrainerService:
             command_id=order.command_id,
             step=order.step,
             version=self._version,
-            metrics=result.metrics if self._member.index == 0 else {},
-            seconds=result.seconds,
+            metrics=result.metrics if self._member.index == self._world.first else {},
+            seconds=result.seconds if self._world.has_policy else {},
             compute_s=time.compute_s,
             waited_s=time.waited_s,
             has_update=result.has_update,
@@ -302,9 +322,18 @@ class TrainerService:
         )
         self._member.reply(order.command_id, reply)
 
+    def _all_have(self, share: TrainingBatch | None) -> bool:
+        """Say whether every trainer has its share. Collective: all of them come to the same."""
+        num_lacking = torch.tensor([int(share is None)])
+        if self._exchange is not None:
+            num_lacking = self._exchange.sum(num_lacking)
+        else:
+            dist.all_reduce(num_lacking)
+        return int(num_lacking) == 0
+
     def _evaluate(self, order: Evaluate, table: BatchTable, arrays: Arrays) -> None:
         share = self._given_share(order, table, arrays)
-        metrics = step.evaluate(self._built(), table, share, self._config, order.parts)
+        metrics = step.evaluate(self._built(), table, share, self._config, order.parts, self._exchange)
         self._member.reply(order.command_id, Evaluated(command_id=order.command_id, step=order.step, metrics=metrics))
 
     def _save(self, order: SaveCheckpoint) -> None:
@@ -322,13 +351,6 @@ class TrainerService:
             return
         reply = CheckpointSaved(command_id=order.command_id, num_bytes=num_bytes.result())
         self._member.reply(order.command_id, reply)
-
-
-def _all_have(share: TrainingBatch | None) -> bool:
-    """Say whether every rank has its share. Collective: all of them come to the same."""
-    num_lacking = torch.tensor([int(share is None)])
-    dist.all_reduce(num_lacking)
-    return int(num_lacking) == 0
 
 
 def _may_mask_all(config: Config) -> bool:

@@ -7,44 +7,26 @@ nothing else.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple, Self
 
 import msgspec
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from tandem.common.assignment import batches_of_samples
+from tandem.common.assignment import NO_RANK
 from tandem.common.batch import BatchTable, Float32s, TrainingBatch
-from tandem.common.columns import TEACHER, Column, Model, Source
+from tandem.common.columns import Model
 from tandem.common.config import Config
-from tandem.common.dotted import named
-from tandem.common.routed_experts import RoutedExperts, replayed_experts
 from tandem.trainer import packing
-from tandem.trainer.advantages import Finisher, Scored
 from tandem.trainer.backend import Backend, LossOfMicroBatch
-from tandem.trainer.batching import Batching
-from tandem.trainer.logprob_errors import kept_sequences, mult_prob_errors
-from tandem.trainer.losses import Counts, Loss, make_loss
+from tandem.trainer.exchange import Exchange
+from tandem.trainer.losses import Loss, make_loss
 from tandem.trainer.losses.own import blamed
 from tandem.trainer.packing import Columns, MicroBatch
-from tandem.trainer.portions import Portion
-from tandem.trainer.scoring import Scores, TokenScores
-from tandem.trainer.sharing import Prompts
-
-_SCORING: dict[Model, str] = {
-    "policy": "logprobs",
-    "reference": "reference_logprobs",
-    "value": "values",
-    "teacher": "teacher_logprobs",
-}
-"""What the time is called that a model takes to score a batch."""
-_NUMBERS = ("num_valid_tokens", "num_valid_samples")
-"""Metrics that are no means."""
+from tandem.trainer.scoring import TokenScores
+from tandem.trainer.share import NUMBERS, Share, numbers_of, timed
 
 
 class TrainResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,6 +52,7 @@ def train(
     *,
     trained: Sequence[Model] | None = None,
     keeps_logprobs: bool = False,
+    exchange: Exchange | None = None,
 ) -> TrainResult:
     """Train on one batch: an optimizer step for each ``train_global_batch_size`` consecutive sequences (DPO: pairs).
 
@@ -86,24 +69,27 @@ def train(
         trained: the models to train, in that order; None for all that the algorithm trains.
         keeps_logprobs: whether the policy's log-probabilities of the share's tokens are kept: those of the pass that
             computes them, or where there is none, those that the loss has.
+        exchange: with the other trainers, where some models have processes of their own; None: all are here.
 
     Raises `TrainingError` if a loss or gradient is no finite number; that model's weights are then those of the
     optimizer step before.
 
     """
-    shares = _Share(backend, table, share, config)
+    shares = Share(backend, table, share, config, exchange)
     seconds = {"policy_training": 0.0, "logprobs": 0.0, "reference_logprobs": 0.0}
     columns = shares.columns(seconds)
     kept = _KeptLogprobs(share, shares.policy_logprobs_T)
-    parts: dict[Model, list[dict[str, float]]] = {model: [] for model in trained or config.declaration.trains}
+    parts: dict[Model, list[dict[str, float]]] = {
+        model: [] for model in trained or config.declaration.trains if shares.holds(model)
+    }
     for _ in range(config.num_passes):
         for model, found in parts.items():
             beside = kept.beside if keeps_logprobs and model == "policy" else _unchanged
-            with _timed(seconds, f"{model}_training"):
+            with timed(seconds, f"{model}_training"):
                 found += [_optimized(shares, rows, columns, model, beside) for rows in shares.global_batches]
     policy = parts.get("policy", [])
     return TrainResult(
-        metrics=_metrics_of_step(parts) | shares.numbers() | shares.metrics,
+        metrics=_metrics_of_step(parts) | (shares.numbers() | shares.metrics if shares.holds("policy") else {}),
         seconds=seconds,
         has_update=any(part["grad_norm"] > 0 and part["learning_rate"] > 0 for part in policy),
         logprobs=kept.of_tokens if keeps_logprobs and kept.is_whole(bool(policy)) else None,
@@ -116,8 +102,11 @@ def evaluate(
     share: TrainingBatch,
     config: Config,
     parts: Mapping[str, int] | None = None,
+    exchange: Exchange | None = None,
 ) -> dict[str, float]:
     """Return the loss of the whole batch, what it reports, and how much there is of it; nothing is trained.
+
+    Nothing is returned where the policy is not held.
 
     Args:
         backend: of this rank.
@@ -125,38 +114,43 @@ def evaluate(
         share: what it assigns to this rank.
         config: of the run.
         parts: sequences of each part of the batch, in order, of which the same is returned as ``PART/METRIC``.
+        exchange: as for `train`.
 
     """
     if not parts:
-        return _evaluated(backend, table, share, config)[0]
+        return _evaluated(backend, table, share, config, exchange)[0]
+    rank = NO_RANK if exchange is not None and not exchange.world.has_policy else backend.data_parallel_rank
     found, first, first_own = {}, 0, 0
     for name, count in parts.items():
         part = table.take(slice(first, first + count))
-        num_own = len(part.rows_of(backend.data_parallel_rank))
-        found[name] = _evaluated(backend, part, share.part(first_own, num_own), config)
+        num_own = len(part.rows_of(rank))
+        found[name] = _evaluated(backend, part, share.part(first_own, num_own), config, exchange)
         first, first_own = first + count, first_own + num_own
     assert first == len(table), "the parts are the batch"
     num_counted = max(1, sum(counted for _, counted in found.values()))
     metrics = {
-        name: sum(part[name] * (1 if name in _NUMBERS else counted / num_counted) for part, counted in found.values())
+        name: sum(part[name] * (1 if name in NUMBERS else counted / num_counted) for part, counted in found.values())
         for name in next(iter(found.values()))[0]
     }
     return metrics | {f"{part}/{name}": value for part, (own, _) in found.items() for name, value in own.items()}
 
 
 def _evaluated(
-    backend: Backend, table: BatchTable, share: TrainingBatch, config: Config
+    backend: Backend, table: BatchTable, share: TrainingBatch, config: Config, exchange: Exchange | None
 ) -> tuple[dict[str, float], int]:
-    """Return the metrics of a batch, and what its means divide by."""
-    shares = _Share(backend, table, share, config)
+    """Return the metrics of a batch, and what its means divide by; nothing where the policy is not held."""
+    shares = Share(backend, table, share, config, exchange)
+    size = config.data_set_section.val_micro_batch_size
+    columns = shares.columns({}, size)
+    if not shares.holds("policy"):
+        return {}, 0
     counts = shares.counts(range(len(table)))
     loss = make_loss(config, counts, backend.device)
-    size = config.data_set_section.val_micro_batch_size
     total = torch.zeros(1, dtype=torch.float64, device=backend.device)
-    for micro_batch, scores_BT in shares.scored("policy", size, shares.columns({}, size)):
+    for micro_batch, scores_BT in shares.scored("policy", size, columns):
         total += loss(micro_batch, scores_BT)
     metrics = (
-        shares.reported(loss, "policy") | _numbers(config, counts) | {"loss": float(backend.sum_over_ranks(total)[0])}
+        shares.reported(loss, "policy") | numbers_of(config, counts) | {"loss": float(backend.sum_over_ranks(total)[0])}
     )
     return metrics, loss.report.count
 
@@ -193,212 +187,12 @@ class _KeptLogprobs:
         return loss(micro_batch, scores_BT)
 
 
-class _Share:
-    """This rank's share of a batch; rows are those of the whole batch's table."""
-
-    def __init__(self, backend: Backend, table: BatchTable, batch: TrainingBatch, config: Config) -> None:
-        self.backend = backend
-        self.config = config
-        self._portions = _portions(backend, table, batch, config)
-        self._cuts = {model: _Cut.of(model, backend, each, config) for model, each in self._portions.items()}
-        self._moved: dict[tuple[Model, Column], NDArray[Any]] = {}
-        """Columns as models read them that divide the ranks otherwise than the policy."""
-        self.policy_logprobs_T: Float32s | None = None
-        """Of its tokens, under the policy; None until a pass of its own has computed them."""
-        self.metrics: dict[str, float] = {}
-        """What the making of advantages tells."""
-        self._counted_S = table.num_counted_S
-        self._rewards_S = table.rewards_S
-        self._teacher_S = table.columns.get(f"{TEACHER}_S", np.zeros(len(table), dtype=np.int32))
-        size = config.policy.train_global_batch_size * config.sequences_per_sample
-        self.global_batches = batches_of_samples(table.branch_S, size)
-
-    @property
-    def _batch(self) -> TrainingBatch:
-        """What the policy works on here."""
-        return self._portions["policy"].batch
-
-    def counts(self, rows: Sequence[int]) -> Counts:
-        """Return what the means over these sequences of all ranks divide by."""
-        counted = self._counted_S[list(rows)]
-        positive = int(counted[self._rewards_S[list(rows)] > 0].sum())
-        return Counts(tokens=int(counted.sum()), sequences=int((counted > 0).sum()), positive_tokens=positive)
-
-    def numbers(self) -> dict[str, float]:
-        """Return how much there is of the whole batch."""
-        parts = [_numbers(self.config, self.counts(rows)) for rows in self.global_batches]
-        return {name: sum(part[name] for part in parts) for name in _NUMBERS}
-
-    def micro_batches(self, rows: Sequence[int], columns: Columns, model: Model = "policy") -> list[MicroBatch]:
-        """Return this rank's micro-batches of a global batch that a model is trained on, with what its loss reads."""
-        read = {
-            each: self.config.declaration.columns_of(self.config, self._num_steps, each)
-            for each in self.config.declaration.trains
-        }
-        others = {column for found in read.values() for column in found} - set(read[model])
-        own = {
-            column: self._column_for(model, column, values_T)
-            for column, values_T in columns.items()
-            if column not in others
-        }
-        return [self._pad(group, model, own) for group in self._cuts[model].batching.training(rows)]
-
-    def columns(self, seconds: dict[str, float], size: int | None = None) -> dict[Column, NDArray[Any]]:
-        """Return what losses read of each token of the share; models score it in micro-batches of `size`.
-
-        The time that takes is added to `seconds`.
-        """
-        scores: dict[Column, NDArray[Any]] = {}
-        for model in self.config.declaration.scored_by(self.config, self._num_steps):
-            with _timed(seconds, _SCORING[model]):
-                scores |= self.said(model, size)
-        first: dict[Source, Float32s] = {
-            column.source: values_T for column, values_T in scores.items() if not column.number
-        }
-        self.policy_logprobs_T = first.get("policy")
-        if (threshold := self.config.largest_logprob_error) is not None:
-            self._leave_out(first["policy"], threshold)
-        return self.columns_with(scores, first)
-
-    def columns_with(
-        self, columns: dict[Column, NDArray[Any]], scores: Mapping[Source, Float32s]
-    ) -> dict[Column, NDArray[Any]]:
-        """Return the same from what models say of the share's tokens: columns, and the first number of each model."""
-        config = self.config
-        path = config.declaration.finisher(config)
-        if path:
-            finish: Finisher = named(path)
-            known = Scored(batch=self._batch, scores=scores, sum_over_ranks=self.backend.sum_over_ranks)
-            made, metrics = finish(config, known)
-            self.metrics |= metrics
-            columns |= made
-        for column in config.declaration.all_columns(config, self._num_steps):
-            if column not in columns:
-                columns[column] = self._batch.of_tokens(column.name)
-        return columns
-
-    def _leave_out(self, policy_T: Float32s, threshold: float) -> None:
-        """Have no token count of sequences about which training and generation disagree by more. Collective."""
-        errors_S = torch.zeros(len(self._counted_S), dtype=torch.float64)
-        own = self._portions["policy"].rows
-        errors_S[torch.from_numpy(own)] = torch.from_numpy(mult_prob_errors(self._batch, policy_T))
-        errors = self.backend.sum_over_ranks(errors_S).cpu().numpy()
-        kept_S, metrics = kept_sequences(errors, self._counted_S, self._rewards_S, threshold)
-        self.metrics |= metrics
-        self._counted_S = np.where(kept_S, self._counted_S, 0)
-        for portion in self._portions.values():
-            portion.keep(kept_S)
-
-    def said(self, model: Model, size: int | None = None) -> dict[Column, NDArray[Any]]:
-        """Return the columns of what a model says of the share's counted tokens; zeros elsewhere."""
-        portion, policys = self._portions[model], self._portions["policy"]
-        read = self.config.declaration.all_columns(self.config, self._num_steps)
-        found = {column: self._nothing(column, portion) for column in read if column.model == model}
-        for number in range(self.config.num_of(model)):
-            for micro_batch, scores_BT in self.scored(model, size, number=number):
-                for column, values_T in found.items():
-                    packing.unpad_into(values_T, scores_BT[column.number], portion.batch, micro_batch.rows)
-        return {column: portion.moved_to(policys, values_T) for column, values_T in found.items()}
-
-    def _nothing(self, column: Column, portion: Portion) -> NDArray[Any]:
-        rows = () if column.num_each is None else (column.num_each(self.config),)
-        return np.zeros((len(portion.batch.token_ids_T), *rows), dtype=column.dtype)
-
-    def reported(self, loss: Loss, model: Model) -> dict[str, float]:
-        """Return the means that a model's loss reports, over all ranks."""
-        means = (self._portions[model].replicas.sum(loss.report.sums) / max(1, loss.report.count)).tolist()
-        return dict(zip(loss.report.names, means, strict=True))
-
-    def scored(
-        self, model: Model, size: int | None = None, columns: Columns | None = None, number: int = 0
-    ) -> list[tuple[MicroBatch, Scores]]:
-        """Return all micro-batches of this rank, each with what a model says of it; of a teacher those it teaches."""
-        taught = self._of_teacher(number) if self.config.num_of(model) > 1 else self.global_batches
-        if not any(taught):
-            return []
-        groups = self._cuts[model].batching.scoring(taught, size)
-        padded = [self._pad(group, model, columns) for group in groups]
-        return list(zip(padded, self.backend.scores(padded, model, number), strict=True))
-
-    def _of_teacher(self, number: int) -> list[list[int]]:
-        """Return the sequences of each global batch that one of several teachers teaches."""
-        is_taught_S = self._teacher_S == number
-        return [[row for row in rows if is_taught_S[row]] for rows in self.global_batches]
-
-    @property
-    def _num_steps(self) -> int:
-        return self.config.num_passes * len(self.global_batches)
-
-    def _column_for(self, model: Model, column: Column, values_T: NDArray[Any]) -> NDArray[Any]:
-        """Return a column of the policy's tokens as one of a model's."""
-        key = model, column
-        if key not in self._moved:
-            self._moved[key] = self._portions["policy"].moved_to(self._portions[model], values_T)
-        return self._moved[key]
-
-    def _pad(self, group: Sequence[int], model: Model, columns: Columns | None = None) -> MicroBatch:
-        cut, portion = self._cuts[model], self._portions[model]
-        return packing.pad(
-            portion.batch,
-            [portion.place_of[row] for row in group],
-            divisible_by=cut.batching.divisible_by,
-            row_divisible_by=cut.batching.row_divisible_by,
-            device=self.backend.device,
-            prompts=cut.prompts,
-            columns=columns,
-            experts=cut.experts,
-        )
-
-
-class _Cut(NamedTuple):
-    """How a share is cut into the micro-batches of one model."""
-
-    batching: Batching
-    prompts: Prompts | None
-    """None where the model is given no shared prompts."""
-    experts: RoutedExperts | None
-    """What it is to replay of each token; None for nothing."""
-
-    @classmethod
-    def of(cls, model: Model, backend: Backend, portion: Portion, config: Config) -> Self:
-        """Return that of this rank, by the model's section."""
-        settings, table, replicas = config.settings_of(model), portion.table, portion.replicas
-        by_tokens = settings.sequence_packing.enabled or settings.dynamic_batching.enabled
-        shares_prompts = settings.share_prompts and backend.shares_prompts and not by_tokens
-        batching = Batching(
-            settings,
-            table.lengths_S,
-            table.rank_S,
-            rank=replicas.rank,
-            num_ranks=replicas.size,
-            sequence_divisor=replicas.sequence_divisor,
-            prompt_S=table.prompt_S if shares_prompts else None,
-            unit=config.sequences_per_sample,
-        )
-        prompts = Prompts.of(table.take(table.rows_of(replicas.rank))) if shares_prompts else None
-        return cls(batching, prompts, replayed_experts(config, model))
-
-
-def _portions(backend: Backend, table: BatchTable, batch: TrainingBatch, config: Config) -> dict[Model, Portion]:
-    """Return what each model works on: the share, or what another division of the ranks makes of it. Collective."""
-    policys = backend.replicas("policy")
-    own = Portion(policys, table, batch)
-    by_sizes = {policys.sizes: own}
-    found: dict[Model, Portion] = {}
-    for model in config.declaration.holds(config):
-        replicas = backend.replicas(model)
-        if replicas.sizes not in by_sizes:
-            by_sizes[replicas.sizes] = own.for_model(model, replicas, config)
-        found[model] = by_sizes[replicas.sizes]
-    return found
-
-
 def _unchanged(loss: Loss) -> LossOfMicroBatch:
     return loss
 
 
 def _optimized(
-    shares: _Share, rows: Sequence[int], columns: Columns, model: Model, beside: Callable[[Loss], LossOfMicroBatch]
+    shares: Share, rows: Sequence[int], columns: Columns, model: Model, beside: Callable[[Loss], LossOfMicroBatch]
 ) -> dict[str, float]:
     """Take one optimizer step of a model on a global batch; return its metrics."""
     backend, config = shares.backend, shares.config
@@ -420,15 +214,3 @@ def _metrics_of_step(parts: Mapping[Model, Sequence[Mapping[str, float]]]) -> di
         metrics |= {f"{prefix}{name}": sum(part[name] for part in found) / len(found) for name in found[0]}
         metrics[f"{prefix}learning_rate"] = found[-1]["learning_rate"]
     return metrics
-
-
-def _numbers(config: Config, counts: Counts) -> dict[str, float]:
-    num_samples = counts.sequences // config.sequences_per_sample
-    return {"num_valid_tokens": float(counts.tokens), "num_valid_samples": float(num_samples)}
-
-
-@contextmanager
-def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
-    started = time.perf_counter()
-    yield
-    seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - started

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -39,6 +40,9 @@ GENERATED = {"reasoning_gym": "reasoning_gym", "sliding_puzzle": "sliding_puzzle
 
 Look = Callable[[str], Any]
 """The value at a key as it stands, its plain default if it is not set, else None."""
+
+
+_PROCESSES_OF = "cluster.processes_of"
 
 
 class Derived(msgspec.Struct, frozen=True, kw_only=True):
@@ -347,7 +351,7 @@ def _num_validation(look: Look) -> Any:
 
 
 def _gpus(look: Look) -> tuple[int, int] | None:
-    """Return how many GPUs are for training and generation, and how many of them are set aside for generation.
+    """Return how many GPUs are for the policy and generation, and how many of them are set aside for generation.
 
     None if it is not said.
     """
@@ -356,12 +360,31 @@ def _gpus(look: Look) -> tuple[int, int] | None:
         return None
     if nodes == 1:
         gpus -= _gpus_of_reward_models(look)
-    algorithm = _algorithm_of(look)
+    algorithm, of_others = _algorithm_of(look), _processes_of_others(look)
     if algorithm is None or not algorithm.rolls_out or look(f"{_COLOCATED}.enabled") is not False:
-        return nodes * gpus, 0
+        return nodes * gpus - of_others, 0
     key, each = ("gpus_per_node", 1) if nodes == 1 else ("num_nodes", gpus)
     aside = look(f"{_COLOCATED}.resources.{key}")
-    return (nodes * gpus, aside * each) if isinstance(aside, int) else None
+    return (nodes * gpus - of_others, aside * each) if isinstance(aside, int) else None
+
+
+def _processes_of_others(look: Look) -> int:
+    """Return how many processes are for models beside the policy."""
+    given = (look(f"{_PROCESSES_OF}.{model}") for model in MODELS if model != "policy")
+    return sum(num for num in given if isinstance(num, int))
+
+
+def _processes_of_teachers(look: Look) -> Any:
+    """As NeMo-RL has it: so many for each teacher that is loaded."""
+    key = "on_policy_distillation"
+    names = look(f"{key}.teacher_model_by_agent_name")
+    if not (isinstance(names, dict) and look(f"{key}.enabled") and look(f"{key}.non_colocated_teachers.enabled")):
+        return 0
+    num = len({*names.values()} if look(f"{key}.deduplicate_shared_teacher_checkpoints") is not False else names)
+    sizes = (
+        look(f"{key}.non_colocated_teachers.default_teacher_cfg.{each}") for each in ("num_nodes", "gpus_per_node")
+    )
+    return num * math.prod(size for size in sizes if isinstance(size, int))
 
 
 def _gpus_of_reward_models(look: Look) -> int:
@@ -397,6 +420,8 @@ def _launch(look: Look) -> Any:
     """Everything, or what is for the first of several nodes: ranks and engines are counted through the nodes."""
     nodes, here = look("cluster.num_nodes"), look("cluster.gpus_per_node")
     trainers, rollouts = look("cluster.trainers"), look("cluster.rollouts")
+    if isinstance(trainers, int):
+        trainers += _processes_of_others(look)
     sizes = (nodes, here, trainers, rollouts)
     if not all(isinstance(size, int) for size in sizes) or nodes <= 1 or here <= 0:
         return "all"
@@ -490,9 +515,15 @@ DERIVED = (
         compute=_num_validation,
     ),
     Derived(
+        key=f"{_PROCESSES_OF}.teacher",
+        text="where `on_policy_distillation.non_colocated_teachers` is enabled the GPUs of its `default_teacher_cfg`, "
+        "for each teacher; else 0",
+        compute=_processes_of_teachers,
+    ),
+    Derived(
         key="cluster.trainers",
-        text="one for each GPU of the cluster, but for those that `policy.generation.colocated.resources`, or the "
-        "`resources` of a reward model, set aside",
+        text="one for each GPU of the cluster, but for those that `policy.generation.colocated.resources`, the "
+        "`resources` of a reward model, or `cluster.processes_of` set aside",
         compute=_trainers,
     ),
     Derived(

@@ -62,7 +62,7 @@ _PARALLEL = (
     "megatron_cfg.expert_model_parallel_size",
     "megatron_cfg.expert_tensor_parallel_size",
 )
-"""Keys of a teacher on Megatron-Core that must be what they are of the policy: the same ranks hold both."""
+"""Keys of a teacher on Megatron-Core that must be what they are of the policy where the same ranks hold both."""
 
 
 def _adapts(config: Config) -> bool:
@@ -178,7 +178,7 @@ def _of_teachers(config: Config) -> Iterator[str]:
     for index, teacher in enumerate(config.teachers or ()):
         path = teacher.projection_matrix_path
         yield f"teachers[{index}]" if path is None else f"teachers[{index}].projection_matrix_path ({path})"
-    if config.teacher is None:
+    if config.teacher is None or "teacher" in config.processes_of:
         return
     for key in _PARALLEL:
         own, policys = (value_at(config, f"{section}.{key}") for section in ("teacher", "policy"))

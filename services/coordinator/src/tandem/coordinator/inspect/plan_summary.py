@@ -16,7 +16,9 @@ def ranks_of_training(config: Config) -> str:
     """Say how many trainers there are, and into how many shares they cut a batch."""
     num, shares = config.cluster.trainers, config.data_parallel_size
     cut = f", {num // shares} to each of {shares} shares of a batch" if num > shares > 1 else ""
-    return f"{num} trainer rank{'s' if num > 1 else ''}{cut}"
+    beside = [f"{size} of the {model}" for model, size in config.processes_of.items() if model != "policy"]
+    rest = f", and beside them {' and '.join(beside)}" if beside else ""
+    return f"{num} trainer rank{'s' if num > 1 else ''}{cut}{rest}"
 
 
 def steps(config: Config) -> Iterator[str]:
@@ -93,12 +95,13 @@ def memory(config: Config, trainers: Side) -> str:
     kept = {"weights": weights, "gradients": gradients, "optimizer": state}
     if config.policy.adapters is not None:  # without its adapters it is its own reference
         kept = {"frozen weights": frozen, "adapters": weights, "gradients": gradients, "optimizer": state}
-    elif config.needs_reference:
+    elif config.needs_reference and "reference" not in config.processes_of:
         kept["reference model"] = weights
-    if "teacher" in config.declaration.holds(config):
+    if "teacher" in config.declaration.holds(config) and "teacher" not in config.processes_of:
         kept["teacher"] = weights
     for model in config.declaration.trains[:-1]:  # of the policy's size, as far as is known
-        kept[f"{model} model and its optimizer"] = weights + gradients + state
+        if model not in config.processes_of:
+            kept[f"{model} model and its optimizer"] = weights + gradients + state
     listed = ", ".join(f"{name} {size / _GB:,.2f}" for name, size in kept.items())
     where = " (in host memory)" if policy.dtensor_cfg.cpu_offload and not megatron.enabled else ""
     return f"{sum(kept.values()) / _GB:,.2f} GB a trainer{where}, without activations: {listed}"

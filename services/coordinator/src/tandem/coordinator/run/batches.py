@@ -11,7 +11,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from tandem.common.assignment import Assignment, data_parallel_ranks
+from tandem.common.assignment import NO_RANK, Assignment, data_parallel_ranks
 from tandem.common.batch import BatchTable, GivenTokens, TrainingBatch
 from tandem.common.config import Config
 from tandem.common.messages import EngineBuilt, Evaluate, Listener, Reply, SamplesMissing, Train, TrainerBuilt
@@ -27,7 +27,7 @@ class Batches:
     def __init__(self, config: Config, algorithm: RunningAlgorithm, sources: Mapping[str, Listener] = {}) -> None:
         """`sources` are of samples that no rollout has, by the name that the algorithm gives their source."""
         self._ranks = data_parallel_ranks(config)
-        """Of each trainer, by its index."""
+        """Of each trainer that holds the policy, by its index."""
         self._config = config
         self._algorithm = algorithm
         self._shares_prompts = False
@@ -38,14 +38,14 @@ class Batches:
         self._sources: dict[str, Listener] = {}
         self._table: dict[str, NDArray[Any]] = {}
         self._tokens: list[dict[str, NDArray[Any]]] = []
-        """Those of each data-parallel rank."""
+        """Those of each data-parallel rank; last none, for trainers that do not hold the policy."""
 
     def take_reply(self, member: str, reply: Reply) -> None:
         """Take note of what matters here of any reply."""
         match reply:
             case EngineBuilt(samples_at=listener):
                 self._listeners[member] = listener
-            case TrainerBuilt(shares_prompts=shares_prompts):
+            case TrainerBuilt(shares_prompts=shares_prompts) if _index_of(member) < len(self._ranks):
                 self._shares_prompts = shares_prompts
             case SamplesMissing():
                 self._made = None  # of some samples, others will come
@@ -70,7 +70,8 @@ class Batches:
         }
         arrays = self._table
         if self._tokens:
-            arrays = arrays | self._tokens[self._ranks[int(action.member.rpartition("-")[2])]]
+            index = _index_of(action.member)
+            arrays = arrays | self._tokens[self._ranks[index] if index < len(self._ranks) else -1]
         if action.purpose == "train":
             return Train(**common), arrays, metrics
         return Evaluate(**common, parts=self._algorithm.validation_parts), arrays, metrics
@@ -93,7 +94,14 @@ class Batches:
 
 
 def shares_of(table: BatchTable, batch: TrainingBatch, num_ranks: int) -> list[dict[str, NDArray[Any]]]:
-    """Return what each data-parallel rank is sent of a batch beside its table: the tokens of its own sequences."""
-    shares = [batch.take(table.rows_of(rank)) for rank in range(num_ranks)]
+    """Return what each data-parallel rank is sent of a batch beside its table: the tokens of its own sequences.
+
+    Last comes what the others are sent: no tokens.
+    """
+    shares = [batch.take(table.rows_of(rank)) for rank in (*range(num_ranks), NO_RANK)]
     names = [name for name in GivenTokens.__struct_fields__ if name.endswith("_T")]
     return [{name: getattr(share, name) for name in names} for share in shares]
+
+
+def _index_of(trainer: str) -> int:
+    return int(trainer.rpartition("-")[2])

@@ -39,8 +39,9 @@ class StepMetrics:
     def trained(self, member: str, reply: Trained) -> None:
         """Note a rank's training step; the slowest rank is the one that counts."""
         self.metrics.update(reply.metrics)
-        rank = int(member.rpartition("-")[2])
-        self._compute_s[rank], self._waited_s[rank] = reply.compute_s, reply.waited_s
+        if reply.seconds:  # who holds another model than the policy has other work to do
+            rank = int(member.rpartition("-")[2])
+            self._compute_s[rank], self._waited_s[rank] = reply.compute_s, reply.waited_s
         _keep_maxima(self._training_seconds, reply.seconds)
         self._note_memory("training", "generation", "trainer", reply.memory)
         self._note_gpus("trainer", reply.gpus)

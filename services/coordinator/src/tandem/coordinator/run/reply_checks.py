@@ -13,6 +13,7 @@ from tandem.common.errors import RefitError, WireError
 from tandem.common.messages import Generate, Order, SampleScored
 from tandem.common.model_sizes import vocabulary_size
 from tandem.common.nvml import MEASURED
+from tandem.common.worlds import worlds_of
 from tandem.refit import layout
 
 SHOWN = 100
@@ -28,6 +29,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_turns: int
     plays: bool = False
     """Whether an agent makes them, whose prompts are its own."""
+    speakers: frozenset[str] = frozenset({"trainer-0"})
+    """The trainers whose metrics are the run's: the first of each group that holds the same models."""
 
     @staticmethod
     def of(config: Config) -> Limits:
@@ -40,7 +43,13 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         if agent is not None:
             turns = agent.max_completions
         known = vocabulary_size(policy)
-        return Limits(vocabulary=known, max_tokens=longest, max_turns=turns, plays=agent is not None)
+        return Limits(
+            vocabulary=known,
+            max_tokens=longest,
+            max_turns=turns,
+            plays=agent is not None,
+            speakers=frozenset(f"trainer-{world.first}" for world in worlds_of(config)),
+        )
 
 
 class Member:

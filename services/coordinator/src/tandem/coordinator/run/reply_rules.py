@@ -64,8 +64,6 @@ from tandem.coordinator.run.reply_checks import (
 from tandem.refit import program
 
 _ADDRESS = re.compile(r"tcp://[^\s/]+:[0-9]{1,5}")
-_SPEAKER = "trainer-0"
-"""The rank whose metrics are the run's."""
 
 
 class Rule(NamedTuple):
@@ -84,13 +82,15 @@ def _trainer_built(asked: Asked, reply: TrainerBuilt) -> None:
 
 
 def _trained(asked: Asked, reply: Trained) -> None:
-    """`step` is that of the order, and so is `version`. `metrics` are finite numbers, and of rank 0 alone.
+    """`step` is that of the order, and so is `version`. `metrics` are finite numbers, of the first that holds a model.
 
     `gpus` are those that `tandem.common.nvml` measures.
     """
     same(asked, reply, "step")
     must(reply.version == asked.order.step, "version", reply.version, f"the step, {asked.order.step}")
-    must(asked.name == _SPEAKER or not reply.metrics, "metrics", reply.metrics, f"empty: {_SPEAKER} has them")
+    speakers = asked.limits.speakers
+    is_empty = asked.name in speakers or not reply.metrics
+    must(is_empty, "metrics", reply.metrics, f"empty: {' and '.join(sorted(speakers))} has them")
     finite(reply.metrics)
     measured(reply.gpus)
 

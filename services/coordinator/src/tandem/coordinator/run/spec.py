@@ -15,8 +15,8 @@ def expected_processes(config: Config) -> dict[ServiceKind, int]:
     """Return how many processes of each kind make the run complete; only what generates needs engines and a weight
     plane."""
     if not config.generates:
-        return {"trainer": config.cluster.trainers}
-    return {"refit": 1, "trainer": config.cluster.trainers, "rollout": config.cluster.rollouts}
+        return {"trainer": config.num_trainers}
+    return {"refit": 1, "trainer": config.num_trainers, "rollout": config.cluster.rollouts}
 
 
 def launched_processes(config: Config) -> dict[ServiceKind, int]:
@@ -61,6 +61,7 @@ def run_spec(
     return RunSpec(
         has_engines=config.generates,
         expected=expected_processes(config),
+        without_policy=frozenset(f"trainer-{index}" for index in range(config.cluster.trainers, config.num_trainers)),
         first_step=first_step,
         last_step=last_step,
         num_groups=config.rollout_section.num_prompts_per_step if config.generates else 0,

@@ -249,7 +249,7 @@ class Terms:
         """Start all trainers again, and whoever else is lost; return where they begin."""
         told = "; ".join(f"{name} is lost: {why}" for name, why in lost.items())
         try:
-            trainers = [f"trainer-{index}" for index in range(self._config.cluster.trainers)]
+            trainers = [f"trainer-{index}" for index in range(self._config.num_trainers)]
             names = [*dict.fromkeys([*trainers, *lost])]
             for name in names:
                 self._registry.dismiss(name, lost.get(name, _AGAIN))

@@ -14,7 +14,7 @@ def set_up(tables: Tables) -> list[Action] | None:
     assert tables.stage is not None, "a rule of the time before everything is set up"
     if tables.requests.num_for(tables.stage) or not tables.members.is_complete:
         return None
-    trainers, engines = tables.members.all("trainer"), tables.engines_to_begin
+    trainers, engines = tables.senders, tables.engines_to_begin
     transfers = tables.publication.transfers
     match tables.stage:
         case Phase.JOINING:

@@ -48,6 +48,8 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Whether samples are generated, and weights moved to where that is done."""
     expected: dict[ServiceKind, int]
     """How many processes of each kind make the run complete."""
+    without_policy: frozenset[str] = frozenset()
+    """Trainers that hold another model alone, and so have no weights for engines."""
     departed: tuple[str, ...] = ()
     """Which of the engines among them have left in earlier terms: nobody waits for these."""
     first_step: int

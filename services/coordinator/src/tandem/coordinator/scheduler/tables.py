@@ -98,6 +98,11 @@ class Tables:
         return self.progress.number
 
     @property
+    def senders(self) -> list[str]:
+        """The trainers whose weights engines get: those that hold the policy."""
+        return [name for name in self.members.all("trainer") if name not in self.spec.without_policy]
+
+    @property
     def is_last(self) -> bool:
         """Whether no step follows the one in progress."""
         return self.step >= self.spec.last_step

@@ -7,26 +7,29 @@ from pathlib import Path
 import torch.distributed as dist
 
 from tandem.common.config import Config
+from tandem.common.worlds import World
 from tandem.trainer.backend import Backend
 
 
-def make_backend(config: Config, *, checkpoint: Path | None) -> Backend:
+def make_backend(config: Config, *, checkpoint: Path | None, world: World | None = None) -> Backend:
     """Return this rank's backend: Megatron-Core where it is enabled, whatever else is, and otherwise FSDP2.
 
-    Raises what the backend raises.
+    `world` is that of the default process group; None: it holds all models. Raises what the backend raises.
     """
+    name = "policy" if world is None else world.name
+    section = config.settings_of(name)
     # Imported where it is used: each takes seconds, and Megatron-Core need not be installed.
-    if not config.policy.megatron_cfg.enabled:
+    if not section.megatron_cfg.enabled:
         from tandem.trainer.backends.dtensor import DTensorBackend
 
-        return DTensorBackend(config, checkpoint=checkpoint)
+        return DTensorBackend(config, checkpoint=checkpoint, world=world)
     from tandem.trainer.backends.megatron import cpu
 
     cpu.prepare()
     from tandem.trainer.backends.megatron.backend import MegatronBackend
 
-    if config.policy.dtensor_cfg.enabled and dist.get_rank() == 0:
+    if name == "policy" and section.dtensor_cfg.enabled and dist.get_rank() == 0:
         print(
             "Megatron-Core trains: policy.megatron_cfg wins over policy.dtensor_cfg, which is enabled too", flush=True
         )
-    return MegatronBackend(config, checkpoint=checkpoint)
+    return MegatronBackend(config, checkpoint=checkpoint, world=world)

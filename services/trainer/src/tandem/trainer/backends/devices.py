@@ -1,14 +1,14 @@
-"""Choose the device that a rank computes on."""
+"""Choose the device that a trainer computes on."""
 
 from __future__ import annotations
 
 import torch
 
 
-def device_of(rank: int) -> torch.device:
-    """Return the device of a rank: trainers take a node's GPUs from the first on (`tandem.common.placement`)."""
+def device_of(index: int) -> torch.device:
+    """Return the device of a trainer: they take a node's GPUs from the first on (`tandem.common.placement`)."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device("cuda", rank % torch.cuda.device_count())
+    device = torch.device("cuda", index % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device

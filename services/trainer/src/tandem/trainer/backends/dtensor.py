@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from tandem.common.columns import Model
 from tandem.common.config import Config
+from tandem.common.worlds import World
 from tandem.refit.endpoint import Weights
 from tandem.trainer import checkpoints
 from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep, Replicas, Writing
@@ -36,20 +37,22 @@ class DTensorBackend:
     Raises `ModelError`, `ConfigError` (optimizer or schedule) or `CheckpointError`.
     """
 
-    def __init__(self, config: Config, *, checkpoint: Path | None) -> None:
+    def __init__(self, config: Config, *, checkpoint: Path | None, world: World | None = None) -> None:
+        """`world` is that of the process group; None: it holds all models."""
         self._config = config
-        self.device = device_of(dist.get_rank())
-        self._ranks = _arranged(config, self.device)
-        policys = self._ranks["policy"]
-        self.data_parallel_rank = policys.data.get_local_rank()
-        self.data_parallel_size = policys.data.size()
-        self.sequence_divisor = policys.sequence_divisor
-        proof = checkpoints.Proof(checkpoints.files_to_load(config, checkpoint))
+        self._world = world or World(models=config.declaration.holds(config), first=0, size=dist.get_world_size())
+        self.device = device_of(self._world.first + dist.get_rank())
+        self._ranks = _arranged(config, self._world.models, self.device)
+        ranks = self._ranks[self._world.name]
+        self.data_parallel_rank = ranks.data.get_local_rank()
+        self.data_parallel_size = ranks.data.size()
+        self.sequence_divisor = ranks.sequence_divisor
+        proof = checkpoints.Proof(checkpoints.files_to_load(config, checkpoint, self._world.models))
         self._models: dict[Model, HeldModel] = {}
         self._others: list[HeldModel] = []
         """Teachers after the first."""
         adapts = config.policy.adapters is not None
-        for name in config.declaration.holds(config):
+        for name in self._world.models:
             if name == "reference" and adapts:  # it is the policy without its adapters
                 continue
             self._models[name] = HeldModel(name, config, self._ranks[name], checkpoint=checkpoint)
@@ -58,8 +61,8 @@ class DTensorBackend:
             for number in range(1, config.num_of(name)):
                 self._others.append(HeldModel(name, config, self._ranks[name], checkpoint=checkpoint, number=number))
         self.shares_prompts = all(model.shares_prompts for model in self._held())
-        policy = self._models["policy"]
-        self.num_parameters = sum(parameter.numel() for parameter in policy.parameters.values())
+        first = self._models[self._world.name]
+        self.num_parameters = sum(parameter.numel() for parameter in first.parameters.values())
         for model in self._trained():
             model.start(checkpoint)
         proof.conclude()
@@ -75,7 +78,7 @@ class DTensorBackend:
 
     def scores(self, micro_batches: Sequence[MicroBatch], model: Model, number: int = 0) -> Sequence[Scores]:
         """Return what a model says of each micro-batch without gradient, zero where no token counts."""
-        if model == "reference" and self._models["policy"].has_adapters:
+        if model not in self._models:  # the reference of a policy that trains adapters
             return self._models["policy"].scores(micro_batches, as_reference=True)
         held = self._others[number - 1] if number else self._models[model]
         return held.scores(micro_batches)
@@ -86,7 +89,7 @@ class DTensorBackend:
 
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
         """Add a float64 tensor over the data-parallel ranks."""
-        return self._ranks["policy"].sum_over_replicas(values)
+        return self._ranks[self._world.name].sum_over_replicas(values)
 
     def weights(self) -> Weights:
         """Return the shards of the policy this rank holds: the memory that it trains in."""
@@ -99,7 +102,7 @@ class DTensorBackend:
         Rank 0 gathers each model a layer at a time. Raises `CheckpointError` for an optimizer that keeps anything but
         tensors.
         """
-        return checkpoints.save(folder, self._states(), self._config)
+        return checkpoints.save(folder, self._states(), self._config, first_writer=self._world.first)
 
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote, bit for bit, on any number of ranks, in the memory the parameters lie in."""
@@ -133,10 +136,10 @@ class DTensorBackend:
         return {model.name: model.state() for model in self._trained()}
 
 
-def _arranged(config: Config, device: torch.device) -> dict[Model, Ranks]:
+def _arranged(config: Config, models: Sequence[Model], device: torch.device) -> dict[Model, Ranks]:
     """Return the ranks as each model has them, arranged once for all that have the same parallel sizes. Collective."""
     by_sizes: dict[tuple[int, int], list[Model]] = {}
-    for name in config.declaration.holds(config):
+    for name in models:
         sizes = config.settings_of(name).dtensor_cfg
         by_sizes.setdefault((sizes.context_parallel_size, sizes.tensor_parallel_size), []).append(name)
     found: dict[Model, Ranks] = {}

@@ -39,7 +39,7 @@ def generation_fits_its_gpus(config: Config) -> None:
         raise Invalid(prefix + key, f"{set_aside} of cluster.{key} ({whole}) leaves none to training")
     sides = (
         ("cluster.rollouts", cluster.rollouts * gpus_per_engine(config), set_aside * gpus_each),
-        ("cluster.trainers", cluster.trainers, (whole - set_aside) * gpus_each),
+        ("cluster.trainers", config.num_trainers, (whole - set_aside) * gpus_each),
     )
     for process_key, needed, there in sides:
         if needed > there:
@@ -52,10 +52,11 @@ def the_launch_fits_the_cluster(config: Config) -> None:
     if isinstance(launch, str):
         return
     cluster = config.cluster
-    counts = (("trainers", launch.trainers, cluster.trainers), ("rollouts", launch.rollouts, cluster.rollouts))
+    counts = (("trainers", launch.trainers, config.num_trainers), ("rollouts", launch.rollouts, cluster.rollouts))
     for kind, launched, expected in counts:
         if launched > expected:
-            raise Invalid(f"cluster.launch.{kind}", f"{launched} is more than cluster.{kind} ({expected})")
+            beside = " and cluster.processes_of" if expected > getattr(cluster, kind) else ""
+            raise Invalid(f"cluster.launch.{kind}", f"{launched} is more than cluster.{kind}{beside} ({expected})")
 
 
 def there_is_room_for_the_rollouts(config: Config) -> None:

@@ -6,7 +6,7 @@ import msgspec
 
 from tandem.common.config.checks.rule import Rule
 from tandem.common.config.problem import Invalid
-from tandem.common.config.schema import Config
+from tandem.common.config.schema import Config, Model
 from tandem.common.model_sizes import model_config, model_sizes
 
 MEGATRON = "policy.megatron_cfg"
@@ -16,18 +16,19 @@ def trainers_make_whole_replicas(config: Config) -> None:
     """The trainers are a whole number of copies of the model."""
     trainers, each = config.cluster.trainers, config.policy.model_parallel_size
     if trainers % each:
-        raise Invalid("cluster.trainers", f"{trainers} is not a multiple of {each}, the product of {_factors(config)}")
+        raise Invalid(
+            "cluster.trainers", f"{trainers} is not a multiple of {each}, the product of {factors(config.policy)}"
+        )
 
 
-def _factors(config: Config) -> str:
-    """Say which sizes decide how many trainers share a copy of the model."""
-    policy = config.policy
-    if policy.megatron_cfg.enabled:
-        section: msgspec.Struct = policy.megatron_cfg
+def factors(model: Model, name: str = "policy") -> str:
+    """Say which sizes, of a model's section of this name, decide how many trainers share a copy of it."""
+    if model.megatron_cfg.enabled:
+        section: msgspec.Struct = model.megatron_cfg
         keys = ["tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"]
-        prefix = "policy.megatron_cfg."
+        prefix = f"{name}.megatron_cfg."
     else:
-        section, prefix = policy.dtensor_cfg, "policy.dtensor_cfg."
+        section, prefix = model.dtensor_cfg, f"{name}.dtensor_cfg."
         keys = ["tensor_parallel_size", "context_parallel_size"]
     sizes = {key: getattr(section, key) for key in keys}
     return prefix + ", ".join(f"{key} ({size})" for key, size in sizes.items() if size > 1)

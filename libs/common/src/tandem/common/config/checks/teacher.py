@@ -1,4 +1,4 @@
-"""Rules of distillation: what a teacher must have in common with the policy, in whose ranks it lives."""
+"""Rules of distillation: what a teacher must have in common with the policy, and with the ranks it lives in."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def there_is_a_teacher(config: Config) -> None:
 
 
 def one_backend_holds_both(config: Config) -> None:
-    """Ranks are arranged by one of them."""
-    teacher = config.teacher
+    """Ranks are arranged by one of them, unless the teacher has some of its own."""
+    teacher = None if "teacher" in config.processes_of else config.teacher
     if teacher is not None and teacher.megatron_cfg.enabled != config.policy.megatron_cfg.enabled:
         value = str(teacher.megatron_cfg.enabled).lower()
         raise Invalid("teacher.megatron_cfg.enabled", f"{value}, but policy.megatron_cfg.enabled is not")

@@ -1,4 +1,4 @@
-"""Rules of a value model: what it must have in common with the policy, in whose ranks it lives."""
+"""Rules of a value model: what it must have in common with the policy, and with the ranks it lives in."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from tandem.common.config.checks import batches, dtensor, megatron, model, parallelism
 from tandem.common.config.checks.rule import Rule
 from tandem.common.config.problem import Invalid, Problems, shown
 from tandem.common.config.schema import Config
 
-_SHARED = ("train_global_batch_size", "max_total_sequence_length", "megatron_cfg.enabled")
+_SHARED = ("train_global_batch_size", "max_total_sequence_length")
 _MEGATRON = (
     "megatron_cfg.tensor_model_parallel_size",
     "megatron_cfg.pipeline_model_parallel_size",
@@ -20,8 +22,8 @@ _MEGATRON = (
     "megatron_cfg.expert_model_parallel_size",
     "megatron_cfg.expert_tensor_parallel_size",
 )
-"""Keys of ``value`` that must be what they are of ``policy``: both see the same batches, and Megatron-Core divides the
-ranks once for all models."""
+"""Keys of ``value`` that must be what they are of ``policy``: both see the same batches, and Megatron-Core divides
+ranks once for all models that they hold."""
 
 
 def there_is_a_value_model(config: Config) -> None:
@@ -31,8 +33,9 @@ def there_is_a_value_model(config: Config) -> None:
 
 
 def it_sees_what_the_policy_sees(config: Config) -> None:
-    """Both learn from the same batches, on the same ranks."""
-    check_same_tokens(config, "value", (*_SHARED, *(_MEGATRON if config.policy.megatron_cfg.enabled else ())))
+    """Both learn from the same batches, on the same ranks unless it has some of its own."""
+    of_ranks = ("megatron_cfg.enabled", *(_MEGATRON if config.policy.megatron_cfg.enabled else ()))
+    check_same_tokens(config, "value", (*_SHARED, *(() if "value" in config.processes_of else of_ranks)))
 
 
 def check_same_tokens(config: Config, section: str, keys: tuple[str, ...]) -> None:
@@ -53,7 +56,13 @@ def its_section_is_whole(config: Config) -> None:
 
 def check_section(config: Config, section: str, others: Mapping[str, Any]) -> None:
     """Raise what the rules of a policy's section say of another model's, with `others` in the place of some keys."""
-    as_policy = config.with_policy(getattr(config, section), **others)
+    as_policy, own = (
+        config.with_policy(getattr(config, section), **others),
+        getattr(config.cluster.processes_of, section),
+    )
+    if own:
+        cluster = msgspec.structs.replace(config.cluster, trainers=own)
+        as_policy = msgspec.structs.replace(as_policy, cluster=cluster)
     problems = Problems()
     for rules in ((*model.RULES, *megatron.RULES, *parallelism.RULES, *dtensor.RULES), batches.RULES):
         for rule in () if problems.found else rules:  # a batch is divided by whole replicas
@@ -61,7 +70,8 @@ def check_section(config: Config, section: str, others: Mapping[str, Any]) -> No
                 rule(as_policy)
 
     def renamed(text: str) -> str:
-        return re.sub(r"\bpolicy\.", f"{section}.", text)
+        text = re.sub(r"\bpolicy\.", f"{section}.", text)
+        return re.sub(r"\bcluster\.trainers\b", f"cluster.processes_of.{section}", text) if own else text
 
     problems.found = [Invalid(renamed(problem.key), renamed(problem.text)) for problem in problems.found]
     problems.complain()

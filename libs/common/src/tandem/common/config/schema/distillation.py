@@ -65,7 +65,7 @@ class Teacher(Model, frozen=True, kw_only=True):
 
 
 class TeacherCfg(Section, frozen=True, kw_only=True):
-    """How a teacher on devices of its own is spread over them."""
+    """How each teacher is spread over processes of its own. The sizes hold where the section `teacher` is null."""
 
     gpus_per_node: PositiveInt = 1
     """GPUs a node."""
@@ -79,15 +79,37 @@ class TeacherCfg(Section, frozen=True, kw_only=True):
     """Ranks that share each sequence."""
     micro_batch_size: PositiveInt = 1
     """Sequences in one forward pass."""
-    precision: NonEmptyStr = "bf16"
+    precision: Literal["bf16", "bfloat16", "fp32", "float32"] = "bf16"
     """Element type of its forward pass."""
+
+    def applied_to(self, model: Model) -> Model:
+        """Return a model's section with these sizes, for whichever backend it has."""
+        tensor, context = self.tensor_model_parallel_size, self.context_parallel_size
+        megatron, dtensor = model.megatron_cfg, model.dtensor_cfg
+        if megatron.enabled:
+            megatron = msgspec.structs.replace(
+                megatron,
+                tensor_model_parallel_size=tensor,
+                pipeline_model_parallel_size=self.pipeline_model_parallel_size,
+                virtual_pipeline_model_parallel_size=None,
+                context_parallel_size=context,
+            )
+        else:
+            dtensor = msgspec.structs.replace(dtensor, tensor_parallel_size=tensor, context_parallel_size=context)
+        return msgspec.structs.replace(
+            model,
+            megatron_cfg=megatron,
+            dtensor_cfg=dtensor,
+            logprob_batch_size=self.micro_batch_size,
+            precision="bfloat16" if self.precision in ("bf16", "bfloat16") else "float32",
+        )
 
 
 class NonColocatedTeachers(Section, frozen=True, kw_only=True):
-    """Accepted: teachers on devices of their own. Here they live in the trainers, beside the policy."""
+    """Teachers in processes of their own, by NeMo-RL's keys: `cluster.processes_of.teacher` for all of them."""
 
     enabled: bool = False
-    """Accepted: whether NeMo-RL's have any."""
+    """Whether they are, or live in the policy's processes."""
     default_teacher_cfg: TeacherCfg = TeacherCfg()
 
 

@@ -73,6 +73,21 @@ class Config(Section, frozen=True, kw_only=True):
         return self.cluster.trainers // self.policy.model_parallel_size
 
     @property
+    def processes_of(self) -> dict[columns.Model, int]:
+        """Trainers of each group that holds models by itself: the policy's first, and those of a model each."""
+        found: dict[columns.Model, int] = {"policy": self.cluster.trainers}
+        for model in self.declaration.holds(self):
+            num = 0 if model == "policy" else getattr(self.cluster.processes_of, model)
+            if num:
+                found[model] = num
+        return found
+
+    @property
+    def num_trainers(self) -> int:
+        """Trainers of all these groups."""
+        return sum(self.processes_of.values())
+
+    @property
     def declaration(self) -> Algorithm:
         """What the algorithm in use needs."""
         return ALGORITHMS[self.algorithm]
@@ -264,6 +279,8 @@ class Config(Section, frozen=True, kw_only=True):
         section: Model | None = self.teacher
         if section is None:
             section = Teacher(**{field: getattr(self.policy, field) for field in Model.__struct_fields__})
+            if self.routes is not None and self.routes.non_colocated_teachers.enabled:
+                section = self.routes.non_colocated_teachers.default_teacher_cfg.applied_to(section)
         if not name or name == section.model_name:
             return section
         tokenizer = msgspec.structs.replace(section.tokenizer, name=name)

@@ -233,6 +233,18 @@ class LinkRates(Section, frozen=True, kw_only=True):
     """New. Between nodes, in each direction of each process: one 400 Gb/s card for each GPU."""
 
 
+class ProcessesOf(Section, frozen=True, kw_only=True):
+    """Trainer processes that hold one model alone, beside `cluster.trainers`: it scores, and a value model trains,
+    while the policy does. 0: the model lives in the policy's processes, which use it in turns."""
+
+    reference: NonNegativeInt = 0
+    """New. Processes of the policy before any training. Its parallel sizes are the policy's."""
+    value: NonNegativeInt = 0
+    """New. Processes of PPO's value model, which is trained there."""
+    teacher: NonNegativeInt = 0
+    """New. Processes of the teacher of distillation, or of all teachers."""
+
+
 class Cluster(Section, frozen=True, kw_only=True):
     """Which processes the run has, and where."""
 
@@ -247,7 +259,8 @@ class Cluster(Section, frozen=True, kw_only=True):
     master_port_range_high: Port | None = None
     """Accepted: the highest."""
     trainers: PositiveInt
-    """New. Trainer processes, or ranks."""
+    """New. Trainer processes, or ranks, that hold the policy, and every model without `cluster.processes_of`."""
+    processes_of: ProcessesOf = ProcessesOf()
     rollouts: NonNegativeInt
     """New. Rollout processes: generation engines. SFT, DPO and RM have none, whatever this says."""
     max_rollouts: PositiveInt | None = None

@@ -17,6 +17,7 @@ from megatron.core import parallel_state
 
 from tandem.common.columns import Model
 from tandem.common.config import Config
+from tandem.common.worlds import World
 from tandem.refit.endpoint import Weights
 from tandem.trainer import checkpoints
 from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep, Replicas, Writing
@@ -39,22 +40,22 @@ class MegatronBackend:
 
     shares_prompts = False
 
-    def __init__(self, config: Config, *, checkpoint: Path | None) -> None:
+    def __init__(self, config: Config, *, checkpoint: Path | None, world: World | None = None) -> None:
+        """`world` is that of the process group; None: it holds all models."""
         self._config = config
-        self.device = device_of(dist.get_rank())
-        proof = checkpoints.Proof(checkpoints.files_to_load(config, checkpoint))
+        self._world = world or World(models=config.declaration.holds(config), first=0, size=dist.get_world_size())
+        self.device = device_of(self._world.first + dist.get_rank())
+        proof = checkpoints.Proof(checkpoints.files_to_load(config, checkpoint, self._world.models))
         described = [
-            Described(name, config, number)
-            for name in config.declaration.holds(config)
-            for number in range(config.num_of(name))
+            Described(name, config, number) for name in self._world.models for number in range(config.num_of(name))
         ]
-        policy = next(each for each in described if each.name == "policy")
-        self.num_parameters = policy.shape.num_parameters
+        first = described[0]
+        self.num_parameters = first.shape.num_parameters
         if dist.get_rank() == 0:
             for notice in dict.fromkeys(notice for each in described for notice in each.settings.notices):
                 print(notice, flush=True)
-        make_groups(policy.settings, datetime.timedelta(seconds=config.cluster.deadlines.train_s))
-        sizes = policy.settings.sizes
+        make_groups(first.settings, datetime.timedelta(seconds=config.cluster.deadlines.train_s))
+        sizes = first.settings.sizes
         self.data_parallel_rank = parallel_state.get_data_parallel_rank()
         self.data_parallel_size = sizes.dp
         self.sequence_divisor = 2 * sizes.cp if sizes.cp > 1 else 1
@@ -86,7 +87,7 @@ class MegatronBackend:
 
     def scores(self, micro_batches: Sequence[MicroBatch], model: Model, number: int = 0) -> Sequence[Scores]:
         """Return what a model says of each micro-batch without gradient, zero where no token counts, on every stage."""
-        if model == "reference" and self._models["policy"].has_adapters:
+        if model not in self._models:  # the reference of a policy that trains adapters
             return self._models["policy"].scores(micro_batches, as_reference=True)
         held = self._others[number - 1] if number else self._models[model]
         return held.scores(micro_batches)
@@ -114,7 +115,7 @@ class MegatronBackend:
 
         Raises `CheckpointError` for an optimizer whose state cannot be saved.
         """
-        return checkpoints.save(folder, {model.name: model.state() for model in self._trained()}, self._config)
+        return checkpoints.save(folder, self._states(), self._config, first_writer=self._world.first)
 
     def offload(self) -> None:
         """Move what only training needs from the GPU to host memory; on a CPU that is where it is."""
@@ -134,6 +135,9 @@ class MegatronBackend:
 
     def _held(self) -> list[HeldModel]:
         return [*self._models.values(), *self._others]
+
+    def _states(self) -> dict[Model, checkpoints.State]:
+        return {model.name: model.state() for model in self._trained()}
 
     def _trained(self) -> list[HeldModel]:
         return [model for model in self._models.values() if model.is_trained]
