@@ -1,4 +1,4 @@
-"""What passes between trainers that hold different models: tokens to a model, and what it says of them to the policy.
+"""What passes between trainers that hold different models: tokens there, and what is said of them back.
 
 Where some models have processes of their own (`tandem.common.worlds`), one group spans all trainers of the run. Each
 does first what it can by itself, so that all models score at the same time, and then all call the same methods of
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
-from tandem.common.assignment import data_parallel_ranks, scoring_trainers
+from tandem.common.assignment import NO_RANK, data_parallel_ranks, scoring_trainers
 from tandem.common.batch import BatchTable, TrainingBatch
 from tandem.common.columns import Column, Model
 from tandem.common.config import Config
@@ -103,11 +103,6 @@ class BatchExchange:
         self._divisions = {world.name: self._division(world) for world in exchange.worlds}
 
     @property
-    def has_policy(self) -> bool:
-        """Whether this process holds the policy."""
-        return self._exchange.world.has_policy
-
-    @property
     def elsewhere(self) -> list[World]:
         """The worlds that do not hold the policy, in the order in which all trainers speak of them."""
         return [world for world in self._exchange.worlds if not world.has_policy]
@@ -117,7 +112,7 @@ class BatchExchange:
         world = self._exchange.world
         table = self._divisions[world.name].table
         replicas = None if world.has_policy else backend.replicas(world.name)
-        own = table.rows_of(-1 if replicas is None else replicas.rank)
+        own = table.rows_of(NO_RANK if replicas is None else replicas.rank)
         wanted = tokens_of(table, own)
         token_ids_T, loss_mask_T = (
             self._moved("policy", values_T, wanted) for values_T in (batch.token_ids_T, batch.loss_mask_T)
@@ -140,10 +135,6 @@ class BatchExchange:
             values_T = columns[column].astype(column.dtype) if self._exchange.world.name == source else nothing
             found[column] = self._moved(source, values_T, wanted)
         return found if is_target else {}
-
-    def tell(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Return what the first of the policy's trainers has in the place of `values`. Collective."""
-        return self._exchange.tell(values, 0)
 
     def _moved(self, source: Model, values_T: NDArray[Any], wanted: NDArray[np.int64]) -> NDArray[Any]:
         """Return numbers of the wanted tokens of the batch, from those that the speakers of a world have of theirs."""
