@@ -100,7 +100,7 @@ class Trainer:
         )
         self._backend = DTensorBackend(self._config, checkpoint=None)
         self.num_tokens = 0
-        self._backend._models["policy"].model.register_forward_pre_hook(self._count, with_kwargs=True)
+        self._backend._held["policy", 0].model.register_forward_pre_hook(self._count, with_kwargs=True)
 
     def step(self) -> float:
         """Return the seconds of processor time it took."""

@@ -159,9 +159,9 @@ class Backend(Way):
         self.micro_batches = [packing.pad(batch, rows, divisible_by=1, device=self.backend.device, columns=columns)]
         # The first thing that happens to whole gradients.
         if policy.get("megatron_cfg"):
-            self._watch(self.backend._models["policy"].optimizer, "prepare_grads")
+            self._watch(self.backend._held["policy", 0].optimizer, "prepare_grads")
         else:
-            self._watch(self.backend._models["policy"], "_clip")
+            self._watch(self.backend._held["policy", 0], "_clip")
 
     def _watch(self, owner: Any, name: str) -> None:
         function: Callable[..., Any] = getattr(owner, name)

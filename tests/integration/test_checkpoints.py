@@ -234,7 +234,7 @@ def test_hugging_face_loads_the_policy(architecture: str, tmp_path: Path) -> Non
 def logits_of(rank: int, config: Config, checkpoint: Path, token_ids_BT: list[list[int]]) -> Any:
     backend = DTensorBackend(config, checkpoint=checkpoint)
     with torch.no_grad():
-        model = backend._models["policy"].model
+        model = backend._held["policy", 0].model
         return model(input_ids=torch.tensor(token_ids_BT), use_cache=False).logits.tolist()
 
 

@@ -196,7 +196,7 @@ def count_layer_passes(rank: int, config: Config, batches: Sequence[TrainingBatc
         passes += 1
 
     backend = DTensorBackend(config, checkpoint=None)
-    backend._models["policy"].model.model.layers[0].self_attn.register_forward_pre_hook(count)
+    backend._held["policy", 0].model.model.layers[0].self_attn.register_forward_pre_hook(count)
     metrics = [train_on(backend, batch, config).metrics for batch in batches]
     return passes, (metrics, digest_of(backend))
 
@@ -222,7 +222,7 @@ def train_and_offload(rank: int, config: Config, batches: Sequence[TrainingBatch
     metrics = []
     for batch in batches:
         metrics.append(train_on(backend, batch, config).metrics)
-        policy = backend._models["policy"]
+        policy = backend._held["policy", 0]
         state = policy.movable()
         sizes = [tensor.untyped_storage().nbytes() for tensor in state]
         held = sum(local_of(parameter).nbytes for parameter in policy.parameters.values())

@@ -85,7 +85,7 @@ def config_of(plain: Plain, dtensor: dict[str, Any], policy: dict[str, Any], **k
 def rank(rank: int, config: Config, folder: Path) -> tuple[list[tuple[float, float]], list[str]]:
     """Train on all batches; nothing but adapters may change, and nothing but they may have a state."""
     backend = DTensorBackend(config, checkpoint=None)
-    held = backend._models["policy"]
+    held = backend._held["policy", 0]
     base = {name: each.detach().clone() for name, each in held.parameters.items() if not is_adapter(name)}
     metrics = [train_on(backend, batch, config).metrics for batch in BATCHES]
     for name, before in base.items():
@@ -117,12 +117,12 @@ def smoke_rank(rank: int, config: Config, other: Config, batches: list[TrainingB
     """Train with adapters; then ask for a reference, of them and of a backend that holds one of its own."""
     backend = DTensorBackend(config, checkpoint=None)
     metrics = [train_on(backend, batch, config).metrics for batch in batches]
-    assert list(backend._models) == ["policy"], "no second copy"
+    assert [name for name, _ in backend._held] == ["policy"], "no second copy"
     mine = said_by(backend, batches[0], config, "reference")
     policy = said_by(backend, batches[0], config, "policy")
     separate = DTensorBackend(other, checkpoint=None)
     theirs = said_by(separate, batches[0], other, "reference")
-    assert list(separate._models) == ["policy", "reference"]
+    assert [name for name, _ in separate._held] == ["policy", "reference"]
     return metrics, np.array_equal(mine, theirs), np.abs(mine - policy).max()
 
 
@@ -194,7 +194,7 @@ def test_it_is_resumed_to_the_bit_and_merged(plain: Plain, tmp_path: Path, capfd
 def logits_rank(rank: int, config: Config, checkpoint: Path) -> Any:
     backend = DTensorBackend(config, checkpoint=checkpoint)
     with torch.no_grad():
-        return backend._models["policy"].model(input_ids=torch.arange(3, 19)[None], use_cache=False).logits.tolist()
+        return backend._held["policy", 0].model(input_ids=torch.arange(3, 19)[None], use_cache=False).logits.tolist()
 
 
 def experts_rank(rank: int, config: Config, folder: Path) -> Any:
@@ -202,7 +202,7 @@ def experts_rank(rank: int, config: Config, folder: Path) -> Any:
     metrics = [train_on(backend, batch, config).metrics for batch in BATCHES]
     backend.save(folder).num_bytes.result()
     dist.barrier()  # each rank writes a part of it
-    adapted = {name for name in backend._models["policy"].parameters if is_adapter(name)}
+    adapted = {name for name in backend._held["policy", 0].parameters if is_adapter(name)}
     reloaded = DTensorBackend(config, checkpoint=folder)
     batch = make_batch(2, seed=3)
     return [each["grad_norm"] for each in metrics], adapted, evaluate_on(reloaded, batch, config)["loss"]

@@ -96,7 +96,7 @@ def config_of(folder: Path, megatron: dict[str, Any], peft: dict[str, Any], **ke
 def rank(rank: int, config: Config, folder: Path) -> Any:
     """Train on all batches; nothing but adapters may change."""
     backend: Any = make_backend(config, checkpoint=None)
-    weights = backend._models["policy"].weights
+    weights = backend._held["policy", 0].weights
     base = {name: each.detach().clone() for name, each in weights.parameters.items() if not is_adapter(name)}
     metrics = [train_on(backend, batch, config).metrics for batch in BATCHES]
     for name, before in base.items():
@@ -153,7 +153,7 @@ def reference_rank(rank: int, config: Config, other: Config) -> Any:
         backend: Any = make_backend(settings, checkpoint=None)
         metrics = [train_on(backend, batch, settings).metrics for batch in BATCHES]
         said += [said_by(backend, BATCHES[0], settings, model) for model in ("reference", "policy")]
-        said += [list(backend._models), metrics]
+        said += [[name for name, _ in backend._held], metrics]
         backend.close()
     return said
 

@@ -66,19 +66,18 @@ def step_and_save(
     rank: int, config: Config, checkpoint: Path | None, steps: range, folder: Path | None
 ) -> dict[str, Any]:
     backend: Any = make_backend(config, checkpoint=checkpoint)
-    assert backend._models["policy"].num_steps == steps.start
+    assert backend._held["policy", 0].num_steps == steps.start
     for number in steps:
         take_step(backend, number)
     if folder is not None:
         backend.save(folder).num_bytes.result()
-    return {
-        name: tensor.numpy() for batch in backend._models["policy"].weights.gathered() for name, tensor in batch.items()
-    }
+    weights = backend._held["policy", 0].weights
+    return {name: tensor.numpy() for batch in weights.gathered() for name, tensor in batch.items()}
 
 
 def take_step(backend: Any, number: int) -> None:
     """Step with the gradients of step `number`, as they are once they have been reduced, and not clipped."""
-    policy = backend._models["policy"]
+    policy = backend._held["policy", 0]
     held = policy.weights
     for name, parameter in held.parameters.items():
         into, size = parameter.main_grad, parameter.element_size()
@@ -167,7 +166,7 @@ def save_and_load_without_pickle(rank: int, config: Config, folder: Path) -> Non
     with no_pickle():
         backend.save(folder).num_bytes.result()
         dist.barrier()
-        policy = backend._models["policy"]
+        policy = backend._held["policy", 0]
         checkpoints.load_model(folder, policy.weights, "policy")
         assert checkpoints.load_optimizer(folder, policy.weights, policy.optimizer, "policy") == 1
 

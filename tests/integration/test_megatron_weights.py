@@ -66,7 +66,7 @@ def test_what_is_loaded_is_read_by_engines_and_gathered_again(
 
 def load_and_gather(rank: int, checkpoint: Path, config: Config) -> dict[str, Any]:
     backend: Any = make(config)
-    held = backend._models["policy"].weights
+    held = backend._held["policy", 0].weights
     for parameter in held.parameters.values():
         parameter.detach().fill_(float("nan"))
     held.load(SafetensorsFolder(checkpoint))
@@ -91,7 +91,7 @@ def test_parameters_that_the_checkpoint_does_not_imply_are_refused(tmp_path: Pat
 
 def hold_another(rank: int, config: Config, other: Path) -> str:
     backend: Any = make(config)
-    policy = backend._models["policy"]
+    policy = backend._held["policy", 0]
     with pytest.raises(ModelError) as refused:
         RankWeights(policy.chunks, policy.settings.sizes, from_checkpoint(other))
     return str(refused.value)

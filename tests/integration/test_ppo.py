@@ -166,7 +166,7 @@ def train_and_move(rank: int, config: Config, batches: Sequence[TrainingBatch]) 
     metrics = []
     for batch in batches:
         metrics.append(step.train(backend, *share_of(backend, batch, config), config).metrics)
-        value = backend._models["value"]
+        value = backend._held["value", 0]
         held = sum(local_of(parameter).nbytes for parameter in value.parameters.values())
         tensors = value.movable()
         sizes = [tensor.untyped_storage().nbytes() for tensor in tensors]

@@ -76,7 +76,7 @@ def train_counting_tokens(rank: int, config: Config, batches: Sequence[TrainingB
         if kwargs.get("shared_prompts") is not None:
             counts[-1] += kwargs["input_ids"].numel()
 
-    backend._models["policy"].model.register_forward_pre_hook(count, with_kwargs=True)
+    backend._held["policy", 0].model.register_forward_pre_hook(count, with_kwargs=True)
     metrics = []
     for batch in batches:
         counts.append(0)

@@ -1,0 +1,119 @@
+"""What every backend does alike with the models that a rank holds, whatever they are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+import torch.distributed as dist
+
+from tandem.common.columns import Model
+from tandem.common.config import Config
+from tandem.common.worlds import World
+from tandem.trainer import checkpoints
+from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep, Writing
+from tandem.trainer.backends.devices import device_of
+from tandem.trainer.packing import MicroBatch
+from tandem.trainer.scoring import Scores
+
+
+class Held(Protocol):
+    """One model that a rank holds, or its share of one."""
+
+    name: Model
+    is_trained: bool
+
+    def start(self, checkpoint: Path | None) -> None:
+        """Make the optimizer and its schedule, as a checkpoint has them. Collective. Raises `CheckpointError`."""
+        ...
+
+    def train_step(self, micro_batches: Sequence[MicroBatch], loss: LossOfMicroBatch) -> OptimizerStep:
+        """Take an optimizer step, as `tandem.trainer.backend.Backend.train_step` does. Raises `TrainingError`."""
+        ...
+
+    def scores(self, micro_batches: Sequence[MicroBatch], *, as_reference: bool = False) -> Sequence[Scores]:
+        """Return what the model says of each micro-batch without gradient, zero where no token counts.
+
+        `as_reference`: as if its adapters had never been trained; it must have some.
+        """
+        ...
+
+    def state(self) -> checkpoints.State:
+        """Return what a checkpoint is made of."""
+        ...
+
+    def offload(self) -> None:
+        """Give up the device memory that only training needs."""
+        ...
+
+    def reload(self) -> None:
+        """Take it back."""
+        ...
+
+
+AnyHeld = TypeVar("AnyHeld", bound=Held)
+
+
+class HoldingBackend(Generic[AnyHeld]):
+    """The part of a backend (`tandem.trainer.backend.Backend`) that hands on to the models what it is asked.
+
+    What is trained starts from the ``model_name`` of its section or, where given, from a checkpoint of Tandem. The
+    reference, which exists only if the loss reads it, is always ``policy.model_name``: the policy before any training.
+    Where adapters are trained, that is the policy with its adapters switched off, and nothing else is held.
+    """
+
+    def __init__(self, config: Config, world: World | None) -> None:
+        """Begin without models. `world` is that of the process group; None: it holds all that the algorithm names."""
+        self._config = config
+        self._world = world or World(models=config.declaration.holds(config), first=0, size=dist.get_world_size())
+        self.device = device_of(self._world.first + dist.get_rank())
+        self._held: dict[tuple[Model, int], AnyHeld] = {}
+        """By name, and number of several of the name."""
+
+    def _to_hold(self) -> Iterator[tuple[Model, int]]:
+        """Go through the models that are to be held here, by name and number."""
+        adapts = self._config.policy.adapters is not None
+        for name in self._world.models:
+            if name != "reference" or not adapts:
+                yield from ((name, number) for number in range(self._config.num_of(name)))
+
+    def train_step(
+        self, micro_batches: Sequence[MicroBatch], loss: LossOfMicroBatch, model: Model = "policy"
+    ) -> OptimizerStep:
+        """Forward and backward over this rank's micro-batches, clip, and step the model's optimizer and schedule once.
+
+        Raises `TrainingError`, before anything has changed, if the loss or the gradient is no finite number.
+        """
+        return self._held[model, 0].train_step(micro_batches, loss)
+
+    def scores(self, micro_batches: Sequence[MicroBatch], model: Model, number: int = 0) -> Sequence[Scores]:
+        """Return what a model says of each micro-batch without gradient, zero where no token counts."""
+        if (model, number) not in self._held:  # the reference of a policy that trains adapters
+            return self._held["policy", 0].scores(micro_batches, as_reference=True)
+        return self._held[model, number].scores(micro_batches)
+
+    def save(self, folder: Path) -> Writing:
+        """Copy what is trained, and the optimizers' state, and begin to write them.
+
+        Raises `CheckpointError` for an optimizer whose state cannot be saved.
+        """
+        states = {model.name: model.state() for model in self._trained()}
+        return checkpoints.save(folder, states, self._config, first_writer=self._world.first)
+
+    def offload(self) -> None:
+        """Free what only training needs: gradients, optimizers' states, and parameters that no engine reads."""
+        for model in self._held.values():
+            model.offload()
+
+    def reload(self) -> None:
+        """Move it back, to tensors that are the same as before."""
+        for model in self._held.values():
+            model.reload()
+
+    def close(self) -> None:
+        """Release models and optimizers; the process group belongs to whoever made it."""
+        self._held.clear()
+
+    def _trained(self) -> list[AnyHeld]:
+        return [model for model in self._held.values() if model.is_trained]
