@@ -420,14 +420,13 @@ def _launch(look: Look) -> Any:
     """Everything, or what is for the first of several nodes: ranks and engines are counted through the nodes."""
     nodes, here = look("cluster.num_nodes"), look("cluster.gpus_per_node")
     trainers, rollouts = look("cluster.trainers"), look("cluster.rollouts")
-    if isinstance(trainers, int):
-        trainers += _processes_of_others(look)
-    sizes = (nodes, here, trainers, rollouts)
+    sizes, of_others = (nodes, here, trainers, rollouts), _processes_of_others(look)
     if not all(isinstance(size, int) for size in sizes) or nodes <= 1 or here <= 0:
         return "all"
     shared = look(f"{_COLOCATED}.enabled") is not False
-    each = max(1, -(-rollouts // nodes)) if shared else 0
-    return {"trainers": min(trainers, here), "rollouts": min(rollouts, each), "refit": True}
+    with_engines = max(1, -(-(nodes * here - of_others) // here))  # they are where the policy is
+    each = max(1, -(-rollouts // with_engines)) if shared else 0
+    return {"trainers": min(trainers + of_others, here), "rollouts": min(rollouts, each), "refit": True}
 
 
 def _metric_name(look: Look) -> Any:

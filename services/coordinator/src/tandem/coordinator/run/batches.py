@@ -11,7 +11,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from tandem.common.assignment import NO_RANK, Assignment, data_parallel_ranks
+from tandem.common.assignment import Assignment, data_parallel_ranks
 from tandem.common.batch import BatchTable, GivenTokens, TrainingBatch
 from tandem.common.config import Config
 from tandem.common.messages import EngineBuilt, Evaluate, Listener, Reply, SamplesMissing, Train, TrainerBuilt
@@ -38,7 +38,7 @@ class Batches:
         self._sources: dict[str, Listener] = {}
         self._table: dict[str, NDArray[Any]] = {}
         self._tokens: list[dict[str, NDArray[Any]]] = []
-        """Those of each data-parallel rank; last none, for trainers that do not hold the policy."""
+        """Those of each data-parallel rank."""
 
     def take_reply(self, member: str, reply: Reply) -> None:
         """Take note of what matters here of any reply."""
@@ -71,7 +71,9 @@ class Batches:
         arrays = self._table
         if self._tokens:
             index = _index_of(action.member)
-            arrays = arrays | self._tokens[self._ranks[index] if index < len(self._ranks) else -1]
+            # Who does not hold the policy has no share of the batch: its model is sent tokens by those that do.
+            none = {name: array[:0] for name, array in self._tokens[0].items()}
+            arrays = arrays | (self._tokens[self._ranks[index]] if index < len(self._ranks) else none)
         if action.purpose == "train":
             return Train(**common), arrays, metrics
         return Evaluate(**common, parts=self._algorithm.validation_parts), arrays, metrics
@@ -94,11 +96,8 @@ class Batches:
 
 
 def shares_of(table: BatchTable, batch: TrainingBatch, num_ranks: int) -> list[dict[str, NDArray[Any]]]:
-    """Return what each data-parallel rank is sent of a batch beside its table: the tokens of its own sequences.
-
-    Last comes what the others are sent: no tokens.
-    """
-    shares = [batch.take(table.rows_of(rank)) for rank in (*range(num_ranks), NO_RANK)]
+    """Return what each data-parallel rank is sent of a batch beside its table: the tokens of its own sequences."""
+    shares = [batch.take(table.rows_of(rank)) for rank in range(num_ranks)]
     names = [name for name in GivenTokens.__struct_fields__ if name.endswith("_T")]
     return [{name: getattr(share, name) for name in names} for share in shares]
 
