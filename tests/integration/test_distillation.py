@@ -44,7 +44,8 @@ BY_TOKENS = {"dynamic_batching": {"enabled": True, "train_mb_tokens": 40, "logpr
 TP2 = {"dtensor_cfg": {"tensor_parallel_size": 2}}
 ONE_RANK = {"enabled": True, "optimizer": megatron_harness.OPTIMIZER}
 MEGATRON_TP2 = {**ONE_RANK, **megatron_harness.TP2}
-PP2 = megatron_harness.PP2
+PP2 = {**megatron_harness.PP2, "num_layers_in_first_pipeline_stage": 1}
+"""Of a model of three layers."""
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "one rank, mixed": (1, {"kl_type": "mixed", "mixed_kl_weight": 0.3}, {}, {}),
     "one rank, forward over all tokens": (1, {"kl_type": "forward", "zero_outside_topk": True}, {}, {}),

@@ -141,6 +141,6 @@ def test_who_holds_a_value_model_is_lost_and_the_run_goes_on_as_if_nothing_had_h
 )
 def test_processes_that_no_model_is_for_are_refused(config: dict[str, Any], words: list[str], error: str) -> None:
     ended = coordinator("check", write_config(config), *words)
-    assert ended.returncode == 1
+    assert ended.returncode == 2
     assert error in ended.stderr
     assert len(ended.stderr.splitlines()) == 1

@@ -71,17 +71,21 @@ def test_nemo_rls_keys_give_each_teacher_its_gpus_and_sizes() -> None:
     routes = ROUTES | {"non_colocated_teachers": {"enabled": True, "default_teacher_cfg": sizes}}
     cluster = {"num_nodes": 1, "gpus_per_node": 16, "trainers": None}
     opd = {"adv_estimator": {"name": "opd"}, "num_prompts_per_step": 16, "num_generations_per_prompt": 1}
-    settings = {"grpo": opd, "loss_fn": {}, "policy": POLICY, "data": DATA, "cluster": cluster}
+    settings = {
+        "grpo": opd,
+        "loss_fn": {},
+        "policy": POLICY | {"train_micro_batch_size": 1},
+        "data": DATA,
+        "cluster": cluster,
+    }
     config = build_config(settings | {"on_policy_distillation": routes})
     assert (config.cluster.trainers, config.processes_of["teacher"]) == (8, 8), "two teachers"
     teacher = config.settings_of("teacher", 1)
     assert (teacher.model_name, teacher.dtensor_cfg.tensor_parallel_size) == ("two", 2)
     assert (teacher.logprob_batch_size, teacher.precision) == (3, "float32")
     assert config.policy.dtensor_cfg.tensor_parallel_size == 1
-    with pytest.raises(
-        ConfigError, match=r"pipeline_model_parallel_size: 2, but policy\.megatron_cfg\.enabled is false"
-    ):
-        sizes["pipeline_model_parallel_size"] = 2
+    sizes["pipeline_model_parallel_size"] = 2
+    with pytest.raises(ConfigError, match=r"pipeline_model_parallel_size: 2, but policy\.megatron_cfg\.enabled is "):
         build_config(settings | {"on_policy_distillation": routes})
 
 
@@ -95,14 +99,14 @@ def test_nemo_rls_keys_give_each_teacher_its_gpus_and_sizes() -> None:
             {"loss_fn": {"reference_policy_kl_penalty": 0.0}},
             "cluster.processes_of.reference: 1, but GRPO holds no reference: loss_fn.reference_policy_kl_penalty is 0",
         ),
-        ({"teachers": 1}, "grpo", {}, "cluster.processes_of.teachers: unknown key; did you mean 'teacher'?"),
+        ({"valu": 1}, "grpo", {}, "cluster.processes_of.valu: unknown key; did you mean 'value'?"),
         ({"value": -1}, "ppo", {}, "cluster.processes_of.value: expected an integer at least 0, got -1"),
         (
             {"value": 3},
             "ppo",
             {"value": TP2},
-            "cluster.processes_of.value: 3 is not a multiple of 2, the product of value.dtensor_cfg.tensor_parallel_size "
-            "(2)",
+            "cluster.processes_of.value: 3 is not a multiple of 2, the product of "
+            "value.dtensor_cfg.tensor_parallel_size (2)",
         ),
         (
             {"reference": 1},
