@@ -60,10 +60,17 @@ DISTILLATION: dict[str, Any] = {
     "teacher": {"model_name": "teacher", "logprob_batch_size": 4},
     "checkpointing": {"metric_name": "loss"},
 }
+OFF_POLICY: dict[str, Any] = {
+    "algorithm": "off_policy_distillation",
+    "off_policy_distillation": {"max_num_steps": NUM_STEPS, "topk_logits_k": 5, "val_period": 2, "val_batches": 1},
+    "loss_fn": {"kl_type": "forward"},
+    "teacher": {"model_name": "teacher", "logprob_batch_size": 4},
+}
 RUNS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "grpo": (GRPO, {"reference": 1}),
     "ppo": (PPO, {"reference": 1, "value": 1}),
     "distillation": (DISTILLATION, {"teacher": 1}),
+    "off-policy distillation": (OFF_POLICY, {"teacher": 1}),
 }
 """Configurations, and the models that get a process."""
 

@@ -12,6 +12,7 @@ from tandem.common.config.dump import resume_differences, to_plain
 from tandem.common.errors import ConfigError
 from tandem.common.worlds import World, world_at, worlds_of
 from tandem.coordinator.clusters.nodes import nodes_of
+from tandem.coordinator.inspect import plan_summary
 from tandem.coordinator.run.spec import expected_processes, run_spec
 
 POLICY: dict[str, Any] = {"model_name": "model", "max_total_sequence_length": 32, "train_global_batch_size": 16}
@@ -49,6 +50,8 @@ def test_each_model_with_processes_is_a_world_and_the_rest_is_the_policys() -> N
     spec = run_spec(config, first_step=1, last_step=2, num_validation=0, resume_from="", checkpoint_folder="")
     assert spec.without_policy == {f"trainer-{index}" for index in range(2, 7)}
     assert build_config(to_plain(config)) == config
+    ranks = "2 trainer ranks, and beside them 1 of the reference and 4 of the value"
+    assert plan_summary.ranks_of_training(config) == ranks
     assert resume_differences(together, config_of({"value": 2})) == [], "a run may go on with others"
 
 

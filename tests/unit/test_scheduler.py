@@ -15,6 +15,7 @@ from tandem.common.errors import CommandFailed, DeadlineExceeded, ServiceLost
 from tandem.common.messages import (
     Attest,
     Attested,
+    AwaitCheckpoint,
     BuildEngine,
     BuildTrainer,
     CommitVersion,
@@ -92,6 +93,19 @@ def test_layouts_and_programs_reach_the_right_processes() -> None:
         if isinstance(a, Dispatch) and isinstance(a.order, InstallProgram)
     }
     assert installs == {m: (f"program of {m}".encode(),) for m in ("trainer-0", "trainer-1", "rollout-0", "rollout-1")}
+
+
+def test_trainers_that_do_not_hold_the_policy_train_and_save_and_have_no_weights_for_engines() -> None:
+    cluster = Cluster(msgspec.structs.replace(GRPO, without_policy=frozenset({"trainer-1"})))
+    cluster.join_all()
+    cluster.run_until(Phase.FINISHED)
+    (planning,) = orders_of(cluster, PlanTransfers)
+    assert planning.sources == {"trainer-0": b"trainer-0 holds"}
+    dispatched = [type(a.order) for a in cluster.orders if isinstance(a, Dispatch) and a.member == "trainer-1"]
+    assert {*dispatched} == {BuildTrainer, SaveCheckpoint, AwaitCheckpoint}
+    trained = [a.step for a in cluster.orders if isinstance(a, DispatchBatch) and a.member == "trainer-1"]
+    assert trained == [1, 2, 3]
+    assert {*orders_of(cluster, CommitVersion)[1].digests} == {"trainer-0", "rollout-0", "rollout-1"}
 
 
 def test_a_version_is_committed_with_every_digest() -> None:

@@ -1,10 +1,10 @@
 """Decide which GPUs of the cluster a process takes.
 
 GPUs are counted over all nodes, and every node has ``cluster.gpus_per_node`` of them: number 9 is the second of the
-second node where there are eight. Trainers take one each, from the first on, those
-of models with processes of their own after the policy's. Engines take as many as each needs: the
-same ones where training and generation take turns, where they do not those that are set aside for generation. Reward
-models have the last ones of a single node, if any are set aside for them, and else share those of their engines.
+second node where there are eight. Trainers take one each, from the first on, those of models with processes of their
+own after the policy's. Engines take as many as each needs: the policy's where training and generation take turns, where
+they do not those that are set aside for generation. Reward models have the last ones of a single node, if any are set
+aside for them, and else share those of their engines.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
-from tandem.common.assignment import data_parallel_ranks, scoring_trainers
+from tandem.common.assignment import NO_RANK, data_parallel_ranks, scoring_trainers
 from tandem.common.batch import BatchTable, TrainingBatch
 from tandem.common.columns import Column, Model
 from tandem.common.config import Config
@@ -117,7 +117,7 @@ class BatchExchange:
         world = self._exchange.world
         table = self._divisions[world.name].table
         replicas = None if world.has_policy else backend.replicas(world.name)
-        own = table.rows_of(-1 if replicas is None else replicas.rank)
+        own = table.rows_of(NO_RANK if replicas is None else replicas.rank)
         wanted = tokens_of(table, own)
         token_ids_T, loss_mask_T = (
             self._moved("policy", values_T, wanted) for values_T in (batch.token_ids_T, batch.loss_mask_T)

@@ -161,11 +161,6 @@ class HeldModel:
             module.reshard()  # only a backward pass would do it by itself
         return found
 
-    @property
-    def has_adapters(self) -> bool:
-        """Whether adapters are trained in the place of the weights: without them it is its own reference."""
-        return self._adapters is not None
-
     def state(self) -> checkpoints.State:
         """Return what a checkpoint is made of: the schedule needs only the number of steps."""
         parts = partial(optimizer_state.parts_of, self._optimizer_tensors())

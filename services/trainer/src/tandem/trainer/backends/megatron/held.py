@@ -161,11 +161,6 @@ class HeldModel:
         self.num_steps += 1
         return OptimizerStep(loss=total_loss, grad_norm=norm, learning_rate=learning_rate)
 
-    @property
-    def has_adapters(self) -> bool:
-        """Whether adapters are trained in the place of the weights: without them it is its own reference."""
-        return self._described.adapters is not None
-
     @torch.no_grad()
     def scores(self, micro_batches: Sequence[MicroBatch], *, as_reference: bool = False) -> list[Scores]:
         """Return what the model says of each micro-batch without gradient, on every stage.
