@@ -103,11 +103,6 @@ class BatchExchange:
         self._divisions = {world.name: self._division(world) for world in exchange.worlds}
 
     @property
-    def has_policy(self) -> bool:
-        """Whether this process holds the policy."""
-        return self._exchange.world.has_policy
-
-    @property
     def elsewhere(self) -> list[World]:
         """The worlds that do not hold the policy, in the order in which all trainers speak of them."""
         return [world for world in self._exchange.worlds if not world.has_policy]
@@ -140,10 +135,6 @@ class BatchExchange:
             values_T = columns[column].astype(column.dtype) if self._exchange.world.name == source else nothing
             found[column] = self._moved(source, values_T, wanted)
         return found if is_target else {}
-
-    def tell(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Return what the first of the policy's trainers has in the place of `values`. Collective."""
-        return self._exchange.tell(values, 0)
 
     def _moved(self, source: Model, values_T: NDArray[Any], wanted: NDArray[np.int64]) -> NDArray[Any]:
         """Return numbers of the wanted tokens of the batch, from those that the speakers of a world have of theirs."""

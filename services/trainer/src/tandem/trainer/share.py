@@ -126,10 +126,9 @@ class Share:
             with timed(seconds, _SCORING[world.name]):
                 scores |= self._exchange.columns(world.name, "policy", said, scores, self._own)
         columns = self._finished(scores) if self.holds("policy") else {}
-        if self.config.largest_logprob_error is not None:
-            self._keep(self._exchange.tell(self._counted_S > 0))
         for world in self._exchange.elsewhere:
             if world.name in self.config.declaration.trains:
+                assert self.config.largest_logprob_error is None, "who leaves sequences out trains the policy alone"
                 read = [*self.config.declaration.columns_of(self.config, self._num_steps, world.name)]
                 columns |= self._exchange.columns("policy", world.name, read, columns, self._own)
         return columns
@@ -179,10 +178,6 @@ class Share:
         errors = self.backend.sum_over_ranks(errors_S).cpu().numpy()
         kept_S, metrics = kept_sequences(errors, self._counted_S, self._rewards_S, threshold)
         self.metrics |= metrics
-        self._keep(kept_S)
-
-    def _keep(self, kept_S: NDArray[np.bool_]) -> None:
-        """Have no token count of the other sequences."""
         self._counted_S = np.where(kept_S, self._counted_S, 0)
         for portion in self._portions.values():
             portion.keep(kept_S)
