@@ -1,4 +1,4 @@
-"""Which models each trainer holds: those of the policy's processes, or the one that its process is there for.
+"""Which models each trainer holds: what the policy's processes do, or the one that it is there for.
 
 Trainers are numbered through, the policy's first, then those of every model that ``cluster.processes_of`` gives some.
 Each of these groups is a world of its own: its processes divide models and batches among themselves as they would if

@@ -1,4 +1,4 @@
-"""What passes between trainers that hold different models: tokens to a model, and what it says of them to the policy.
+"""What passes between trainers that hold different models: tokens there, and what is said of them back.
 
 Where some models have processes of their own (`tandem.common.worlds`), one group spans all trainers of the run. Each
 does first what it can by itself, so that all models score at the same time, and then all call the same methods of

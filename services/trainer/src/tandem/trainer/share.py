@@ -1,4 +1,4 @@
-"""A rank's share of a batch: the sequences that each model works on here, and what losses read of their tokens.
+"""A rank's share of a batch: the sequences each model works on here, and what losses read of them.
 
 What a model says of tokens is brought to the policy's ranks, and what else its loss reads to those of a model that is
 trained: within the ranks that hold both (`tandem.trainer.portions`), and between processes that hold different models

@@ -1,4 +1,4 @@
-"""Rules for models with processes of their own: the run must hold them, and the processes make whole replicas."""
+"""Rules for models with processes of their own: the run holds them, and these make whole replicas."""
 
 from __future__ import annotations
 
