@@ -1,4 +1,4 @@
-"""Rules of distillation: what a teacher must have in common with the policy, and with the ranks it lives in."""
+"""Rules of distillation: what a teacher must have in common with the policy and with its ranks."""
 
 from __future__ import annotations
 

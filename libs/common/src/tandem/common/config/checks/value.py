@@ -1,4 +1,4 @@
-"""Rules of a value model: what it must have in common with the policy, and with the ranks it lives in."""
+"""Rules of a value model: what it must have in common with the policy and with its ranks."""
 
 from __future__ import annotations
 
