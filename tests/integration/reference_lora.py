@@ -88,7 +88,7 @@ def write_adapters(folder: Path, into: Path, *, shares: bool = False) -> Start:
         for parameter in adapted.parameters():
             if parameter.requires_grad:
                 parameter.normal_(std=0.1)
-    adapted.save_pretrained(into)
+    adapted.save_pretrained(str(into))
     # PEFT leaves a tensor that has two names out under one of them.
     save_file({name: each.clone() for name, each in state_of(adapted).items()}, into / "adapter_model.safetensors")
     return Start(folder, into, shares)
