@@ -67,7 +67,18 @@ def without_warnings() -> Iterator[None]:
 def write_adapters(folder: Path, into: Path, *, shares: bool = False) -> Start:
     """Write random adapters of all linear layers of the model in a folder."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    settings = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM")
+    head = model.get_output_embeddings()
+    linear = [name for name, each in model.named_modules() if isinstance(each, torch.nn.Linear) and each is not head]
+    # PEFT would take the feed-forward layers beside routed experts for those, which are one parameter.
+    has_experts = any(".experts." in name for name, _ in model.named_parameters())
+    beside = [name for name in linear if ".mlp." in name and has_experts]
+    settings = peft.LoraConfig(
+        r=RANK,
+        lora_alpha=ALPHA,
+        target_modules=[name for name in linear if name not in beside],
+        target_parameters=[f"{name}.weight" for name in beside],
+        task_type="CAUSAL_LM",
+    )
     with without_warnings():
         adapted = peft.get_peft_model(model, settings)
     if shares:
@@ -77,7 +88,7 @@ def write_adapters(folder: Path, into: Path, *, shares: bool = False) -> Start:
         for parameter in adapted.parameters():
             if parameter.requires_grad:
                 parameter.normal_(std=0.1)
-    adapted.save_pretrained(into)
+    adapted.save_pretrained(str(into))
     # PEFT leaves a tensor that has two names out under one of them.
     save_file({name: each.clone() for name, each in state_of(adapted).items()}, into / "adapter_model.safetensors")
     return Start(folder, into, shares)

@@ -20,7 +20,6 @@ from tandem.common.lora import is_adapter
 from tandem.coordinator.cli import main
 from tandem.coordinator.run.found_models import models_in
 from tandem.trainer.backends.dtensor import DTensorBackend
-from tests.integration.reference import logprobs_of, sequences_of
 from tests.integration.reference_lora import (
     Start,
     Trained,
@@ -208,22 +207,30 @@ def experts_rank(rank: int, config: Config, folder: Path) -> Any:
     return [each["grad_norm"] for each in metrics], adapted, evaluate_on(reloaded, batch, config)["loss"]
 
 
-def test_a_mixture_of_experts_has_adapters_beside_its_experts(tmp_path: Path) -> None:
-    folder = make_model(tmp_path / "model", "qwen3_moe")
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "glm4_moe"])
+def test_a_mixture_of_experts_has_adapters_beside_its_experts(
+    architecture: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In attention, and in dense layers and shared experts."""
+    folder = make_model(tmp_path / "model", architecture)
     dtensor = {"tensor_parallel_size": 2, "sequence_parallel": True, "lora_cfg": LORA}
     config = make_config(folder, algorithm="sft", dtensor_cfg=dtensor, trainers=2)
-    ranks = run_ranks(2, experts_rank, config, tmp_path)
+    ranks = run_ranks(2, experts_rank, config, tmp_path / "step_3")
     for norms, adapted, _ in ranks:
         assert all(norm > 0 for norm in norms)
         assert adapted
         assert not [name for name in adapted if ".experts." in name]
+        in_feed_forward = {".".join(name.split(".")[3:-2]) for name in adapted if ".mlp." in name}
+        parts = ("gate_proj", "up_proj", "down_proj") if architecture == "glm4_moe" else ()
+        assert in_feed_forward == {f"mlp.{of}{part}" for of in ("", "shared_experts.") for part in parts}
     with without_warnings():
         base = transformers.AutoModelForCausalLM.from_pretrained(folder)
-        loaded = peft.PeftModel.from_pretrained(base, tmp_path / "policy")
-    batch = make_batch(2, seed=3)
+        loaded = peft.PeftModel.from_pretrained(base, tmp_path / "step_3/policy")
+    assert main(["merge", str(tmp_path / "step_3"), str(tmp_path / "merged")]) == 0, capfd.readouterr().err
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     with torch.no_grad():
-        parts = [-logprobs_of(loaded, each["token_ids"])[each["mask"]].sum() for each in sequences_of(batch)]
-    assert ranks[0][2] == pytest.approx(float(sum(parts)) / int(batch.loss_mask_T.sum()), abs=1e-5)
+        for model in (loaded, merged):
+            assert ranks[0][2] == pytest.approx(float(sft_loss(model, make_batch(2, seed=3))), abs=1e-5)
 
 
 def dropout_rank(rank: int, config: Config) -> Any:

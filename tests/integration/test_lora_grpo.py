@@ -120,3 +120,26 @@ def test_adapters_of_megatron_core_reach_engines_in_the_layers_of_a_checkpoint(a
     adapters = sum(map(len, adapters_of(Path("run/checkpoints/step_2")).values()))
     assert moved[1:] == [2 * adapters] * 2
     assert moved[0] > 2 * adapters
+
+
+@pytest.mark.parametrize("backend", ["dtensor", "megatron"])
+def test_adapters_beside_routed_experts_are_merged_where_tokens_go_where_the_engine_sent_them(backend: str) -> None:
+    """In attention, in a dense layer and in shared experts."""
+    make_model(Path("base"), "glm4_moe", n_group=1)
+    policy: dict[str, Any] = {**SETTINGS["policy"], "router_replay": {"enabled": True}}
+    if backend == "megatron":
+        peft = {"enabled": True, "dim": 2, "exclude_modules": ["*.mlp.experts.*"]}
+        megatron = {**MEGATRON_TP2["policy"]["megatron_cfg"], "peft": peft}
+        policy |= {"dtensor_cfg": {"enabled": False}, "megatron_cfg": megatron, "optimizer": None}
+    config = write_config({**SETTINGS, "policy": policy})
+    done = coordinator("up", config, "grpo.max_num_steps=2", "grpo.val_period=2", "refit.alias=never")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for step in steps_of():
+        assert step.metrics["token_mult_prob_error"] < 1.0 + 1e-5
+    names = adapters_of(Path("run/checkpoints/step_2"))
+    parts = {name.split(".layers.")[1].partition(".")[2].rsplit(".", 2)[0] for name in names}
+    of_mlp = {f"mlp.{of}{part}_proj" for of in ("", "shared_experts.") for part in ("gate", "up", "down")}
+    assert parts == of_mlp | {f"self_attn.{part}_proj" for part in "qkvo"}
+    with read_journal(Path("run")) as journal:
+        moved = [sum(record.num_bytes.values()) for record in journal.refits()]
+    assert moved[1:] == [2 * sum(map(len, names.values()))] * 2

@@ -113,7 +113,7 @@ def test_three_steps_are_those_of_plain_peft(
     model: str, num_ranks: int, megatron: dict[str, Any], plains: dict[str, Plain], tmp_path: Path
 ) -> None:
     start, trained = plains[model]
-    adapters = {"restore_from": str(start.adapters)}
+    adapters: dict[str, Any] = {"restore_from": str(start.adapters)}
     if model == "glm4_moe":
         adapters["exclude_modules"] = ["*.mlp.experts.*"]
     config = config_of(start.folder, megatron, adapters, trainers=num_ranks)
@@ -199,7 +199,7 @@ def test_what_is_refused(plain: Plain, tmp_path: Path) -> None:
     tensors = load_file(uneven / "adapter_model.safetensors")
     tensors["base_model.model.model.layers.2.self_attn.k_proj.lora_A.weight"] += 1.0
     save_file(tensors, uneven / "adapter_model.safetensors")
-    cases = [
+    cases: list[tuple[Path, dict[str, Any], str]] = [
         (
             experts,
             {"exclude_modules": ["*.layers.0.mlp.experts.*"]},

@@ -133,7 +133,7 @@ def test_a_run_that_is_resumed_replays_the_routes_of_recorded_samples() -> None:
     # Steps 4 and 5 are trained anew on samples of the record; where tokens went to other experts, weights would differ.
     for step in steps_of("run"):
         if 3 < step.step <= last:
-            made = [sample.finished_at for sample in read_step("run/samples", step.step)]
+            made = [sample.finished_at for sample in read_step(Path("run/samples"), step.step)]
             assert max(made) < since < step.committed_at
     assert weights_of("run/checkpoints/step_6") == weights_of("whole/checkpoints/step_6")
     again = routes_of("run")

@@ -92,6 +92,14 @@ def sft(lora: dict[str, Any] | None = None, peft: dict[str, Any] | None = None, 
         ({"peft": {"dropout": 0.1}}, "not supported yet: policy.megatron_cfg.peft.dropout (0.1)"),
         ({"lora": {"lora_A_init": "gauss"}}, "policy.dtensor_cfg.lora_cfg.lora_A_init"),
         ({"peft": {"lora_dtype": "float32"}}, "peft.lora_dtype: 'float32' is not policy.precision (bfloat16)"),
+        (
+            {"lora": {"match_all_linear": False, "target_modules": ["all-linear"]}},
+            "lora_cfg.target_modules: 'all-linear' is no layer: match_all_linear: true chooses them all",
+        ),
+        (
+            {"peft": {"target_modules": ["all-linear"]}},
+            "peft.target_modules: 'all-linear' is no layer: an empty list chooses linear_qkv, linear_proj,",
+        ),
     ],
 )
 def test_what_cannot_be_is_one_line(

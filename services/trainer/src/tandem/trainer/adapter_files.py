@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 
+_RENAMED = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+"""Last parts of names that PEFT takes for those of routed experts, in whatever layer of a model that has some."""
+
+
 class Described(msgspec.Struct, frozen=True):
     """What PEFT is told of adapters."""
 
@@ -42,13 +46,25 @@ class Described(msgspec.Struct, frozen=True):
     """Names of the layers that have one."""
     linear: Sequence[str]
     """Names of all layers that could have one."""
+    has_experts: bool
+    """Whether the model has routed experts."""
 
     @property
     def target_modules(self) -> list[str]:
         """The shortest names that fit these layers and no other: other programs expect the last parts."""
-        last = {name.rpartition(".")[2] for name in self.layers}
+        layers = set(self.layers) - set(self._renamed)
+        last = {name.rpartition(".")[2] for name in layers}
         fitting = {name for name in self.linear if name.rpartition(".")[2] in last}
-        return sorted(last if fitting == set(self.layers) else self.layers)
+        return sorted(last if fitting == layers else layers)
+
+    @property
+    def target_parameters(self) -> list[str]:
+        """The weights of the other layers, which PEFT finds by those names alone; an adapter is the same either way."""
+        return [f"{layer}.weight" for layer in self._renamed]
+
+    @property
+    def _renamed(self) -> list[str]:
+        return [layer for layer in self.layers if self.has_experts and layer.rpartition(".")[2] in _RENAMED]
 
 
 def first_values(name: str, shape: tuple[int, ...], adapters: LoraCfg | Peft, seed: int) -> torch.Tensor:
@@ -100,10 +116,12 @@ class Writer:
         self._folder.mkdir(parents=True, exist_ok=True)
         save_file(self._tensors, self._folder / TENSORS, metadata={"format": "pt"})
         described = self._described
+        parameters = described.target_parameters
         settings_of(
             described.adapters,
             described.target_modules,
-            lora_dropout=described.adapters.dropout,
+            target_parameters=parameters or None,
+            lora_dropout=0.0 if parameters else described.adapters.dropout,  # PEFT has none for parameters
             task_type="CAUSAL_LM",
             base_model_name_or_path=described.base,
             inference_mode=True,

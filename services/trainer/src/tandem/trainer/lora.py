@@ -34,7 +34,7 @@ def inject(model: Any, adapters: LoraCfg, seed: int) -> list[str]:
     layers = chosen(linear, adapters, SECTION)
     model.requires_grad_(False)
     try:
-        inject_adapter_in_model(settings_of(adapters, layers), model)
+        inject_adapter_in_model(settings_of(adapters, [f"model.{layer}" for layer in layers]), _Holder(model))
     except (ValueError, TypeError) as error:
         raise ModelError(f"{type(model).__name__} takes no adapters: {error}".split("\n")[0]) from error
     values = {}
@@ -44,6 +44,23 @@ def inject(model: Any, adapters: LoraCfg, seed: int) -> list[str]:
             values[name] = first_values(name, tuple(parameter.shape), adapters, seed)
     fill(model, values)
     return layers
+
+
+class _Holder(torch.nn.Module):
+    """Holds a model, and does not say of what kind it is.
+
+    Of some with routed experts PEFT would take every ``gate_proj`` for the experts' own, which transformers has fused
+    in one parameter, and give that adapters.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+
+def has_experts(model: torch.nn.Module) -> bool:
+    """Say whether a model has routed experts, by the names of its parameters."""
+    return any(".experts." in name for name, _ in model.named_parameters())
 
 
 def linear_layers(model: Any) -> list[str]:

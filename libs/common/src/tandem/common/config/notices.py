@@ -126,7 +126,7 @@ def _adapters(config: Config) -> Iterator[str]:
     if lora.match_all_linear and lora.target_modules:
         yield _vain(f"{key}.target_modules", list(lora.target_modules), f"{key}.match_all_linear is true")
     if expert_sizes(model_config(policy) or {}) is not None:
-        yield f"{key}: routed experts have no adapters and stay as they are; attention has some, and shared experts"
+        yield f"{key}: routed experts have no adapters and stay as they are"
 
 
 def _data_parallel(config: Config) -> Iterator[str]:

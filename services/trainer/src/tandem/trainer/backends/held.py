@@ -243,7 +243,8 @@ class HeldModel:
             found = {name: each for name, each in lora.parameters_of(model).items() if is_adapter(name)}
             shapes = {name: parameter.shape for name, parameter in found.items()}
             lora.fill(model, adapter_files.read(Path(source), adapters, shapes))
-        return adapter_files.Described(self._settings.model_name, adapters, layers, linear)
+        has_experts = lora.has_experts(model)
+        return adapter_files.Described(self._settings.model_name, adapters, layers, linear, has_experts)
 
     def _without_adapters(self) -> AbstractContextManager[None]:
         from tandem.trainer import lora

@@ -84,6 +84,18 @@ def routed_experts_have_no_adapters(config: Config) -> None:
             raise Invalid(f"{MEGATRON}.exclude_modules", f'{what}: leave them out with ["*.mlp.experts.*"]')
 
 
+def all_layers_are_not_a_name(config: Config) -> None:
+    """PEFT has a word for them, which neither backend takes."""
+    policy, adapters = config.policy, config.policy.adapters
+    if adapters is None or "all-linear" not in adapters.target_modules:
+        return
+    if policy.megatron_cfg.enabled:
+        what = "'all-linear' is no layer: an empty list chooses linear_qkv, linear_proj, linear_fc1 and linear_fc2"
+        raise Invalid(f"{MEGATRON}.target_modules", what)
+    if not policy.dtensor_cfg.lora_cfg.match_all_linear:
+        raise Invalid(f"{DTENSOR}.target_modules", "'all-linear' is no layer: match_all_linear: true chooses them all")
+
+
 def models_beside_the_policy_are_no_adapters(config: Config) -> None:
     """A teacher is read whole, as is what a value model begins with."""
     sections = dict(config.teacher_sections)
@@ -101,5 +113,6 @@ RULES: tuple[Rule, ...] = (
     engines_can_merge_adapters,
     megatron_has_adapters_of_the_family,
     routed_experts_have_no_adapters,
+    all_layers_are_not_a_name,
     models_beside_the_policy_are_no_adapters,
 )

@@ -237,8 +237,8 @@ class HeldModel:
         if described.adapters is None:
             return None
         linear = [layer for layers in described.linear.values() for layer in layers]
-        source = described.section.model_name
-        return adapter_files.Described(source, described.adapters, described.layers_in_checkpoint, linear)
+        source, has_experts = described.section.model_name, described.shape.known.experts is not None
+        return adapter_files.Described(source, described.adapters, described.layers_in_checkpoint, linear, has_experts)
 
     def _num_tokens(self, here: int) -> int:
         """Return the tokens of all rows of all replicas: each rank of context parallelism has its share."""
