@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 import statistics
 import time
 from collections import defaultdict
@@ -155,12 +156,16 @@ class Harried:
     @property
     def num_steps(self) -> int:
         """Steps that were done, those that were done again included."""
-        return sum(line.startswith("step ") for line in self.run.output().splitlines())
+        return len(self._done())
 
     @property
     def is_over(self) -> bool:
         """Whether the last step is done."""
-        return self.run.process.poll() is not None or f"step {NUM_STEPS}/" in " ".join(self.run.output().split())
+        return self.run.process.poll() is not None or NUM_STEPS in self._done()
+
+    def _done(self) -> list[int]:
+        """Return the steps that were said to be done; of one that takes long it is also said what it waits for."""
+        return [int(step) for step in re.findall(r"^step +(\d+)/\d+  ", self.run.output(), re.MULTILINE)]
 
 
 def _kind_of(process: psutil.Process) -> str:
