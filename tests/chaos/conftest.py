@@ -15,7 +15,7 @@ _LEAST_S, _KILL_S = 600.0, 120.0
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--chaos-kills", type=int, default=_KILLS, metavar="N", help=f"(default: {_KILLS})")
     parser.addoption("--chaos-seed", type=int, default=1, metavar="SEED")
-    parser.addoption("--chaos-report", type=Path, metavar="FILE", help="add the table to a file")
+    parser.addoption("--chaos-report", type=Path, metavar="FILE", help="tables, in two files of such names")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,6 +1,7 @@
 """Processes of supervised runs are killed, or stopped, at random moments; nobody does anything about it.
 
-Every run ends by itself with the metrics and the weights of one that was left alone, to the bit, and leaves nothing.
+Every run ends by itself with the metrics and the weights of one that was left alone, to the bit, and leaves nothing. Of
+asynchronous ones, which no other is equal to, every step is there once, with samples as old as they may be.
 One engine of each was started by hand, by a loop that starts another whenever one ends. What is stopped is mostly
 continued later, when others have long taken its place, and ends then.
 """
@@ -8,7 +9,9 @@ continued later, when others have long taken its place, and ends then.
 from __future__ import annotations
 
 import contextlib
+import math
 import random
+import re
 import statistics
 import time
 from collections import defaultdict
@@ -18,11 +21,12 @@ from typing import Any
 
 import msgspec
 import psutil
+import pytest
 
 from tandem.coordinator.run.live import read_live
 from tests import leaks
 from tests.integration.by_hand import assert_same_results, in_folder, undisturbed_run
-from tests.integration.harness import Command, all_gone, joins, merged, wait_until, write_config
+from tests.integration.harness import Command, all_gone, joins, merged, steps_of, wait_until, write_config
 from tests.integration.monitoring_harness import free_port
 
 NUM_STEPS = 24
@@ -42,13 +46,19 @@ CONFIG: dict[str, Any] = {
     },
 }
 BY_HAND = "rollout by hand"
+LEAVES = f"{BY_HAND}, told to leave"
 KINDS = ("coordinator", "trainer", "rollout", BY_HAND, "refit", "fork server")
+MAX_AGE = 2
+ASYNCHRONOUS: dict[str, Any] = {
+    "grpo": {"async_grpo": {"enabled": True, "max_trajectory_age_steps": MAX_AGE}},
+    "loss_fn": {"use_importance_sampling_correction": True},
+    "policy": {"generation": {"colocated": {"enabled": False}}},
+    "cluster": {"deadlines": {"leave_s": 10.0}},
+}
 STOPS = 0.3
 """The share of those that are stopped, and only hang."""
 STAYS = 0.3
 """Of these the share of those that are never continued."""
-PAUSE_S = 2.0
-"""Between two engines that are started by hand: one is refused while another that hangs still has its place."""
 ENDS_S = 60.0
 """How long all that is left of a run may take to end."""
 
@@ -64,7 +74,7 @@ class Kill(msgspec.Struct, frozen=True, kw_only=True):
     """Until another step was in the journal."""
 
     def __str__(self) -> str:
-        what = "stopped" if self.is_stopped else "killed"
+        what = "stopped" if self.is_stopped else "" if self.kind == LEAVES else "killed"
         return f"{self.kind} {what} while {self.phase}, {self.seconds:.1f} s"
 
 
@@ -74,6 +84,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     kills: list[Kill]
     survived: bool = False
     equal: bool = False
+    """To a run that was left alone; if it is asynchronous, it has done every step once."""
     num_left: int = 0
     """Processes, segments of shared memory."""
     why: str = ""
@@ -90,8 +101,6 @@ class Harried:
         self._by_hand: list[Command] = []
         self._wakes: list[tuple[float, psutil.Process]] = []
         """When processes that are stopped go on."""
-        self._next_at = 0.0
-        """When the next engine may be started."""
         self._stopped: set[int] = set()
         """The ids of engines by hand that hang."""
 
@@ -110,7 +119,7 @@ class Harried:
 
     def victims(self, kind: str) -> list[psutil.Process]:
         """Return the processes of a kind."""
-        if kind == BY_HAND:
+        if kind in (BY_HAND, LEAVES):
             return self._engines()
         return [process for process in self.run.children() if _kind_of(process) == kind]
 
@@ -120,7 +129,10 @@ class Harried:
         return [psutil.Process(pid) for pid in there if pid not in self._stopped]
 
     def strike(self, kind: str, victim: psutil.Process, wakes_in_s: float | None) -> None:
-        """Kill a process; or stop it, for so long."""
+        """Kill a process; or stop it, for so long; or tell it to leave."""
+        if kind == LEAVES:
+            victim.terminate()
+            return
         if wakes_in_s is None:
             victim.kill()
             return
@@ -155,12 +167,16 @@ class Harried:
     @property
     def num_steps(self) -> int:
         """Steps that were done, those that were done again included."""
-        return sum(line.startswith("step ") for line in self.run.output().splitlines())
+        return len(self._done())
 
     @property
     def is_over(self) -> bool:
         """Whether the last step is done."""
-        return self.run.process.poll() is not None or f"step {NUM_STEPS}/" in " ".join(self.run.output().split())
+        return self.run.process.poll() is not None or NUM_STEPS in self._done()
+
+    def _done(self) -> list[int]:
+        """Return the steps that were said to be done; of one that takes long it is also said what it waits for."""
+        return [int(step) for step in re.findall(r"^step +(\d+)/\d+  ", self.run.output(), re.MULTILINE)]
 
 
 def _kind_of(process: psutil.Process) -> str:
@@ -178,24 +194,25 @@ def _is_there(command: Command) -> bool:
 
 
 @contextlib.contextmanager
-def started() -> Iterator[Harried]:
+def started(changes: dict[str, Any]) -> Iterator[Harried]:
     """Start a run, and its engine by hand."""
     cluster = {"address": f"tcp://127.0.0.1:{free_port()}"}
     launch = {"trainers": 2, "rollouts": 1, "refit": True}
-    config = write_config(merged(CONFIG, {"cluster": {**cluster, "launch": launch}}))
+    config = write_config(merged(merged(CONFIG, changes), {"cluster": {**cluster, "launch": launch}}))
     with contextlib.ExitStack() as stack:
         run = stack.enter_context(Command("coordinator", "up", config, "--supervise"))
         run.wait_for("listens on ")
         yield Harried(run, cluster["address"], stack)
 
 
-def harry(harried: Harried, dice: random.Random, num_kills: int, kills: list[Kill]) -> None:
+def harry(harried: Harried, dice: random.Random, kinds: tuple[str, ...], num_kills: int, kills: list[Kill]) -> None:
     """Kill processes of a run, each some time after a step was done."""
     while len(kills) < num_kills:
         done = harried.num_steps
         harried.wait(lambda seen=done: harried.num_steps > seen)
         time.sleep(dice.uniform(0.0, 0.5))
-        kind, is_stopped, stays = dice.choice(KINDS), dice.random() < STOPS, dice.random() < STAYS
+        kind, is_stopped, stays = dice.choice(kinds), dice.random() < STOPS, dice.random() < STAYS
+        is_stopped &= kind != LEAVES
         wakes_in_s = dice.uniform(0.5, 3 * TIMEOUT_S)
         if harried.is_over:
             return
@@ -215,20 +232,33 @@ def harry(harried: Harried, dice: random.Random, num_kills: int, kills: list[Kil
         kills.append(Kill(kind=kind, is_stopped=is_stopped, phase=phase, seconds=time.monotonic() - began))
 
 
-def harried_run(dice: random.Random, num_kills: int, expected: Path) -> Ended:
-    """Carry out a run and kill processes of it; return what became of it."""
+def assert_asynchronous_results(run: str | Path) -> None:
+    """Check that every step was done, and counts once, with samples that are not too old."""
+    steps = steps_of(run)
+    assert [step.step for step in steps if step.step] == list(range(1, NUM_STEPS + 1))
+    for step in steps:
+        assert step.metrics.get("max_trajectory_age", 0) <= MAX_AGE, step
+        assert all(map(math.isfinite, step.metrics.values())), step
+
+
+def harried_run(dice: random.Random, num_kills: int, expected: Path | None) -> Ended:
+    """Carry out a run and kill processes of it; return what became of it. It is asynchronous if nothing is expected."""
+    changes, kinds = (ASYNCHRONOUS, (*KINDS, LEAVES)) if expected is None else ({}, KINDS)
     before, kills = leaks.segments(), list[Kill]()
     survived = equal = False
     left: set[Any] = set()
     try:
-        with started() as harried:
-            harry(harried, dice, num_kills, kills)
+        with started(changes) as harried:
+            harry(harried, dice, kinds, num_kills, kills)
             children = harried.run.children()
             harried.wait(lambda: harried.run.process.poll() is not None)
             assert harried.run.wait() == 0, harried.run.output()
             survived = True
             left |= {*all_gone(children, ENDS_S), *harried.end_of_all()}
-            assert_same_results("run", expected, other_engines=True)
+            if expected is None:
+                assert_asynchronous_results("run")
+            else:
+                assert_same_results("run", expected, other_engines=True)
             equal = True
         why = ""
     except AssertionError as error:
@@ -266,10 +296,11 @@ def report(runs: list[Ended], seed: int) -> str:
     return "\n\n".join([f"{what}; {left} processes and segments were left", table(runs), *bad]) + "\n"
 
 
-def test_nothing_dies_for_good(tmp_path: Path, chaos: tuple[int, int, Path | None]) -> None:
+@pytest.mark.parametrize("kind", ["synchronous", "asynchronous"])
+def test_nothing_dies_for_good(kind: str, tmp_path: Path, chaos: tuple[int, int, Path | None]) -> None:
     num_kills, seed, file = chaos
     dice = random.Random(seed)
-    expected = undisturbed_run(tmp_path, CONFIG)
+    expected = undisturbed_run(tmp_path, CONFIG) if kind == "synchronous" else None
     runs: list[Ended] = []
     while (num_left := num_kills - sum(len(run.kills) for run in runs)) > 0:
         folder = tmp_path / f"run_{len(runs) + 1}"
@@ -277,7 +308,7 @@ def test_nothing_dies_for_good(tmp_path: Path, chaos: tuple[int, int, Path | Non
         with in_folder(folder):
             runs.append(harried_run(dice, min(KILLS_OF_A_RUN, num_left), expected))
         if file is not None:  # also of a test that is ended before its time
-            file.write_text(report(runs, seed))
+            file.with_stem(f"{file.stem}-{kind}").write_text(report(runs, seed))
     told = report(runs, seed)
     print(told)
     assert not any(run.why for run in runs), told

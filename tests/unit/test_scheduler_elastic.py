@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from cluster_harness import GRPO, Cluster, lose, only_finish, orders_of
+from cluster_harness import GRPO, Cluster, lose, only_finish, orders_of, replace
 
 from tandem.common.messages import Failed, PlannedMesh, PlanTransfers, Reply, TransfersPlanned
 from tandem.coordinator.scheduler.assignment import BalancedAssignment
 from tandem.coordinator.scheduler.events import (
     Action,
+    AwaitedByHand,
     Dispatch,
     DispatchPrompts,
     Erred,
@@ -174,6 +175,32 @@ def test_an_engine_that_nobody_replaces_is_done_without_and_others_make_its_grou
     assert cluster.commits() == [0, 1, 2, 3]
     assert who_generate(cluster, 2) == who_generate(cluster, 3) == {"rollout-0"}
     assert cluster.plan.publication.engines.departed == {"rollout-1"}
+
+
+def test_an_engine_by_hand_that_is_lost_is_not_awaited_where_another_has_joined_before_that_was_known() -> None:
+    cluster = generating()
+    join(cluster, "rollout-2")
+    while "rollout-2" not in cluster.plan.publication.engines:
+        cluster.answer_next()
+    lose(cluster, "rollout-1")
+    assert cluster.give(Ticked(now=cluster.now)) == [], "it is launched again"
+    cluster.give(AwaitedByHand(now=cluster.now, member="rollout-1"))
+    actions = cluster.give(Ticked(now=cluster.now))
+    why = "it was lost, and as many others are there as the run began with"
+    assert LetGo(member="rollout-1", why=why) in actions
+    cluster.run_until(Phase.FINISHED)
+    assert cluster.commits() == [0, 1, 2, 3]
+    assert who_generate(cluster, 3) == {"rollout-0", "rollout-2"}
+
+
+def test_an_engine_by_hand_that_is_lost_is_awaited_where_too_few_others_are_there() -> None:
+    cluster = generating()
+    lose(cluster, "rollout-1")
+    cluster.give(AwaitedByHand(now=cluster.now, member="rollout-1"))
+    assert not [a for a in cluster.give(Ticked(now=cluster.now)) if isinstance(a, LetGo)]
+    replace(cluster, "rollout-1")
+    cluster.run_until(Phase.FINISHED)
+    assert not let_go(cluster)
 
 
 def test_an_engine_that_nobody_replaces_is_missed_where_no_other_is_there() -> None:

@@ -34,6 +34,7 @@ from tandem.common.messages import (
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import (
     Action,
+    AwaitedByHand,
     CommitStep,
     Dispatch,
     DispatchBatch,
@@ -179,6 +180,7 @@ class Harried(Cluster):
                 self.epochs.setdefault((mesh, epoch), set()).add(action.member)
             case LetGo(member=member, is_awaited=is_awaited):
                 self.end(member)
+                self.absent = [name for name in self.absent if name != member]
                 self.num_let_go += 1
                 if is_awaited:
                     self.absent.append(member)
@@ -321,6 +323,8 @@ class Harried(Cluster):
         if name not in self.plan.publication.engines.leaving():
             self.absent.append(name)
         self.tell(Lost(now=self.now, member=name, why="killed by SIGKILL"))
+        if self.troubles.join and self.random.random() < 0.5:
+            self.tell(AwaitedByHand(now=self.now, member=name))
 
     def end(self, name: str) -> None:
         self.present.discard(name)

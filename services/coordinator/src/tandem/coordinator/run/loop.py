@@ -45,6 +45,7 @@ from tandem.coordinator.run.time_limit import TimeLimit
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import (
     Action,
+    AwaitedByHand,
     CommitStep,
     DiscardSamples,
     Dispatch,
@@ -380,6 +381,7 @@ class Loop:
         launched = self._processes.restart([member])
         if not launched:
             how = f"start another: {self._registry.how_to_join(member.rpartition('-')[0])}"
+            self._handle(AwaitedByHand(now=time.monotonic(), member=member))
         else:
             self._registry.reserve(*launched)
             how = "another is launched in its place"

@@ -94,8 +94,11 @@ def waiting_line(scheduler: Scheduler, registry: Registry, last_step: int) -> st
     for phase, names in waits.items():
         more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
         parts.append(f"{', '.join(names[:_MOST_NAMED])}{more} ({phase})")
-    missing = scheduler.missing
-    waiting = "; ".join([*([f"{missing} to join"] if missing else []), *parts]) or "nobody"
+    if missing := scheduler.missing:
+        parts.insert(0, f"{missing} to join")
+    if absent := scheduler.publication.engines.having(Status.ABSENT):
+        parts.append(f"a replacement of {', '.join(absent)}")
+    waiting = "; ".join(parts) or "nobody"
     return f"step {scheduler.step}/{last_step}: {scheduler.phase.value}, waiting for {waiting}"
 
 

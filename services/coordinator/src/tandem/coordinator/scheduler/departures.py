@@ -4,8 +4,8 @@
        └─ `leave` seconds later, or lost meanwhile ─▶ others make again what is not trained on ─▶ it is let go
 
 It counts as no loss, and nobody takes its place. One that was lost, and that nobody has replaced in time, has left as
-well, where others are there to go on. After the last engine the run waits for another to join: the place of the one
-that has left is vacant until then.
+well, where others are there to go on; at once if it was started by hand, and there are enough others. After the last
+engine the run waits for another to join: the place of the one that has left is vacant until then.
 """
 
 from __future__ import annotations
@@ -63,8 +63,7 @@ def check(tables: Tables) -> list[Action]:
         if not engine.is_vacant and engine.leave_by is not None and tables.requests.now > engine.leave_by:
             actions += depart(tables, engine, f"it was to be gone within {tables.spec.deadlines.leave:g} s")
     while (lost := tables.publication.dispensable()) is not None:
-        why = f"it was lost, and no process has taken its place within {tables.spec.deadlines.join:g} s"
-        actions += depart(tables, lost, why)
+        actions += depart(tables, *lost)
     return actions
 
 

@@ -47,6 +47,7 @@ class EngineRecovery:
         """Wait for a process in the place of an engine."""
         self._engines.move(engine, Status.ABSENT, version=-1)
         engine.awaited = set()
+        engine.is_awaited_by_hand = False
         engine.replace_by = self._requests.now + self._spec.deadlines.join
         self._engines.stay(engine)
         self._meshes.stop_connecting(engine.name)

@@ -48,6 +48,8 @@ class Engine:
         """To bring it to the current version."""
         self.replace_by = 0.0
         """When it must have been replaced; while it is absent."""
+        self.is_awaited_by_hand = False
+        """Whether somebody is to start its replacement; while it is absent."""
         self.leave_by: float | None = None
         """When it must have left, if it was told to: it gets nothing more to generate."""
         self.is_vacant = False
@@ -109,6 +111,12 @@ class EngineTable:
         self.attest(engine, is_attested=False)
         del self._by_status[engine.status][name]
         self._leaving.pop(name, None)
+
+    def await_by_hand(self, name: str) -> None:
+        """Take note that nobody is launched in the place of an engine that is lost."""
+        engine = self.get(name)
+        if engine is not None and engine.status is Status.ABSENT:
+            engine.is_awaited_by_hand = True
 
     def begin_to_leave(self, engine: Engine, leave_by: float) -> None:
         """Take note that an engine was told to leave."""

@@ -77,6 +77,13 @@ class Lost(msgspec.Struct, frozen=True, kw_only=True):
     why: str
 
 
+class AwaitedByHand(msgspec.Struct, frozen=True, kw_only=True):
+    """In the place of a process that is lost none is launched: whoever has started it may start another."""
+
+    now: float
+    member: str
+
+
 class ToldToLeave(msgspec.Struct, frozen=True, kw_only=True):
     """An engine was told to leave the run, and says so: once, or again and again."""
 
@@ -113,7 +120,7 @@ class Interrupted(msgspec.Struct, frozen=True, kw_only=True):
     now: float
 
 
-Event = Joined | Replied | Erred | Lost | ToldToLeave | PromptsDrawn | KeptFound | Ticked | Interrupted
+Event = Joined | Replied | Erred | Lost | AwaitedByHand | ToldToLeave | PromptsDrawn | KeptFound | Ticked | Interrupted
 
 
 # --- actions ---------------------------------------------------------------------------------------------------------

@@ -154,16 +154,24 @@ class Publication:
             self.engines[name].replace_by = self.requests.now + self.spec.deadlines.join
         return self._recovery.overdue() or self.service.overdue()
 
-    def dispensable(self) -> Engine | None:
-        """Return an engine whose replacement is overdue, and without which the others can go on."""
+    def dispensable(self) -> tuple[Engine, str] | None:
+        """Return an engine that is lost and without which the others can go on, and why nobody is to replace it.
+
+        Its replacement is overdue; or it was started by hand, and enough others were, such as that which was started
+        again before it was known to be lost.
+        """
         engines = self.engines
         absent = engines.having(Status.ABSENT)
-        if not {*engines.staying()} - {*absent}:
-            return None
-        for name in absent:
+        num_there = len({*engines.staying()} - {*absent})
+        is_enough = num_there >= self.spec.expected["rollout"]
+        for name in absent if num_there else ():
             engine = engines[name]
-            if not engine.is_vacant and self._recovery.is_overdue(engine) and not self.meshes.has_others(name):
-                return engine
+            if engine.is_vacant or self.meshes.has_others(name):
+                continue
+            if engine.is_awaited_by_hand and is_enough:
+                return engine, "it was lost, and as many others are there as the run began with"
+            if self._recovery.is_overdue(engine):
+                return engine, f"it was lost, and no process has taken its place within {self.spec.deadlines.join:g} s"
         return None
 
     @property

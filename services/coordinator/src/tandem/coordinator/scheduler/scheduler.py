@@ -29,6 +29,7 @@ from tandem.common.messages import (
 from tandem.coordinator.scheduler import deadlines, departures, ending, generation, losses, regeneration, setting_up
 from tandem.coordinator.scheduler.events import (
     Action,
+    AwaitedByHand,
     Erred,
     Event,
     Interrupted,
@@ -119,6 +120,9 @@ def _apply(tables: Tables, event: Event) -> list[Action]:
             return losses.take_failure(tables, member, failed)
         case Lost(member=member, why=why):
             return losses.take_loss(tables, member, why)
+        case AwaitedByHand(member=member):
+            tables.publication.engines.await_by_hand(member)
+            return []
         case ToldToLeave(member=member):
             return departures.take_leaving(tables, member)
         case PromptsDrawn():
