@@ -24,8 +24,8 @@ ASKED_ONCE_S = 2.0
 _STUCK_S = 20.0
 """How long a process that was asked to end may be in a computation or a system call that hears of nothing."""
 _raised: list[int] = []
-"""The signals for which `KeyboardInterrupt` was raised since `interrupt_when_asked`. In a finalizer, of which imports run
-many, Python only prints it and goes on."""
+"""The signals for which `KeyboardInterrupt` was raised since `interrupt_when_asked`. In a finalizer, of which imports
+run many, Python only prints it and goes on."""
 
 
 def leave_to_coordinator() -> None:
