@@ -24,7 +24,7 @@ import { number } from "./format.js";
 
 const COLUMNS = 4; // of a line: low, high, unsmoothed, smoothed
 const FEW_POINTS = 16;
-const ROUNDING = 1e-4; // values that differ by less, relative to them, are told apart by no axis
+const ROUNDING = 2e-4; // values that differ by less, relative to them, are told apart by no axis
 const FONT = '11px "Helvetica Neue", Arial, system-ui, sans-serif';
 
 /**
