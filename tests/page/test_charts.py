@@ -23,13 +23,14 @@ OF_PIXELS = "willReadFrequently"
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The page of a run: a reward that changes with each step about one half, and two curves that are smooth."""
+    """The page of a run: a reward that changes with each step about one half, two curves that are smooth, and noise."""
     folder = tmp_path_factory.mktemp("charts")
     steps = range(1, NUM_STEPS + 1)
     curves = {
         "reward": [0.9 if step % 2 else 0.1 for step in steps],
         "loss": [10 ** (-4 * (step // 4) / (NUM_STEPS // 4)) for step in steps],
         "entropy": [0.5 + (step // 4) / NUM_STEPS for step in steps],
+        "token_mult_prob_error": [1 + 1e-8 * (step // 4 % 7) for step in steps],
     }
     make_run(folder / "run", curves)
     with contextlib.chdir(folder), Command("coordinator", "view", Path("run")) as view:
@@ -59,8 +60,8 @@ def height_of(page: Any, metric: str, share: float) -> float:
 
 
 def drawn(page: Any) -> None:
-    """Wait until the newest of the three is drawn."""
-    until(page, "document.querySelectorAll('.card .readout b[data-value]').length === 3")
+    """Wait until the newest of the four is drawn."""
+    until(page, "document.querySelectorAll('.card .readout b[data-value]').length === 4")
     page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
 
@@ -106,3 +107,12 @@ def test_the_log_button_makes_an_exponential_curve_a_straight_line(url: str, chr
         drawn(page)
         left, middle, right = heights(page, "loss")
         assert middle - right < 0.2 * (left - right)
+
+
+def test_differences_that_rounding_makes_are_not_drawn(url: str, chromium: Any) -> None:
+    with visit(chromium, url, may_say=OF_PIXELS) as page:
+        drawn(page)
+        page.locator("[data-metric=token_mult_prob_error]").scroll_into_view_if_needed()
+        drawn(page)
+        for share in (0.2, 0.5, 0.8):
+            assert height_of(page, "token_mult_prob_error", share) == pytest.approx(0.5, abs=0.02)

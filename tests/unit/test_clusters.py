@@ -80,10 +80,16 @@ def test_each_process_is_launched_by_the_node_whose_gpu_it_takes(settings: list[
             ["num_nodes=2", "gpus_per_node=2", *VLLM, "launch={trainers: 1, rollouts: 1, refit: true}"],
             "the coordinator launches 1 trainers, but GPUs of the first node are those of 2",
         ),
+        (
+            ["num_nodes=3", "gpus_per_node=0", "trainers=1", "rollouts=1"],
+            "num_nodes: 3, but node 1, 2 would launch nothing: the first launches 1 of all 1 trainers",
+        ),
         (["num_nodes=2", "gpus_per_node=2", "trainers=5", *VLLM], "5 need more than the 4 GPUs of the cluster"),
     ],
 )
-def test_what_no_node_or_two_would_launch_is_refused(settings: list[str], error: str) -> None:
+def test_what_no_node_or_two_would_launch_and_a_node_that_launches_nothing_is_refused(
+    settings: list[str], error: str
+) -> None:
     with pytest.raises(ConfigError, match=error):
         shares(*settings)
 

@@ -422,7 +422,7 @@ def test_sizes_of_a_model_that_is_elsewhere_go_unchecked() -> None:
         (
             ["cluster.num_nodes=2"],
             [
-                "cluster.address (tcp://127.0.0.1:*) cannot be reached from the other 1 nodes: name this one's, "
+                "cluster.address (tcp://127.0.0.1:*) cannot be reached from the other node: name this one's, "
                 "tcp://HOST:PORT"
             ],
         ),

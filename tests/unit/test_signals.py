@@ -72,6 +72,30 @@ print(number, flush=True)
 """
 
 
+IN_A_FINALIZER = """
+from tandem.common import signals
+signals.interrupt_when_asked()
+class Finalized:
+    def __del__(self):
+        print("ready", flush=True)
+        time.sleep(2.0)
+sys.unraisablehook = lambda ignored: print(ignored.exc_type.__name__, flush=True)
+finalized = Finalized()
+del finalized
+with signals.heard(lambda number: print(number, flush=True)):
+    print("listens", flush=True)
+with signals.heard(lambda number: print(number, flush=True)):
+    print("listens again", flush=True)
+"""
+
+
+@pytest.mark.parametrize("number", ALL, ids=[each.name for each in ALL])
+def test_a_request_that_comes_in_a_finalizer_is_heard_when_the_process_begins_to_listen(number: signal.Signals) -> None:
+    with running(IN_A_FINALIZER) as process:
+        process.send_signal(number)
+        assert [said(process) for _ in range(4)] == ["KeyboardInterrupt", str(int(number)), "listens", "listens again"]
+
+
 @pytest.mark.parametrize("number", ALL, ids=[each.name for each in ALL])
 def test_all_ways_to_ask_are_an_interrupt_and_only_ctrl_c_is_another(number: signal.Signals) -> None:
     with running(INTERRUPTED) as process:

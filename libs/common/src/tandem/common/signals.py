@@ -23,6 +23,9 @@ ASKED_ONCE_S = 2.0
 """Signals that ask a process to end within so long of each other are one request, unless they are Ctrl-C."""
 _STUCK_S = 20.0
 """How long a process that was asked to end may be in a computation or a system call that hears of nothing."""
+_raised: list[int] = []
+"""The signals for which `KeyboardInterrupt` was raised since `interrupt_when_asked`. In a finalizer, of which imports
+run many, Python only prints it and goes on."""
 
 
 def leave_to_coordinator() -> None:
@@ -47,14 +50,18 @@ def interrupt_when_asked() -> None:
     """Have all ways to ask this process to end do what Ctrl-C does: raise `KeyboardInterrupt`, once.
 
     `timeout` and systemd ask several times, and what is underway to the end is not interrupted again, but by Ctrl-C.
+    A process that goes on all the same, because Python has ignored what was raised in a finalizer, is asked again when
+    it begins to listen (`heard`).
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
+        _raised.append(number)
         for each in _heard():
             if each != signal.SIGINT:
                 signal.signal(each, _go_on)
         raise KeyboardInterrupt
 
+    _raised.clear()
     for number in _heard():
         signal.signal(number, interrupt)
 
@@ -125,7 +132,7 @@ def leave_when_asked(leave: Callable[[], None], *, is_launched: bool) -> None:
 
 @contextlib.contextmanager
 def heard(listen: Callable[[int], None]) -> Iterator[None]:
-    """Call `listen` with each signal that asks this process to end inside the block.
+    """Call `listen` with each signal that asks this process to end inside the block, and with one that had no effect.
 
     When its terminal has closed, what would be printed there goes nowhere from then on.
     """
@@ -138,6 +145,9 @@ def heard(listen: Callable[[int], None]) -> Iterator[None]:
 
     former = {number: signal.signal(number, handle) for number in _heard()}
     try:
+        if _raised:
+            handle(_raised.pop(), None)
+            _raised.clear()
         yield
     finally:
         for number, handler in former.items():

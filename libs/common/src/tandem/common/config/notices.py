@@ -278,10 +278,8 @@ def _nodes(config: Config) -> Iterator[str]:
     """Processes of other nodes must reach this one."""
     cluster = config.cluster
     if cluster.num_nodes > 1 and cluster.address.startswith("tcp://127.0.0.1:"):
-        yield (
-            f"cluster.address ({cluster.address}) cannot be reached from the other {cluster.num_nodes - 1} nodes: "
-            "name this one's, tcp://HOST:PORT"
-        )
+        others = "the other node" if cluster.num_nodes == 2 else f"the other {cluster.num_nodes - 1} nodes"
+        yield (f"cluster.address ({cluster.address}) cannot be reached from {others}: name this one's, tcp://HOST:PORT")
 
 
 def _vain(key: str, value: Any, why: str) -> str:

@@ -23,7 +23,7 @@ FOLDER = "data"
 QUESTION, ANSWER = "_question", "_answer"
 """Fields that rows get."""
 _PROMPTS = ("prompt", "question", "input", "problem")
-_ANSWERS = ("answer", "solution", "output", "ground_truth")
+_ANSWERS = ("answer", "solution", "output", "reference", "ground_truth")
 
 Row = Mapping[str, Any]
 

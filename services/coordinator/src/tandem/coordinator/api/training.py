@@ -58,7 +58,8 @@ def train(
         dataset: Rows to train on in place of the configuration's data: a list of dictionaries, a ``datasets.Dataset``,
             or the path of a JSON-lines file. The prompt is in the column `data.input_key`, or else ``prompt``,
             ``question``, ``input`` or ``problem``; the reference answer, if there is one, in `data.output_key`, or else
-            ``answer``, ``solution``, ``output`` or ``ground_truth``. The rows are copied into the run folder.
+            ``answer``, ``solution``, ``output``, ``reference`` or ``ground_truth``. The rows are copied into the run
+            folder.
         validation_dataset: Rows to validate on, likewise. Without them `data.num_validation` rows of `dataset` are held
             out.
         overrides: Settings over those of `config`: ``{"grpo.max_num_steps": 20}``.

@@ -36,7 +36,7 @@ def nodes_of(config: Config) -> tuple[Node, ...]:
     """Return every node of the cluster.
 
     Raises:
-        ConfigError: some process would be launched by no node, or by two.
+        ConfigError: some process would be launched by no node, or by two, or a node would launch none.
 
     """
     expected, launched = expected_processes(config), launched_processes(config)
@@ -44,10 +44,17 @@ def nodes_of(config: Config) -> tuple[Node, ...]:
         raise ConfigError("cluster.launch.refit: false, but the first node is the one to launch the refit service")
     trainers = _shares(config, "trainers", expected["trainer"], launched["trainer"])
     rollouts = _shares(config, "rollouts", expected.get("rollout", 0), launched.get("rollout", 0))
-    return tuple(
+    nodes = tuple(
         Node(number=number, trainers=trainers[number], rollouts=rollouts[number])
         for number in range(config.cluster.num_nodes)
     )
+    if idle := [str(node.number) for node in nodes[1:] if not node.processes]:
+        raise ConfigError(
+            f"cluster.num_nodes: {len(nodes)}, but node {', '.join(idle)} would launch nothing: the first launches "
+            f"{len(trainers[0])} of all {expected['trainer']} trainers and {len(rollouts[0])} of all "
+            f"{expected.get('rollout', 0)} rollouts; see cluster.trainers, cluster.rollouts and cluster.launch"
+        )
+    return nodes
 
 
 def node_of(config: Config, number: int) -> Node:

@@ -81,8 +81,9 @@ def _directives(config: Config, job: SlurmJob) -> list[str]:
 
 def _described(node: Node) -> str:
     first = ["coordinator", "refit"] if node.number == 0 else []
-    counts = [f"{len(numbers)} {kind}" for kind, numbers in (("trainers", node.trainers), ("rollouts", node.rollouts))]
-    return ", ".join([*first, *(count for count in counts if not count.startswith("0 "))])
+    kinds = (("trainer", node.trainers), ("rollout", node.rollouts))
+    counts = [f"{len(numbers)} {kind}{'s' if len(numbers) > 1 else ''}" for kind, numbers in kinds if numbers]
+    return ", ".join([*first, *counts])
 
 
 _SCRIPT = """\

@@ -121,9 +121,9 @@ def _curves_of(metrics: Mapping[str, float]) -> tuple[tuple[str, str], ...]:
 
 
 def _policy_of(metrics: Mapping[str, float]) -> tuple[tuple[str, str], ...]:
-    """Return those of the policy. Where no reference is held, its divergence is that of a step from the one before."""
-    divergence = ("kl", "kl") if metrics.get("kl") else ("approx_kl", "kl of the step")
-    return (divergence, ("entropy", "entropy"))
+    """Return those of the policy. Where no reference is held, its divergence is what the step itself made, if any."""
+    divergences = (("kl", "kl"), ("approx_kl", "kl of the step"))
+    return (*[each for each in divergences if metrics.get(each[0])][:1], ("entropy", "entropy"))
 
 
 def shares(seconds: Mapping[str, float]) -> str:

@@ -24,6 +24,7 @@ import { number } from "./format.js";
 
 const COLUMNS = 4; // of a line: low, high, unsmoothed, smoothed
 const FEW_POINTS = 16;
+const ROUNDING = 2e-4; // values that differ by less, relative to them, are told apart by no axis
 const FONT = '11px "Helvetica Neue", Arial, system-ui, sans-serif';
 
 /**
@@ -200,6 +201,8 @@ export class Chart {
   yRange(low, high) {
     if (low === null || high === null) return [0, 1];
     if (low === high) return low === 0 ? [-1, 1] : [low - 0.1 * Math.abs(low), low + 0.1 * Math.abs(low)];
+    const least = ROUNDING * Math.max(Math.abs(low), Math.abs(high));
+    if (high - low < least) return [low - least, high + least];
     const pad = 0.07 * (high - low);
     if (this.look.isStacked) return [0, high + pad];
     return [low >= 0 && low - pad < 0 ? 0 : low - pad, high + pad];

@@ -251,7 +251,7 @@ class Card {
     const isStacked = this.id === PHASES;
     // Parts of a whole are of one run: the one that the other panels are of.
     const runs = isStacked ? [this.curves.ctx.run()] : this.curves.ctx.shown();
-    const told = metrics.filter((name) => !runs.every((run) => this.isIdle(run.index, name, metrics)));
+    const told = metrics.filter((name) => !this.isIdle(runs, name, metrics));
     this.lines = runs.flatMap((run) => told.flatMap((name, i) => {
       const series = this.curves.series.get(run.index)?.[name];
       return series?.step.length ? [this.line(run, name, i, series, runs.length > 1)] : [];
@@ -265,10 +265,10 @@ class Card {
   }
 
   /** A penalty that is off is zero for ever; it is not drawn beside what is not.
-   * @param {number} run @param {string} name @param {string[]} metrics */
-  isIdle(run, name, metrics) {
-    const series = this.curves.series.get(run) ?? {};
-    const isZero = (/** @type {string} */ of) => (series[of]?.mean ?? []).every((/** @type {number} */ v) => v === 0);
+   * @param {import("./app.js").Run[]} runs @param {string} name @param {string[]} metrics */
+  isIdle(runs, name, metrics) {
+    const isZero = (/** @type {string} */ of) => runs.every((run) =>
+      (this.curves.series.get(run.index)?.[of]?.mean ?? []).every((/** @type {number} */ v) => v === 0));
     return metrics.length > 1 && this.id !== PHASES && isZero(name) && !metrics.every(isZero);
   }
 
