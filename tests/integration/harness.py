@@ -147,8 +147,14 @@ def write_rows(name: str, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def copy_examples(stage_steps: int = 5) -> None:
-    """Copy the examples to the working directory, their supervised stages cut to so many steps."""
+    """Copy the examples to the working directory, their supervised stages cut to so many steps.
+
+    Where one begins with an early checkpoint of a stage, it begins with its last one.
+    """
     shutil.copytree(Path(__file__).parents[2] / "examples", "examples")
+    for config in Path("examples").glob("*.yaml"):
+        text = re.sub(r"(_sft/checkpoints/step_)\d+", rf"\g<1>{stage_steps}", config.read_text())
+        config.write_text(text)
     for stage in Path("examples").glob("*_sft.yaml"):
         text, count = re.subn(
             r"^(  max_num_steps: )\d+$", rf"\g<1>{stage_steps}", stage.read_text(), flags=re.MULTILINE

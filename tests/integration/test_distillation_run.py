@@ -102,18 +102,22 @@ def test_a_teacher_with_other_tokens_or_none_is_refused_before_anything_starts()
         assert not Path("run").exists()
 
 
-def test_the_example_runs() -> None:
+@pytest.mark.parametrize("name", ["distillation", "opd"])
+def test_the_examples_run(name: str) -> None:
     copy_examples()
-    prerequisite = Path("examples/arithmetic.yaml")
-    text = prerequisite.read_text()
-    assert "max_num_steps: 150" in text
-    prerequisite.write_text(text.replace("max_num_steps: 150", "max_num_steps: 1\n  num_prompts_per_step: 16"))
+    section = {"distillation": "distillation", "opd": "grpo"}[name]
+    small = [f"{section}.max_num_steps=2", f"{section}.num_prompts_per_step=64"]
+    batches = [f"policy.{key}=64" for key in ("train_global_batch_size", "train_micro_batch_size")]
+    ended = coordinator("up", f"examples/arithmetic_{name}.yaml", *small, *batches)
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr
+    assert "making results/arithmetic_sft/checkpoints/" in ended.stdout
+    assert [step.step for step in steps_of(f"results/arithmetic_{name}")] == [0, 1, 2]
+
+
+def test_the_example_over_recorded_text_runs() -> None:
+    copy_examples()
     ended = coordinator(
-        *("up", "examples/arithmetic_distillation.yaml"),
-        *("distillation.max_num_steps=2", "distillation.num_prompts_per_step=64", "policy.train_global_batch_size=64"),
-        "policy.train_micro_batch_size=64",
+        "up", "examples/arithmetic_off_policy_distillation.yaml", "off_policy_distillation.max_num_steps=2"
     )
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr
-    assert "making results/arithmetic_sft/checkpoints/latest/policy and results/arithmetic/checkpoints" in ended.stdout
-    assert [step.step for step in steps_of("results/arithmetic_distillation")] == [0, 1, 2]
-    assert [step.step for step in steps_of("results/arithmetic")][-1] == 1
+    assert [step.step for step in steps_of("results/arithmetic_off_policy_distillation")] == [0, 1, 2]

@@ -58,7 +58,7 @@ def marked(config: Config) -> tuple[Config, Tokenizer]:
 
 def given(config: Config, tokenizer: Tokenizer) -> tuple[tuple[int, ...], EncodedSolution]:
     """Prompt and solution of `SUM`, as SFT has them."""
-    written, chat = ConversationWriter(config)(SUM), ChatEncoder(config, tokenizer)
+    (written,), chat = ConversationWriter(config)([SUM]), ChatEncoder(config, tokenizer)
     return chat.prompt(written.name, written.prompt), chat.solution(written.name, written.prompt, *written.answers)
 
 

@@ -132,6 +132,24 @@ def test_epochs_alone_may_end_a_run() -> None:
     assert make_algorithm(config, tokenizer).num_steps == 5
 
 
+def test_each_of_several_wrong_answers_makes_a_pair() -> None:
+    config = data_config("rm", rejected_template="tandem.coordinator.data.worked:wrong_answers")
+    sets = load_conversations(config)
+    assert [len(sets.train), len(sets.validation)] == [6 * int(config.data.num_train or 0), 6 * 20]
+    prompts = [{tuple(pair.prompt[0].items()) for pair in side} for side in (sets.train, sets.validation)]
+    assert not prompts[0] & prompts[1], "all pairs of a sum are on one side"
+    for first in range(0, len(sets.train), 6):
+        right, wrong = zip(*(pair.answers for pair in sets.train[first : first + 6]), strict=True)
+        assert len({each[0]["content"] for each in right}) == 1
+        said = [each[0]["content"] for each in wrong]
+        assert right[0][0]["content"] not in said
+        answer = int(right[0][0]["content"].removeprefix(" = "))
+        off = [abs(int(text.removeprefix(" = ")) - answer) for text in said[:3]]
+        assert len(set(said[:3])) == 3
+        assert all(1 <= by <= 5 for by in off)
+    assert pairs(config) == pairs(config), "always the same"
+
+
 # --- DPO -------------------------------------------------------------------------------------------------------------
 
 
@@ -421,7 +439,7 @@ def test_a_solution_that_is_none_is_named_with_its_line(function: str, message: 
     config = data_config("sft", **settings, solution_template=f"{__name__}:{function}")
     found = error_of(config)
     assert found.startswith("problem 'rows.jsonl:")
-    assert f"{__name__}:{function} returned neither a text nor a list of messages: {message}" in found
+    assert f"{__name__}:{function} returned neither a text nor a list of texts or messages: {message}" in found
 
 
 def test_a_system_message_that_is_no_text_is_named() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -69,8 +70,8 @@ def load_conversations(config: Config) -> ConversationSets:
         problems = load_problems(config)
         write = ConversationWriter(config)
         return ConversationSets(
-            train=[write(problem) for problem in problems.train],
-            held_out={name: [write(problem) for problem in part] for name, part in problems.held_out.items()},
+            train=write(problems.train),
+            held_out={name: write(part) for name, part in problems.held_out.items()},
             num_set_aside=problems.num_set_aside,
         )
     writer = PromptWriter(data)
@@ -131,13 +132,17 @@ class ConversationWriter:
         texts = {f"data.{key}": literal_text(getattr(config.data, key) or "") for key in keys}
         return PromptWriter(config.data).literals() | {key: text for key, text in texts.items() if text}
 
-    def __call__(self, problem: Problem) -> Conversation:
-        """Return the problem's prompt with its solution, and for DPO a worse one. Raises `DataError`, `ConfigError`."""
-        return Conversation(
-            name=problem.problem_id,
-            prompt=self._prompts.messages(problem),
-            answers=tuple(write(problem) for write in self._solutions),
-        )
+    def __call__(self, problems: Iterable[Problem]) -> list[Conversation]:
+        """Return the problems' prompts with their solutions, and for DPO a worse one behind each.
+
+        Where there are several solutions, or worse ones, each has a conversation of its own. Raises `DataError` and
+        `ConfigError`.
+        """
+        return [
+            Conversation(name=problem.problem_id, prompt=self._prompts.messages(problem), answers=answers)
+            for problem in problems
+            for answers in itertools.product(*(write(problem) for write in self._solutions))
+        ]
 
 
 def _reader(config: Config) -> Read | None:

@@ -126,21 +126,23 @@ def literal_text(template: str) -> str:
         return ""
 
 
-def solution_writer(key: str, template: str) -> Callable[[Problem], Messages]:
-    """Return what writes a problem's solution: a function named ``module:function``, or else a format string.
+def solution_writer(key: str, template: str) -> Callable[[Problem], list[Messages]]:
+    """Return what writes a problem's solutions: a function named ``module:function``, or else a format string.
 
-    Only a function can write a conversation. `key` is where `template` is configured. Raises `ConfigError` if there is
-    no such function.
+    Only a function can write a conversation, or several texts, each of which is a solution. `key` is where `template`
+    is configured. Raises `ConfigError` if there is no such function.
     """
     named = _FUNCTION.fullmatch(template)
     if named is None:
-        return lambda problem: _said(fill_template(key, template, problem))
+        return lambda problem: [_said(fill_template(key, template, problem))]
     try:
-        function: Callable[[Problem], str | Messages] = getattr(importlib.import_module(named["module"]), named["name"])
+        function: Callable[[Problem], str | list[str] | Messages] = getattr(
+            importlib.import_module(named["module"]), named["name"]
+        )
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{key}: cannot import {template!r}: {error}") from error
 
-    def write(problem: Problem) -> Messages:
+    def write(problem: Problem) -> list[Messages]:
         where = f"problem {problem.problem_id!r}: {key} {template}"
         try:
             solution = function(problem)
@@ -148,9 +150,9 @@ def solution_writer(key: str, template: str) -> Callable[[Problem], Messages]:
             reason = " ".join(str(error).split())
             raise DataError(f"{where} raised {type(error).__name__}: {reason}") from error
         try:
-            return _said(msgspec.convert(solution, str | list[_Message]))
+            return _solutions(solution)
         except msgspec.ValidationError as error:
-            raise DataError(f"{where} returned neither a text nor a list of messages: {error}") from error
+            raise DataError(f"{where} returned neither a text nor a list of texts or messages: {error}") from error
 
     return write
 
@@ -160,6 +162,13 @@ class _Message(msgspec.Struct, frozen=True):
 
     role: str
     content: str
+
+
+def _solutions(written: object) -> list[Messages]:
+    """Return what a function wrote, by what it is of. Raises `msgspec.ValidationError`."""
+    if isinstance(written, list) and written and isinstance(written[0], str):
+        return [_said(text) for text in msgspec.convert(written, list[str])]
+    return [_said(msgspec.convert(written, str | list[_Message]))]
 
 
 def _said(solution: str | list[_Message]) -> Messages:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import operator
+import random
 
 from tandem.common.messages import Problem
 from tandem.common.sliding_puzzle import Board, render, slide
@@ -33,6 +34,31 @@ def wrong_number(problem: Problem) -> str:
     """Return an answer that is off by 1 to 5, always by the same for a question: what DPO rejects."""
     draw = hashlib.blake2b(problem.question.encode(), digest_size=1).digest()[0] % 10
     return f" = {int(problem.answer) + (draw - 5 if draw < 5 else draw - 4)}"
+
+
+def wrong_answers(problem: Problem) -> list[str]:
+    """Return six answers that a policy might come upon: three that are off by 1 to 5, and three that are garbled.
+
+    Who learns only from whole numbers what is wrong has no opinion of `` --7``, and may like it best. A question's are
+    always the same.
+    """
+    draw = random.Random(problem.question)
+    right = f" = {problem.answer}"
+    wrong = [f" = {int(problem.answer) + by}" for by in draw.sample([-5, -4, -3, -2, -1, 1, 2, 3, 4, 5], 3)]
+    while len(wrong) < 6:
+        text = right
+        for _ in range(draw.randint(1, 3)):
+            text = _garbled(text, draw)
+        if text.strip() and text != right:
+            wrong.append(text)
+    return wrong
+
+
+def _garbled(text: str, draw: random.Random) -> str:
+    """Return a text with one of its characters left out, doubled, or replaced."""
+    place = draw.randrange(len(text) or 1)
+    middle = draw.choice(["", text[place : place + 1] * 2, draw.choice("0123456789+-= ")])
+    return text[:place] + middle + text[place + 1 :]
 
 
 def spell_backward(problem: Problem) -> str:

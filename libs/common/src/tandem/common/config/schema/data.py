@@ -212,7 +212,7 @@ class Data(Section, frozen=True, kw_only=True):
     ``example_custom_dataloader`` is the turns that there are without it."""
     rejected_template: str | None = None
     """New. DPO and RM, where problems are made: the worse solution, like `solution_template`, which writes the better
-    one."""
+    one. A function may return a list of texts: each makes a pair, all of them beside one another in the data set."""
     prompt_file: NonEmptyStr | None = None
     """Text file whose ``{}`` is replaced by the prompt; relative to the working directory."""
     system_prompt_file: NonEmptyStr | None = None
