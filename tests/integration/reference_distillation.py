@@ -68,6 +68,8 @@ def distillation_loss(
         own = distributions_of(student, sample["token_ids"], temperature)[sample["mask"]]
         pair = compared(teacher, own, topk, bool(loss.get("zero_outside_topk")))
         distances = distance(*pair, loss["kl_type"], loss.get("mixed_kl_weight", 0.5))
+        nll = -own.gather(1, sample["token_ids"][1:][sample["mask"]][:, None])[:, 0].log()
+        distances = loss.get("kl_loss_weight", 1.0) * distances + loss.get("ce_loss_scale", 0.0) * nll
         total = total + distances.sum() / sum(int(each["mask"].sum()) for each in samples)
     return total
 

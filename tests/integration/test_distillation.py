@@ -182,15 +182,16 @@ def test_a_teacher_with_processes_of_its_own_is_compared_on_what_is_held_out(stu
 
 
 def test_recorded_text_is_learned_and_validated_in_the_same_way(student: Path, teacher: Path) -> None:
+    loss = {"kl_type": "forward", "kl_loss_weight": 0.7, "ce_loss_scale": 0.3}
     config = make_config(
         student,
         algorithm="off_policy_distillation",
-        loss={"kl_type": "forward"},
+        loss=loss,
         teacher={"model_name": str(teacher)},
         topk=TOPK,
         trainers=2,
     )
-    expected = plain_distillation(student, [teacher], BATCHES, {"kl_type": "forward"}, topk=TOPK)
+    expected = plain_distillation(student, [teacher], BATCHES, loss, topk=TOPK)
     (metrics, _), _ = run_ranks(2, train_rank, config, BATCHES)
     assert_same_steps(metrics, expected.steps, TOLERANCE)
     (validated, _) = run_ranks(2, evaluate_rank, config, BATCHES[0])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tandem.common.config import load_config
 from tests.integration.harness import SUMS, coordinator, steps_of, write_config
 
 
@@ -34,6 +35,20 @@ def test_several_sets_are_trained_on_and_validated_at_the_end() -> None:
     assert "val_reward" not in first
     assert {"val_easy/reward", "val_hard/reward", "val_easy/accuracy", "val_hard/accuracy"} <= last.keys()
     assert last["val_reward"] == pytest.approx((last["val_easy/reward"] + last["val_hard/reward"]) / 2), "8 of each"
+
+
+def test_a_run_ends_after_its_epochs_of_what_is_repeated() -> None:
+    sets = {
+        "train": [{**write_sums("few.jsonl", 0, 4), "repeat": 2}, write_sums("more.jsonl", 100, 108)],
+        "validation": write_sums("held.jsonl", 50, 54),
+        "default": {"env_name": "digits"},
+        "dataset_name": None,  # nothing of the tiny configuration's
+    }
+    config = write_config({"data": sets, "grpo": {"max_num_epochs": 2, "max_num_steps": 100, "val_period": 50}})
+    done = coordinator("up", config)
+    assert done.returncode == 0, done.stderr + done.stdout
+    num_prompts = load_config(config).grpo.num_prompts_per_step
+    assert [record.step for record in steps_of()] == [*range(1, 2 * 16 // num_prompts + 1)], "4 twice, and 8"
 
 
 def test_a_run_that_is_given_so_long_saves_and_ends_before() -> None:

@@ -154,7 +154,6 @@ def test_a_forced_ratio_is_for_one_optimizer_step() -> None:
             "reward_shaping.max_response_length: null, but grpo.reward_shaping.enabled needs it, or "
             "stop_properly_penalty_coef in its place",
         ),
-        ({"batch_multiplier": 2}, "batch_multiplier: 2 needs grpo.use_dynamic_sampling"),
         (
             {
                 "num_prompts_per_step": 16,
@@ -247,6 +246,16 @@ def test_what_is_in_vain_is_said() -> None:
         "grpo.adv_estimator.reward_weights ([1.0, 2.0]) has no effect: grpo.adv_estimator.name is grpo",
     ]
     assert notices(configure(grpo={"reward_shaping": {**shaping, "max_response_length": None}})) == []
+    config = configure(grpo={"batch_multiplier": 1.5})
+    assert notices(config) == ["grpo.batch_multiplier (1.5) has no effect: grpo.use_dynamic_sampling is false"]
+    assert config.grpo.num_prompts_per_batch == config.grpo.num_prompts_per_step
+
+
+def test_a_reference_model_that_the_loss_reads_is_not_skipped() -> None:
+    skipped = {"skip_reference_policy_logprobs_calculation": True}
+    assert not configure(grpo=skipped, loss_fn={"reference_policy_kl_penalty": 0.0}).needs_reference
+    with pytest.raises(ConfigError, match=r"grpo\.skip_reference.*: true, but loss_fn\.reference.* is 0\.01$"):
+        configure(grpo=skipped)
 
 
 ASYNCHRONOUS = {"async_grpo": {"enabled": True, "max_trajectory_age_steps": 4}}

@@ -262,10 +262,6 @@ SGD = ["policy.optimizer={name: torch.optim.SGD}"]
             [f"{KEY}.optimizer.exp_avg_dtype=bfloat16"],
             f"{KEY}.optimizer.exp_avg_dtype: bfloat16 needs {KEY}.optimizer.use_precision_aware_optimizer",
         ),
-        (
-            [f"{KEY}.moe_token_dispatcher_type=allgather"],
-            f"{KEY}.moe_token_dispatcher_type: allgather takes no rows of different lengths; use alltoall",
-        ),
         ([f"{KEY}.recompute_num_layers=1"], f"{KEY}.recompute_num_layers: needs {KEY}.recompute_granularity"),
         (
             [f"{KEY}.recompute_granularity=full", f"{KEY}.recompute_num_layers=1"],
@@ -392,6 +388,13 @@ def test_sizes_of_a_model_that_is_elsewhere_go_unchecked() -> None:
                 "policy.optimizer={}",
             ],
             ["policy.dtensor_cfg.sequence_parallel (true) has no effect: policy.dtensor_cfg.tensor_parallel_size is 1"],
+        ),
+        (
+            [f"{KEY}.moe_token_dispatcher_type=allgather"],
+            [
+                f"{KEY}.moe_token_dispatcher_type (allgather) is taken as alltoall: micro-batches are of different "
+                "lengths"
+            ],
         ),
         (
             [f"{KEY}.converter_type=LlamaForCausalLM"],

@@ -11,7 +11,8 @@ import pytest
 
 from tandem.common.config import dump_yaml, load_config, notices
 from tandem.common.config.dump import to_plain
-from tandem.common.errors import NotSupportedYet
+from tandem.common.errors import ConfigError, NotSupportedYet
+from tandem.common.vllm_arguments import forwarded
 from tandem.coordinator.cli import main
 
 FILES = Path(__file__).parent / "nemo_rl_07"
@@ -19,6 +20,7 @@ NAMES = sorted(str(path.relative_to(FILES)) for path in FILES.rglob("*.yaml"))
 
 REFUSED = {
     "xtoken_distillation.yaml": [
+        "loss_fn.dynamic_loss_scaling (true)",
         "teachers[0].projection_matrix_path (maps/phi.pt)",
         "teachers[1]",
         "data.train[0].processor (kd_data_processor)",
@@ -140,6 +142,44 @@ def test_metrics_have_our_names() -> None:
     ):
         assert load_config(name).checkpointing.metric_name == metric
     assert load_config("dpo.yaml", ["checkpointing.metric_name=train:loss"]).checkpointing.metric_name == "loss"
+
+
+def test_validation_of_all_and_of_nothing_and_the_metric_of_nemo_gym() -> None:
+    overrides = [
+        "grpo.max_val_samples=null",
+        "grpo.val_batch_size=null",
+        "checkpointing.metric_name=val:total_reward/mean",
+    ]
+    config = load_config("grpo_math_1B.yaml", overrides)
+    assert config.grpo.max_val_samples == 1_000_000
+    assert config.checkpointing.metric_name == "val_reward"
+    config = load_config("grpo_math_1B.yaml", ["grpo.val_period=-1", "checkpointing.enabled=false"])
+    assert config.grpo.val_period == 0
+
+
+def test_a_key_that_only_interpolations_read_is_no_section(tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text(
+        f"defaults: {FILES}/grpo_math_1B.yaml\nroot_dir: /models\npolicy: {{model_name: '${{root_dir}}/one'}}\n"
+    )
+    assert load_config(tmp_path / "own.yaml").policy.model_name == "/models/one"
+    with pytest.raises(ConfigError, match="root_dir: unknown key"):
+        load_config(tmp_path / "own.yaml", ["policy.model_name=two"])
+
+
+def test_nemo_gym_scores_everything_where_it_is_asked_for() -> None:
+    config = load_config("grpo_nemo_gym.yaml", ["data.default.env_name=math"], to_run=False)
+    assert config.environments == ("nemo_gym",)
+
+
+def test_arguments_of_vllm_that_are_taken_and_not_handed_on() -> None:
+    given = "policy.generation.vllm_kwargs={enable_chunked_prefill: false, tokenizer: other, max_num_seqs: 8}"
+    config = load_config("grpo_math_1B.yaml", [given])
+    assert forwarded(config.policy.generation.vllm_kwargs) == {"max_num_seqs": 8}
+    said = [line for line in notices(config) if ".vllm_kwargs." in line]
+    assert said == [
+        "policy.generation.vllm_kwargs.enable_chunked_prefill (false) has no effect: prompts are computed whole",
+        "policy.generation.vllm_kwargs.tokenizer (other) has no effect: engines are given tokens",
+    ]
 
 
 def test_a_reward_model_has_gpus_of_its_own_and_what_it_does_not_read_is_said() -> None:

@@ -42,6 +42,62 @@ def test_it_is_written_and_read_back(name: str, tmp_path: Path) -> None:
     assert load_config(tmp_path / "resolved.yaml") == config
 
 
+def recorded(*teachers: dict[str, Any], loss: dict[str, Any] | None = None) -> dict[str, Any]:
+    """NeMo-RL v0.7's file of distillation over recorded text."""
+    section = {
+        "num_prompts_per_step": 16,
+        "max_num_steps": 5,
+        "max_num_epochs": 1,
+        "val_period": 0,
+        "topk_logits_k": 64,
+    }
+    return {
+        "distillation": {**section, "val_at_start": False, "val_batch_size": 8, "max_rollout_turns": 1},
+        "teacher": None,
+        "teachers": list(teachers),
+        "loss_fn": {"kl_type": "mixed", "reverse_kl": False, "vocab_topk": 32, "ce_loss_scale": 0.1, **(loss or {})},
+        "policy": {"model_name": "model"},
+        "data": {"train": {"data_path": "chats.jsonl", "chat_key": "messages"}, "validation": None},
+        "checkpointing": {"metric_name": "train:loss"},
+    }
+
+
+def test_a_list_of_teachers_is_distillation_over_recorded_text(tmp_path: Path) -> None:
+    config = build_config(recorded({"model_name": "larger", "projection_matrix_path": None, "weight": 1.0}))
+    section = config.off_policy_distillation
+    assert config.algorithm == "off_policy_distillation"
+    assert (section.max_num_steps, section.val_period, section.val_at_start) == (5, 0, False)
+    assert (section.topk_logits_k, section.val_global_batch_size) == (32, 8)
+    assert config.policy.train_global_batch_size == 16
+    assert (config.loss_fn.kl_type, config.loss_fn.ce_loss_scale) == ("forward", 0.1)
+    assert config.teachers is None
+    assert [each.model_name for each in config.teacher_sections.values()] == ["larger"]
+    assert notices(config) == []
+    (tmp_path / "resolved.yaml").write_text(dump_yaml(config))
+    assert load_config(tmp_path / "resolved.yaml") == config
+    assert build_config(recorded({"model_name": "larger"}, loss={"reverse_kl": True})).loss_fn.kl_type == "reverse"
+
+
+@pytest.mark.parametrize(
+    ("teachers", "loss", "expected"),
+    [
+        ([{"model_name": "a", "projection_matrix_path": "map.pt"}], {}, "teachers[0].projection_matrix_path (map.pt)"),
+        ([{"model_name": "a", "weight": 0.5}, {"model_name": "b"}], {}, "teachers[0], teachers[1]"),
+        ([{"model_name": "a", "weight": 0.5}], {}, "teacher.weight (0.5)"),
+        ([{"model_name": "a", "gold_loss": True}], {}, "teacher.gold_loss (true)"),
+        ([{"model_name": "a"}], {"dynamic_loss_scaling": True}, "loss_fn.dynamic_loss_scaling (true)"),
+        ([{"model_name": "a"}], {"temperature": 2.0}, "loss_fn.temperature (2.0)"),
+        ([{"model_name": "a"}], {"xtoken_loss": True}, "loss_fn.xtoken_loss (true)"),
+    ],
+)
+def test_what_is_not_built_of_it_is_refused_by_name(
+    teachers: list[dict[str, Any]], loss: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(NotSupportedYet) as caught:
+        build_config(recorded(*teachers, loss=loss))
+    assert str(caught.value) == f"configuration: not supported yet: {expected}"
+
+
 ROUTES = {
     "enabled": True,
     "teacher_model_by_agent_name": {"math": "one", "code": "two", "chat": "one"},

@@ -94,7 +94,6 @@ def test_it_travels_and_is_written_whole() -> None:
             {"policy": POLICY | {"generation": {"temperature": 0}}},
             "policy.generation.temperature: 0 draws the same sample every time, and PPO learns from none",
         ),
-        ({"ppo": {"batch_multiplier": 2}}, "ppo.batch_multiplier: 2 needs ppo.use_dynamic_sampling"),
     ],
 )
 def test_what_is_wrong_is_one_line(sections: dict[str, Any], expected: str) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from tandem.common.config import Config, load_evaluation
-from tandem.common.errors import ConfigError, DataError
+from tandem.common.errors import ConfigError, DataError, NotSupportedYet
+from tandem.coordinator.cli import main
 from tandem.coordinator.data import load_problems
 from tandem.coordinator.data.sources import csv_rows
 
@@ -117,8 +118,8 @@ def test_a_local_file_is_held_out_whole() -> None:
     ("override", "expected"),
     [
         (
-            "data.dataset_name=gpqa",
-            "data.dataset_name: 'gpqa' is not known: aime2024, math500, a local file",
+            "data.dataset_name=aime",
+            "data.dataset_name: 'aime' is not known: aime2024, math500, a local file",
         ),
         ("data.dataset_name=math50", "did you mean 'math500'?"),
         ("data.repeat=16", "eval.yaml: data.repeat: 16: say how many samples to draw by eval.num_tests_per_prompt"),
@@ -132,6 +133,17 @@ def test_what_it_cannot_be_is_said_on_one_line(override: str, expected: str) -> 
         read(override)
     assert len(caught.value.problems) == 1
     assert expected in caught.value.problems[0]
+
+
+def test_data_sets_that_are_not_built_are_refused_by_name() -> None:
+    with pytest.raises(NotSupportedYet) as caught:
+        read("data.dataset_name=GPQA")
+    assert str(caught.value) == "eval.yaml: not supported yet: data.dataset_name (GPQA)"
+
+
+def test_check_takes_an_evaluation(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "eval.yaml", "cluster.threads_per_process=1", "generation.backend=transformers"]) in (1, 2)
+    assert "error: policy.model_name: " in capsys.readouterr().err
 
 
 def test_a_data_set_of_the_hub_is_asked_for_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ from tandem.common.sources import annotated_fields, class_and_bases, package_fol
 
 RESERVED = {
     "model": "policy.model_name",
-    "tokenizer": "policy.tokenizer.name",
     "dtype": "policy.generation.vllm_cfg.precision",
     "max_model_len": "policy.generation.vllm_cfg.max_model_len",
     "gpu_memory_utilization": "policy.generation.vllm_cfg.gpu_memory_utilization",
@@ -29,13 +28,20 @@ RESERVED = {
     "skip_tokenizer_init": "",
     "generation_config": "",
     "async_scheduling": "",
-    "enable_chunked_prefill": "",
-    "speculative_config": "",
     "quantization": "",
     "enable_lora": "",
     "enable_return_routed_experts": "policy.router_replay.enabled",
 }
 """Arguments that are not for `vllm_kwargs`, each with the key that decides it; empty: Tandem does."""
+
+WITHOUT_EFFECT = {
+    "enable_chunked_prefill": "prompts are computed whole",
+    "tokenizer": "engines are given tokens",
+}
+"""Arguments that are taken, because NeMo-RL's files have them, and not handed on; each with the reason."""
+
+NOT_BUILT = ("speculative_config",)
+"""Arguments of what refits know nothing of."""
 
 
 @functools.cache
@@ -52,11 +58,21 @@ def complaint(arguments: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return the first argument that cannot be given to vLLM and why; names go unchecked where it is not installed."""
     known = engine_arguments()
     for name in arguments:
+        if name in WITHOUT_EFFECT:
+            continue
+        if name in NOT_BUILT:
+            return name, "not supported yet"
         if name in RESERVED:
             return name, f"set {RESERVED[name]} instead" if RESERVED[name] else "Tandem sets it itself"
         if known and name not in known:
             return name, f"vLLM's engine has no such argument{nearest(name, known)}"
     return None
+
+
+def forwarded(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that are handed on to vLLM. Raises `ConfigError` for one that cannot be."""
+    check_arguments(arguments)
+    return {name: value for name, value in arguments.items() if name not in WITHOUT_EFFECT}
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:

@@ -145,6 +145,11 @@ def struct_types(wanted: Type) -> list[StructType]:
     return [member for member in members if isinstance(member, StructType)]
 
 
+def field_of(described: Any, name: str) -> Any:
+    """Return msgspec's description of a struct's field; None if it has no such one."""
+    return next((field for field in described.fields if field.encode_name == name), None)
+
+
 def _struct(value: Any, wanted: StructType, key: str) -> dict[str, Any]:
     mapping = _mapping(value, wanted, key)
     fields = {field.encode_name: field for field in wanted.fields}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,29 +10,12 @@ import msgspec
 from msgspec import NODEFAULT
 
 from tandem.common.algorithms import ALGORITHMS, SECTIONS, Algorithm
-from tandem.common.config.conform import config_type, struct_types
+from tandem.common.config.conform import config_type, field_of, struct_types
 from tandem.common.config.data_sets import place_data_sets
 from tandem.common.config.named import NAMED
 from tandem.common.config.problem import Invalid
-from tandem.common.config.schema import MODELS, Environment
-
-ELSEWHERE = (
-    "vlm",
-    "clevr-cogent",
-    "geometry3k",
-    "refcoco",
-    "avqa",
-    "mmau",
-    "mmpr-tiny",
-    "daily-omni",
-    "nemo_gym",
-    "dapo",
-    "code",
-    "code_jaccard",
-    "llm_judge",
-    "retriever",
-)
-"""Environments of NeMo-RL that are not built."""
+from tandem.common.config.schema import MODELS
+from tandem.common.config.shapes import choose_environment, reshape, reshape_model
 
 GENERATED = {"reasoning_gym": "reasoning_gym", "sliding_puzzle": "sliding_puzzle_game"}
 """Data sets whose problems are made on the spot, and the environment that scores each."""
@@ -65,9 +47,9 @@ def fill(tree: dict[str, Any]) -> dict[str, Any]:
     if tree.get("algorithm") is None:
         tree.pop("algorithm", None)
         tree |= _chosen(tree)
-    _reshape(tree)
+    reshape(tree)
     place_data_sets(tree)
-    _choose_the_puzzle(tree)
+    choose_environment(tree)
 
     def look(key: str) -> Any:
         return _look(tree, key)
@@ -85,7 +67,7 @@ def _filled_teacher(tree: dict[str, Any], teacher: Any) -> Any:
     """Return one of several teachers with the derived defaults that it would have alone."""
     if not isinstance(teacher, dict):
         return teacher
-    _reshape_model(teacher)
+    reshape_model(teacher)
     alone = {**tree, "teacher": teacher}
     for rule in DERIVED:
         if rule.key.startswith("teacher.") and _look(alone, rule.key, defaults=False) is None:
@@ -128,83 +110,12 @@ def _chosen(tree: dict[str, Any]) -> dict[str, str]:
     return {"algorithm": present[0]} if present else {}
 
 
-def _reshape(tree: dict[str, Any]) -> None:
-    """Bring NeMo-RL's looser shapes into the schema's: one scheduler as a list, Megatron's own keys in one place."""
-    for name in MODELS:
-        model = tree.get(name)
-        if isinstance(model, dict):
-            _reshape_model(model)
-    if isinstance(tree.get("env"), dict):
-        _reshape_environments(tree["env"], tree)
-    checkpointing = tree.get("checkpointing")
-    if isinstance(checkpointing, dict) and isinstance(checkpointing.get("metric_name"), str):
-        checkpointing["metric_name"] = _metric(checkpointing["metric_name"])
-
-
-def _metric(name: str) -> str:
-    """Return a metric by our name, of which NeMo-RL says whether it is of training or of validation."""
-    where, colon, metric = name.rpartition(":")
-    metric = re.sub(r"^validation-default_", "val_", metric)
-    metric = re.sub(r"^validation-(.+)_(?=[a-z]+$)", r"val_\1/", metric)
-    if not colon:
-        return metric
-    return metric if where == "train" or metric.startswith("val_") else f"val_{metric}"
-
-
-def _reshape_environments(env: dict[str, Any], tree: dict[str, Any]) -> None:
-    """Keep what is said of environments that are not built as it is, in ``cfg``, and read which one is chosen."""
-    for name in ELSEWHERE:
-        entry = env.get(name)
-        if isinstance(entry, dict) and entry.get("class") is None:
-            free = {key: entry.pop(key) for key in list(entry) if key not in _ENVIRONMENT_KEYS}
-            if free:
-                entry["cfg"] = {**(entry.get("cfg") or {}), **free}
-    for entry in env.values():
-        tokenizer = entry.get("tokenizer") if isinstance(entry, dict) else None
-        if isinstance(tokenizer, dict) and tokenizer.get("name") is None:
-            tokenizer["name"] = entry.get("model_name")
-    if env.pop("should_use_nemo_gym", False):
-        env.setdefault("nemo_gym", {})
-        data = tree.get("data")
-        if isinstance(data, dict):
-            data.setdefault("environment", "nemo_gym")
-
-
-def _reshape_model(model: dict[str, Any]) -> None:
-    scheduler = model.get("scheduler", [])
-    model["scheduler"] = [scheduler] if isinstance(scheduler, dict) else (scheduler or [])
-    megatron = model.get("megatron_cfg")
-    if isinstance(megatron, dict):
-        others = (megatron.get(key) for key in ("recompute_method", "recompute_num_layers"))
-        is_usual = megatron.get("recompute_granularity") == "full" and not any(others)
-        if is_usual and "activation_checkpointing" in megatron:  # which alone decides in NeMo-RL's files
-            del megatron["recompute_granularity"]
-        (described,) = struct_types(_field(_field(config_type(), "policy").type, "megatron_cfg").type)
-        ours = {field.encode_name for field in described.fields}
-        free = {key: megatron.pop(key) for key in list(megatron) if key not in ours}
-        if free:
-            megatron["forwarded"] = {**(megatron.get("forwarded") or {}), **free}
-
-
-def _choose_the_puzzle(tree: dict[str, Any]) -> None:
-    """Let the puzzle's environment decide, where nothing else does: NeMo-RL's file inherits another and its dataset."""
-    env, data = tree.get("env"), tree.get("data")
-    if not isinstance(env, dict) or not isinstance(data, dict) or len(env) < 2 or data.get("environment") is not None:
-        return
-    if "sliding_puzzle_game" in env:
-        data |= {"environment": "sliding_puzzle_game", "dataset_name": "sliding_puzzle"}
-
-
-def _field(described: Any, name: str) -> Any:
-    return next((field for field in described.fields if field.encode_name == name), None)
-
-
 def _look(tree: dict[str, Any], key: str, *, defaults: bool = True) -> Any:
     node: Any = tree
     described: Any = config_type()
     field: Any = None
     for part in key.split("."):
-        field = _field(described, part) if described is not None else None
+        field = field_of(described, part) if described is not None else None
         inner = struct_types(field.type) if field is not None else []
         described = inner[0] if inner else None
         node = node.get(part) if isinstance(node, dict) else None
@@ -461,8 +372,6 @@ _AS_THE_POLICY = (
     "megatron_cfg.expert_tensor_parallel_size",
 )
 """Keys of other models that follow the policy's."""
-
-_ENVIRONMENT_KEYS = frozenset(Environment.__struct_encode_fields__)
 
 _COLOCATED = "policy.generation.colocated"
 _VLLM = "policy.generation.vllm_cfg"

@@ -58,7 +58,7 @@ def load_evaluation(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     if not is_nemo_eval(layers.merged):
         return _build(layers, to_run=True)
     try:
-        settings = translated(_interpolated(layers.merged))
+        settings = translated(interpolated(layers.merged))
     except Invalid as problem:
         raise ConfigError(f"{layers.main}: {problem.key}: {problem.text}") from None
     return _build(
@@ -89,9 +89,9 @@ def laid_over(layers: Layers, settings: Mapping[str, Any], source: str) -> Layer
     return Layers(main=layers.main, layers=(*layers.layers, top), merged=merge(layers.merged, top.settings))
 
 
-def build(layers: Layers) -> Config:
-    """Make a configuration that can be run. Raises `ConfigError`, as `load_config` does."""
-    return _build(layers, to_run=True)
+def build(layers: Layers, *, to_run: bool = True) -> Config:
+    """Make a configuration of layers. Raises what `load_config` raises."""
+    return _build(layers, to_run=to_run)
 
 
 class Changed(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,7 +132,7 @@ def _unfilled(config: Config) -> dict[str, Any]:
 
 def _build(layers: Layers, *, to_run: bool) -> Config:
     try:
-        tree = _interpolated(layers.merged)
+        tree = _without_variables(interpolated(layers.merged), layers.merged)
         config = msgspec.convert(conform(fill(tree), config_type(), ""), Config)
         unsupported = refusal(config)
         if unsupported and to_run:
@@ -149,8 +149,8 @@ def _build(layers: Layers, *, to_run: bool) -> Config:
     return config
 
 
-def _interpolated(tree: dict[str, Any]) -> dict[str, Any]:
-    """Replace every ``${...}``; a key that is not set but has a plain default may be referred to."""
+def interpolated(tree: dict[str, Any]) -> dict[str, Any]:
+    """Replace every ``${...}``; a key that is not set but has a plain default may be referred to. Raises `Invalid`."""
     from omegaconf import OmegaConf  # late, as in `layers`
     from omegaconf.errors import OmegaConfBaseException
 
@@ -170,6 +170,14 @@ def _interpolated(tree: dict[str, Any]) -> dict[str, Any]:
         raise Invalid("", "mappings or lists within each other are too many") from None
     interpolated: dict[str, Any] = _restricted(resolved, tree)
     return interpolated
+
+
+def _without_variables(tree: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Leave out keys of the top level that are no sections, and that interpolations read."""
+    sections = {field.encode_name for field in config_type().fields}
+    variables = {key for key in tree if key not in sections and not isinstance(tree[key], dict)}
+    named = set(re.findall(r"\$\{(\w+)\}", repr(given))) if variables else set()
+    return {key: value for key, value in tree.items() if key not in variables & named}
 
 
 def _is_literal(node: Any) -> bool:

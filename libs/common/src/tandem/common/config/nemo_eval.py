@@ -13,10 +13,9 @@ from typing import Any
 import msgspec
 
 from tandem.common.config.problem import Invalid
+from tandem.common.config.shapes import EVERY_ONE
 from tandem.common.errors import nearest
 
-_ALL = 1_000_000
-"""Held-out problems: every one."""
 _OF_NO_USE = ("num_prompts_per_step", "model_name")
 """Keys of ``generation``: all prompts are sent at once, and the model is told elsewhere."""
 _VALIDATION = "val_"
@@ -39,7 +38,7 @@ HUB = {
     "math500": HubDataset("HuggingFaceH4/MATH-500", "test"),
 }
 """By name, in lower case."""
-_NOT_BUILT = ("aime2025", "bfcl_multiturn", "gpqa", "gpqa_diamond", "math", "mmlu", "mmlu_pro", "mmau")
+NOT_BUILT = ("aime2025", "bfcl_multiturn", "gpqa", "gpqa_diamond", "math", "mmlu", "mmlu_pro", "mmau")
 """Those that need several splits, files of a web server, or an environment that Tandem does not have."""
 
 
@@ -74,7 +73,7 @@ def translated(tree: Mapping[str, Any]) -> dict[str, Any]:
         del tokenizer["chat_template_kwargs"]
     if tokenizer:
         policy["tokenizer"] = tokenizer
-    grpo = {"max_num_steps": 0, "max_val_samples": _ALL, **_mapping(rest, "grpo")}
+    grpo = {"max_num_steps": 0, "max_val_samples": EVERY_ONE, **_mapping(rest, "grpo")}
     env = {name: _environment(entry) for name, entry in sections["env"].items()}
     return {
         **rest,
@@ -124,7 +123,7 @@ def _data(given: Mapping[str, Any]) -> dict[str, Any]:
         return {**data, "dataset_name": "jsonl"}
     if kind is not None or name.endswith(_FILES) or Path(name).is_file():
         return {**data, "dataset_name": "jsonl", "val_data_path": name}
-    if name.lower() in _NOT_BUILT or ("/" not in name and not Path(name).exists()):
+    if name.lower() not in NOT_BUILT and "/" not in name and not Path(name).exists():
         listed = ", ".join(HUB)
         raise Invalid(
             "data.dataset_name",

@@ -15,6 +15,7 @@ from tandem.common.config.schema.loss import OF_ANY_LOSS
 from tandem.common.config.unsupported import value_at, without_effect_yet
 from tandem.common.model_sizes import expert_sizes, model_config, model_sizes
 from tandem.common.sources import package_folder
+from tandem.common.vllm_arguments import WITHOUT_EFFECT
 
 _MEGATRON = "policy.megatron_cfg"
 _DDP = f"{_MEGATRON}.distributed_data_parallel_config"
@@ -98,6 +99,9 @@ def _megatron(config: Config) -> Iterator[str]:
         return
     if megatron.converter_type is not None:
         yield _vain(f"{_MEGATRON}.converter_type", megatron.converter_type, "the model's config.json decides")
+    if megatron.forwarded.get("moe_token_dispatcher_type") == "allgather":
+        why = "micro-batches are of different lengths"
+        yield f"{_MEGATRON}.moe_token_dispatcher_type (allgather) is taken as alltoall: {why}"
     bf16 = megatron.optimizer.get("bf16")
     if bf16 is not None and bf16 != (policy.precision == "bfloat16"):
         yield _vain(f"{_MEGATRON}.optimizer.bf16", bf16, f"policy.precision ({policy.precision}) decides")
@@ -147,6 +151,10 @@ def _rewards(config: Config) -> Iterator[str]:
     """Settings of one way to treat rewards, where another is chosen."""
     if not config.declaration.rolls_out:
         return
+    section = config.rollout_section
+    if section.batch_multiplier != 1 and not section.use_dynamic_sampling:
+        key = f"{config.algorithm}.use_dynamic_sampling"
+        yield _vain(f"{config.algorithm}.batch_multiplier", section.batch_multiplier, f"{key} is false")
     shaping, estimator = config.rollout_section.reward_shaping, config.rollout_section.group_estimator
     if shaping.enabled and shaping.stop_properly_penalty_coef is not None and shaping.max_response_length is not None:
         key = f"{config.algorithm}.reward_shaping"
@@ -196,6 +204,14 @@ def _asynchronous(config: Config) -> Iterator[str]:
             yield _vain(f"{key}.{name}", True, f"{key}.enabled is false")
 
 
+def _of_vllm(config: Config) -> Iterator[str]:
+    """Arguments of vLLM's that are taken, and not handed on."""
+    generation = config.policy.generation
+    for name, why in WITHOUT_EFFECT.items() if config.generates and generation.backend == "vllm" else ():
+        if name in generation.vllm_kwargs:
+            yield _vain(f"policy.generation.vllm_kwargs.{name}", generation.vllm_kwargs[name], why)
+
+
 def _seed(config: Config) -> Iterator[str]:
     """NeMo-RL draws what it holds out of some data sets."""
     if config.data.seed is not None:
@@ -237,6 +253,8 @@ _MOOT = (
     _Moot("policy.megatron_cfg.use_linear_ce_fusion_loss", (False,), "it changes nothing but memory"),
     _Moot("policy.megatron_cfg.moe_router_enable_expert_bias", (None,), "the model's config.json decides"),
     _Moot("policy.megatron_cfg.moe_grouped_gemm", (None, True), "experts are multiplied at once wherever they can be"),
+    _Moot("policy.megatron_cfg.train_iters", (None,), "scheduler.lr_decay_iters and the run's length decide"),
+    _Moot("policy.megatron_cfg.track_moe_metrics", (None, False), "metrics of steps say nothing of experts"),
     _Moot("policy.generation.use_async_rollouts", (None,), "policy.generation.async_engine decides"),
     _Moot("policy.generation.vllm_cfg.enable_expert_parallel", (None,), "expert_parallel_size beside it decides"),
     _Moot("policy.generation.vllm_cfg.enable_prefix_caching", (None,), "samples of one prompt share keys and values"),
@@ -249,6 +267,10 @@ _MOOT = (
         "policy.generation.expose_http_server and tool_call_parser decide",
     ),
     _Moot("policy.generation.vllm_cfg.reasoning_parser_plugin", (None,), "the server is not vLLM's"),
+    _Moot("policy.generation.vllm_cfg.tool_parser_plugin", (None,), "the server is not vLLM's"),
+    _Moot("policy.generation.vllm_cfg.max_num_seqs", (None,), "policy.generation.vllm_kwargs.max_num_seqs decides"),
+    _Moot("policy.generation.vllm_cfg.enforce_monotonicity", (None, False), "each of an agent's prompts is its own"),
+    _Moot("policy.generation.vllm_cfg.enable_thinking", (None,), "policy.tokenizer.chat_template_kwargs decides"),
 )
 """In the order in which they are listed."""
 
@@ -297,6 +319,7 @@ _NOTICES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _rewards,
     _reward_model,
     _asynchronous,
+    _of_vllm,
     _seed,
     _left_to_others,
     _puzzle,

@@ -10,9 +10,11 @@ from typing import Any
 
 import msgspec
 
-from tandem.common.config.derive import ELSEWHERE
+from tandem.common.config.nemo_eval import NOT_BUILT as NOT_BUILT_EVALUATIONS
 from tandem.common.config.problem import shown
 from tandem.common.config.schema import Config
+from tandem.common.config.shapes import ELSEWHERE
+from tandem.common.vllm_arguments import NOT_BUILT
 
 Asks = Callable[[Config], bool]
 
@@ -123,6 +125,11 @@ NOT_SUPPORTED_YET = (
     *_of_a_model("value"),
     *_of_a_model("teacher"),
     Row("teacher.projection_matrix_path", (None,), _distils),
+    Row("teacher.weight", (None, 1.0), _distils),
+    Row("teacher.gold_loss", (None, False), _distils),
+    Row("teacher.xtoken_loss", (None, False), _distils),
+    Row("loss_fn.dynamic_loss_scaling", (False,), _distils),
+    Row("loss_fn.temperature", (1.0,), _distils),
     Row("loss_fn.gold_loss", (False,), _distils),
     Row("loss_fn.xtoken_loss", (False,), _distils),
     *_of_the_policy_alone("value"),
@@ -148,6 +155,7 @@ _DATA_SETS = (
     "mmau",
     "mmpr-tiny",
     "refcoco",
+    "audiomcq",
     "NemoGymDataset",
 )
 """Data sets of NeMo-RL's with pictures, films and sounds, or of an environment that is not built."""
@@ -186,15 +194,32 @@ def _of_teachers(config: Config) -> Iterator[str]:
             yield f"teacher.{key} ({own})"
 
 
+def _of_engines(config: Config) -> Iterator[str]:
+    """Yield what vLLM would do by further ranks, or by another model, of which refits know nothing."""
+    if not _vllm(config):
+        return
+    vllm = config.policy.generation.vllm_cfg
+    if vllm.expert_parallel_size not in (1, vllm.tensor_parallel_size):
+        yield (
+            f"{_VLLM_CFG}.expert_parallel_size ({vllm.expert_parallel_size}: neither 1 nor tensor_parallel_size, "
+            f"which is {vllm.tensor_parallel_size})"
+        )
+    for name in NOT_BUILT:
+        if config.policy.generation.vllm_kwargs.get(name) is not None:
+            yield f"policy.generation.vllm_kwargs.{name}"
+
+
 def _not_built_here(config: Config) -> Iterator[str]:
     """Yield environments, data sets and their processors of NeMo-RL's that the run needs and that are not built."""
+    yield from _of_engines(config)
     for chosen in config.environments:
         entry = config.env.get(chosen)
         if entry is None or entry.is_own:
             continue
         if chosen in ELSEWHERE:
             yield f"env.{chosen}"
-    if config.data.dataset_name in _DATA_SETS:
+    is_of_evaluations = config.evaluates and config.data.dataset_name.lower() in NOT_BUILT_EVALUATIONS
+    if config.data.dataset_name in _DATA_SETS or is_of_evaluations:
         yield f"data.dataset_name ({config.data.dataset_name})"
     for side in ("train", "validation"):
         for index, each in enumerate(getattr(config.data, side)):

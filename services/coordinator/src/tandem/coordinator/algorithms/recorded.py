@@ -35,10 +35,11 @@ SOURCE = "record"
 class RecordedAlgorithm:
     """What the loop asks of an algorithm (`tandem.coordinator.algorithms.running.RunningAlgorithm`), from a record."""
 
-    notices: tuple[str, ...] = ()
-
     def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
         assert config.replay is not None, "asked only where samples are recorded"
+        several = len(config.data.train) > 1 or len(config.environments) > 1
+        why = "replay: there are no metrics of each data set or environment: the record does not say whose a sample is"
+        self.notices: tuple[str, ...] = (why,) if several else ()
         self._config = config
         self._replay = config.replay
         self._steps: RecordedSteps | None = None

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from tandem.common.config import dump_yaml, load_config, notices
+from tandem.common.config import dump_yaml, load_evaluation, notices
 from tandem.coordinator.commands.arguments import OK, Commands, add_config
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def add(commands: Commands) -> None:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    config = load_config(arguments.config, arguments.overrides)
+    config = load_evaluation(arguments.config, arguments.overrides)  # or a run: the file says which
     if arguments.resolved:
         print(dump_yaml(config), end="")
     for notice in notices(config):

@@ -58,10 +58,11 @@ def of_the_rest(student_BTN: torch.Tensor, entropy_BT: torch.Tensor, settings: L
 
 
 class DistillationLoss:
-    """The mean divergence over the counted tokens of the global batch.
+    """The mean divergence over the counted tokens of the global batch, and of the loss of the tokens themselves.
 
-    Teacher and student are distributions over the teacher's likeliest tokens, normalised; with ``zero_outside_topk``
-    the student's is over all tokens. ``topk_probability`` is the student's of these tokens.
+    It is ``kl_loss_weight`` times the one, and ``ce_loss_scale`` times minus the log-probability of each token. Teacher
+    and student are distributions over the teacher's likeliest tokens, normalised; with ``zero_outside_topk`` the
+    student's is over all tokens. ``topk_probability`` is the student's of these tokens.
     """
 
     NAMES = ("entropy", "teacher_entropy", "topk_probability")
@@ -80,6 +81,9 @@ class DistillationLoss:
             losses_BT = losses_BT + of_the_rest(student_BTN, scores_BT.entropy, self._settings)
         else:
             losses_BT = divergence(teacher_BTN, student_BTN.log_softmax(dim=-1), self._settings)
+        losses_BT = self._settings.kl_loss_weight * losses_BT
+        if self._settings.ce_loss_scale:
+            losses_BT = losses_BT - self._settings.ce_loss_scale * scores_BT.logprobs
         entropy_BT = -(teacher_BTN.exp() * teacher_BTN).sum(dim=-1)
         self.report.add(batch.loss_mask_BT, scores_BT.entropy, entropy_BT, probability_BT)
         return aggregate(losses_BT, batch.loss_mask_BT, self._counts, token_level=True)

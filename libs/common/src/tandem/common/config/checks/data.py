@@ -10,11 +10,12 @@ from tandem.common.algorithms import ALGORITHMS
 from tandem.common.columns import REWARDS
 from tandem.common.config.checks.reward_model import check_reward_model
 from tandem.common.config.checks.rule import Rule, check_dotted_path, where_it_rolls_out
-from tandem.common.config.derive import ELSEWHERE, GENERATED
+from tandem.common.config.derive import GENERATED
 from tandem.common.config.named import NAMED, is_local
 from tandem.common.config.problem import Invalid, shown
 from tandem.common.config.schema import Config, Environment, Judge
 from tandem.common.config.schema.reward_model import REWARD_MODEL
+from tandem.common.config.shapes import ELSEWHERE
 from tandem.common.errors import listed, nearest
 
 CONVERSING_ENVIRONMENTS = ("calculator", "sliding_puzzle_game")

@@ -7,7 +7,7 @@ from tandem.common.config.problem import Invalid
 from tandem.common.config.schema import Config
 from tandem.common.families import VLLM, VLLM_PLANNED
 from tandem.common.model_sizes import model_config
-from tandem.common.vllm_arguments import complaint
+from tandem.common.vllm_arguments import NOT_BUILT, complaint
 
 
 def vllm_takes_its_arguments(config: Config) -> None:
@@ -15,7 +15,8 @@ def vllm_takes_its_arguments(config: Config) -> None:
     generation = config.policy.generation
     if generation.backend != "vllm":
         return
-    found = complaint(generation.vllm_kwargs)
+    given = {name: value for name, value in generation.vllm_kwargs.items() if name not in NOT_BUILT}  # said elsewhere
+    found = complaint(given)
     if found is not None:
         raise Invalid(f"policy.generation.vllm_kwargs.{found[0]}", found[1])
     longest = config.policy.max_total_sequence_length
@@ -43,20 +44,6 @@ def prompts_move_where_engines_are_async(config: Config) -> None:
         raise Invalid("policy.generation.generation_timeout", "needs policy.generation.async_engine")
 
 
-def experts_are_spread_over_tensor_ranks(config: Config) -> None:
-    """vLLM spreads the experts of a layer over all ranks that share the layer, or over none."""
-    generation = config.policy.generation
-    if generation.backend != "vllm":
-        return
-    vllm = generation.vllm_cfg
-    if vllm.expert_parallel_size not in (1, vllm.tensor_parallel_size):
-        raise Invalid(
-            "policy.generation.vllm_cfg.expert_parallel_size",
-            f"{vllm.expert_parallel_size} is neither 1 nor policy.generation.vllm_cfg.tensor_parallel_size, which is "
-            f"{vllm.tensor_parallel_size}",
-        )
-
-
 def a_prompt_group_fits_the_engine_that_makes_it(config: Config) -> None:
     """All samples of a group come from one engine, which keeps them until they are trained on."""
     most, num_samples = config.policy.generation.max_stored_tokens, config.rollout_section.num_generations_per_prompt
@@ -82,7 +69,6 @@ RULES: tuple[Rule, ...] = where_it_rolls_out(
     vllm_takes_its_arguments,
     vllm_can_be_refitted,
     prompts_move_where_engines_are_async,
-    experts_are_spread_over_tensor_ranks,
     a_prompt_group_fits_the_engine_that_makes_it,
     engines_beside_training_have_devices_of_their_own,
 )

@@ -35,8 +35,6 @@ def dynamic_sampling_can_tell_groups_apart(config: Config) -> None:
             f"{name}.num_generations_per_prompt",
             f"1, but {name}.use_dynamic_sampling needs at least 2 samples of each prompt",
         )
-    if section.batch_multiplier != 1 and not section.use_dynamic_sampling:
-        raise Invalid(f"{name}.batch_multiplier", f"{section.batch_multiplier:g} needs {name}.use_dynamic_sampling")
 
 
 def components_have_no_length(config: Config) -> None:

@@ -141,7 +141,19 @@ def forced_ratios_are_true(config: Config) -> None:
 
 RULES: tuple[Rule, ...] = (the_loss_is_named, columns_have_a_source)
 
+
+def the_reference_is_read_or_skipped(config: Config) -> None:
+    """NeMo-RL lets a run leave out what nothing reads; what the loss reads cannot be left out."""
+    penalty, name = config.loss_fn.reference_policy_kl_penalty, config.algorithm
+    if getattr(config, name).skip_reference_policy_logprobs_calculation and penalty > 0:
+        raise Invalid(
+            f"{name}.skip_reference_policy_logprobs_calculation",
+            f"true, but loss_fn.reference_policy_kl_penalty is {penalty:g}",
+        )
+
+
 POLICY_GRADIENT_RULES: tuple[Rule, ...] = (
+    the_reference_is_read_or_skipped,
     options_agree,
     importance_weights_have_bounds,
     kl_in_the_reward_reaches_the_advantage,

@@ -114,13 +114,6 @@ def the_optimizer_shards(config: Config) -> None:
             )
 
 
-def tokens_reach_their_experts(config: Config) -> None:
-    """Rows of different lengths need a dispatcher that takes them; Megatron-Core wants it of dense models as well."""
-    dispatcher = config.policy.megatron_cfg.forwarded.get("moe_token_dispatcher_type")
-    if dispatcher == "allgather":
-        raise Invalid(f"{KEY}.moe_token_dispatcher_type", "allgather takes no rows of different lengths; use alltoall")
-
-
 def recomputation_is_whole(config: Config) -> None:
     """What `recompute_granularity` needs beside it, by Megatron-Core's own rules."""
     given = config.policy.megatron_cfg.forwarded
@@ -172,7 +165,6 @@ RULES: tuple[Rule, ...] = tuple(
         the_optimizer_keeps_the_precision,
         the_optimizer_is_one_that_megatron_has,
         the_optimizer_shards,
-        tokens_reach_their_experts,
         recomputation_is_whole,
         environment_variables_are_texts,
     )

@@ -77,16 +77,6 @@ def check_section(config: Config, section: str, others: Mapping[str, Any]) -> No
     problems.complain()
 
 
-def the_reference_is_read_or_skipped(config: Config) -> None:
-    """NeMo-RL lets a run leave out what nothing reads; what the loss reads cannot be left out."""
-    penalty = config.loss_fn.reference_policy_kl_penalty
-    if config.ppo.skip_reference_policy_logprobs_calculation and penalty > 0:
-        raise Invalid(
-            "ppo.skip_reference_policy_logprobs_calculation",
-            f"true, but loss_fn.reference_policy_kl_penalty is {penalty:g}",
-        )
-
-
 def _at(node: object, key: str) -> object:
     for part in key.split("."):
         node = getattr(node, part)
@@ -97,5 +87,4 @@ RULES: tuple[Rule, ...] = (
     there_is_a_value_model,
     it_sees_what_the_policy_sees,
     its_section_is_whole,
-    the_reference_is_read_or_skipped,
 )

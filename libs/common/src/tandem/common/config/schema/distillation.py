@@ -45,7 +45,7 @@ class Distillation(Rollouts, frozen=True, kw_only=True):
 
 class OffPolicyDistillation(Sft, frozen=True, kw_only=True):
     """New. Distillation of a teacher into the policy over recorded text: a data set as SFT has it, and no engines. Its
-    loss is that of `distillation`."""
+    loss is that of `distillation`. NeMo-RL's section for it is `distillation`, with a list of `teachers`."""
 
     topk_logits_k: PositiveInt = 64
     """New. Likeliest tokens of the teacher that are compared, in the place of each token."""
@@ -62,6 +62,10 @@ class Teacher(Model, frozen=True, kw_only=True):
     """File that maps its tokens to the student's, where they have different tokenizers."""
     weight: NonNegativeFloat = 1.0
     """Its share in the loss, where there are several."""
+    gold_loss: bool | None = None
+    """As `loss_fn.gold_loss`, of this one."""
+    xtoken_loss: bool | None = None
+    """As `loss_fn.xtoken_loss`, of this one."""
 
 
 class TeacherCfg(Section, frozen=True, kw_only=True):
@@ -147,13 +151,13 @@ class DistillationLoss(Section, frozen=True, kw_only=True):
     tokens. false compares the two distributions over the teacher's `topk_logits_k` likeliest tokens, each
     normalised."""
     kd_loss_mode: NonEmptyStr = "sum"
-    """Distillation across tokenizers: how several losses become one."""
+    """Distillation of several teachers over recorded text: how their losses become one."""
     kl_loss_weight: NonNegativeFloat = 1.0
-    """Distillation across tokenizers: weight of the divergence."""
-    ce_loss_scale: NonNegativeFloat = 0.1
-    """Distillation across tokenizers: weight of the text's own loss."""
+    """Distillation: weight of the divergence."""
+    ce_loss_scale: NonNegativeFloat = 0.0
+    """Distillation: weight of the loss of the tokens themselves, minus their log-probability, beside the divergence."""
     dynamic_loss_scaling: bool = False
-    """Distillation across tokenizers: scale one loss to the size of the other."""
+    """Distillation: scale the divergence to the size of that other loss."""
     exact_token_match_only: bool = False
     """Distillation across tokenizers: compare only tokens that both have."""
     gold_loss: bool = False
@@ -161,16 +165,17 @@ class DistillationLoss(Section, frozen=True, kw_only=True):
     xtoken_loss: bool = False
     """Distillation across tokenizers: compare projected probabilities."""
     normalize_teacher_by_vocab: bool = False
-    """Distillation across tokenizers: normalise over the tokens that both have."""
-    reverse_kl: bool = False
-    """Distillation across tokenizers: the divergence from student to teacher."""
+    """Distillation of several teachers over recorded text: weigh those more that have more tokens."""
+    reverse_kl: bool | None = None
+    """In NeMo-RL's files of distillation over recorded text (`distillation` with a list of `teachers`): true makes
+    `kl_type` reverse, false forward."""
     sum_weights_metric: NonEmptyStr | None = None
-    """Distillation with several teachers: the metric by which they are weighted."""
+    """Distillation of several teachers over recorded text: the metric by which they are weighted."""
     temperature: PositiveFloat = 1.0
-    """Distillation across tokenizers: logits are divided by this."""
+    """Distillation over recorded text: logits are divided by this."""
     alpha: NonNegativeFloat = 1.0
-    """Distillation across tokenizers: the share of the divergence."""
+    """Distillation of several teachers over recorded text: how sharp their weights are."""
     vocab_topk: PositiveInt = 8192
-    """Distillation across tokenizers: likeliest tokens that are compared."""
+    """In NeMo-RL's files of distillation over recorded text: what `topk_logits_k` is."""
     uncommon_topk: PositiveInt = 8192
     """Distillation across tokenizers: the same, of those that only one has."""

@@ -82,6 +82,14 @@ class VllmCfg(Section, frozen=True, kw_only=True):
     """Accepted: a plugin of that server."""
     enable_vllm_metrics_logger: bool = False
     """Accepted: log what engines say of themselves. Each step's metrics do."""
+    max_num_seqs: PositiveInt | None = None
+    """Accepted: sequences that one engine decodes at once; `vllm_kwargs.max_num_seqs` decides."""
+    enforce_monotonicity: bool | None = None
+    """Accepted: check in NeMo-RL's server that an agent's prompts go on from each other. Here each is its own."""
+    enable_thinking: bool | None = None
+    """Accepted: a variable of the chat template; `policy.tokenizer.chat_template_kwargs` decides."""
+    tool_parser_plugin: NonEmptyStr | None = None
+    """Accepted: a plugin of vLLM's own server."""
     vllm_metrics_logger_interval: PositiveFloat | None = None
     """Accepted: seconds between them."""
     use_tqdm: bool | None = None

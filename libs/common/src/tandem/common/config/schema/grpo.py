@@ -98,19 +98,20 @@ class Rollouts(Section, frozen=True, kw_only=True):
     """Throw away groups whose rewards do not differ, which teach nothing, and generate more until there are
     `num_prompts_per_step` others (DAPO, arXiv:2503.14476, section 3.2)."""
     batch_multiplier: Annotated[float, Meta(ge=1)] = 1.0
-    """With `use_dynamic_sampling`: generate for this times `num_prompts_per_step` prompts at once."""
+    """With `use_dynamic_sampling`: generate for this times `num_prompts_per_step` prompts at once. It has no effect
+    without."""
     dynamic_sampling_max_gen_batches: PositiveInt = 10
     """With `use_dynamic_sampling`: end with an error if so many of these batches do not make a step."""
     val_period: NonNegativeInt = 10
-    """Steps between validations; 0 means never."""
+    """Steps between validations; 0, and -1, mean never."""
     val_at_start: bool = False
     """Validate before the first step."""
     val_at_end: bool = False
     """Validate after the last step, whatever `val_period` says."""
     max_val_samples: PositiveInt = 256
-    """Validation problems used each time, from the front of the validation set."""
+    """Validation problems used each time, from the front of the validation set; null means every one."""
     val_batch_size: PositiveInt = 256
-    """Validation problems sent to the rollouts at once."""
+    """Validation problems sent to the rollouts at once; null as if it were not given."""
     num_val_generations_per_prompt: PositiveInt = 1
     """Samples drawn for each validation problem; metrics are of all of them."""
     val_temperature: NonNegativeFloat | None = None
@@ -154,7 +155,7 @@ class Rollouts(Section, frozen=True, kw_only=True):
     @property
     def num_prompts_per_batch(self) -> int:
         """Prompt groups that engines generate for at once."""
-        return round(self.num_prompts_per_step * self.batch_multiplier)
+        return round(self.num_prompts_per_step * (self.batch_multiplier if self.use_dynamic_sampling else 1))
 
     @property
     def max_prompts_per_step(self) -> int:
@@ -181,6 +182,14 @@ class Grpo(Rollouts, frozen=True, kw_only=True):
     malformed_thinking_advantage: float | None = None
     """The advantage of an agent's response whose thinking is out of shape, as NeMo Gym tells; null means what its
     reward gives."""
+    penalize_invalid_tool_call: bool | None = None
+    """Accepted: an earlier switch of `invalid_tool_call_advantage`, which decides."""
+    penalize_malformed_thinking: bool | None = None
+    """Accepted: an earlier switch of `malformed_thinking_advantage`, which decides."""
+    invalid_tool_call_strategy: str | None = None
+    """Accepted: what an earlier release did about such calls."""
+    skip_reference_policy_logprobs_calculation: bool = False
+    """Accepted where ``loss_fn.reference_policy_kl_penalty`` is 0: then no reference model is built anyway."""
     seq_logprob_error_threshold: PositiveFloat | None = None
     """Leave sequences out of the loss whose multiplicative error of probabilities is above this: the mean over their
     tokens of exp |log-probability in training - in generation|, which `token_mult_prob_error` is of all tokens. They

@@ -40,6 +40,9 @@ class MegatronScheduler(Section, frozen=True, kw_only=True):
     """Weight decay of the last step; null means that of the optimizer."""
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
     """How it gets there; constant needs both to be equal."""
+    override_opt_param_scheduler: bool | None = None
+    """Accepted: whether these keys win over those of a checkpoint. They do: what differs is told when a run is
+    resumed."""
 
 
 class Fp8Cfg(Section, frozen=True, kw_only=True):
@@ -123,6 +126,10 @@ class MegatronCfg(Section, frozen=True, kw_only=True):
     """Accepted: compute log-probabilities without whole logits. Nothing changes but memory."""
     linear_ce_fusion_chunk_size: PositiveInt = 256
     """Accepted: tokens that `use_linear_ce_fusion_loss` computes at once."""
+    train_iters: PositiveInt | None = None
+    """Accepted: steps that NeMo-RL's scheduler counts with; `scheduler.lr_decay_iters` and the run's own decide."""
+    track_moe_metrics: bool | None = None
+    """Accepted: log how experts are loaded."""
     peft: Peft = Peft()
     fp8_cfg: Fp8Cfg | None = None
     """Null is as `enabled: false`."""

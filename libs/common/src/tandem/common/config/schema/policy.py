@@ -230,6 +230,10 @@ class Model(Section, frozen=True, kw_only=True):
     """Samples to calibrate `quant_cfg` with."""
     quant_sequence_length: PositiveInt = 1024
     """Their length."""
+    quant_batch_size: PositiveInt = 1
+    """So many of them at once."""
+    quant_calib_data: NonEmptyStr | None = None
+    """The data set that they are from."""
     disable_modelopt_layer_spec: bool = False
     """Build layers without ModelOpt, whatever `quant_cfg` says."""
     dequantize_base_checkpoint: bool = False

@@ -12,7 +12,7 @@ import numpy as np
 from tandem.common.config.schema.generation import VllmCfg
 from tandem.common.errors import ModelError, TandemError
 from tandem.common.routed_experts import Bytes, RoutedExperts
-from tandem.common.vllm_arguments import check_arguments
+from tandem.common.vllm_arguments import forwarded
 from tandem.rollout.engine import Completion, Request, Tokens
 from tandem.rollout.engines.refitted import NoRefits, RefittedEngine
 from tandem.rollout.engines.stopping import StopStrings
@@ -264,7 +264,7 @@ def _record(sequence: _Sequence, made: Any, version: int) -> FinishReason | None
 
 def engine_arguments(model_folder: Path, settings: VllmCfg, extra: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of vLLM's engine. Raises `ConfigError` for one in `extra` that it does not take."""
-    check_arguments(extra)
+    further = forwarded(extra)
     overrides, dtype = insides.architectures(model_folder), settings.precision
     if settings.precision == float8.PRECISION:
         overrides["quantization_config"] = float8.quantization_config(insides.read_config(model_folder))
@@ -292,7 +292,7 @@ def engine_arguments(model_folder: Path, settings: VllmCfg, extra: Mapping[str, 
         "async_scheduling": False,
         "disable_log_stats": True,
         **_of_device(settings),
-        **extra,
+        **further,
     }
 
 

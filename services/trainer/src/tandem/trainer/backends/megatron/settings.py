@@ -156,6 +156,8 @@ def _set_right(
             set_(
                 "expert_tensor_parallel_size", size, "without expert parallelism experts get wrong gradients otherwise"
             )
+    if arguments.get("moe_token_dispatcher_type") == "allgather":
+        set_("moe_token_dispatcher_type", "alltoall", "micro-batches are of different lengths")
     if arguments["pipeline_model_parallel_size"] > 1:
         if (arguments.get("virtual_pipeline_model_parallel_size") or 1) > 1:
             set_("overlap_p2p_comm", True, "virtual stages give wrong gradients otherwise")
@@ -163,8 +165,6 @@ def _set_right(
         else:
             # Micro-batches are of different lengths; virtual stages have them padded to one.
             arguments["variable_seq_lengths"] = True
-        if has_experts and arguments["moe_token_dispatcher_type"] == "allgather":
-            set_("moe_token_dispatcher_type", "alltoall", "micro-batches are of different lengths")
         arguments.setdefault("moe_token_dispatcher_type", "alltoall")  # which is checked in dense models as well
     if not HAS_TRANSFORMER_ENGINE:
         for key in sorted(_KERNELS - _OWN_KERNELS if has_kernels() else _KERNELS):
