@@ -163,7 +163,7 @@ class Publication:
         engines = self.engines
         absent = engines.having(Status.ABSENT)
         num_there = len({*engines.staying()} - {*absent})
-        is_enough = num_there >= self.spec.expected["rollout"]
+        is_enough = num_there >= self.spec.expected.get("rollout", 0)  # none, over a data set
         for name in absent if num_there else ():
             engine = engines[name]
             if engine.is_vacant or self.meshes.has_others(name):
