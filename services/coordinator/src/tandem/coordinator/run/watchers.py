@@ -1,4 +1,4 @@
-"""What a run is watched by, where that is switched on: its page, Prometheus, OpenTelemetry, a supervisor."""
+"""What a run is watched by, if that is switched on: page, Prometheus, OpenTelemetry, a supervisor."""
 
 from __future__ import annotations
 

@@ -163,8 +163,10 @@ class Publication:
         engines = self.engines
         absent = engines.having(Status.ABSENT)
         num_there = len({*engines.staying()} - {*absent})
-        is_enough = num_there >= self.spec.expected.get("rollout", 0)  # none, over a data set
-        for name in absent if num_there else ():
+        if not num_there:  # as in a run over a data set, which expects none
+            return None
+        is_enough = num_there >= self.spec.expected["rollout"]
+        for name in absent:
             engine = engines[name]
             if engine.is_vacant or self.meshes.has_others(name):
                 continue
