@@ -75,7 +75,8 @@ _BECOMES = [
         "eval config.yaml --model results/run eval.num",
         "eval config.yaml --model results/run eval.num_tests_per_prompt=",
     ),
-    ("up config.yaml grpo.nothing", "up config.yaml grpo.nothing"),
+    # Nothing that fish would find there, either, which takes what has these letters in this order.
+    ("up config.yaml grpo.qqq", "up config.yaml grpo.qqq"),
 ]
 """What is typed behind `coordinator` before the tabulator key, and what is there afterwards."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from tandem.common.algorithms import DISTILLATION, OFF_POLICY_DISTILLATION
 from tandem.common.config.conform import config_type, field_of, struct_types
 from tandem.common.config.schema import MODELS, Environment
 
@@ -98,19 +99,20 @@ def choose_environment(tree: dict[str, Any]) -> None:
 
 def _name_off_policy_distillation(tree: dict[str, Any]) -> None:
     """Distillation over recorded text has the section of the other, and a list of teachers; no other file has one."""
-    teachers, given = tree.get("teachers"), tree.get("distillation")
-    if tree.get("algorithm") != "distillation" or not isinstance(teachers, list) or not teachers:
+    written, meant = DISTILLATION.name, OFF_POLICY_DISTILLATION.name
+    teachers, given = tree.get("teachers"), tree.get(written)
+    if tree.get("algorithm") != written or not isinstance(teachers, list) or not teachers:
         return
     given = given if isinstance(given, dict) else {}
-    tree.pop("distillation", None)
-    tree["algorithm"] = "off_policy_distillation"
+    tree.pop(written, None)
+    tree["algorithm"] = meant
     loss, policy = (_section(tree, name) for name in ("loss_fn", "policy"))
     own = {key: given[key] for key in _OF_BOTH_DISTILLATIONS if key in given}
     if "vocab_topk" in loss:
         own["topk_logits_k"] = loss["vocab_topk"]
     if given.get("val_batch_size") is not None:
         own["val_global_batch_size"] = given["val_batch_size"]
-    tree["off_policy_distillation"] = own | _section(tree, "off_policy_distillation")
+    tree[meant] = own | _section(tree, meant)
     if "num_prompts_per_step" in given:
         policy.setdefault("train_global_batch_size", given["num_prompts_per_step"])
     if "reverse_kl" in loss:  # and not by `kl_type`, which is inherited

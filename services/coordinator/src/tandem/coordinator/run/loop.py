@@ -409,4 +409,5 @@ class Loop:
         self._step_metrics = self._new_metrics()
 
     def _new_metrics(self) -> StepMetrics:
-        return StepMetrics(is_asynchronous=not self._scheduler.spec.is_synchronous)
+        spec = self._scheduler.spec
+        return StepMetrics(is_asynchronous=not spec.is_synchronous, without_policy=spec.without_policy)

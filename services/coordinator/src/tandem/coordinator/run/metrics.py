@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TypeVar
 
 from tandem.common.messages import Attested, Evaluated, Generated, MemoryUse, Refitted, Trained
@@ -21,10 +21,11 @@ _OF_OTHERS = {
 class StepMetrics:
     """Metrics and seconds of one step."""
 
-    def __init__(self, *, is_asynchronous: bool = False) -> None:
-        """`is_asynchronous`: whether engines generate while trainers train."""
+    def __init__(self, *, is_asynchronous: bool = False, without_policy: Collection[str] = ()) -> None:
+        """`is_asynchronous`: whether engines generate while trainers train. `without_policy`: trainers without one."""
         self.metrics: dict[str, float] = {}
         self._is_asynchronous = is_asynchronous
+        self._without_policy = without_policy
         self._training_seconds: dict[str, float] = {}
         self._rewards_s = 0.0
         self._num_generated_tokens = 0
@@ -39,7 +40,7 @@ class StepMetrics:
     def trained(self, member: str, reply: Trained) -> None:
         """Note a rank's training step; the slowest rank is the one that counts."""
         self.metrics.update(reply.metrics)
-        if reply.seconds:  # who holds another model than the policy has other work to do
+        if member not in self._without_policy:  # who holds another model has other work to do
             rank = int(member.rpartition("-")[2])
             self._compute_s[rank], self._waited_s[rank] = reply.compute_s, reply.waited_s
         _keep_maxima(self._training_seconds, reply.seconds)
