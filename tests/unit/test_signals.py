@@ -19,12 +19,20 @@ ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def running(program: str, *before: str) -> Iterator[subprocess.Popen[str]]:
     """Run a program in a group of its own, from the moment on at which it prints a line."""
     words = [*before, sys.executable, "-c", f"import os, signal, subprocess, sys, time\n{program}"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, process_group=0) as process:
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, text=True, process_group=0, preexec_fn=_ignore_nothing
+    ) as process:
         try:
             assert said(process) == "ready"
             yield process
         finally:
             process.kill()
+
+
+def _ignore_nothing() -> None:
+    """Have a process hear what whoever started the tests ignores: `nohup` does, and a shell in the background."""
+    for number in ALL:
+        signal.signal(number, signal.SIG_DFL)
 
 
 def said(process: subprocess.Popen[str]) -> str:
