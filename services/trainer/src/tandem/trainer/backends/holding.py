@@ -98,8 +98,7 @@ class HoldingBackend(Generic[AnyHeld]):
 
         Raises `CheckpointError` for an optimizer whose state cannot be saved.
         """
-        states = {model.name: model.state() for model in self._trained()}
-        return checkpoints.save(folder, states, self._config, first_writer=self._world.first)
+        return checkpoints.save(folder, self._states(), self._config, first_writer=self._world.first)
 
     def offload(self) -> None:
         """Free what only training needs: gradients, optimizers' states, and parameters that no engine reads."""
@@ -117,3 +116,6 @@ class HoldingBackend(Generic[AnyHeld]):
 
     def _trained(self) -> list[AnyHeld]:
         return [model for model in self._held.values() if model.is_trained]
+
+    def _states(self) -> dict[Model, checkpoints.State]:
+        return {model.name: model.state() for model in self._trained()}
