@@ -78,7 +78,8 @@ class Coordinator:
         hello = Hello(protocol_version=PROTOCOL_VERSION, service=kind, host="here", pid=1)
         thread = threading.Thread(target=link.join, args=(hello, WAIT_S))
         thread.start()
-        self.events(lambda event: isinstance(event, Joined))
+        # Others may be taken up meanwhile.
+        self.events(lambda event: isinstance(event, Joined) and event.member.startswith(kind))
         thread.join(WAIT_S)
         return link
 
