@@ -106,6 +106,25 @@ GYM: dict[str, Any] = {
 """The same problems made by reasoning-gym, whose import takes a second of each process."""
 
 
+PPO: dict[str, Any] = {
+    "algorithm": "ppo",
+    "ppo": {
+        "num_prompts_per_step": 4,
+        "num_generations_per_prompt": 4,
+        "max_num_steps": 4,
+        "ppo_epochs": 2,
+        "policy_training_start_step": 1,
+        "val_period": 2,
+        "max_val_samples": 8,
+        "seed": 7,
+    },
+    "loss_fn": {"reference_policy_kl_penalty": 0.01, "use_kl_in_reward": True},
+    "policy": {"train_global_batch_size": 8},
+    "value": {"optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 2.0e-3}}},
+}
+"""Four steps of PPO, over the base configuration: the policy waits for the value model in the first."""
+
+
 def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     """Return `base` with the settings of `over`, key by key."""
     result = dict(base)

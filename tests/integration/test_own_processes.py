@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from tests import leaks
 from tests.integration.harness import (
+    PPO,
     TINY,
     Command,
     all_gone,
@@ -29,22 +30,6 @@ GRPO: dict[str, Any] = {
     "grpo": {"max_num_steps": NUM_STEPS},
     "loss_fn": {"reference_policy_kl_penalty": 0.1},
     "checkpointing": {"save_period": 2},
-}
-PPO: dict[str, Any] = {
-    "algorithm": "ppo",
-    "ppo": {
-        "num_prompts_per_step": 4,
-        "num_generations_per_prompt": 4,
-        "max_num_steps": NUM_STEPS,
-        "ppo_epochs": 2,
-        "policy_training_start_step": 1,
-        "val_period": 2,
-        "max_val_samples": 8,
-        "seed": 7,
-    },
-    "loss_fn": {"reference_policy_kl_penalty": 0.01, "use_kl_in_reward": True},
-    "policy": {"train_global_batch_size": 8},
-    "value": {"optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 2.0e-3}}},
 }
 DISTILLATION: dict[str, Any] = {
     "algorithm": "distillation",

@@ -10,6 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.integration.harness import (
+    PPO,
     coordinator,
     copy_examples,
     deterministic,
@@ -18,28 +19,12 @@ from tests.integration.harness import (
     write_config,
 )
 
-PPO: dict[str, Any] = {
-    "algorithm": "ppo",
-    "ppo": {
-        "num_prompts_per_step": 4,
-        "num_generations_per_prompt": 4,
-        "max_num_steps": 4,
-        "ppo_epochs": 2,
-        "policy_training_start_step": 1,
-        "val_period": 2,
-        "max_val_samples": 8,
-        "seed": 7,
-    },
-    "loss_fn": {"reference_policy_kl_penalty": 0.01, "use_kl_in_reward": True},
-    "policy": {"train_global_batch_size": 8},
-    "value": {"optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 2.0e-3}}},
-    "value_loss_fn": {"cliprange": None},
-}
+CONFIG: dict[str, Any] = {**PPO, "value_loss_fn": {"cliprange": None}}
 VALUE = ("value/model.safetensors", "value/config.json", "value_optimizer/optimizer.json", "policy/model.safetensors")
 
 
 def ppo_config(over: dict[str, Any] | None = None, name: str = "config.yaml") -> Path:
-    return write_config(merged(PPO, over or {}), name)
+    return write_config(merged(CONFIG, over or {}), name)
 
 
 def tensors_of(checkpoint: Path) -> dict[str, bytes]:
