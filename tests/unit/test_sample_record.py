@@ -141,6 +141,18 @@ def test_a_shard_with_a_damaged_page_is_named(tmp_path: Path, at: float) -> None
     assert "\n" not in str(raised.value)
 
 
+def test_a_bit_that_flips_anywhere_in_a_shard_is_noticed(tmp_path: Path) -> None:
+    """In the headers of pages and in the footer too, of which Parquet has no checksums."""
+    path = write(tmp_path, [recorded(scored(0, i), sample_of(20 + i)) for i in range(4)])
+    content = path.read_bytes()
+    for at in range(0, len(content), 5):
+        path.write_bytes(content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :])
+        with pytest.raises(SamplesError, match=f"{path} "):
+            read_shard(path)
+    path.write_bytes(content)
+    assert read_shard(path).num_rows == 4
+
+
 def test_a_shard_that_is_cut_off_or_empty_is_named(tmp_path: Path) -> None:
     path = write(tmp_path, [recorded(scored(0, 0), sample_of(2))])
     content = path.read_bytes()
@@ -159,12 +171,12 @@ def test_what_is_of_another_run_another_release_or_another_kind_is_named(tmp_pat
     with pytest.raises(SamplesError, match=f"{path} is no record of samples"):
         read_step(tmp_path, 12, RUN_ID)
     pq.write_table(pa.table({"step": [12]}).replace_schema_metadata(later()), path)
-    with pytest.raises(SamplesError, match=f"{path} has format 5 .* this release reads format 4"):
+    with pytest.raises(SamplesError, match=f"{path} has format 6 .* this release reads format 5"):
         read_step(tmp_path, 12, RUN_ID)
 
 
 def later() -> dict[bytes, bytes]:
-    return {b"tandem.run_id": RUN_ID.encode(), b"tandem.format": b"5"}
+    return {b"tandem.run_id": RUN_ID.encode(), b"tandem.format": b"6"}
 
 
 def test_an_unfinished_file_can_be_read_while_it_grows_and_wherever_it_is_cut_off(tmp_path: Path) -> None:

@@ -5,9 +5,10 @@
     RUN/samples/logprobs/step-00000012.trainer-0.parquet             what the policy in training says of a step's tokens
     RUN/samples/unfinished/step-00000012.rollout-0.3f9a.arrows       what finished of a step that is not trained on yet
 
-A row is a sample. A shard gets its name when it is whole, and its pages have checksums. An unfinished file is an Arrow
-stream that only grows: however its writer ended, all that it had written as a whole can be read. Each file says in its
-metadata which run it is of, and nothing of another run is ever read as this one's.
+A row is a sample. A shard gets its name when it is whole; it has a digest of all its bytes, and its pages have
+checksums for who reads a part. An unfinished file is an Arrow stream that only grows: however its writer ended, all
+that it had written as a whole can be read. Each file says in its metadata which run it is of, and nothing of another
+run is ever read as this one's.
 
 No torch here: the coordinator reads the record by itself.
 """
@@ -27,15 +28,20 @@ import pyarrow.parquet as pq
 
 from tandem.common.batch import Float32s, Int32s, SampleArrays
 from tandem.common.errors import SamplesError
+from tandem.common.manifest import digest_of
 from tandem.common.messages import Branch, Purpose, SampleKey, SampleScored
 from tandem.common.routed_experts import COLUMN, Bytes
 from tandem.common.sample_files import LOGPROBS, SHARD, files, shard_path, temporary_path
 
-FORMAT = 4
-"""Counts up when the meaning of a column changes."""
+FORMAT = 5
+"""Counts up when the meaning of a column changes, or what a file must have."""
 _EXPERTS = "routed_experts"
 """Column of bytes, those of each token (`tandem.common.routed_experts`); null where no routing is replayed."""
-_RUN_ID, _FORMAT = b"tandem.run_id", b"tandem.format"
+_RUN_ID, _FORMAT, _DIGEST = b"tandem.run_id", b"tandem.format", b"tandem.digest"
+_NO_DIGEST = b"digest-goes-here"
+"""What a shard has in the place of its digest when the digest is taken, of the same length."""
+_UNREADABLE = OSError, pa.ArrowException, UnicodeDecodeError
+"""What Arrow raises for a file that is not there, is no such file, or is damaged."""
 _ROW_GROUP = 128
 """Samples that are read together: who looks at a few of a big shard reads no other's tokens."""
 
@@ -147,12 +153,22 @@ def read_step(folder: Path, step: int, run_id: str | None = None, purpose: Purpo
 def read_shard(
     path: Path, run_id: str | None = None, columns: Sequence[str] | None = None, schema: pa.Schema = SCHEMA
 ) -> pa.Table:
-    """Return a shard's table, or some columns of it. Raises `SamplesError`, as `read_step` does."""
+    """Return a shard's table, or some columns of it; the table whole is that which was written, to the bit.
+
+    Raises `SamplesError`, as `read_step` does.
+    """
     try:
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+        content = None if columns is not None else path.read_bytes()
+        source = path if content is None else pa.BufferReader(content)
+        with pq.ParquetFile(source, page_checksum_verification=True) as file:
+            digest = (file.metadata.metadata or {}).get(_DIGEST)
+            if content is not None and digest is not None:  # first: damage may be in what is checked next
+                _check_digest(path, content, digest)
             _check(path, file.schema_arrow, run_id, schema)
+            if digest is None:
+                raise SamplesError(f"{path} cannot be read as a record of samples: it has no digest")
             return file.read(columns=columns)
-    except (OSError, pa.ArrowException) as error:
+    except _UNREADABLE as error:
         raise SamplesError(f"{path} cannot be read as a record of samples: {_line(error)}") from error
 
 
@@ -177,7 +193,7 @@ def read_rows(
                     num_read += size
                 first += size
             return file.read_row_groups(groups, columns=columns).take([places[row] for row in rows])
-    except (OSError, pa.ArrowException) as error:
+    except _UNREADABLE as error:
         raise SamplesError(f"{path} cannot be read as a record of samples: {_line(error)}") from error
 
 
@@ -191,24 +207,40 @@ def write_shard(folder: Path, run_id: str, step: int, rollout: str, table: pa.Ta
 
 def _write_parquet(path: Path, run_id: str, table: pa.Table) -> int:
     """Write a file that has its name once it is whole, on disk; return the number of bytes. Raises `OSError`."""
+    content = _parquet(table.replace_schema_metadata(_metadata(run_id)))
     temporary = temporary_path(path)
     temporary.parent.mkdir(parents=True, exist_ok=True)
     try:
         with temporary.open("wb") as file:
-            pq.write_table(
-                table.replace_schema_metadata(_metadata(run_id)),
-                file,
-                compression="zstd",
-                write_page_checksum=True,
-                row_group_size=_ROW_GROUP,
-            )
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        num_bytes = temporary.stat().st_size
         temporary.rename(path)
     finally:
         temporary.unlink(missing_ok=True)
-    return num_bytes
+    return len(content)
+
+
+def _parquet(table: pa.Table) -> bytearray:
+    """Return a table as a file in Parquet's format that has the digest of its own bytes.
+
+    Parquet's checksums are of the contents of pages: a bit may flip in what lies between them and nobody complains.
+    """
+    sink = pa.BufferOutputStream()
+    with pq.ParquetWriter(sink, table.schema, compression="zstd", write_page_checksum=True) as writer:
+        writer.write_table(table, row_group_size=_ROW_GROUP)
+        writer.add_key_value_metadata({_DIGEST: _NO_DIGEST})
+    content = bytearray(sink.getvalue())
+    at = content.rindex(_NO_DIGEST)
+    content[at : at + len(_NO_DIGEST)] = digest_of(memoryview(content)).encode()
+    return content
+
+
+def _check_digest(path: Path, content: bytes, digest: bytes) -> None:
+    """Raise `SamplesError` unless the bytes of a shard are those that were written."""
+    at = content.rfind(digest)
+    if digest_of(content[:at] + _NO_DIGEST + content[at + len(_NO_DIGEST) :]).encode() != digest:
+        raise SamplesError(f"{path} cannot be read as a record of samples: its bytes are not those that were written")
 
 
 def write_logprobs(
@@ -287,7 +319,7 @@ def read_unfinished(path: Path, run_id: str | None = None) -> pa.Table:
             stream = pa.ipc.open_stream(file)
             _check(path, stream.schema, run_id)
             return pa.Table.from_batches(_whole_batches(stream), stream.schema)
-    except (OSError, pa.ArrowException) as error:
+    except _UNREADABLE as error:
         raise SamplesError(f"{path} cannot be read as a record of samples: {_line(error)}") from error
 
 
