@@ -14,6 +14,7 @@ import msgspec
 import pyarrow.parquet as pq
 import pytest
 
+from tandem.common.sample_record import write_shard
 from tandem.coordinator.run.journal import Journal, StepRecord, read_journal
 from tests.integration.harness import Command, coordinator, steps_of, write_config
 from tests.page.browser_harness import LAPTOP, NEEDS_CHROMIUM, PHONE, browser, until, visit
@@ -68,14 +69,15 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
 def make_hostile(run: Path, copy: Path) -> None:
     """Copy a run; put HTML wherever a user's or a model's text is."""
     shutil.copytree(run, copy)
-    (shard,) = (copy / "samples").glob("step-00000001.*.parquet")
+    (shard,) = (copy / "samples").glob("step-00000001.rollout-0.parquet")
     table = pq.read_table(shard)
     rows = table.to_pylist()
     for row in rows:
         row |= dict.fromkeys(("question", "prompt", "response", "reference_answer", "failure"), HOSTILE)
         row["components"] = [(HOSTILE, 0.5)]
-    pq.write_table(type(table).from_pylist(rows, schema=table.schema), shard, write_page_checksum=True)
     with contextlib.closing(Journal.open(copy)) as journal:
+        hostile = type(table).from_pylist(rows, schema=table.schema)
+        write_shard(shard.parent, journal.run_id, 1, "rollout-0", hostile)
         journal.record_event(HOSTILE, HOSTILE)
 
 
